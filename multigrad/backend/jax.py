@@ -1,0 +1,262 @@
+"""JAX.
+
+The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns outputs and residuals,
+`bwd` maps residuals and cotangents to gradients. It deviates here in three things.
+
+- A function that closes over tracers is an error in JAX. Here they are lifted and become arguments, for
+  which the rule has no gradient, as on the other backends.
+- An outer derivative differentiates `fwd` as it stands, and loses the rule. So an `fwd` that runs on
+  tracers ties its outputs to the rule again (`_tie`).
+- Cotangents of complex arrays are the conjugates of what TensorFlow and PyTorch call gradients, and
+  the rule sees the latter.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from multigrad.backend import Forward, Pullback, Spec
+from multigrad.closure import TypeSet, cells_of, lift, restore
+
+TENSORS = TypeSet(jax.Array, jax.core.Tracer)
+_TRACERS = TypeSet(jax.core.Tracer)
+
+
+def is_differentiable(tensor: Any) -> bool:
+    return jnp.issubdtype(tensor.dtype, jnp.inexact)
+
+
+def spec(tensor: Any) -> Spec:
+    return Spec(tensor.shape, tensor.dtype)
+
+
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def conform(gradient: Any, spec: Spec) -> Any:
+    extra = gradient.ndim - len(spec.shape)
+    own = zip(gradient.shape[extra:], spec.shape, strict=True)
+    axes = (*range(extra), *[extra + i for i, (got, wanted) in enumerate(own) if got != wanted])
+    if axes:
+        gradient = gradient.sum(axes).reshape(spec.shape)
+    if jnp.iscomplexobj(gradient) and not jnp.issubdtype(spec.dtype, jnp.complexfloating):
+        gradient = gradient.real
+    return gradient.astype(spec.dtype)
+
+
+def concrete(tensor: Any) -> np.ndarray | None:
+    return None if isinstance(tensor, jax.core.Tracer) else np.asarray(tensor)
+
+
+def apply(forward: Forward, tensors: Sequence[Any]) -> list[Any]:
+    closed_over = lift(forward.f, _TRACERS)
+    if not closed_over.tensors and not _any_traced(tensors):
+        return forward(tensors)[0]  # where nothing is traced, nothing is differentiated
+
+    def run(inputs: list[Any], closed: list[Any], needed: list[bool] | None) -> _Step:
+        outputs, rule, pullback = forward(inputs, restore(closed_over.template, closed))
+        if needed is None:
+            return outputs, None
+        return outputs, _residuals(forward, inputs, outputs, rule, pullback, needed)
+
+    return _op(run, forward.forward_mode)(list(tensors), closed_over.tensors)
+
+
+def _any_traced(tree: Any) -> bool:
+    return any([_TRACERS[type(leaf)] for leaf in jax.tree.leaves(tree)])
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """A rule between forward and backward: arrays that JAX sees, and the code around them.
+
+    `pull` maps arrays and upstream gradients to gradients. `outputs` has the slots of `arrays` in which
+    an output of the op stands, with its index.
+    """
+
+    __slots__ = ("arrays", "outputs", "pull")
+
+    def __init__(
+        self,
+        arrays: list[Any],
+        pull: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+        outputs: dict[int, int],
+    ) -> None:
+        self.arrays, self.pull, self.outputs = arrays, pull, outputs
+
+    def tree_flatten(self) -> tuple[list[Any], Any]:
+        return self.arrays, (self.pull, self.outputs)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> "_Residuals":
+        return cls(list(arrays), *static)
+
+    def tied_to(self, outputs: Sequence[Any]) -> "_Residuals":
+        """With `outputs` where the function's own outputs stood."""
+        arrays = list(self.arrays)
+        for slot, index in self.outputs.items():
+            arrays[slot] = outputs[index]
+        return _Residuals(arrays, self.pull, self.outputs)
+
+    def __call__(self, upstream: Sequence[Any]) -> list[Any]:
+        return self.pull(self.arrays, upstream)
+
+
+_Step = tuple[list[Any], _Residuals | None]
+
+
+def _residuals(
+    forward: Forward,
+    inputs: list[Any],
+    outputs: list[Any],
+    rule: Callable[..., Any],
+    pullback: Pullback,
+    needed: list[bool],
+) -> _Residuals:
+    lifted = lift(rule, TENSORS, cells_of(forward.f))
+    if lifted.opaque and _any_traced((inputs, outputs)):
+        arrays, pull = _traced(rule, pullback, needed, outputs)
+    else:
+        arrays = lifted.tensors
+
+        def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> list[Any]:
+            return pullback(restore(lifted.template, arrays), upstream, needed)
+
+    # An output that the rule uses is differentiated by the rule; one that is an input is the input.
+    places = {id(output): index for index, output in enumerate(outputs)}
+    for array in inputs:
+        places.pop(id(array), None)
+    slots = {s: places[id(array)] for s, array in enumerate(arrays) if id(array) in places}
+    return _Residuals(arrays, pull, slots)
+
+
+def _traced(
+    rule: Callable[..., Any], pullback: Pullback, needed: list[bool], outputs: list[Any]
+) -> tuple[list[Any], Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+    """The arrays that a rule uses, where some are held by an object that cannot be lifted."""
+    places: list[int] = []
+
+    def flat(*upstream: Any) -> list[Any]:
+        every = iter(upstream)
+        gradients = pullback(rule, [next(every) if f else None for f in floating], needed)
+        places[:] = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        return [gradients[i] for i in places]
+
+    floating = [is_differentiable(output) for output in outputs]
+    like = [jax.typeof(o) for o, f in zip(outputs, floating, strict=True) if f]
+    jaxpr = jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like])
+
+    def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> list[Any]:
+        own = [u for u, f in zip(upstream, floating, strict=True) if f]
+        answer = jax.core.eval_jaxpr(jaxpr.jaxpr, arrays, *own)
+        gradients: list[Any] = [None] * len(needed)
+        for i, gradient in zip(places, answer, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+    return list(jaxpr.consts), pull
+
+
+def _conjugate(arrays: Sequence[Any]) -> list[Any]:
+    """Between JAX's cotangents and the gradients of the other frameworks, either way."""
+    return [a.conj() if a is not None and jnp.iscomplexobj(a) else a for a in arrays]
+
+
+def _upstream(cotangents: Sequence[Any]) -> list[Any]:
+    upstream: list[Any] = []
+    for cotangent in cotangents:
+        if not is_differentiable(cotangent):
+            upstream.append(None)
+        elif isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+            upstream.append(jnp.zeros(cotangent.shape, cotangent.dtype))
+        else:
+            upstream.append(cotangent)
+    return _conjugate(upstream)
+
+
+def _op(
+    step: Callable[[list[Any], Any, list[bool] | None], _Step], forward_mode: bool
+) -> Callable[[list[Any], Any], list[Any]]:
+    """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
+
+    `step` computes its outputs, and its residuals where it is told which inputs are differentiated.
+    """
+
+    def primal(inputs: list[Any], rest: Any) -> list[Any]:
+        return step(inputs, rest, None)[0]
+
+    def differentiated(
+        inputs: list[Any], rest: Any, needed: list[bool]
+    ) -> tuple[list[Any], _Residuals]:
+        outputs, residuals = step(inputs, rest, needed)
+        assert residuals is not None
+        if _any_traced((inputs, rest)):
+            # This may itself be differentiated, in which the rule is to stay in force: tie the outputs
+            # to the inputs by an op that has them already.
+            outputs = [jax.lax.stop_gradient(output) for output in outputs]
+            tie = _op(lambda inputs, rest, needed: rest, forward_mode)
+            outputs = tie(inputs, (outputs, residuals.tied_to(outputs)))
+        return outputs, residuals.tied_to(outputs)
+
+    if forward_mode:
+        return _with_jvp(primal, differentiated)
+
+    def fwd(inputs: list[Any], rest: Any) -> tuple[list[Any], _Residuals]:
+        needed = [leaf.perturbed for leaf in inputs]
+        inputs, rest = jax.custom_derivatives.custom_vjp_primal_tree_values((inputs, rest))
+        return differentiated(inputs, rest, needed)
+
+    def bwd(residuals: _Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
+        return _conjugate(residuals(_upstream(cotangents))), None
+
+    op = jax.custom_vjp(primal)
+    op.defvjp(fwd, bwd, symbolic_zeros=True)
+    return op
+
+
+def _with_jvp(
+    primal: Callable[[list[Any], Any], list[Any]],
+    differentiated: Callable[[list[Any], Any, list[bool]], tuple[list[Any], _Residuals]],
+) -> Callable[[list[Any], Any], list[Any]]:
+    """The op in both modes: its jvp is the transpose of the rule, which must be linear in upstream."""
+
+    def jvp(primals: tuple[list[Any], Any], tangents: Any) -> tuple[list[Any], list[Any]]:
+        inputs, rest = primals
+        outputs, residuals = differentiated(inputs, rest, [True] * len(inputs))
+        floating = [is_differentiable(output) for output in outputs]
+
+        def vjp(upstream: list[Any]) -> list[Any]:
+            every = iter(_conjugate(upstream))
+            whole = [next(every) if f else None for f in floating]
+            gradients = _conjugate(residuals(whole))
+            return [
+                jnp.zeros_like(x) if gradient is None else gradient
+                for x, gradient in zip(inputs, gradients, strict=True)
+                if is_differentiable(x)
+            ]
+
+        own = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
+        transpose = jax.linear_transpose(vjp, [o for o, f in zip(outputs, floating, strict=True) if f])
+        (answer,) = transpose(own)
+        every = iter(answer)
+        none = jax.dtypes.float0
+        pushed = [
+            next(every) if f else np.zeros(o.shape, none) for o, f in zip(outputs, floating, strict=True)
+        ]
+        return outputs, pushed
+
+    op = jax.custom_jvp(primal)
+    op.defjvp(jvp)
+    return op
+
+
+def value_and_grad(
+    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any]
+) -> tuple[tuple[Any, Any], list[Any]]:
+    places = tuple(range(len(tensors)))
+    answer, gradients = jax.value_and_grad(function, places, has_aux=True)(*tensors)
+    return answer, _conjugate(gradients)

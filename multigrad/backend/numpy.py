@@ -1,0 +1,51 @@
+"""NumPy, which has no derivatives: the forward pass runs, and a gradient is an error.
+
+Because nothing is differentiable here, no rule is ever called, and nothing asks for a spec.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from multigrad.backend import DIFFERENTIATING, Forward
+from multigrad.closure import TypeSet
+
+TENSORS = TypeSet(np.ndarray)
+
+
+def is_differentiable(tensor: Any) -> bool:
+    return False
+
+
+def spec(tensor: Any) -> NoReturn:
+    raise _no_gradients()
+
+
+def shape_of(tensor: Any) -> NoReturn:
+    raise _no_gradients()
+
+
+def conform(gradient: Any, spec: Any) -> NoReturn:
+    raise _no_gradients()
+
+
+def concrete(tensor: Any) -> NoReturn:
+    raise _no_gradients()
+
+
+def apply(forward: Forward, tensors: Sequence[Any]) -> list[Any]:
+    return forward(tensors)[0]
+
+
+def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+    raise _no_gradients()
+
+
+def _no_gradients() -> NotImplementedError:
+    return NotImplementedError(
+        f"Keras's {keras.backend.backend()} backend computes no gradients. Those that do are "
+        f"{', '.join(DIFFERENTIATING)}: choose one with the environment variable KERAS_BACKEND before "
+        "Keras is imported."
+    )

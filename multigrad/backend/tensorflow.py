@@ -1,0 +1,131 @@
+"""TensorFlow.
+
+The native way to bind a custom derivative is `tf.custom_gradient`, whose function returns an output and
+a closure. In a graph it registers each closure under a name of its own and for ever, so that the graph
+of every `tf.function` that calls it outlives the function. Here one gradient is registered, once, and
+finds the rule on the graph; and what is recorded on the tapes is recorded as `tf.custom_gradient` does.
+
+The function itself is recorded too: a second derivative goes through what the rule closed over. Where
+that is an output of the op, the rule is given the tied one, so that it stays in force.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# Private: TensorFlow (2.21) has no public name for recording an operation with a gradient of one's own on
+# the active tapes, except through the registry that keeps graphs alive.
+from tensorflow.python.eager import record
+
+from multigrad.backend import Forward, Spec
+from multigrad.closure import TypeSet, cells_of, lift, restore
+
+TENSORS = TypeSet(tf.Tensor)
+_GRADIENT = "MultigradRule"
+_RULES = "_multigrad_rules"
+
+
+def is_differentiable(tensor: Any) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def spec(tensor: Any) -> Spec:
+    shape = tensor.shape
+    return Spec(shape, tensor.dtype, None if shape.is_fully_defined() else tensor)
+
+
+def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
+    return None if tensor.shape.rank is None else tuple(tensor.shape)
+
+
+def conform(gradient: Any, spec: Spec) -> Any:
+    if spec.like is not None or not gradient.shape.is_fully_defined():
+        shape = spec.shape if spec.like is None else tf.shape(spec.like)
+        axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=shape, s1=tf.shape(gradient))
+        gradient = tf.reshape(tf.reduce_sum(gradient, axes), shape)
+        gradient.set_shape(spec.shape)
+    elif gradient.shape != spec.shape:
+        extra = gradient.shape.rank - spec.shape.rank
+        own = zip(gradient.shape[extra:], spec.shape, strict=True)
+        axes = [*range(extra), *[extra + i for i, (got, wanted) in enumerate(own) if got != wanted]]
+        gradient = tf.reshape(tf.reduce_sum(gradient, axes), spec.shape)
+    return gradient if gradient.dtype == spec.dtype else tf.cast(gradient, spec.dtype)
+
+
+def concrete(tensor: Any) -> np.ndarray | None:
+    return np.asarray(tensor) if hasattr(tensor, "numpy") else None
+
+
+def apply(forward: Forward, tensors: Sequence[Any]) -> list[Any]:
+    eager = tf.executing_eagerly()
+    outputs, rule, pullback = forward(tensors)
+    if eager and not record.could_possibly_record():
+        return outputs
+    lifted = lift(rule, TENSORS, cells_of(forward.f))
+    own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
+    # An output that the rule uses is differentiated by the rule; one that is an input is the input.
+    residuals = [
+        next((o for o, output in zip(own, outputs, strict=False) if residual is output), residual)
+        if not any([residual is tensor for tensor in tensors])
+        else residual
+        for residual in lifted.tensors
+    ]
+    tied_rule = restore(lifted.template, residuals)
+    floating = [is_differentiable(output) for output in outputs]
+    needed = [True] * len(tensors)
+
+    def backward(*upstream: Any) -> list[Any]:
+        own = zip(upstream, floating, strict=False)
+        return pullback(tied_rule, [tf.convert_to_tensor(u) if f else None for u, f in own], needed)
+
+    if eager:
+        record.record_operation(forward.name, own, list(tensors), backward)
+    else:
+        none = [None] * len(outputs)  # the operation's inputs are the untied outputs and the tensors
+        inputs = [*outputs, *tensors]
+        _record_in_graph(forward.name, own, inputs, lambda *upstream: none + backward(*upstream))
+    return own[: len(outputs)]
+
+
+def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
+    """Tensors that are this call's alone, so that they can be given its gradient."""
+    with record.stop_recording():
+        return [tf.raw_ops.Identity(input=output) for output in outputs]
+
+
+def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """The same in a graph, by one operation whose gradient is the rule."""
+    with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _GRADIENT}):
+        with record.stop_recording():
+            return list(tf.raw_ops.IdentityN(input=[*outputs, *tensors]))
+
+
+def _record_in_graph(
+    name: str, own: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., list[Any]]
+) -> None:
+    """Give the operation of `own` its gradient: on the tapes, and on the graph for `_gradient`."""
+    op = own[0].op
+    rules = getattr(op.graph, _RULES, None)
+    if rules is None:
+        rules = {}
+        setattr(op.graph, _RULES, rules)
+    rules[op.name] = backward
+    record.record_operation(name, own, inputs, backward)
+
+
+@tf.RegisterGradient(_GRADIENT)
+def _gradient(op: Any, *upstream: Any) -> list[Any]:
+    return getattr(op.graph, _RULES)[op.name](*upstream)
+
+
+def value_and_grad(
+    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any]
+) -> tuple[tuple[Any, Any], list[Any]]:
+    own = [tf.identity(tensor) for tensor in tensors]  # apart from the same tensor closed over
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(own)
+        value, aux = function(*own)
+    gradients = tape.gradient(value, own, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    return (value, aux), [tf.convert_to_tensor(gradient) for gradient in gradients]

@@ -1,0 +1,38 @@
+"""The one form in which multigrad says that something is wrong."""
+
+
+def message(
+    op: str, problem: str, *, required: str, got: str, mend: str, argument: str | None = None
+) -> str:
+    """Tell what is wrong with `op`, what was required, what came, and what to do.
+
+    ```python
+    print(message("scale", "the gradient has the wrong shape", argument="'x'",
+                  required="(3,)", got="(2,)", mend="return one number per element of 'x'"))
+    # scale: the gradient has the wrong shape
+    #   argument: 'x'
+    #   required: (3,)
+    #   got: (2,)
+    #   to mend it: return one number per element of 'x'
+    ```
+    """
+    lines = [f"{op}: {problem}"]
+    if argument is not None:
+        lines.append(f"  argument: {argument}")
+    lines += [f"  required: {required}", f"  got: {got}", f"  to mend it: {mend}"]
+    return "\n".join(lines)
+
+
+def describe(value: object) -> str:
+    """A short name for a value in a message: its type, with shape and dtype for a tensor."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    kind = type(value).__name__
+    if shape is not None and dtype is not None:
+        return f"{kind} of shape {shape_text(shape)} and dtype {getattr(dtype, 'name', dtype)}"
+    text = repr(value)
+    return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def shape_text(shape: object) -> str:
+    """A shape of any framework in Python's own notation."""
+    return str(tuple(shape)) if isinstance(shape, (tuple, list)) else str(shape)
