@@ -1,8 +1,34 @@
-"""Custom gradients for Keras 3: one definition, the same on TensorFlow, JAX and PyTorch."""
+"""Custom gradients for Keras 3: one definition, the same on TensorFlow, JAX and PyTorch.
 
-from multigrad.calculus import grad, value_and_grad
-from multigrad.custom_gradient import op_custom_gradient
+The names below are imported when they are first used, so that `python -m multigrad doctor` can look at a
+machine without importing a framework.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multigrad.calculus import grad, value_and_grad
+    from multigrad.custom_gradient import op_custom_gradient
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "grad", "op_custom_gradient", "value_and_grad"]
+
+_ROOMS = {
+    "grad": "calculus",
+    "op_custom_gradient": "custom_gradient",
+    "value_and_grad": "calculus",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'multigrad' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"multigrad.{_ROOMS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

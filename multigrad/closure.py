@@ -16,21 +16,13 @@ What is left where it stands, and why:
 import dis
 import enum
 import functools
+import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-
-# Kinds of object that hold no tensor of a call, whatever else they are.
-_ATOMS = (
-    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,
-    type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, enum.Enum, np.dtype,
-    np.generic, np.ndarray, np.ufunc,
-)  # fmt: skip
-
 
 class TypeSet(dict[type, bool]):
     """Membership of types in a class hierarchy, looked up once per type.
@@ -50,30 +42,26 @@ class TypeSet(dict[type, bool]):
         return found
 
 
-@dataclass(slots=True)
-class Lifted:
-    """What `lift` found: the tensors, and the rest of the object as a template.
-
-    `opaque` is true when an object of an unknown class stands in the closure, so that tensors may be
-    reached through it that are not in `tensors`.
-    """
-
-    tensors: list[Any]
-    template: Any
-    opaque: bool
-
-    def restore(self, tensors: Sequence[Any]) -> Any:
-        """The object again, around `tensors`, which stand where the lifted ones stood."""
-        return restore(self.template, tensors)
+# Kinds of object that hold no tensor of a call, whatever else they are.
+_ATOMS = TypeSet(
+    bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,
+    type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, enum.Enum, np.dtype,
+    np.generic, np.ndarray, np.ufunc,
+)  # fmt: skip
 
 
-def lift(obj: Any, tensor_types: TypeSet, shared: frozenset[int] = frozenset()) -> Lifted:
+Lifted = tuple[list[Any], Any, bool]
+
+_NO_CELLS: frozenset[int] = frozenset()
+
+
+def lift(obj: Any, tensor_types: TypeSet, shared: frozenset[int] = _NO_CELLS) -> Lifted:
     """Separate `obj`, usually a function, from the tensors that it closes over.
 
     ```python
     rule = (lambda e: lambda upstream: upstream * e)(ops.ones(3))
-    lifted = lift(rule, TypeSet(Tensor))
-    assert lifted.restore([2.0])(3.0) == 6.0
+    tensors, template, opaque = lift(rule, TypeSet(Tensor))
+    assert restore(template, [2.0])(3.0) == 6.0
     ```
 
     Arguments:
@@ -82,15 +70,23 @@ def lift(obj: Any, tensor_types: TypeSet, shared: frozenset[int] = frozenset()) 
         shared: the `id`s of cells whose contents are not to be lifted (see `cells_of`).
 
     Returns:
-        A `Lifted`. When there is no tensor in it, its template is `obj` itself.
+        The tensors; the rest as a template for `restore`, which is the object itself where there are
+        none; and whether an object of an unknown class stands in the closure, through which other
+        tensors may be reached.
     """
-    lifter = _Lifter(tensor_types, shared)
-    template = lifter.lift(obj)
-    return Lifted(lifter.tensors, template, lifter.opaque)
+    if type(obj) is types.FunctionType:
+        found = _lift_flat(obj, tensor_types, shared)
+        if found is not None:
+            return found
+    walk = _Walk(tensor_types, shared)
+    template = walk.lift(obj)
+    return walk.tensors, template, walk.opaque
 
 
 def cells_of(function: Any) -> frozenset[int]:
     """The `id`s of the cells that `function` closes over, those of functions in them included."""
+    if type(function) is types.FunctionType and function.__closure__ is None:
+        return _NO_CELLS
     return frozenset(id(cell) for cell in _cells(function, set()))
 
 
@@ -107,40 +103,37 @@ def _cells(function: Any, seen: set[int]) -> Iterator[types.CellType]:
             continue
         seen.add(id(cell))
         yield cell
-        content = _content(cell)
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a name that is not bound yet
+            continue
         if callable(content):
             yield from _cells(content, seen)
 
 
-_EMPTY = None  # stands for what is not looked into
+class _Assigned(NamedTuple):
+    """Which free variables a code object assigns or deletes, or a function within it, by place."""
+
+    code: types.CodeType  # kept alive, so that its id stays its own
+    places: frozenset[int]
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is not bound yet: the function may never read it
-        return _EMPTY
+_ASSIGNED: dict[int, _Assigned] = {}  # by id: to hash a code object costs as much as a whole walk
+_KEPT = 4096
 
 
-_ASSIGNED: dict[types.CodeType, frozenset[str]] = {}
-_KEPT_CODES = 4096
-
-
-def _assigned(code: types.CodeType) -> frozenset[str]:
-    """The free variables that `code`, or a function within it, assigns or deletes."""
-    found = _ASSIGNED.get(code)
-    if found is None:
-        names = {
-            i.argval
-            for i in dis.get_instructions(code)
-            if i.opname in ("STORE_DEREF", "DELETE_DEREF") and i.argval in code.co_freevars
-        }
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                names |= _assigned(constant) & set(code.co_freevars)
-        if len(_ASSIGNED) >= _KEPT_CODES:
-            _ASSIGNED.clear()
-        _ASSIGNED[code] = found = frozenset(names)
+def _assigned(code: types.CodeType) -> _Assigned:
+    names = {
+        i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _assigned(constant)
+            names |= {constant.co_freevars[place] for place in inner.places}
+    if len(_ASSIGNED) >= _KEPT:
+        _ASSIGNED.clear()
+    places = frozenset(place for place, name in enumerate(code.co_freevars) if name in names)
+    found = _ASSIGNED[id(code)] = _Assigned(code, places)
     return found
 
 
@@ -148,53 +141,137 @@ class _Slot(int):
     """The place of one tensor among those that were lifted."""
 
 
-@dataclass(slots=True)
-class _Made:
+_SLOTS = [_Slot(place) for place in range(64)]
+
+
+class _Made(NamedTuple):
     """A container, partial or method that is made anew from its parts."""
 
     make: Callable[[list[Any]], Any]
     parts: list[Any]
 
 
-@dataclass(slots=True)
 class _Function:
     """A function that is made anew with other cells; it keeps nothing of the old one's tensors."""
 
-    key: int
+    __slots__ = ("cells", "code", "extras", "globals", "key")
+
+    def __init__(
+        self, key: int, function: types.FunctionType, cells: list[Any], extras: list[Any] | None
+    ) -> None:
+        self.key = key
+        self.code = function.__code__
+        self.globals = function.__globals__
+        self.cells = cells  # a cell of the old function, or a template of what stands in a new one
+        self.extras = extras  # names, defaults, keyword defaults and attributes, where there are any
+
+
+class _FlatFunction(NamedTuple):
+    """A function whose cells hold tensors and atoms alone, as most rules do."""
+
     code: types.CodeType
     globals: dict[str, Any]
-    name: str
-    qualname: str
-    defaults: Any
-    keyword_defaults: Any
-    attributes: Any
-    cells: list[Any]  # a cell of the old function, or a template of what stands in a new one
+    cells: list[Any]  # a cell of the old function, or the place of the tensor that stands in a new one
 
 
-@dataclass(slots=True)
-class _Recursion:
+def _lift_flat(
+    function: types.FunctionType, tensor_types: TypeSet, shared: frozenset[int]
+) -> Lifted | None:
+    """What `_Walk` finds in such a function, without a walk; None for any other."""
+    code = function.__code__
+    if (
+        function.__defaults__
+        or function.__kwdefaults__
+        or code.co_flags & inspect.CO_VARARGS
+        or (_ASSIGNED.get(id(code)) or _assigned(code)).places
+    ):
+        return None
+    tensors: list[Any] = []
+    cells: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a name that is not bound yet
+            return None
+        kind = type(content)
+        if tensor_types[kind] and id(cell) not in shared:
+            cells.append(len(tensors))
+            tensors.append(content)
+        elif _ATOMS[kind] or id(cell) in shared:
+            cells.append(cell)
+        else:
+            return None
+    if not tensors:
+        return tensors, function, False
+    return tensors, _FlatFunction(code, function.__globals__, cells), False
+
+
+class _Recursion(NamedTuple):
     """A function that stands in its own closure."""
 
     key: int
 
 
-class _Lifter:
-    """One walk through an object. `lift` returns its argument itself when it holds no tensor."""
+class _Walk:
+    """One walk through an object; `lift` returns its argument itself when it finds no tensor in it."""
+
+    __slots__ = ("_open", "_shared", "_slots", "_tensor_types", "opaque", "tensors")
 
     def __init__(self, tensor_types: TypeSet, shared: frozenset[int]) -> None:
         self.tensors: list[Any] = []
         self.opaque = False
         self._tensor_types = tensor_types
         self._shared = shared
-        self._slots: dict[int, _Slot] = {}  # one tensor in two places is one residual
-        self._open: set[int] = set()  # functions whose closure is being walked
+        self._slots: dict[int, _Slot] = {}
+        self._open: list[int] = []  # functions whose closure is being walked
 
     def lift(self, obj: Any) -> Any:
         kind = type(obj)
         if self._tensor_types[kind]:
-            return self._tensor(obj)
-        if kind is types.FunctionType:
-            return self._function(obj)
+            slot = self._slots.get(id(obj))  # one tensor in two places is one residual
+            if slot is None:
+                self._slots[id(obj)] = slot = _Slot(len(self.tensors))
+                self.tensors.append(obj)
+            return slot
+        if _ATOMS[kind]:
+            return obj
+        return self.function(obj) if kind is types.FunctionType else self._container(obj, kind)
+
+    def function(self, function: types.FunctionType) -> Any:
+        key, code = id(function), function.__code__
+        if key in self._open:
+            return _Recursion(key)
+        self._open.append(key)
+        shared = self._shared
+        assigned = (_ASSIGNED.get(id(code)) or _assigned(code)).places
+        cells: list[Any] = list(function.__closure__ or ())
+        changed = recursive = False
+        for i, cell in enumerate(cells):
+            if i in assigned or id(cell) in shared:
+                continue
+            try:
+                content = cell.cell_contents
+            except ValueError:  # a name that is not bound yet, and may never be read
+                continue
+            lifted = self.lift(content)
+            if lifted is not content:
+                cells[i] = lifted
+                if type(lifted) is _Recursion and lifted.key == key:
+                    recursive = True
+                else:
+                    changed = True
+        extras = None
+        # To look at `__dict__` makes one. Only a wrapper, or a function that knows itself, uses its own.
+        own = function.__dict__ if recursive or code.co_flags & inspect.CO_VARARGS else None
+        if own or function.__defaults__ or function.__kwdefaults__:
+            old = [function.__defaults__, function.__kwdefaults__, own]
+            lifted = [self.lift(part) for part in old]
+            changed |= any(new is not part for new, part in zip(lifted, old, strict=True))
+            extras = [function.__name__, function.__qualname__, *lifted]
+        self._open.pop()
+        return _Function(key, function, cells, extras) if changed else function
+
+    def _container(self, obj: Any, kind: type) -> Any:
         parts: Sequence[Any]
         make: Callable[[list[Any]], Any]
         if kind is tuple or kind is list:
@@ -208,53 +285,12 @@ class _Lifter:
         elif issubclass(kind, tuple) and hasattr(kind, "_make"):
             parts, make = obj, kind._make
         else:
-            self.opaque |= not issubclass(kind, _ATOMS)
+            self.opaque = True
             return obj
         lifted = [self.lift(part) for part in parts]
         if all(new is old for new, old in zip(lifted, parts, strict=True)):
             return obj
         return _Made(make, lifted)
-
-    def _tensor(self, tensor: Any) -> _Slot:
-        slot = self._slots.get(id(tensor))
-        if slot is None:
-            self._slots[id(tensor)] = slot = _Slot(len(self.tensors))
-            self.tensors.append(tensor)
-        return slot
-
-    def _function(self, function: types.FunctionType) -> Any:
-        closure = function.__closure__
-        if not (closure or function.__defaults__ or function.__kwdefaults__ or function.__dict__):
-            return function
-        key = id(function)
-        if key in self._open:
-            return _Recursion(key)
-        self._open.add(key)
-        state = _assigned(function.__code__)
-        changed = False
-        cells: list[Any] = []
-        for name, cell in zip(function.__code__.co_freevars, closure or (), strict=True):
-            content = _EMPTY if name in state or id(cell) in self._shared else _content(cell)
-            lifted = self.lift(content)
-            if lifted is content:
-                lifted = cell
-            elif not (type(lifted) is _Recursion and lifted.key == key):
-                changed = True
-            cells.append(lifted)
-        old = (function.__defaults__, function.__kwdefaults__, function.__dict__ or None)
-        new = [self.lift(part) for part in old]
-        self._open.discard(key)
-        if not changed and all(a is b for a, b in zip(old, new, strict=True)):
-            return function
-        return _Function(
-            key,
-            function.__code__,
-            function.__globals__,
-            function.__name__,
-            function.__qualname__,
-            *new,
-            cells,
-        )
 
 
 def _mapping(kind: type, keys: tuple[Any, ...], values: list[Any]) -> Any:
@@ -272,6 +308,10 @@ def _method(parts: list[Any]) -> Any:
 
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
     """Build the object that `template` describes around `tensors`."""
+    if type(template) is _FlatFunction:
+        code, scope, parts = template
+        cells = [types.CellType(tensors[part]) if type(part) is int else part for part in parts]
+        return types.FunctionType(code, scope, None, None, tuple(cells))
     return _build(template, tensors, {})
 
 
@@ -279,23 +319,28 @@ def _build(template: Any, tensors: Sequence[Any], functions: dict[int, Any]) -> 
     kind = type(template)
     if kind is _Slot:
         return tensors[template]
+    if kind is _Function:
+        return _build_function(template, tensors, functions)
     if kind is _Made:
         return template.make([_build(part, tensors, functions) for part in template.parts])
     if kind is _Recursion:
         return functions[template.key]
-    if kind is not _Function:
-        return template
-    cells = tuple(
-        cell if type(cell) is types.CellType else types.CellType() for cell in template.cells
-    )
-    function = types.FunctionType(template.code, template.globals, template.name, None, cells)
-    functions[template.key] = function
-    for cell, content in zip(cells, template.cells, strict=True):
-        if cell is not content:
-            cell.cell_contents = _build(content, tensors, functions)
-    function.__qualname__ = template.qualname
-    function.__defaults__ = _build(template.defaults, tensors, functions)
-    function.__kwdefaults__ = _build(template.keyword_defaults, tensors, functions)
-    if template.attributes:
-        function.__dict__.update(_build(template.attributes, tensors, functions))
+    return template
+
+
+def _build_function(
+    template: _Function, tensors: Sequence[Any], functions: dict[int, Any]
+) -> types.FunctionType:
+    parts = template.cells
+    cells = tuple([part if type(part) is types.CellType else types.CellType() for part in parts])
+    function = types.FunctionType(template.code, template.globals, None, None, cells)
+    functions[template.key] = function  # before its cells are filled: it may stand in one of them
+    for cell, part in zip(cells, parts, strict=True):
+        if cell is not part:
+            cell.cell_contents = tensors[part] if type(part) is _Slot else _build(part, tensors, functions)
+    if template.extras:
+        function.__name__, function.__qualname__, defaults, keyword_defaults, own = template.extras
+        function.__defaults__ = _build(defaults, tensors, functions)
+        function.__kwdefaults__ = _build(keyword_defaults, tensors, functions)
+        function.__dict__.update(_build(own, tensors, functions) or {})
     return function

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 from multigrad import backend
+from multigrad.answer import read
 from multigrad.binding import Binding, Signature, name_of, signature_of
 from multigrad.errors import describe, message
 from multigrad.leaves import Layout, split
-from multigrad.rule import Form, Pullback, form_of
+from multigrad.rule import Form, form_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +30,74 @@ def op_custom_gradient(
 def op_custom_gradient(
     f: Callable[..., Any] | None = None, *, name: str | None = None, forward_mode: bool = False
 ) -> Callable[..., Any]:
-    """DOC"""
+    """Define a function together with the rule of its gradient, for every backend of Keras.
+
+    ```python
+    from keras import ops
+    from multigrad import grad, op_custom_gradient
+
+    @op_custom_gradient
+    def log1pexp(x):
+        e = ops.exp(x)
+        def rule(upstream):
+            return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1.0, e))
+        return ops.log(1.0 + e), rule
+
+    print(grad(log1pexp)(100.0))  # 1.0, where plain differentiation gives NaN
+    ```
+
+    By the chain rule, the rule returns the vector-Jacobian product: for `y = f(x)` and a loss `L`, it is
+    given the upstream gradient `dL/dy` and returns `dL/dx`. A rule that does not multiply by its upstream
+    cuts the chain.
+
+    Arguments:
+        f: a function of any arguments that returns a pair `output, rule`. Tensors, NumPy arrays and Keras
+            Variables among the arguments, alone or nested in tuples, lists and dicts, reach it as
+            tensors; Python numbers and all other objects reach it as they are. Floating and complex
+            tensors have a gradient. The output is a tensor or a nested structure; what is no tensor in
+            it is passed through. `f` can be a function, method, lambda, partial or callable object, and
+            can be defined anew in every call.
+        name: how messages call the op; the function's own name if it is not given.
+        forward_mode: whether JAX's own forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) is to work
+            on the op. The rule must then be linear in its upstream gradient. Elsewhere forward mode
+            needs no permission, and this changes nothing.
+
+    The rule is called by its signature:
+
+    - `rule(U)`, when it has one positional parameter, whatever its name;
+    - `rule(u1, ..., uN)`, when it has as many as the output has tensors, or `rule(*us)`;
+    - `rule(*args, upstream=U)`, with the op's own positional arguments, when it has a parameter
+      `upstream` behind others, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`.
+
+    `U` is the upstream gradient in the structure of the output: zeros for a tensor that nobody used, and
+    None for an output that has no gradient (integers, strings, None).
+
+    The rule returns one of these, of which the first that fits is meant:
+
+    - a tensor, when one argument is differentiable;
+    - a tuple or list with one entry per argument, or per differentiable argument, each in the structure
+      of its argument, or one per flattened tensor;
+    - a dict from argument names to such entries.
+
+    None stands for zero, and a function of no arguments for a gradient that is computed only where it is
+    needed. A gradient is cast to the dtype of its argument, and summed over the axes along which
+    broadcasting made it larger.
+
+    Returns:
+        A function with the name, documentation and parameters of `f`, which returns the output alone and
+        is differentiated by the rule, to any order. Inside the rule, an input or output of the op is
+        differentiated as such; a tensor that the function computed on the way is differentiated through
+        the function, which PyTorch runs once more for it. A tensor that `f` closes over has no gradient
+        through the op.
+
+    Raises:
+        TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
+            none of these ways, or an argument is a sparse tensor.
+        ValueError: when a gradient has a shape that is not its argument's.
+
+    References:
+        The closure form is that of TensorFlow's `tf.custom_gradient`.
+    """
     if f is None:
         return functools.partial(op_custom_gradient, name=name, forward_mode=forward_mode)
     if not callable(f):
@@ -37,7 +105,7 @@ def op_custom_gradient(
             message(
                 "op_custom_gradient",
                 "there is nothing to decorate",
-                required="a function that returns `output, grad`",
+                required="a function that returns `output, rule`",
                 got=describe(f),
                 mend="write @op_custom_gradient above the function",
             )
@@ -46,33 +114,25 @@ def op_custom_gradient(
     signature = signature_of(f)
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        return _call(title, f, signature, forward_mode, args, kwargs)
+        try:
+            values, binding = signature.bind(args, kwargs)
+        except TypeError as error:
+            raise TypeError(f"{title}: {error}") from error
+        tensors, arguments = split(values)
+        call = Call(title, f, binding, arguments, forward_mode)
+        outputs = backend.active.apply(call, tensors)
+        return call.output.join(outputs)
 
     return functools.update_wrapper(op, f)
 
 
-def _call(
-    name: str,
-    f: Callable[..., Any],
-    signature: Signature,
-    forward_mode: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    try:
-        values, binding = signature.bind(args, kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from error
-    tensors, arguments = split(values)
-    forward = Forward(name, f, binding, arguments, forward_mode)
-    outputs = backend.active.apply(forward, tensors)
-    return forward.output.join(outputs)
+class Call:
+    """One call of an op, as a backend sees it: flat tensors to flat tensors, and the way back.
 
+    It holds no tensor of the call. Between `run` and `pull`, the rule is the backend's to keep.
+    """
 
-class Forward:
-    """The function of one call, as a backend runs it: flat tensors to flat tensors and a pullback."""
-
-    __slots__ = ("arguments", "binding", "f", "forward_mode", "name", "output")
+    __slots__ = ("arguments", "binding", "f", "form", "forward_mode", "name", "output", "specs")
 
     def __init__(
         self, name: str, f: Callable[..., Any], binding: Binding, arguments: Layout, forward_mode: bool
@@ -82,32 +142,55 @@ class Forward:
         self.binding = binding
         self.arguments = arguments
         self.forward_mode = forward_mode
-        self.output: Layout  # known once the function ran
+        # What `run` finds out:
+        self.output: Layout
+        self.form: Form
+        self.specs: tuple[backend.Spec | None, ...]
 
-    def __call__(
-        self, tensors: Sequence[Any], function: Callable[..., Any] | None = None
-    ) -> tuple[list[Any], Callable[..., Any], Pullback]:
-        """Run the function on `tensors`; `function` stands in for it where its closure was lifted."""
+    def run(
+        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None
+    ) -> tuple[Sequence[Any], Callable[..., Any]]:
+        """The flat outputs of the function, and its rule; `f` stands in for one with another closure."""
         values = self.arguments.join(tensors)
-        output, rule = self._pair(self.binding.call(function or self.f, values))
+        returned = self.binding.call(f or self.f, values)
+        if not isinstance(returned, (tuple, list)) or len(returned) != 2 or not callable(returned[1]):
+            raise self._no_pair(returned)
+        output, rule = returned
         outputs, self.output = split(output)
-        form = form_of(self.name, rule, self.binding, len(outputs))
-        if form is Form.HYBRID:
+        self.form = form_of(self.name, rule, self.binding, len(outputs))
+        if self.form is Form.HYBRID:
             rule = functools.partial(rule, *values[: self.binding.given])
-        framework = backend.active
-        specs = tuple([framework.spec(t) if framework.is_differentiable(t) else None for t in tensors])
-        pullback = Pullback(self.name, form, self.arguments, self.binding, self.output, specs)
-        return outputs, rule, pullback
+        self.specs = backend.active.specs_of(tensors)
+        return outputs, rule
 
-    def _pair(self, returned: Any) -> tuple[Any, Callable[..., Any]]:
-        if isinstance(returned, (tuple, list)) and len(returned) == 2 and callable(returned[1]):
-            return returned[0], returned[1]
-        raise TypeError(
+    def forget_function(self) -> None:
+        """Let go of the function and of what it closes over: the call will not run again."""
+        del self.f
+
+    def pull(
+        self, rule: Callable[..., Any], upstream: Sequence[Any], needed: Sequence[bool]
+    ) -> Sequence[Any]:
+        """Call the rule: the gradient of each tensor argument, None for zero or where not needed.
+
+        Arguments:
+            rule: what `run` returned, or the same around other tensors.
+            upstream: the upstream gradient of each tensor in the output, None where it has none.
+            needed: for each tensor argument, whether its gradient is of use to anybody.
+        """
+        if self.form is Form.FLAT:
+            answer = rule(*upstream)
+        else:
+            whole = self.output.join_tensors_only(upstream)
+            answer = rule(upstream=whole) if self.form is Form.HYBRID else rule(whole)
+        return read(self.name, answer, self.arguments, self.binding, self.specs, needed)
+
+    def _no_pair(self, returned: Any) -> TypeError:
+        return TypeError(
             message(
                 self.name,
-                "the function did not return an output and its gradient's rule",
-                required="a pair `output, grad`, whose second item is a function",
+                "the function did not return an output and the rule of its gradient",
+                required="a pair `output, rule`, whose second item is a function",
                 got=describe(returned),
-                mend="end the function with `return output, grad`",
+                mend="end the function with `return output, rule`",
             )
         )

@@ -51,6 +51,8 @@ class Layout:
     """
 
     __slots__ = ("template",)
+    flat = False
+    """Whether it is a tuple of tensors and of nothing else, as the arguments of most calls are."""
 
     def __init__(self, template: Any) -> None:
         self.template = template
@@ -64,11 +66,34 @@ class Layout:
         return _fill(self.template, tensors, lambda static: None)
 
 
+class _One(Layout):
+    """The layout of a tensor alone."""
+
+    __slots__ = ()
+
+    def join(self, tensors: Sequence[Any]) -> Any:
+        return tensors[0]
+
+    join_tensors_only = join
+
+
+class _Flat(Layout):
+    """The layout of a tuple of tensors."""
+
+    __slots__ = ()
+    flat = True
+
+    def join(self, tensors: Sequence[Any]) -> Any:
+        return tuple(tensors)
+
+    join_tensors_only = join
+
+
 def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -> Any:
     kind = type(template)
     if kind is Slot:
         return tensors[template]
-    if kind is tuple:  # the usual ones, without the cost of a general tree
+    if kind is tuple:  # without the cost of a general tree
         return tuple([_fill(part, tensors, static) for part in template])
     if not tree.is_nested(template):
         return static(template)
@@ -77,7 +102,11 @@ def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -
     )
 
 
-def split(structure: Any) -> tuple[list[Any], Layout]:
+_ONE = _One(Slot(0))
+_FLAT = [_Flat(tuple(map(Slot, range(count)))) for count in range(32)]
+
+
+def split(structure: Any) -> tuple[Sequence[Any], Layout]:
     """Take a structure apart into flat tensors and a layout.
 
     Keras Variables are read, NumPy arrays become tensors; Python numbers stay as they are, because in
@@ -86,6 +115,15 @@ def split(structure: Any) -> tuple[list[Any], Layout]:
     Raises:
         TypeError: for a sparse tensor, whose gradient no rule could return on every backend.
     """
+    is_tensor = backend.active.TENSORS
+    if is_tensor[type(structure)]:
+        return (structure,), _ONE
+    if type(structure) is tuple and len(structure) < len(_FLAT):
+        for part in structure:
+            if not is_tensor[type(part)]:
+                break
+        else:
+            return structure, _FLAT[len(structure)]
     tensors: list[Any] = []
     return tensors, Layout(_split(structure, tensors))
 

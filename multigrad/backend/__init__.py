@@ -7,7 +7,7 @@ the active Keras backend is ever imported.
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import keras
 import numpy as np
@@ -18,40 +18,34 @@ DIFFERENTIATING = ("tensorflow", "jax", "torch")
 FORWARD_ONLY = ("numpy", "openvino")
 
 
-class Spec(NamedTuple):
-    """What a tensor requires of its gradient."""
-
-    shape: Any  # the framework's own shape: compares with that of a gradient
-    dtype: Any
-    like: Any = None  # the tensor itself, where its shape is known at run time only
+Spec = tuple[Any, Any, Any]
+"""What a tensor requires of its gradient: its shape and dtype, in the framework's own terms, and where
+the shape is known at run time only, the tensor itself (None otherwise)."""
 
 
-class Pullback(Protocol):
-    """Step 5 of a call: calls the rule on flat upstream gradients and checks its flat gradients.
-
-    It holds no tensor. `needed` says for each tensor argument whether its gradient is of use to anybody;
-    the others, and those that are zero, come back as None.
-    """
-
-    def __call__(
-        self, rule: Callable[..., Any], upstream: Sequence[Any], needed: Sequence[bool]
-    ) -> list[Any]: ...
-
-
-class Forward(Protocol):
-    """Step 4 of a call: runs the function `f` on flat tensors.
-
-    Returns its flat output tensors, the rule, which closes over tensors, and the rule's pullback.
-    `function` stands in for `f` where its closure was lifted.
-    """
+class Call(Protocol):
+    """A call as a backend sees it. It holds no tensor of the call."""
 
     name: str
     f: Callable[..., Any]
     forward_mode: bool
 
-    def __call__(
-        self, tensors: Sequence[Any], function: Callable[..., Any] | None = None
-    ) -> tuple[list[Any], Callable[..., Any], Pullback]: ...
+    def run(
+        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None
+    ) -> tuple[Sequence[Any], Callable[..., Any]]:
+        """Run the function (`f` stands in for one with another closure): flat outputs, and the rule."""
+
+    def forget_function(self) -> None:
+        """Let go of the function: the call will not run again."""
+
+    def pull(
+        self, rule: Callable[..., Any], upstream: Sequence[Any], needed: Sequence[bool]
+    ) -> Sequence[Any]:
+        """Call the rule on flat upstream gradients, None where an output has none.
+
+        Returns the gradient of each tensor, in its shape and dtype, and None where it is zero or not
+        needed.
+        """
 
 
 class Backend(Protocol):
@@ -65,12 +59,12 @@ class Backend(Protocol):
         """Whether the tensor's dtype is floating or complex."""
 
     @staticmethod
-    def spec(tensor: Any) -> Spec:
-        """What the tensor requires of its gradient."""
+    def specs_of(tensors: Sequence[Any]) -> tuple[Spec | None, ...]:
+        """What each tensor requires of its gradient, None for one that has none."""
 
     @staticmethod
-    def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
-        """The static shape, None for an unknown dimension or rank."""
+    def sizes(shape: Any) -> tuple[int | None, ...] | None:
+        """A shape of the framework as a tuple; None for an unknown dimension or rank."""
 
     @staticmethod
     def conform(gradient: Any, spec: Spec) -> Any:
@@ -81,8 +75,8 @@ class Backend(Protocol):
         """The tensor's value, None while it is traced and has none."""
 
     @staticmethod
-    def apply(forward: Forward, tensors: Sequence[Any]) -> list[Any]:
-        """Run `forward` and tie its outputs to the differentiable ones of `tensors` by its pullback."""
+    def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Run `call` and tie its outputs to the differentiable ones of `tensors` by its rule."""
 
     @staticmethod
     def value_and_grad(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from multigrad.backend import Forward, Pullback, Spec
+from multigrad.backend import Call, Spec
 from multigrad.closure import TypeSet, cells_of, lift, restore
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
@@ -29,41 +29,42 @@ def is_differentiable(tensor: Any) -> bool:
     return jnp.issubdtype(tensor.dtype, jnp.inexact)
 
 
-def spec(tensor: Any) -> Spec:
-    return Spec(tensor.shape, tensor.dtype)
+def specs_of(tensors: Sequence[Any]) -> tuple[Spec | None, ...]:
+    return tuple([(t.shape, t.dtype, None) if is_differentiable(t) else None for t in tensors])
 
 
-def shape_of(tensor: Any) -> tuple[int, ...]:
-    return tuple(tensor.shape)
+def sizes(shape: Any) -> tuple[int | None, ...]:
+    return tuple(shape)
 
 
 def conform(gradient: Any, spec: Spec) -> Any:
-    extra = gradient.ndim - len(spec.shape)
-    own = zip(gradient.shape[extra:], spec.shape, strict=True)
+    shape, dtype, _ = spec
+    extra = gradient.ndim - len(shape)
+    own = zip(gradient.shape[extra:], shape, strict=True)
     axes = (*range(extra), *[extra + i for i, (got, wanted) in enumerate(own) if got != wanted])
     if axes:
-        gradient = gradient.sum(axes).reshape(spec.shape)
-    if jnp.iscomplexobj(gradient) and not jnp.issubdtype(spec.dtype, jnp.complexfloating):
+        gradient = gradient.sum(axes).reshape(shape)
+    if jnp.iscomplexobj(gradient) and not jnp.issubdtype(dtype, jnp.complexfloating):
         gradient = gradient.real
-    return gradient.astype(spec.dtype)
+    return gradient.astype(dtype)
 
 
 def concrete(tensor: Any) -> np.ndarray | None:
     return None if isinstance(tensor, jax.core.Tracer) else np.asarray(tensor)
 
 
-def apply(forward: Forward, tensors: Sequence[Any]) -> list[Any]:
-    closed_over = lift(forward.f, _TRACERS)
-    if not closed_over.tensors and not _any_traced(tensors):
-        return forward(tensors)[0]  # where nothing is traced, nothing is differentiated
+def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
+    closed_over, template, _ = lift(call.f, _TRACERS)
+    if not closed_over and not _any_traced(tensors):
+        return call.run(tensors)[0]  # where nothing is traced, nothing is differentiated
 
     def run(inputs: list[Any], closed: list[Any], needed: list[bool] | None) -> _Step:
-        outputs, rule, pullback = forward(inputs, restore(closed_over.template, closed))
+        outputs, rule = call.run(inputs, restore(template, closed))
         if needed is None:
             return outputs, None
-        return outputs, _residuals(forward, inputs, outputs, rule, pullback, needed)
+        return outputs, _residuals(call, inputs, outputs, rule, needed)
 
-    return _op(run, forward.forward_mode)(list(tensors), closed_over.tensors)
+    return _op(run, call.forward_mode)(list(tensors), closed_over)
 
 
 def _any_traced(tree: Any) -> bool:
@@ -110,21 +111,15 @@ _Step = tuple[list[Any], _Residuals | None]
 
 
 def _residuals(
-    forward: Forward,
-    inputs: list[Any],
-    outputs: list[Any],
-    rule: Callable[..., Any],
-    pullback: Pullback,
-    needed: list[bool],
+    call: Call, inputs: list[Any], outputs: list[Any], rule: Callable[..., Any], needed: list[bool]
 ) -> _Residuals:
-    lifted = lift(rule, TENSORS, cells_of(forward.f))
-    if lifted.opaque and _any_traced((inputs, outputs)):
-        arrays, pull = _traced(rule, pullback, needed, outputs)
+    arrays, template, opaque = lift(rule, TENSORS, cells_of(call.f))
+    if opaque and _any_traced((inputs, outputs)):
+        arrays, pull = _traced(call, outputs, rule, needed)
     else:
-        arrays = lifted.tensors
 
         def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> list[Any]:
-            return pullback(restore(lifted.template, arrays), upstream, needed)
+            return call.pull(restore(template, arrays), upstream, needed)
 
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places = {id(output): index for index, output in enumerate(outputs)}
@@ -135,14 +130,14 @@ def _residuals(
 
 
 def _traced(
-    rule: Callable[..., Any], pullback: Pullback, needed: list[bool], outputs: list[Any]
+    call: Call, outputs: list[Any], rule: Callable[..., Any], needed: list[bool]
 ) -> tuple[list[Any], Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
     """The arrays that a rule uses, where some are held by an object that cannot be lifted."""
     places: list[int] = []
 
     def flat(*upstream: Any) -> list[Any]:
         every = iter(upstream)
-        gradients = pullback(rule, [next(every) if f else None for f in floating], needed)
+        gradients = call.pull(rule, [next(every) if f else None for f in floating], needed)
         places[:] = [i for i, gradient in enumerate(gradients) if gradient is not None]
         return [gradients[i] for i in places]
 

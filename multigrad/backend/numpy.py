@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from multigrad.backend import DIFFERENTIATING, Forward
+from multigrad.backend import DIFFERENTIATING, Call
 from multigrad.closure import TypeSet
 
 TENSORS = TypeSet(np.ndarray)
@@ -19,11 +19,11 @@ def is_differentiable(tensor: Any) -> bool:
     return False
 
 
-def spec(tensor: Any) -> NoReturn:
-    raise _no_gradients()
+def specs_of(tensors: Sequence[Any]) -> tuple[None, ...]:
+    return (None,) * len(tensors)
 
 
-def shape_of(tensor: Any) -> NoReturn:
+def sizes(shape: Any) -> NoReturn:
     raise _no_gradients()
 
 
@@ -35,8 +35,8 @@ def concrete(tensor: Any) -> NoReturn:
     raise _no_gradients()
 
 
-def apply(forward: Forward, tensors: Sequence[Any]) -> list[Any]:
-    return forward(tensors)[0]
+def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
+    return call.run(tensors)[0]
 
 
 def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:

@@ -3,9 +3,9 @@
 import keras
 
 from multigrad.closure import TypeSet
-from multigrad.backend.numpy import apply, concrete, conform, is_differentiable, shape_of, spec, value_and_grad
+from multigrad.backend.numpy import apply, concrete, conform, is_differentiable, sizes, specs_of, value_and_grad
 
-__all__ = ["TENSORS", "apply", "concrete", "conform", "is_differentiable", "shape_of", "spec", "value_and_grad"]
+__all__ = ["TENSORS", "apply", "concrete", "conform", "is_differentiable", "sizes", "specs_of", "value_and_grad"]
 
 # Keras's own class, which has no public name.
 TENSORS = TypeSet(type(keras.ops.convert_to_tensor(0.0)))

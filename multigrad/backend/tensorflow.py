@@ -19,7 +19,7 @@ import tensorflow as tf
 # the active tapes, except through the registry that keeps graphs alive.
 from tensorflow.python.eager import record
 
-from multigrad.backend import Forward, Spec
+from multigrad.backend import Call, Spec
 from multigrad.closure import TypeSet, cells_of, lift, restore
 
 TENSORS = TypeSet(tf.Tensor)
@@ -31,61 +31,62 @@ def is_differentiable(tensor: Any) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
-def spec(tensor: Any) -> Spec:
+def specs_of(tensors: Sequence[Any]) -> tuple[Spec | None, ...]:
+    return tuple([_spec(tensor) if is_differentiable(tensor) else None for tensor in tensors])
+
+
+def _spec(tensor: Any) -> Spec:
     shape = tensor.shape
-    return Spec(shape, tensor.dtype, None if shape.is_fully_defined() else tensor)
+    return shape, tensor.dtype, None if shape.is_fully_defined() else tensor
 
 
-def shape_of(tensor: Any) -> tuple[int | None, ...] | None:
-    return None if tensor.shape.rank is None else tuple(tensor.shape)
+def sizes(shape: Any) -> tuple[int | None, ...] | None:
+    return None if shape.rank is None else tuple(shape)
 
 
 def conform(gradient: Any, spec: Spec) -> Any:
-    if spec.like is not None or not gradient.shape.is_fully_defined():
-        shape = spec.shape if spec.like is None else tf.shape(spec.like)
-        axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=shape, s1=tf.shape(gradient))
-        gradient = tf.reshape(tf.reduce_sum(gradient, axes), shape)
-        gradient.set_shape(spec.shape)
-    elif gradient.shape != spec.shape:
-        extra = gradient.shape.rank - spec.shape.rank
-        own = zip(gradient.shape[extra:], spec.shape, strict=True)
+    shape, dtype, like = spec
+    if like is not None or not gradient.shape.is_fully_defined():
+        sizes = shape if like is None else tf.shape(like)
+        axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=sizes, s1=tf.shape(gradient))
+        gradient = tf.reshape(tf.reduce_sum(gradient, axes), sizes)
+        gradient.set_shape(shape)
+    elif gradient.shape != shape:
+        extra = gradient.shape.rank - shape.rank
+        own = zip(gradient.shape[extra:], shape, strict=True)
         axes = [*range(extra), *[extra + i for i, (got, wanted) in enumerate(own) if got != wanted]]
-        gradient = tf.reshape(tf.reduce_sum(gradient, axes), spec.shape)
-    return gradient if gradient.dtype == spec.dtype else tf.cast(gradient, spec.dtype)
+        gradient = tf.reshape(tf.reduce_sum(gradient, axes), shape)
+    return gradient if gradient.dtype == dtype else tf.cast(gradient, dtype)
 
 
 def concrete(tensor: Any) -> np.ndarray | None:
     return np.asarray(tensor) if hasattr(tensor, "numpy") else None
 
 
-def apply(forward: Forward, tensors: Sequence[Any]) -> list[Any]:
+def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
     eager = tf.executing_eagerly()
-    outputs, rule, pullback = forward(tensors)
+    outputs, rule = call.run(tensors)
     if eager and not record.could_possibly_record():
         return outputs
-    lifted = lift(rule, TENSORS, cells_of(forward.f))
+    residuals, template, _ = lift(rule, TENSORS, cells_of(call.f))
     own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
-    residuals = [
-        next((o for o, output in zip(own, outputs, strict=False) if residual is output), residual)
-        if not any([residual is tensor for tensor in tensors])
-        else residual
-        for residual in lifted.tensors
-    ]
-    tied_rule = restore(lifted.template, residuals)
+    places = dict(zip(map(id, outputs), own, strict=False))
+    places.update(zip(map(id, tensors), tensors, strict=True))
+    tied_rule = restore(template, [places.get(id(residual), residual) for residual in residuals])
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
 
     def backward(*upstream: Any) -> list[Any]:
         own = zip(upstream, floating, strict=False)
-        return pullback(tied_rule, [tf.convert_to_tensor(u) if f else None for u, f in own], needed)
+        return call.pull(tied_rule, [tf.convert_to_tensor(u) if f else None for u, f in own], needed)
 
     if eager:
-        record.record_operation(forward.name, own, list(tensors), backward)
+        record.record_operation(call.name, own, list(tensors), backward)
     else:
         none = [None] * len(outputs)  # the operation's inputs are the untied outputs and the tensors
         inputs = [*outputs, *tensors]
-        _record_in_graph(forward.name, own, inputs, lambda *upstream: none + backward(*upstream))
+        _record_in_graph(call.name, own, inputs, lambda *upstream: none + backward(*upstream))
     return own[: len(outputs)]
 
 

@@ -17,32 +17,43 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from multigrad.backend import Forward, Pullback, Spec
+from multigrad.backend import Call, Spec
 from multigrad.closure import TypeSet, cells_of, lift, restore
 from multigrad.errors import message
 
 TENSORS = TypeSet(torch.Tensor)
 
 
+class _Floating(dict[torch.dtype, bool]):
+    """Which dtypes have a gradient, looked up once each."""
+
+    def __missing__(self, dtype: torch.dtype) -> bool:
+        self[dtype] = found = dtype.is_floating_point or dtype.is_complex
+        return found
+
+
+_FLOATING = _Floating()
+
+
 def is_differentiable(tensor: torch.Tensor) -> bool:
-    dtype = tensor.dtype
-    return dtype.is_floating_point or dtype.is_complex
+    return _FLOATING[tensor.dtype]
 
 
-def spec(tensor: torch.Tensor) -> Spec:
-    return Spec(tensor.shape, tensor.dtype)
+def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[Spec | None, ...]:
+    return tuple([(t.shape, t.dtype, None) if _FLOATING[t.dtype] else None for t in tensors])
 
 
-def shape_of(tensor: torch.Tensor | Spec) -> tuple[int, ...]:
-    return tuple(tensor.shape)
+def sizes(shape: Any) -> tuple[int | None, ...]:
+    return tuple(shape)
 
 
 def conform(gradient: torch.Tensor, spec: Spec) -> torch.Tensor:
-    if gradient.shape != spec.shape:
-        gradient = gradient.sum_to_size(spec.shape)
-    if gradient.dtype.is_complex and not spec.dtype.is_complex:
+    shape, dtype, _ = spec
+    if gradient.shape != shape:
+        gradient = gradient.sum_to_size(shape)
+    if gradient.dtype.is_complex and not dtype.is_complex:
         gradient = gradient.real
-    return gradient.to(spec.dtype)
+    return gradient.to(dtype)
 
 
 def concrete(tensor: torch.Tensor) -> np.ndarray | None:
@@ -54,96 +65,66 @@ def concrete(tensor: torch.Tensor) -> np.ndarray | None:
 def _transforming() -> bool:
     """Whether torch.func or forward mode is at work, for which a Function must be of another kind.
 
-    Private, both: PyTorch (2.13) has no public way to ask, and the kinds cost twice or fail without.
+    Both names are private: PyTorch (2.13) has no public way to ask, and the kind that serves all costs
+    twice as much.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def apply(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if torch.compiler.is_dynamo_compiling():
-        return _apply_compiling(forward, tensors)
+        return _Compiled.apply(call, *tensors)
     if _transforming():
-        return _apply_transforming(forward, tensors)
-    recording = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
-    with torch.no_grad():
-        outputs, rule, pullback = forward(tensors)
-        call = _Call(forward, tensors, outputs, rule, pullback) if recording else None
-    if call is not None:
-        return list(_Node.apply(call, *tensors))
+        return _apply_transforming(call, tensors)
     if torch.is_grad_enabled():
-        # What requires a gradient all the same was closed over, and has none through the rule.
-        return [o.detach() if o.requires_grad else o for o in outputs]
-    return outputs
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return _Node.apply(call, *tensors)
+    return _without_gradient(call, tensors)
+
+
+def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    recorded = torch.is_grad_enabled()
+    with torch.no_grad():
+        outputs, _ = call.run(tensors)
+    # What requires a gradient all the same was closed over, and has none through the rule.
+    return [output.detach() if recorded and output.requires_grad else output for output in outputs]
 
 
 # ------------------------------------------------------------------------------------------ eager
 
 
-class _Call:
-    """What a node keeps of its call beside the saved tensors, and the rule made whole from both."""
+class _Node(torch.autograd.Function):
+    """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`."""
 
-    __slots__ = ("count", "forward", "output_slots", "outputs", "pullback", "saved", "template")
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, rule = call.run(tensors)
+        residuals, template, opaque = lift(rule, TENSORS, cells_of(call.f))
+        own = tuple([_own(output, tensors) for output in outputs])
+        tied, others = _tie(residuals, tensors, outputs, own)
+        integers = [output for output in own if not _FLOATING[output.dtype]]
+        if integers:
+            ctx.mark_non_differentiable(*integers)
+        ctx.kept = call, template, tied, len(residuals), bool(integers)
+        if others or opaque:
+            ctx.save_for_backward(*residuals, *tensors)
+        else:
+            ctx.save_for_backward(*residuals)
+            call.forget_function()
+        return own
 
-    def __init__(
-        self,
-        forward: Forward,
-        tensors: Sequence[torch.Tensor],
-        outputs: list[torch.Tensor],
-        rule: Callable[..., Any],
-        pullback: Pullback,
-    ) -> None:
-        lifted = lift(rule, TENSORS, cells_of(forward.f))
-        self.template = lifted.template
-        self.pullback = pullback
-        # The two that `_Node.forward` takes, and leaves None: a node that kept them would be a cycle.
-        self.outputs: list[torch.Tensor] | None = [_own(output, tensors) for output in outputs]
-        self.output_slots: set[int] = set()
-        lost = lifted.opaque
-        for slot, residual in enumerate(lifted.tensors):
-            if any([residual is tensor for tensor in tensors]):
-                continue
-            for output, own in zip(outputs, self.outputs, strict=True):
-                if residual is output:
-                    self.output_slots.add(slot)
-                    lifted.tensors[slot] = own
-                    break
-            else:
-                lost |= is_differentiable(residual)
-        self.count = len(lifted.tensors)
-        # Only for a residual that is neither input nor output does a second derivative need the inputs.
-        self.forward = forward if lost else None
-        self.saved: Sequence[torch.Tensor] | None = (
-            [*lifted.tensors, *tensors] if lost else lifted.tensors
-        )
-
-    def rule(self, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """The rule, around the saved tensors."""
-        if self.forward is None or not torch.is_grad_enabled():
-            return restore(self.template, saved)
-        return self._recorded_rule(saved[: self.count], saved[self.count :])
-
-    def _recorded_rule(
-        self, residuals: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-    ) -> Callable[..., Any]:
-        """The rule, around residuals that carry the history of how they came from the inputs."""
-        assert self.forward is not None
-        _, rule, _ = self.forward(tensors)
-        lifted = lift(rule, TENSORS, cells_of(self.forward.f))
-        again = [
-            old if slot in self.output_slots else new
-            for slot, (old, new) in enumerate(zip(residuals, lifted.tensors, strict=False))
-        ]
-        if len(again) != len(residuals) or not all(map(_alike, residuals, again)):
-            raise RuntimeError(
-                message(
-                    self.forward.name,
-                    "the function gave other values when it ran again for a second derivative",
-                    required="a function that gives the same values for the same arguments",
-                    got="other values in a tensor that the rule closes over",
-                    mend="draw random numbers outside the function and pass them as arguments",
-                )
-            )
-        return restore(lifted.template, again)
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call, template, tied, count, integers = ctx.kept
+        saved = ctx.saved_tensors
+        if integers:
+            upstream = _floating(upstream)
+        if len(saved) > count and torch.is_grad_enabled():
+            rule = _recorded_rule(call, saved[:count], saved[count:], tied)
+        else:
+            rule = restore(template, saved)
+        return None, *call.pull(rule, upstream, ctx.needs_input_grad[1:])
 
 
 def _own(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -153,9 +134,74 @@ def _own(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
     public name for it.)
     """
-    if output._is_view() or any([output is tensor for tensor in inputs]):
+    if output._is_view():
         return output.view_as(output)
+    for tensor in inputs:
+        if output is tensor:
+            return output.view_as(output)
     return output.detach()
+
+
+def _tie(
+    residuals: list[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+) -> tuple[list[int], bool]:
+    """Put the node's own outputs where the function's stand among the residuals.
+
+    Returns the slots of these, and whether there are residuals that are neither inputs nor outputs. Only
+    those two come back from PyTorch with their history: for any other one, a second derivative runs the
+    function again.
+    """
+    tied: list[int] = []
+    others = False
+    inputs = set(map(id, tensors))
+    places = list(map(id, outputs))
+    for slot, residual in enumerate(residuals):
+        if id(residual) in inputs:
+            continue  # an output that is an input is the input
+        if id(residual) in places:
+            residuals[slot] = own[places.index(id(residual))]
+            tied.append(slot)
+        elif _FLOATING[residual.dtype]:
+            others = True
+    return tied, others
+
+
+def _recorded_rule(
+    call: Call,
+    residuals: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    known: Sequence[int],
+) -> Callable[..., Any]:
+    """The rule, around residuals that have the history of how they came from the inputs.
+
+    The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
+    `known` have their history already.
+    """
+    _, rule = call.run(tensors)
+    again, template, _ = lift(rule, TENSORS, cells_of(call.f))
+    fresh = _with_history(again, residuals, known)
+    if len(again) != len(residuals) or not all(map(_alike, residuals, fresh)):
+        raise RuntimeError(
+            message(
+                call.name,
+                "the function gave other values when it ran again for a second derivative",
+                required="a function that gives the same values for the same arguments",
+                got="other values in a tensor that the rule closes over",
+                mend="draw random numbers outside the function and pass them as arguments",
+            )
+        )
+    return restore(template, fresh)
+
+
+def _with_history(
+    fresh: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], known: Sequence[int]
+) -> list[torch.Tensor]:
+    """The residuals of a second run, and in the slots `known` those of the first."""
+    pairs = enumerate(zip(residuals, fresh, strict=False))
+    return [residual if slot in known else new for slot, (residual, new) in pairs]
 
 
 def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -169,144 +215,116 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
     return torch.allclose(old, new, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-class _Node(torch.autograd.Function):
-    """Ties the outputs of a call, which has run, to its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, saved = call.outputs, call.saved
-        call.outputs = call.saved = None
-        assert outputs is not None and saved is not None
-        ctx.call = call
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*[o for o in outputs if not is_differentiable(o)])
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call = ctx.call
-        rule = call.rule(ctx.saved_tensors)
-        return None, *call.pullback(rule, _of_differentiable(upstream), ctx.needs_input_grad[1:])
+def _mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> None:
+    integers = [output for output in outputs if not _FLOATING[output.dtype]]
+    if integers or others:
+        ctx.mark_non_differentiable(*integers, *others)
 
 
-def _of_differentiable(upstream: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """PyTorch has zeros for an output without a gradient; the rule gets None."""
-    return [u if u is not None and is_differentiable(u) else None for u in upstream]
+def _floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The upstream gradients; PyTorch has zeros for an integer output, where the rule gets None."""
+    return tuple([u if u is not None and _FLOATING[u.dtype] else None for u in upstream])
 
 
-# ----------------------------------------------------------------------------- torch.func, jvp, vmap
+# ----------------------------------------------------------------------- torch.func, forward mode
 
 
-class _Composed:
-    """What `_Transformed` learns of a call while its forward runs, the same at every level."""
+def _apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    found = _Found()
+    outputs = _Transformed.apply(call, found, *tensors)
+    return list(outputs[: found.outputs])
 
-    __slots__ = ("count", "pullback", "residuals", "template")
 
+class _Found:
+    """What `_Transformed.forward` finds out of a call, which is the same at every level.
 
-def _apply_transforming(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    composed = _Composed()
-    outputs = _Transformed.apply(forward, composed, *tensors)
-    return list(outputs[: composed.count])
+    `places` says for each residual where it stands among inputs, outputs and the other residuals.
+    """
+
+    __slots__ = ("outputs", "places", "template")
 
 
 class _Transformed(torch.autograd.Function):
-    """A Function for torch.func's transforms, which take it apart: residuals are outputs here."""
+    """A Function that the transforms can take apart: residuals are outputs of it, too."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        forward: Forward, composed: _Composed, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        outputs, rule, composed.pullback = forward(tensors)
-        lifted = lift(rule, TENSORS, cells_of(forward.f))
-        composed.count = len(outputs)
-        composed.template = lifted.template
+    def forward(call: Call, found: _Found, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, rule = call.run(tensors)
+        residuals, found.template, _ = lift(rule, TENSORS, cells_of(call.f))
         known = {id(output): len(tensors) + i for i, output in enumerate(outputs)}
         known |= {id(tensor): i for i, tensor in enumerate(tensors)}
-        extra: list[torch.Tensor] = []
-        composed.residuals = []
-        for residual in lifted.tensors:
-            if id(residual) not in known:
-                known[id(residual)] = len(tensors) + len(outputs) + len(extra)
-                extra.append(residual)
-            composed.residuals.append(known[id(residual)])
-        return *[_own(output, tensors) for output in outputs], *[_own(e, tensors) for e in extra]
+        others = [residual for residual in residuals if id(residual) not in known]
+        known |= {id(other): len(tensors) + len(outputs) + i for i, other in enumerate(others)}
+        found.outputs = len(outputs)
+        found.places = [known[id(residual)] for residual in residuals]
+        return tuple([_own(tensor, tensors) for tensor in (*outputs, *others)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.forward, ctx.composed, *tensors = inputs
+        ctx.call, ctx.found, *tensors = inputs
         ctx.inputs = len(tensors)
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors, *output)
-        extra = output[ctx.composed.count :]
-        ints = [o for o in output[: ctx.composed.count] if not is_differentiable(o)]
-        ctx.mark_non_differentiable(*ints, *extra)
-
-    @staticmethod
-    def _rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        composed, count = ctx.composed, ctx.inputs
-        last = count + composed.count
-        if not torch.is_grad_enabled() or max(composed.residuals, default=-1) < last:
-            return restore(composed.template, [saved[i] for i in composed.residuals])
-        _, rule, _ = ctx.forward(saved[:count])
-        lifted = lift(rule, TENSORS, cells_of(ctx.forward.f))
-        residuals = [
-            saved[i] if i < last else new
-            for i, new in zip(composed.residuals, lifted.tensors, strict=True)
-        ]
-        return restore(lifted.template, residuals)
+        _mark_integers(ctx, output[: ctx.found.outputs], *output[ctx.found.outputs :])
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        rule = _Transformed._rule(ctx, ctx.saved_tensors)
-        own = _of_differentiable(upstream[: ctx.composed.count])
-        return None, None, *ctx.composed.pullback(rule, own, ctx.needs_input_grad[2:])
+        rule = _transformed_rule(ctx, ctx.saved_tensors)
+        own = _floating(upstream[: ctx.found.outputs])
+        return None, None, *ctx.call.pull(rule, own, ctx.needs_input_grad[2:])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The transpose of the rule, which must be linear in the upstream gradient."""
         saved = ctx.saved_tensors
-        count, outputs = ctx.inputs, saved[ctx.inputs :]
-        needed = [tangent is not None for tangent in tangents[2:]]
-        rule = _Transformed._rule(ctx, saved)
-        differentiable = [is_differentiable(o) for o in outputs[: ctx.composed.count]]
+        rule = _transformed_rule(ctx, saved)
+        outputs = saved[ctx.inputs : ctx.inputs + ctx.found.outputs]
+        given = [i for i, tangent in enumerate(tangents[2:]) if tangent is not None]
+        needed = [i in given for i in range(ctx.inputs)]
+        floating = [is_differentiable(output) for output in outputs]
 
         def vjp(*upstream: torch.Tensor) -> list[torch.Tensor]:
             every = iter(upstream)
-            whole = [next(every) if d else None for d in differentiable]
-            gradients = ctx.composed.pullback(rule, whole, needed)
-            return [
-                torch.zeros_like(saved[i]) if g is None else g
-                for i, g in enumerate(gradients)
-                if needed[i]
-            ]
+            gradients = ctx.call.pull(rule, [next(every) if f else None for f in floating], needed)
+            return [torch.zeros_like(saved[i]) if gradients[i] is None else gradients[i] for i in given]
 
-        zeros = [torch.zeros_like(o) for o, d in zip(outputs, differentiable, strict=False) if d]
-        _, transpose = torch.func.vjp(vjp, *zeros)
-        answer = iter(transpose([tangent for tangent in tangents[2:] if tangent is not None]))
-        own = [next(answer) if d else None for d in differentiable]
-        return *own, *[None] * (len(outputs) - ctx.composed.count)
+        _, transpose = torch.func.vjp(
+            vjp, *[torch.zeros_like(o) for o, f in zip(outputs, floating, strict=True) if f]
+        )
+        pushed = iter(transpose([tangents[2 + i] for i in given]))
+        none = [None] * (len(saved) - ctx.inputs - len(outputs))
+        return *[next(pushed) if f else None for f in floating], *none
+
+
+def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    found, others = ctx.found, ctx.inputs + ctx.found.outputs
+    residuals = [saved[place] for place in found.places]
+    known = [slot for slot, place in enumerate(found.places) if place < others]
+    if len(known) == len(residuals) or not torch.is_grad_enabled():
+        return restore(found.template, residuals)
+    _, rule = ctx.call.run(saved[: ctx.inputs])
+    again, template, _ = lift(rule, TENSORS, cells_of(ctx.call.f))
+    return restore(template, _with_history(again, residuals, known))
 
 
 # -------------------------------------------------------------------------------- torch.compile
-
-
-def _apply_compiling(forward: Forward, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(_Compiled.apply(forward, *tensors))
 
 
 class _Compiled(torch.autograd.Function):
     """A Function that Dynamo traces whole: it cannot follow the making of functions in `restore`."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Forward, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, ctx.rule, ctx.pullback = forward(tensors)
-        ctx.mark_non_differentiable(*[o for o in outputs if not is_differentiable(o)])
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, ctx.rule = call.run(tensors)
+        ctx.call = call
+        _mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.pullback(ctx.rule, _of_differentiable(upstream), ctx.needs_input_grad[1:])
+        return None, *ctx.call.pull(ctx.rule, _floating(upstream), ctx.needs_input_grad[1:])
 
 
 # ------------------------------------------------------------------------------------- gradients

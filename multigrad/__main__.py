@@ -1,0 +1,7 @@
+"""`python -m multigrad`."""
+
+import sys
+
+from multigrad.cli import main
+
+sys.exit(main())

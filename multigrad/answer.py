@@ -1,0 +1,292 @@
+"""How the answer of a rule is read and checked: one gradient for each tensor argument.
+
+A rule may write its answer in several ways. Whichever it chose, what leaves here has a gradient with the
+shape and dtype of its argument for each tensor, and None for zero. Nothing here knows a framework.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from multigrad import backend
+from multigrad.backend import Spec
+from multigrad.binding import Binding
+from multigrad.errors import describe, message, shape_text
+from multigrad.leaves import Layout, Slot, children
+
+Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
+
+_TENSORS = backend.active.TENSORS
+
+
+def read(
+    op: str,
+    answer: Any,
+    arguments: Layout,
+    binding: Binding,
+    specs: tuple[Spec | None, ...],
+    needed: Sequence[bool],
+) -> Sequence[Any]:
+    """The gradient of each tensor argument, None for one that is zero or not needed.
+
+    Arguments:
+        op: the op's name, for messages.
+        answer: what the rule returned.
+        arguments, binding: the structure and the names of the op's arguments.
+        specs: what each tensor argument requires of its gradient, None where it has none.
+        needed: for each tensor argument, whether its gradient is of use to anybody.
+
+    Raises:
+        TypeError: when the answer can be read in none of the ways that are documented.
+        ValueError: when a gradient has a shape that is not its argument's.
+    """
+    if arguments.flat:
+        # The usual call: every argument is a tensor, and every entry the gradient of one.
+        entries = answer if type(answer) is tuple or type(answer) is list else (answer,)
+        if len(entries) == len(specs):
+            for entry, spec in zip(entries, specs, strict=True):
+                if spec is None or not _TENSORS[type(entry)]:
+                    break
+                shape, dtype, like = spec
+                if entry.dtype != dtype or entry.shape != shape or like is not None:
+                    break
+            else:
+                return entries
+    return _Reader(op, arguments, binding, specs).read(answer, needed)
+
+
+def slot_paths(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Slot]]:
+    for path, template in named:
+        if type(template) is Slot:
+            yield path, template
+        elif tree.is_nested(template):
+            yield from slot_paths((path + key, child) for key, child in children(template))
+
+
+class _Misfit(Exception):
+    """An entry does not fit its argument: where, what was required and what came."""
+
+    def __init__(self, path: str, required: str, got: Any) -> None:
+        super().__init__(path, required, got)
+        self.path, self.required, self.got = path, required, describe(got)
+
+
+class _Lazy:
+    """An entry that is computed only where a gradient in it is needed, and then once."""
+
+    def __init__(self, compute: Callable[[], Any], reader: "_Reader", path: str, template: Any) -> None:
+        self._compute, self._reader, self._path, self._template = compute, reader, path, template
+
+    @functools.cached_property
+    def gradients(self) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        try:
+            self._reader.match(self._path, self._template, self._compute(), found)
+        except _Misfit as misfit:
+            raise self._reader.unreadable([misfit]) from None
+        return found
+
+
+class _Reader:
+    """Reads the answers of one call's rule; the arguments of `read` say what it holds."""
+
+    __slots__ = ("_arguments", "_binding", "_op", "_specs")
+
+    def __init__(
+        self, op: str, arguments: Layout, binding: Binding, specs: tuple[Spec | None, ...]
+    ) -> None:
+        self._op, self._arguments, self._binding, self._specs = op, arguments, binding, specs
+
+    def read(self, answer: Any, needed: Sequence[bool]) -> list[Any]:
+        """See the function of this name."""
+        specs = self._specs
+        return [
+            self._conform(i, entry) if need and entry is not None and specs[i] is not None else None
+            for i, (entry, need) in enumerate(zip(self._entries(answer), needed, strict=True))
+        ]
+
+    def _entries(self, answer: Any) -> Sequence[Any]:
+        """The entry for each tensor: of the readings that are documented, the first that fits."""
+        if answer is None:
+            return [None] * len(self._specs)
+        misfits = []
+        for reading in self._readings(answer):
+            found: dict[int, Any] = {}
+            try:
+                for path, template, entry in reading:
+                    self.match(path, template, entry, found)
+            except _Misfit as misfit:
+                misfits.append(misfit)
+            else:
+                return [found.get(i) for i in range(len(self._specs))]
+        raise self.unreadable(misfits, answer)
+
+    def _conform(self, index: int, entry: Any) -> Any:
+        """The gradient of one tensor, in its shape and dtype."""
+        spec = self._specs[index]
+        assert spec is not None
+        gradient = entry.gradients.get(index) if isinstance(entry, _Lazy) else entry
+        if gradient is None:
+            return None
+        if not _TENSORS[type(gradient)]:
+            gradient = self._to_tensor(index, gradient)
+        shape, dtype, like = spec
+        if gradient.dtype == dtype and gradient.shape == shape and like is None:
+            return gradient
+        framework = backend.active
+        if not _is_broadcast(framework.sizes(gradient.shape), framework.sizes(spec[0])):
+            raise ValueError(
+                message(
+                    self._op,
+                    "the rule returned a gradient of the wrong shape",
+                    argument=self._path_of(index),
+                    required=f"shape {shape_text(spec[0])}, the argument's, or one broadcast from it",
+                    got=describe(gradient),
+                    mend="return a gradient with one element for each element of the argument",
+                )
+            )
+        return framework.conform(gradient, spec)
+
+    def _to_tensor(self, index: int, gradient: Any) -> Any:
+        if isinstance(gradient, (keras.Variable, np.ndarray, np.generic, int, float, complex)):
+            return ops.convert_to_tensor(gradient)
+        raise TypeError(
+            message(
+                self._op,
+                "the rule returned something that is no gradient",
+                argument=self._path_of(index),
+                required="a tensor, None for zero, or a function of no arguments that returns one",
+                got=describe(gradient),
+                mend="return the gradient with respect to this argument",
+            )
+        )
+
+    def _path_of(self, index: int) -> str:
+        named = zip(self._binding.names(), self._arguments.template, strict=True)
+        return next(path for path, slot in slot_paths(named) if slot == index)
+
+    def _readings(self, answer: Any) -> Iterator[Iterable[tuple[str, Any, Any]]]:
+        """The ways in which `answer` may be meant: (path, template, entry) for each of its entries."""
+        named = list(zip(self._binding.names(), self._arguments.template, strict=True))
+        differentiable = [(name, t) for name, t in named if self._is_differentiable(t)]
+        if isinstance(answer, (tuple, list)):
+            for places in (named, differentiable, list(slot_paths(named))):
+                if len(places) == len(answer):
+                    yield [(*place, entry) for place, entry in zip(places, answer, strict=True)]
+        elif isinstance(answer, Mapping):
+            keys = {name: name[1:-1] for name, _ in named}
+            wanted = {keys[name] for name, _ in differentiable}
+            if wanted <= answer.keys() <= set(keys.values()):
+                yield [(name, t, answer.get(keys[name])) for name, t in named]
+        if len(differentiable) == 1:
+            yield [(*differentiable[0], answer)]
+
+    def _is_differentiable(self, template: Any) -> bool:
+        return any(self._specs[slot] is not None for _, slot in slot_paths([("", template)]))
+
+    def match(self, path: str, template: Any, entry: Any, gradients: dict[int, Any]) -> None:
+        """Put the gradients in `entry` to the slots of `template`; raises `_Misfit`."""
+        if entry is None:
+            return
+        if not self._is_differentiable(template):
+            if not _is_ignorable(template, entry):
+                raise _Misfit(path, "None or zero, because it has no gradient", entry)
+        elif callable(entry) and not _TENSORS[type(entry)]:
+            lazy = _Lazy(entry, self, path, template)
+            gradients.update((slot, lazy) for _, slot in slot_paths([(path, template)]))
+        elif type(template) is Slot:
+            if isinstance(entry, (tuple, list, Mapping)):
+                raise _Misfit(path, "one tensor", entry)
+            gradients[template] = entry
+        else:
+            parts = dict(children(template))
+            alike = tree.is_nested(entry) and isinstance(entry, Mapping) == isinstance(template, Mapping)
+            entries = dict(children(entry)) if alike else {}
+            if entries.keys() != parts.keys():
+                raise _Misfit(path, f"the argument's own structure, {_outline(template)}", entry)
+            for key, part in parts.items():
+                self.match(path + key, part, entries[key], gradients)
+
+    def unreadable(self, misfits: Sequence[_Misfit], answer: Any = None) -> TypeError:
+        """The error for an answer that fits no reading, or fits each up to a `_Misfit`."""
+        if misfits:
+            closest = misfits[0]
+            return TypeError(
+                message(
+                    self._op,
+                    "the rule's answer has the wrong structure",
+                    argument=closest.path,
+                    required=closest.required,
+                    got=closest.got,
+                    mend="return each argument's gradient in the structure of the argument",
+                )
+            )
+        named = list(zip(self._binding.names(), self._arguments.template, strict=True))
+        differentiable = [name for name, template in named if self._is_differentiable(template)]
+        required = [f"one entry per argument: {', '.join(self._binding.names())}"]
+        if len(differentiable) < len(named):
+            required.append(f"one per differentiable argument: {', '.join(differentiable)}")
+        if len(self._specs) not in (len(named), len(differentiable)):
+            required.append(f"one per flattened tensor: {len(self._specs)}")
+        if isinstance(answer, (tuple, list)):
+            got = f"{len(answer)} in a {type(answer).__name__}"
+        elif isinstance(answer, Mapping):
+            got = f"a mapping with the keys {', '.join(map(repr, answer))}"
+        else:
+            got = f"one entry, {describe(answer)}"
+        return TypeError(
+            message(
+                self._op,
+                "the rule returned the wrong number of gradients",
+                required="; or ".join(required),
+                got=got,
+                mend="return a tuple of gradients, None for those that are zero",
+            )
+        )
+
+
+def _is_broadcast(shape: Shape, original: Shape) -> bool:
+    """Whether `shape` can be what broadcasting made of `original` (None where a size is unknown)."""
+    if shape is None or original is None:
+        return True
+    if len(shape) < len(original):
+        return False
+    trailing = shape[len(shape) - len(original) :]
+    return all(o in (1, None, s) or s is None for s, o in zip(trailing, original, strict=True))
+
+
+def _is_ignorable(template: Any, entry: Any) -> bool:
+    """Whether `entry` can stand at the place of an argument that has no gradient."""
+    if type(template) in (float, complex) and not tree.is_nested(entry):
+        return len(getattr(entry, "shape", ())) == 0  # a number, constant in this call: nobody asks
+    return all(_is_zero(leaf) for leaf in tree.flatten(entry))
+
+
+def _is_zero(leaf: Any) -> bool:
+    if leaf is None:
+        return True
+    if _TENSORS[type(leaf)]:
+        value = backend.active.concrete(leaf)
+        if value is None:  # traced; what has an integer dtype is no gradient of anything
+            return not backend.active.is_differentiable(leaf)
+        leaf = value
+    if not isinstance(leaf, (int, float, complex, np.ndarray, np.generic)):
+        return False
+    # JAX's float0, which has no number but zero, is a structured dtype.
+    return np.asarray(leaf).dtype.names is not None or not np.any(leaf)
+
+
+def _outline(template: Any) -> str:
+    """The structure of an argument in a few characters: `{'a': tensor, 'b': [tensor]}`."""
+    if type(template) is Slot:
+        return "tensor"
+    if not tree.is_nested(template):
+        return repr(template)
+    if isinstance(template, Mapping):
+        return "{" + ", ".join(f"{k!r}: {_outline(v)}" for k, v in template.items()) + "}"
+    parts = ", ".join(_outline(part) for part in template)
+    return f"[{parts}]" if isinstance(template, list) else f"({parts})"
