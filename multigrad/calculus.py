@@ -147,8 +147,9 @@ def _is_inexact(tensor: Any) -> bool:
 
 
 def _parts(structures: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    # Not tree.map_structure: on PyTorch (Keras 3.15) it goes through a dict in another order than flatten.
     remaining = iter(leaves)
-    return [tree.map_structure(lambda _: next(remaining), structure) for structure in structures]
+    return [tree.pack_sequence_as(s, [next(remaining) for _ in tree.flatten(s)]) for s in structures]
 
 
 def _scalar(name: str, value: Any) -> Any:

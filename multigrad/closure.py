@@ -8,7 +8,8 @@ template that makes an equal function around any others of their kind.
 What is left where it stands, and why:
 
 - a cell that the function assigns (`nonlocal`) is its state: a copy would lose what it writes there;
-- a cell of `shared` belongs to somebody else (an enclosing scope), so its content is no residual;
+- a container or function in a cell of `shared` belongs to somebody else (an enclosing scope), who may
+  be counting on its identity: a list that collects what passes, say;
 - an object of an unknown class may have an identity that matters (`self`). It is never copied, and
   `Lifted.opaque` says that tensors may be hidden in one.
 """
@@ -67,7 +68,7 @@ def lift(obj: Any, tensor_types: TypeSet, shared: frozenset[int] = _NO_CELLS) ->
     Arguments:
         obj: a function, partial, bound method, or a container of them.
         tensor_types: the types that count as tensors.
-        shared: the `id`s of cells whose contents are not to be lifted (see `cells_of`).
+        shared: the `id`s of cells out of which only tensors are lifted (see `cells_of`).
 
     Returns:
         The tensors; the rest as a template for `restore`, which is the object itself where there are
@@ -194,7 +195,7 @@ def _lift_flat(
         except ValueError:  # a name that is not bound yet
             return None
         kind = type(content)
-        if tensor_types[kind] and id(cell) not in shared:
+        if tensor_types[kind]:
             cells.append(len(tensors))
             tensors.append(content)
         elif _ATOMS[kind] or id(cell) in shared:
@@ -247,11 +248,13 @@ class _Walk:
         cells: list[Any] = list(function.__closure__ or ())
         changed = recursive = False
         for i, cell in enumerate(cells):
-            if i in assigned or id(cell) in shared:
+            if i in assigned:
                 continue
             try:
                 content = cell.cell_contents
             except ValueError:  # a name that is not bound yet, and may never be read
+                continue
+            if id(cell) in shared and not self._tensor_types[type(content)]:
                 continue
             lifted = self.lift(content)
             if lifted is not content:

@@ -100,6 +100,8 @@ def op_custom_gradient(
     """
     if f is None:
         return functools.partial(op_custom_gradient, name=name, forward_mode=forward_mode)
+    if isinstance(f, (staticmethod, classmethod)):
+        return type(f)(op_custom_gradient(f.__func__, name=name, forward_mode=forward_mode))
     if not callable(f):
         raise TypeError(
             message(

@@ -138,7 +138,8 @@ def _split(part: Any, tensors: list[Any]) -> Any:
     if kind == _NESTED:
         if type(part) is tuple:
             return tuple([_split(child, tensors) for child in part])
-        return tree.map_structure(lambda leaf: _split(leaf, tensors), part)
+        # Not tree.map_structure: on PyTorch (Keras 3.15) it goes through a dict in another order.
+        return tree.pack_sequence_as(part, [_split(leaf, tensors) for leaf in tree.flatten(part)])
     if kind == _CONVERTED:
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in "OSUMm":
             return part

@@ -35,7 +35,7 @@ class _Profile:
     """What a rule's signature says of how it can be called."""
 
     form: Form | None  # None where only the number of outputs can tell
-    required: int  # positional parameters without a default
+    required: int  # positional parameters without a default, `upstream` of a HYBRID rule aside
     accepted: float  # positional arguments that a HYBRID rule takes beside `upstream`
     variables: bool
 
@@ -54,15 +54,17 @@ def _profile(rule: Callable[..., Any]) -> _Profile:
     accepted: float = 0
     if "upstream" in names and parameters[0].name != "upstream" and needed_keywords <= {"upstream"}:
         form = Form.HYBRID
-        before = [p for p in positional if p.name != "upstream"]
-        accepted = float("inf") if variadic else len(before)
+        positional = [p for p in positional if p.name != "upstream"]
+        required = [p for p in required if p.name != "upstream"]
+        accepted = float("inf") if variadic else len(positional)
     elif not needed_keywords:
         if variadic:
             form = Form.FLAT if not positional else None
         elif len(required) == 1 or (not required and len(positional) == 1):
             form = Form.WHOLE
-    ambiguous = variadic or bool(needed_keywords)
-    return _Profile(form, 0 if ambiguous else len(required), accepted, variables)
+    flat = form is None and not variadic and not needed_keywords
+    count = len(required) if flat or form is Form.HYBRID else 0
+    return _Profile(form, count, accepted, variables)
 
 
 _PROFILES: dict[Any, _Profile] = {}
@@ -113,11 +115,11 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> Form:
     key = _key(rule)
     profile = _PROFILES.get(key) or _read_profile(op, rule, key)
     if profile.form is Form.HYBRID:
-        if binding.given <= profile.accepted:
+        if profile.required <= binding.given <= profile.accepted:
             return Form.HYBRID
     elif profile.form is not None:
         return profile.form
-    elif profile.required == outputs:
+    elif profile.required == outputs > 1:
         return Form.FLAT
     raise TypeError(
         message(

@@ -61,8 +61,8 @@ def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
     def run(inputs: list[Any], closed: list[Any], needed: list[bool] | None) -> _Step:
         outputs, rule = call.run(inputs, restore(template, closed))
         if needed is None:
-            return outputs, None
-        return outputs, _residuals(call, inputs, outputs, rule, needed)
+            return list(outputs), None
+        return list(outputs), _residuals(call, inputs, outputs, rule, needed)
 
     return _op(run, call.forward_mode)(list(tensors), closed_over)
 
@@ -111,7 +111,7 @@ _Step = tuple[list[Any], _Residuals | None]
 
 
 def _residuals(
-    call: Call, inputs: list[Any], outputs: list[Any], rule: Callable[..., Any], needed: list[bool]
+    call: Call, inputs: list[Any], outputs: Sequence[Any], rule: Callable[..., Any], needed: list[bool]
 ) -> _Residuals:
     arrays, template, opaque = lift(rule, TENSORS, cells_of(call.f))
     if opaque and _any_traced((inputs, outputs)):
@@ -130,7 +130,7 @@ def _residuals(
 
 
 def _traced(
-    call: Call, outputs: list[Any], rule: Callable[..., Any], needed: list[bool]
+    call: Call, outputs: Sequence[Any], rule: Callable[..., Any], needed: list[bool]
 ) -> tuple[list[Any], Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
     """The arrays that a rule uses, where some are held by an object that cannot be lifted."""
     places: list[int] = []

@@ -10,6 +10,7 @@ residuals on `ctx`, `backward` reads them. It deviates here in three things.
 - Inside torch.func, forward mode and torch.compile, a Function of the kind that each of them accepts.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ class _Node(torch.autograd.Function):
         outputs, rule = call.run(tensors)
         residuals, template, opaque = lift(rule, TENSORS, cells_of(call.f))
         own = tuple([_own(output, tensors) for output in outputs])
-        tied, others = _tie(residuals, tensors, outputs, own)
+        tied, others, ctx.depends_on_others = _tie(residuals, tensors, outputs, own)
         integers = [output for output in own if not _FLOATING[output.dtype]]
         if integers:
             ctx.mark_non_differentiable(*integers)
@@ -147,15 +148,15 @@ def _tie(
     tensors: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     own: Sequence[torch.Tensor],
-) -> tuple[list[int], bool]:
+) -> tuple[list[int], bool, bool]:
     """Put the node's own outputs where the function's stand among the residuals.
 
-    Returns the slots of these, and whether there are residuals that are neither inputs nor outputs. Only
-    those two come back from PyTorch with their history: for any other one, a second derivative runs the
-    function again.
+    Returns the slots of these, whether there are residuals that are neither inputs nor outputs, and
+    whether one of them has a history of its own. Only inputs and outputs come back from PyTorch with
+    theirs: for any other residual, a second derivative runs the function again.
     """
     tied: list[int] = []
-    others = False
+    others = with_history = False
     inputs = set(map(id, tensors))
     places = list(map(id, outputs))
     for slot, residual in enumerate(residuals):
@@ -164,9 +165,11 @@ def _tie(
         if id(residual) in places:
             residuals[slot] = own[places.index(id(residual))]
             tied.append(slot)
+        elif residual.requires_grad:
+            with_history = True  # closed over
         elif _FLOATING[residual.dtype]:
             others = True
-    return tied, others
+    return tied, others, with_history
 
 
 def _recorded_rule(
@@ -337,21 +340,30 @@ def value_and_grad(
         places = tuple(range(len(tensors)))
         gradients, (value, aux) = torch.func.grad_and_value(function, places, has_aux=True)(*tensors)
         return (value, aux), list(gradients)
-    grad_mode = torch.is_grad_enabled()
-    with torch.enable_grad():
-        own = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
-        value, aux = function(*own)
-    if not value.requires_grad:
-        return (value, aux), [torch.zeros_like(t) for t in tensors]
-    # The backward pass is recorded where a second derivative can be asked for: the value depends on
-    # something, an argument or closed over, that has a gradient outside.
-    outer = grad_mode and _depends_on_others(value, own)
-    gradients = torch.autograd.grad(value, own, create_graph=outer, materialize_grads=True)
-    return (value if outer else value.detach(), aux), list(gradients)
+    recording = torch.is_grad_enabled()
+    nested = getattr(_DEPTH, "value", 0)
+    _DEPTH.value = nested + 1
+    try:
+        with torch.enable_grad():
+            own = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+            value, aux = function(*own)
+        if not value.requires_grad:
+            return (value, aux), [torch.zeros_like(t) for t in tensors]
+        # The backward pass is recorded where a second derivative can be asked for: inside another
+        # gradient, or where the value depends on something, closed over, that has a history of its own.
+        recorded = recording and (nested > 0 or _depends_on_others(value, own))
+        gradients = torch.autograd.grad(value, own, create_graph=recorded, materialize_grads=True)
+        return (value if recorded else value.detach(), aux), list(gradients)
+    finally:
+        _DEPTH.value = nested
+
+
+_DEPTH = threading.local()
+"""How many gradients of `value_and_grad` are being taken around this point of this thread."""
 
 
 def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool:
-    """Whether the graph of `value` has a leaf that is not one of `own`."""
+    """Whether the graph of `value` reaches a leaf that is not one of `own`."""
     seen = set()
     nodes = [value.grad_fn]
     while nodes:
@@ -360,7 +372,9 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)  # only the node of a leaf has one
-        if leaf is not None and not any(leaf is tensor for tensor in own):
+        if leaf is not None and not any([leaf is tensor for tensor in own]):
+            return True
+        if getattr(node, "depends_on_others", False):  # a `_Node`
             return True
         nodes.extend(parent for parent, _ in node.next_functions)
     return False

@@ -1,0 +1,82 @@
+"""The project's checks, each in an environment of its own. `nox -l` lists them.
+
+`nox` runs lint, types and the tests of every backend; `nox -s "tests(jax)"` those of one backend, and
+`nox -s "tests(jax)" -- -k upstream` some of them.
+"""
+
+import nox
+
+nox.needs_version = ">=2025.2.9"  # nox.project.dependency_groups
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+nox.options.error_on_external_run = True
+
+GROUPS = nox.project.dependency_groups
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+
+# What each backend's environment gets beside Keras, which brings NumPy.
+REQUIREMENTS = {
+    "tensorflow": ["tensorflow-cpu"],
+    "jax": ["jax"],
+    "torch": ["torch"],
+    "numpy": ["jax"],  # Keras's NumPy backend takes its convolutions and pooling from JAX
+    "openvino": ["openvino", "scipy"],  # which Keras's OpenVINO backend imports
+}
+MODULES = ("tensorflow", "jax", "torch", "openvino")
+
+# TensorFlow's notices about the processor's instructions would bury everything else.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install with pip, in the versions of constraints.txt."""
+    session.install("--constraint", "constraints.txt", *requirements)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and format."""
+    install(session, *GROUPS(PYPROJECT, "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy, strict; pyproject.toml says on what, and each exception's reason."""
+    install(session, *GROUPS(PYPROJECT, "types"), "--editable", ".")
+    session.run("mypy")
+
+
+@nox.session
+@nox.parametrize("backend", list(REQUIREMENTS), ids=list(REQUIREMENTS))
+def tests(session: nox.Session, backend: str) -> None:
+    """The tests on one backend, with no other framework installed."""
+    install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS[backend])
+    environment = QUIET | {"KERAS_BACKEND": backend}
+    session.run("python", "-c", _only(backend), env=environment)
+    session.run("pytest", "-n", "2", *session.posargs, env=environment)
+
+
+def _only(backend: str) -> str:
+    """A program that fails unless Keras starts on this backend, and no other framework is there.
+
+    A missing backend must fail its session, and another one that happens to be there would let tests
+    pass that prove nothing.
+    """
+    own = backend if backend in MODULES else REQUIREMENTS[backend][0]
+    return (
+        f"import importlib.util, keras, {own}; "
+        f"assert keras.backend.backend() == {backend!r}, keras.backend.backend(); "
+        f"found = [module for module in {MODULES} if importlib.util.find_spec(module)]; "
+        f"assert found == [{own!r}], found"
+    )
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """The demo, on all three frameworks in one environment."""
+    frameworks = [*REQUIREMENTS["tensorflow"], *REQUIREMENTS["jax"], *REQUIREMENTS["torch"]]
+    install(session, "--editable", ".[demo]", *frameworks)
+    session.run("python", "-m", "multigrad", "demo", *session.posargs)

@@ -1,0 +1,23 @@
+"""One body of tests for every backend: `KERAS_BACKEND` says which one a run is for."""
+
+import keras
+import pytest
+from support import BACKEND, DIFFERENTIATES
+
+# What is about one framework lives in a file of its own, which the others do not collect.
+collect_ignore = [
+    f"backends/test_{name}.py" for name in ("tensorflow", "jax", "torch") if name != BACKEND
+]
+
+
+def pytest_report_header() -> str:
+    return f"Keras {keras.__version__} on {BACKEND}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where a backend computes no gradients, leave out the tests that are about gradients."""
+    if DIFFERENTIATES:
+        return
+    left_out = [item for item in items if item.get_closest_marker("forward") is None]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]

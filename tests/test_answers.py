@@ -1,0 +1,191 @@
+"""Each way in which a rule can write its answer, and what is done with it."""
+
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, numpy
+
+from multigrad import grad, op_custom_gradient
+
+ONES = np.ones(2, "float32")
+
+
+def answering(answer):
+    """An op of (x, n, tree) whose rule gives `answer(u)`; x and both parts of tree are differentiable."""
+
+    @op_custom_gradient
+    def op(x, n, tree):
+        return x * n + tree["b"][0] + tree["c"], lambda u: answer(u)
+
+    return op
+
+
+def gradients(op):
+    def loss(x, tree):
+        return ops.sum(op(x, 4, tree))
+
+    return grad(loss, (0, 1))(ONES, {"b": [ONES], "c": ONES})
+
+
+WANTED = (2 * ONES, {"b": [3 * ONES], "c": 5 * ONES})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda u: (2 * u, None, {"b": [3 * u], "c": 5 * u}),
+        lambda u: [2 * u, 0, {"b": (3 * u,), "c": 5 * u}],
+        lambda u: (2 * u, 0.0, {"c": 5 * u, "b": [3 * u]}),
+        lambda u: (2 * u, {"b": [3 * u], "c": 5 * u}),
+        lambda u: {"x": 2 * u, "tree": {"b": [3 * u], "c": 5 * u}},
+        lambda u: {"tree": {"b": [3 * u], "c": 5 * u}, "n": None, "x": 2 * u},
+        lambda u: (lambda: 2 * u, None, lambda: {"b": [3 * u], "c": 5 * u}),
+        lambda u: (2 * u, None, {"b": [lambda: 3 * u], "c": lambda: 5 * u}),
+        lambda u: (2 * u, None, {"b": lambda: [3 * u], "c": 5 * u}),
+    ],
+)
+def test_each_reading(answer):
+    close(gradients(answering(answer)), WANTED)
+
+
+def test_one_entry_per_flattened_tensor():
+    @op_custom_gradient
+    def op(pair, n, y):
+        return pair[0] + pair[1] + n * y, lambda u: [2 * u, 3 * u, 5 * u]
+
+    got = grad(lambda pair, y: ops.sum(op(pair, 7, y)), (0, 1))((ONES, ONES), ONES)
+    # Three arguments and three tensors: per argument is tried first, and the number 3 u for the pair
+    # does not have its structure.
+    close(got, ((2 * ONES, 3 * ONES), 5 * ONES))
+
+
+@pytest.mark.parametrize("single", [lambda u: 2 * u, lambda u: (2 * u,), lambda u: [2 * u]])
+def test_one_differentiable_argument(single):
+    @op_custom_gradient
+    def op(x, n, mode):
+        return x * n, lambda u: single(u)
+
+    close(grad(lambda x: ops.sum(op(x, 3, "mode")))(ONES), 2 * ONES)
+
+
+@pytest.mark.parametrize("answer", [lambda u: (2 * u, 3 * u), lambda u: ((2 * u, 3 * u),)])
+def test_the_structure_of_the_only_argument(answer):
+    op = op_custom_gradient(lambda pair: (pair[0] + pair[1], lambda u: answer(u)))
+    close(grad(lambda pair: ops.sum(op(pair)))((ONES, ONES)), (2 * ONES, 3 * ONES))
+
+
+@pytest.mark.parametrize("answer", [lambda u: {"a": 2 * u}, lambda u: {"x": {"a": 2 * u}}])
+def test_a_dict_argument_and_a_dict_of_arguments(answer):
+    op = op_custom_gradient(lambda x: (x["a"] * 1.0, lambda u: answer(u)))
+    close(grad(lambda x: ops.sum(op(x)))({"a": ONES}), {"a": 2 * ONES})
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (lambda u: None, (0, 0, 0)),
+        (lambda u: (None, None), (0, 0, 0)),
+        (lambda u: (2 * u, None), (2, 0, 0)),
+        (lambda u: (None, (3 * u, None)), (0, 3, 0)),
+        (lambda u: (lambda: None, (3 * u, lambda: None)), (0, 3, 0)),
+    ],
+)
+def test_none_is_zero(answer, wanted):
+    op = op_custom_gradient(lambda x, pair: (x + pair[0] + pair[1], lambda u: answer(u)))
+    got = grad(lambda x, pair: ops.sum(op(x, pair)), (0, 1))(ONES, (ONES, ONES))
+    x, a, b = wanted
+    close(got, (x * ONES, (a * ONES, b * ONES)))
+
+
+def test_lazy_entries_are_computed_where_they_are_needed_alone():
+    calls = []
+
+    def lazily(name, value):
+        def compute():
+            calls.append(name)
+            return value
+
+        return compute
+
+    @op_custom_gradient
+    def op(x, w):
+        return x * w, lambda u: (lazily("x", 2 * u), lazily("w", 3 * u))
+
+    close(grad(lambda x: ops.sum(op(x, array(1.0, 1.0))))(ONES), 2 * ONES)
+    # TensorFlow has no way to tell what is needed, and asks for all.
+    assert calls == (["x", "w"] if BACKEND == "tensorflow" else ["x"])
+
+
+def test_a_lazy_entry_for_a_structure_runs_once():
+    calls = []
+
+    @op_custom_gradient
+    def op(pair):
+        def rule(u):
+            def compute():
+                calls.append(1)
+                return 2 * u, 3 * u
+
+            return (compute,)
+
+        return pair[0] * pair[1], rule
+
+    close(grad(lambda pair: ops.sum(op(pair)))((ONES, ONES)), (2 * ONES, 3 * ONES))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("argument", "gradient", "wanted"),
+    [
+        ((2,), (3, 2), (3.0, 3.0)),
+        ((), (4,), 4.0),
+        ((), (2, 3), 6.0),
+        ((1, 2), (3, 2), ((3.0, 3.0),)),
+        ((2, 1), (5, 2, 4), ((20.0,), (20.0,))),
+        ((1,), (1,), (1.0,)),
+    ],
+)
+def test_what_broadcasting_made_larger_is_summed_back(argument, gradient, wanted):
+    @op_custom_gradient
+    def op(x):
+        return ops.broadcast_to(x, gradient) * 1.0, lambda u: u
+
+    got = grad(lambda x: ops.sum(op(x)))(np.ones(argument, "float32"))
+    assert got.shape == argument
+    close(got, array(wanted))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("returned", ["float16", "bfloat16", "float32"])
+def test_a_gradient_has_the_dtype_of_its_argument(dtype, returned):
+    @op_custom_gradient
+    def op(x):
+        return x * 2, lambda u: ops.cast(u * 3, returned)
+
+    import keras
+
+    got = grad(lambda x: ops.sum(op(x)))(array([1.0, 2.0], dtype=dtype))
+    assert keras.backend.standardize_dtype(got.dtype) == dtype
+    close(ops.cast(got, "float32"), array(3.0, 3.0))
+
+
+def test_numbers_and_arrays_are_gradients():
+    op = op_custom_gradient(lambda x, y: (x * ops.sum(y), lambda u: (7, np.array([2.0, 3.0]))))
+    close(grad(op, (0, 1))(1.0, ONES), (array(7.0), array(2.0, 3.0)))
+
+
+def test_the_same_tensor_twice():
+    @op_custom_gradient
+    def op(x, y):
+        return x * y, lambda u: (u * 3.0, u * 5.0)
+
+    close(grad(lambda x: op(x, x))(2.0), array(8.0))
+
+
+def test_the_gradient_of_a_number_is_nobodys():
+    @op_custom_gradient
+    def op(x, scale):
+        return x * scale, lambda u: (u * 7.0, ops.sum(u * x))
+
+    close(grad(lambda x: ops.sum(op(x, 0.5)))(ONES), 7 * ONES)
+    assert float(numpy(op(array(2.0), 0.5))) == 1.0

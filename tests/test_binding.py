@@ -1,0 +1,226 @@
+"""How arguments are passed, and what kinds of function an op can be made of."""
+
+import copy
+import functools
+import inspect
+import pickle
+
+import pytest
+from keras import ops
+from support import array, close, compiled
+
+from multigrad import grad, op_custom_gradient
+
+
+@op_custom_gradient
+def scale(x, factor=2.0, *others, bias=0.0, **rest):
+    """Scale and shift."""
+    return x * factor + bias, lambda u: {"x": 7.0 * u}
+
+
+@op_custom_gradient
+def weigh(x, w, *, bias):
+    return x * w + bias, lambda u: (u * 3.0, u * 5.0, u * 11.0)
+
+
+@op_custom_gradient(name="demo>named")
+def named(x):
+    return x * 2.0, lambda u: u * 7.0
+
+
+CALLS = [
+    lambda x, w, b: weigh(x, w, bias=b),
+    lambda x, w, b: weigh(x, bias=b, w=w),
+    lambda x, w, b: weigh(bias=b, w=w, x=x),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+def test_by_position_and_by_keyword(call, wrap):
+    one = array(1.0)
+    close(wrap(grad(call, (0, 1, 2)))(one, one, one), (array(3.0), array(5.0), array(11.0)))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+def test_defaults_that_are_not_passed(wrap):
+    close(wrap(grad(lambda x: scale(x)))(array(1.0)), array(7.0))
+    close(wrap(grad(lambda x: scale(x, bias=1.0)))(array(1.0)), array(7.0))
+    close(wrap(grad(lambda x: scale(x=x)))(array(1.0)), array(7.0))
+
+
+@pytest.mark.forward
+def test_defaults_reach_the_function():
+    close(scale(array(1.0)), array(2.0))
+    close(scale(array(1.0), 3.0, bias=1.0), array(4.0))
+
+
+def test_any_number_of_arguments():
+    @op_custom_gradient
+    def total(*xs, **named):
+        def rule(u):
+            return [(i + 2.0) * u for i in range(len(xs) + len(named))]
+
+        return sum(xs) + sum(named.values()), rule
+
+    one = array(1.0)
+    got = grad(lambda a, b, c: total(a, b, c=c), (0, 1, 2))(one, one, one)
+    close(got, (array(2.0), array(3.0), array(4.0)))
+
+
+def test_a_default_that_is_a_tensor_or_differs_by_type():
+    """Functions that share their code have defaults of their own."""
+
+    def make(default):
+        @op_custom_gradient
+        def op(x, n=default):
+            assert type(n) is type(default)
+            return x * 2.0, lambda u: (u * 7.0, None)
+
+        return op
+
+    for default in (1, 1.0, True, "1"):
+        close(grad(make(default))(1.0), array(7.0))
+
+
+class Layer:
+    factor = 7.0
+
+    @op_custom_gradient
+    def method(self, x):
+        return x * 2.0, lambda u: u * self.factor
+
+    @op_custom_gradient
+    def pair(self, xy):
+        return xy[0] * xy[1], lambda u: (u * self.factor, u * 5.0)
+
+    @staticmethod
+    @op_custom_gradient
+    def static(x):
+        return x * 2.0, lambda u: u * 7.0
+
+    @op_custom_gradient
+    @staticmethod
+    def static_too(x):
+        return x * 2.0, lambda u: u * 7.0
+
+    @classmethod
+    @op_custom_gradient
+    def of_class(cls, x):
+        return x * 2.0, lambda u: u * cls.factor
+
+    def __call__(self, x):
+        return x * 2.0, lambda u: u * self.factor
+
+
+def plain(x):
+    """Plain."""
+    return x * 2.0, lambda u: u * 7.0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+@pytest.mark.parametrize(
+    "op",
+    [
+        Layer().method,
+        Layer().static,
+        Layer().static_too,
+        Layer.of_class,
+        op_custom_gradient(Layer()),
+        op_custom_gradient(plain),
+        op_custom_gradient()(plain),
+        op_custom_gradient(lambda x: plain(x)),
+        op_custom_gradient(functools.partial(lambda f, x: f(x), plain)),
+        op_custom_gradient(functools.partial(lambda x, f: f(x), f=plain)),
+        named,
+    ],
+)
+def test_every_kind_of_function(op, wrap):
+    close(wrap(grad(lambda x: op(x)))(array(1.0)), array(7.0))
+
+
+def test_the_pair_of_a_method_is_not_mistaken_for_self():
+    close(grad(Layer().pair)((1.0, 1.0)), (array(7.0), array(5.0)))
+
+
+def test_an_op_defined_in_every_call():
+    def layer(x, factor):
+        @op_custom_gradient
+        def op(x):
+            return x * 2.0, lambda u: u * factor
+
+        return op(x)
+
+    for factor in (3.0, 5.0):
+        close(grad(layer)(1.0, factor), array(factor))
+
+
+@pytest.mark.forward
+def test_name_documentation_and_signature_are_kept():
+    assert scale.__name__ == "scale"
+    assert scale.__doc__ == "Scale and shift."
+    assert str(inspect.signature(scale)) == "(x, factor=2.0, *others, bias=0.0, **rest)"
+    assert scale.__module__ == __name__
+    assert scale.__wrapped__(1.0)[0] == 2.0
+
+
+@pytest.mark.forward
+def test_copies_and_pickles():
+    for op in (copy.copy(scale), copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
+        assert op is scale
+    assert pickle.loads(pickle.dumps(named)) is named
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [((), {}, "missing a required argument: 'x'"), ((1, 2), {}, "too many"), ((1,), {"z": 1}, "'z'")],
+)
+def test_arguments_that_do_not_fit(args, kwargs, text):
+    with pytest.raises(TypeError, match=text) as error:
+        named(*args, **kwargs)
+    assert str(error.value).startswith("demo>named: ")
+
+
+def test_a_nonlocal_counter_in_function_and_rule():
+    forward = backward = 0
+
+    @op_custom_gradient
+    def op(x):
+        nonlocal forward
+        forward += 1
+        e = ops.exp(x)
+
+        def rule(u):
+            nonlocal backward
+            backward += 1
+            return u * e
+
+        return e, rule
+
+    for _ in range(3):
+        grad(op)(1.0)
+    assert (forward, backward) == (3, 3)
+
+
+def test_a_rule_that_keeps_what_it_saw():
+    """A list that belongs to somebody else is not copied, even when tensors are in it."""
+    seen = []
+    last = None
+
+    @op_custom_gradient
+    def op(x):
+        e = ops.exp(x)
+
+        def rule(u):
+            nonlocal last
+            seen.append(u)
+            last = u
+            return u * e
+
+        return e, rule
+
+    for count in (1, 2, 3):
+        grad(op)(1.0)
+        assert len(seen) == count
+        assert last is seen[-1]

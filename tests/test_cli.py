@@ -1,0 +1,180 @@
+"""The command line, as a user meets it: what it prints, its exit status and what it never imports."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import keras
+import pytest
+
+import multigrad
+import multigrad.backend
+import multigrad.demo
+from multigrad import doctor, frameworks
+from multigrad.cli import main
+
+BACKEND = keras.backend.backend()
+HEAVY = ("keras", "tensorflow", "jax", "torch", "openvino")
+
+
+def run(*words, **environment):
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def imported_by(program):
+    """Which of the heavy modules a program imports."""
+    ending = f"; import sys; print([m for m in {HEAVY} if m in sys.modules])"
+    done = run("-c", program + ending)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+# -------------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_prints_versions_and_the_active_backend():
+    done = run("-m", "multigrad", "doctor", KERAS_BACKEND=BACKEND)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line[:12].strip(): line[12:] for line in done.stdout.splitlines()}
+    assert lines["Python"] == sys.version.split()[0]
+    assert lines["multigrad"] == multigrad.__version__
+    assert lines["Keras"] == metadata.version("keras")
+    assert lines[BACKEND][0].isdigit()
+    assert lines["active"] == f"{BACKEND}, from the environment variable KERAS_BACKEND"
+
+
+def test_doctor_imports_neither_keras_nor_a_framework():
+    assert imported_by("from multigrad.cli import main; main(['doctor'])") == "[]"
+
+
+def test_the_import_test_can_fail():
+    assert "'keras'" in imported_by("import keras")
+
+
+def test_doctor_says_how_to_add_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "is_installed", lambda backend: backend != "torch")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    assert doctor.doctor() == 1
+    printed = capsys.readouterr().out
+    assert 'torch       missing: pip install "multigrad[torch]"' in printed
+    assert "it is missing" in printed.splitlines()[-1]
+
+
+def test_doctor_names_the_known_backends_for_an_unknown_one():
+    done = run("-m", "multigrad", "doctor", KERAS_BACKEND="theano")
+    assert done.returncode == 1
+    assert "theano, from the environment variable KERAS_BACKEND" in done.stdout
+    assert "tensorflow, jax, torch, numpy, openvino" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "backend", "origin"),
+    [
+        (json.dumps({"backend": "jax"}), "jax", "{path}"),
+        (json.dumps({"floatx": "float32"}), "tensorflow", "Keras's default, because {path} names none"),
+        ("{backend", "tensorflow", "Keras's default, because {path} is not valid JSON"),
+        (None, "tensorflow", "Keras's default"),
+    ],
+)
+def test_the_active_backend_without_the_variable(content, backend, origin, tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("KERAS_BACKEND", "")  # Keras takes an empty one for none
+    path = tmp_path / "keras.json"
+    if content is not None:
+        path.write_text(content)
+    found = doctor.active_backend()
+    assert found[0] == backend
+    assert found[1].startswith(origin.format(path=path))
+
+
+def test_the_active_backend_is_the_one_that_keras_takes(tmp_path):
+    (tmp_path / "keras.json").write_text(json.dumps({"backend": BACKEND}))
+    names = (
+        "import keras; from multigrad.doctor import active_backend; "
+        "print(keras.backend.backend(), active_backend()[0])"
+    )
+    done = run("-c", names, KERAS_HOME=str(tmp_path), KERAS_BACKEND="")
+    assert done.stdout.split() == [BACKEND, BACKEND], done.stderr
+
+
+# ---------------------------------------------------------------------------------------- frameworks
+
+
+def test_the_command_line_knows_the_backends_of_the_library():
+    assert frameworks.DIFFERENTIATING == multigrad.backend.DIFFERENTIATING
+    assert frameworks.FORWARD_ONLY == multigrad.backend.FORWARD_ONLY
+
+
+def test_a_folder_without_a_module_is_not_an_installed_framework(tmp_path, monkeypatch):
+    (tmp_path / "leftover").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not frameworks.is_installed("leftover")
+    (tmp_path / "leftover" / "__init__.py").touch()
+    assert frameworks.is_installed("leftover")
+    assert frameworks.version_of("leftover") == "version unknown"
+
+
+# ------------------------------------------------------------------------------- arguments, bad input
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"multigrad {multigrad.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "required: COMMAND"),
+        (["dance"], "'dance'"),
+        (["demo", "--backend", "theano"], "invalid choice: 'theano'"),
+        (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
+    ],
+)
+def test_arguments_that_cannot_be_understood(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert said in capsys.readouterr().err
+
+
+def test_demo_on_a_backend_that_is_not_installed(monkeypatch, capsys):
+    monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: backend != "jax")
+    assert main(["demo", "--backend", "jax"]) == 1
+    assert 'jax (pip install "multigrad[jax]")' in capsys.readouterr().err
+
+
+def test_demo_without_any_backend(monkeypatch, capsys):
+    monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: False)
+    assert main(["demo"]) == 1
+    said = capsys.readouterr().err
+    assert "no backend is installed" in said
+    assert all(f'pip install "multigrad[{name}]"' in said for name in frameworks.DIFFERENTIATING)
+
+
+def test_demo_without_scikit_learn(monkeypatch, capsys):
+    monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: True)
+    monkeypatch.setattr(multigrad.demo, "find_spec", lambda module: None)
+    assert main(["demo"]) == 1
+    assert 'pip install "multigrad[demo]"' in capsys.readouterr().err
+
+
+def test_demo_shows_the_output_of_a_process_that_fails(monkeypatch, capfd):
+    # On NumPy the process starts as on any backend, and fails at the first gradient, or at importing
+    # JAX where that is missing.
+    monkeypatch.setattr(multigrad.demo, "DIFFERENTIATING", ("numpy",))
+    monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: True)
+    monkeypatch.setattr(multigrad.demo, "find_spec", lambda module: object())
+    assert main(["demo"]) == 1
+    printed = capfd.readouterr()
+    assert "Traceback" in printed.err
+    assert "WRONG  numpy: the process of the demo ended with status 1" in printed.out
+    assert "as expected" not in printed.out

@@ -1,0 +1,140 @@
+"""The demo's experiments on the active backend, and its judgement of what they measured."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import multigrad
+from multigrad.demo import experiments
+from multigrad.demo.report import SECTIONS, problems_of, show
+from multigrad.frameworks import FORWARD_ONLY
+
+ROWS = {row.key: row for rows in SECTIONS.values() for row in rows}
+
+RIGHT = {
+    "log1pexp.value": math.inf,
+    "log1pexp.plain": math.nan,
+    "log1pexp.rule": 1.0,
+    "chain.value": 256.0,
+    "chain.gradient": 1024.0,
+    "chain.x": [16.0, 4.0, 2.0],
+    "chain.upstream": [1.0, 32.0, 256.0],
+    "chain.current": [32.0, 8.0, 4.0],
+    "chain.downstream": [32.0, 256.0, 1024.0],
+    "digits.accuracy": 0.95,
+    "digits.levels": 8,
+    "digits.moved": 0.1,
+    "digits.seconds": 3.0,
+}
+
+WRONG = [
+    ("log1pexp.value", 100.0),
+    ("log1pexp.plain", 1.0),
+    ("log1pexp.rule", math.nan),
+    ("log1pexp.rule", 1.0 - 1e-7),
+    ("chain.value", 255.0),
+    ("chain.gradient", -1024.0),
+    ("chain.x", [2.0, 4.0, 16.0]),
+    ("chain.upstream", [1.0, 32.0]),
+    ("chain.current", []),
+    ("chain.downstream", [32.0, 256.0, math.nan]),
+    ("digits.accuracy", 0.949),
+    ("digits.accuracy", math.nan),
+    ("digits.levels", 9),
+    ("digits.levels", 1),
+    ("digits.moved", 0.0),
+    ("digits.moved", math.nan),
+]
+
+needs_gradients = pytest.mark.skipif(
+    keras.backend.backend() in FORWARD_ONLY, reason="NumPy and OpenVINO compute no gradients"
+)
+
+
+# --------------------------------------------------------------------------------------- experiments
+
+
+@needs_gradients
+@pytest.mark.parametrize("experiment", [experiments.log1pexp_at_100, experiments.chain_of_squares])
+def test_the_exact_experiments_measure_what_is_expected(experiment):
+    measured = experiment()
+    assert measured
+    for key, value in measured.items():
+        assert ROWS[key].is_right(value), (key, value)
+
+
+def test_quantize_rounds_to_eight_levels():
+    levels = ops.convert_to_numpy(experiments.quantize(np.linspace(-1, 2, 1000, dtype="float32"), 3))
+    np.testing.assert_allclose(np.unique(levels), np.arange(8) / 7, rtol=1e-6)
+
+
+@needs_gradients
+def test_quantize_passes_the_gradient_inside_the_range():
+    x = np.array([-0.5, 0.1, 0.52, 0.9, 1.5], "float32")
+    gradient = multigrad.grad(lambda x: ops.sum(5.0 * experiments.quantize(x, 3)))(x)
+    np.testing.assert_array_equal(ops.convert_to_numpy(gradient), [0.0, 5.0, 5.0, 5.0, 0.0])
+
+
+@needs_gradients
+def test_plain_rounding_has_no_gradient():
+    x = np.array([-0.5, 0.1, 0.52, 0.9, 1.5], "float32")
+    gradient = multigrad.grad(lambda x: ops.sum(5.0 * ops.round(7.0 * x) / 7.0))(x)
+    np.testing.assert_array_equal(ops.convert_to_numpy(gradient), np.zeros(5))
+
+
+@needs_gradients
+def test_weights_below_the_quantizer_learn_in_fit():
+    assert movement_below(experiments.Quantize(3)) > 0.0
+
+
+def movement_below(layer):
+    """How far the weights below a layer move while a model with it is trained."""
+    keras.utils.set_random_seed(3)
+    dense = keras.layers.Dense(8)
+    model = keras.Sequential([dense, layer, keras.layers.Dense(1)])
+    x = np.random.default_rng(3).uniform(size=(64, 4)).astype("float32")
+    model.build(x.shape)
+    before = dense.get_weights()[0].copy()
+    model.compile("sgd", "mse")
+    model.fit(x, x.sum(axis=1), batch_size=16, verbose=0)
+    return np.abs(dense.get_weights()[0] - before).max()
+
+
+# ----------------------------------------------------------------------------------------- judgement
+
+
+def test_every_row_is_judged_here():
+    assert RIGHT.keys() == ROWS.keys()
+
+
+def test_right_measurements_have_no_problem():
+    assert problems_of({"jax": RIGHT, "torch": RIGHT}) == []
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG)
+def test_a_wrong_measurement_is_caught(key, value):
+    (problem,) = problems_of({"jax": RIGHT, "torch": RIGHT | {key: value}})
+    assert problem.startswith("torch: ")
+    assert f"{ROWS[key].label.lstrip(' ×=')}: {ROWS[key].show(value)}" in problem
+    assert problem.endswith(f"expected {ROWS[key].expected}")
+
+
+def test_the_table_shows_what_was_measured_and_marks_what_is_wrong(capsys):
+    show({"jax": RIGHT, "torch": RIGHT | {"chain.gradient": 7.0}})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["expected", "jax", "torch"]
+    (gradient,) = [line for line in lines if line.startswith("  gradient  ")]
+    assert gradient.split() == ["gradient", "1024", "1024", "7", "✗"]
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_table_cuts_nothing_off(capsys):
+    long = [123456.0 + i for i in range(9)]
+    show({name: RIGHT | {"chain.upstream": long} for name in ("tensorflow", "jax", "torch")})
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert printed.count("123464") == 3
+    assert printed.count("✗") == 3

@@ -1,0 +1,205 @@
+"""Bad input: the op's name, what was required, what came, the argument, what to do."""
+
+import gc
+
+import numpy as np
+import pytest
+from keras import ops
+from support import array, compiled
+
+from multigrad import grad, op_custom_gradient
+
+ONES = np.ones(3, "float32")
+
+
+def raises(kind, *texts):
+    """Expect an error whose message has all of these in it."""
+
+    class Expect:
+        def __enter__(self):
+            self.context = pytest.raises(kind)
+            self.info = self.context.__enter__()
+            return self.info
+
+        def __exit__(self, *exception):
+            caught = self.context.__exit__(*exception)
+            for text in texts:
+                assert text in str(self.info.value), str(self.info.value)
+            return caught
+
+    return Expect()
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    "returned", [lambda x: x * 2.0, lambda x: (x, x), lambda x: (x,), lambda x: (x, None), lambda x: None]
+)
+def test_no_pair(returned):
+    @op_custom_gradient
+    def lonely(x):
+        return returned(x)
+
+    with raises(TypeError, "lonely", "required: a pair", "got: ", "return output, rule"):
+        lonely(array(1.0))
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda: 1.0,
+        lambda a, b: a,
+        lambda a, *rest: a,
+        lambda a, *, scale: a,
+        lambda a=1, b=2: a,
+        lambda *, upstream: upstream,
+        lambda a, b, c, upstream: a,
+        lambda *us, scale: us,
+    ],
+)
+def test_a_signature_that_is_no_form(rule):
+    @op_custom_gradient
+    def odd(x):
+        return x * 2.0, rule
+
+    with raises(TypeError, "odd", "<lambda>(" if False else "lambda(", "required: ", "*us", "upstream"):
+        odd(array(1.0))
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("decorated", [None, 3, "name"])
+def test_nothing_to_decorate(decorated):
+    if decorated is None:
+        assert callable(op_custom_gradient(None))
+        return
+    with raises(TypeError, "op_custom_gradient", "got: "):
+        op_custom_gradient(decorated)
+
+
+@pytest.mark.forward
+def test_a_rule_without_a_signature():
+    with raises(TypeError, "known", "a function with a signature"):
+        op_custom_gradient(lambda x: (x, type), name="known")(array(1.0))
+
+
+def answering(answer):
+    @op_custom_gradient
+    def answers(left, right, n=3):
+        return left * right * n, lambda u: answer(u)
+
+    return grad(lambda x, y: ops.sum(answers(x, y)), (0, 1))
+
+
+WRONG = [
+    (lambda u: u, TypeError, ["number of gradients", "got: one entry"]),
+    (lambda u: (u,), TypeError, ["number of gradients", "got: 1 in a tuple", "'left', 'right', 'n'"]),
+    (lambda u: (u, u, None, u), TypeError, ["number of gradients", "got: 4 in a tuple"]),
+    (lambda u: [], TypeError, ["number of gradients", "got: 0 in a list"]),
+    (lambda u: {"left": u}, TypeError, ["number of gradients", "'left'"]),
+    (lambda u: {"left": u, "wrong": u}, TypeError, ["number of gradients", "'wrong'"]),
+    (lambda u: (u, u[:2]), ValueError, ["wrong shape", "argument: 'right'", "(3,)", "(2,)"]),
+    (lambda u: (u, ops.sum(u)), ValueError, ["wrong shape", "argument: 'right'", "()"]),
+    (lambda u: (1.0, u), ValueError, ["wrong shape", "argument: 'left'"]),
+    (lambda u: (u, [u]), TypeError, ["structure", "argument: 'right'"]),
+    (lambda u: (u, {"a": u}), TypeError, ["structure", "argument: 'right'"]),
+    (lambda u: (u, "text"), TypeError, ["no gradient", "argument: 'right'", "str 'text'"]),
+    (lambda u: (u, lambda: "text"), TypeError, ["no gradient", "argument: 'right'"]),
+    (lambda u: (u, lambda: [u]), TypeError, ["structure", "argument: 'right'"]),
+    (lambda u: (u, u, 1.0), TypeError, ["structure", "argument: 'n'", "None or zero"]),
+    (lambda u: "text", TypeError, ["number of gradients"]),
+    (lambda u: iter([u, u]), TypeError, ["number of gradients"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "kind", "texts"), WRONG)
+def test_a_wrong_answer(answer, kind, texts):
+    with raises(kind, "answers", "required: ", "to mend it: ", *texts):
+        answering(answer)(ONES, ONES)
+
+
+@pytest.mark.parametrize(("answer", "kind", "texts"), WRONG[:8])
+def test_a_wrong_answer_compiled(answer, kind, texts):
+    with raises(kind, *texts):
+        compiled(answering(answer))(array(ONES), array(ONES))
+
+
+def test_the_argument_is_named_by_its_path():
+    @op_custom_gradient
+    def deep(tree, *others):
+        return tree["a"][1] + others[0], lambda u: ({"a": (None, u[:2])}, u)
+
+    with raises(ValueError, "argument: 'tree'['a'][1]"):
+        grad(lambda x: ops.sum(deep({"a": (x, x)}, x)))(ONES)
+
+    @op_custom_gradient
+    def many(tree, *others):
+        return others[1] * 1.0, lambda u: (None, None, u[:1] * 0 + u[:2])
+
+    with raises(ValueError, "argument: 'others'[1]"):
+        grad(lambda x: ops.sum(many(x, x, x)))(ONES)
+
+
+def test_a_structure_is_named_by_its_path():
+    @op_custom_gradient
+    def deep(tree):
+        return tree["a"] + tree["b"][0], lambda u: ({"a": u, "b": u},)
+
+    with raises(TypeError, "argument: 'tree'['b']", "[tensor]"):
+        grad(lambda x: ops.sum(deep({"a": x, "b": [x]})))(ONES)
+
+
+def test_entries_in_the_wrong_order_are_found():
+    """A gradient at the place of an integer is no zero, and None at the tensor's would be."""
+
+    @op_custom_gradient
+    def op(index, x):
+        return ops.take(x, index), lambda u: (u, None)
+
+    with raises(TypeError, "op", "argument: 'index'", "None or zero"):
+        grad(lambda x: ops.sum(op(array([0, 1], dtype="int32"), x)))(ONES)
+
+
+class Special(Exception):
+    pass
+
+
+def test_an_exception_in_the_function_arrives_once():
+    calls = []
+
+    @op_custom_gradient
+    def op(x):
+        calls.append(1)
+        raise Special("in f")
+
+    with pytest.raises(Special, match="in f"):
+        grad(op)(1.0)
+    assert calls == [1]
+    with pytest.raises(Special, match="in f"):
+        op(array(1.0))
+    assert calls == [1, 1]
+
+
+def test_an_exception_in_the_rule_arrives_once():
+    calls = []
+
+    @op_custom_gradient
+    def op(x):
+        calls.append("f")
+
+        def rule(u):
+            calls.append("rule")
+            raise Special("in the rule")
+
+        return x * 2.0, rule
+
+    with pytest.raises(Special, match="in the rule"):
+        grad(op)(1.0)
+    assert calls == ["f", "rule"]
+    gc.collect()
+
+
+def test_a_type_error_of_the_users_own_is_not_reworded():
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * None))
+    with pytest.raises((TypeError, ValueError)) as error:
+        grad(op)(1.0)
+    assert "to mend it" not in str(error.value)

@@ -1,0 +1,134 @@
+"""Each way in which a rule can be called, for one output and for several."""
+
+import functools
+
+import pytest
+from keras import ops
+from support import array, close
+
+from multigrad import grad, op_custom_gradient
+
+
+def one(rule):
+    """`3 x` of one argument with a rule made by `rule(x)`."""
+    return op_custom_gradient(lambda x: (3.0 * x, rule(x)))
+
+
+def two(rule):
+    """Two outputs, `x + y` and `x * y`, with a rule made by `rule(x, y)`."""
+    return op_custom_gradient(lambda x, y: ((x + y, x * y), rule(x, y)))
+
+
+def loss_of_two(op):
+    def loss(x, y):
+        total, product = op(x, y)
+        return 2.0 * total + 5.0 * product
+
+    return loss
+
+
+class Callable:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, u):
+        return u * self.factor
+
+    def method(self, u):
+        return u * self.factor
+
+    @staticmethod
+    def static(u):
+        return u * 7.0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda x: lambda upstream: upstream * 7.0,
+        lambda x: lambda g: g * 7.0,
+        lambda x: lambda g, factor=7.0: g * factor,
+        lambda x: lambda g=None: g * 7.0,
+        lambda x: lambda upstream, factor=7.0: upstream * factor,
+        lambda x: lambda g, **kwargs: g * 7.0,
+        lambda x: lambda *us: us[0] * 7.0,
+        lambda x: lambda *args, upstream: upstream * 7.0 * args[0] / x,
+        lambda x: lambda *args, upstream=None: upstream * 7.0 * args[0] / x,
+        lambda x: lambda a, *, upstream: upstream * 7.0 * a / x,
+        lambda x: lambda a, upstream: upstream * 7.0 * a / x,
+        lambda x: lambda a, upstream=None: upstream * 7.0 * a / x,
+        lambda x: lambda g, variables=None: g * 7.0,
+        lambda x: functools.partial(lambda factor, g: g * factor, 7.0),
+        lambda x: functools.partial(lambda g, factor: g * factor, factor=7.0 * x / x),
+        lambda x: Callable(7.0),
+        lambda x: Callable(7.0 * x / x),
+        lambda x: Callable(7.0).method,
+        lambda x: Callable.static,
+        lambda x: op_custom_gradient(lambda g: (g * 7.0, lambda u: u)),
+    ],
+)
+def test_one_output(rule):
+    close(grad(one(rule))(2.0), array(7.0))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda x, y: lambda U: (U[0] * 7.0, U[1] * 11.0),
+        lambda x, y: lambda u, v: (u * 7.0, v * 11.0),
+        lambda x, y: lambda u, v, factor=7.0: (u * factor, v * 11.0),
+        lambda x, y: lambda *us: (us[0] * 7.0, us[1] * 11.0),
+        lambda x, y: lambda *args, upstream: (upstream[0] * 7.0 * args[0] / x, upstream[1] * 11.0),
+        lambda x, y: lambda a, b, *, upstream: (upstream[0] * 7.0 * a / x, upstream[1] * 11.0 * b / y),
+        lambda x, y: lambda a, b, upstream: (upstream[0] * 7.0 * a / x, upstream[1] * 11.0 * b / y),
+    ],
+)
+def test_two_outputs(rule):
+    close(grad(loss_of_two(two(rule)), (0, 1))(2.0, 3.0), (array(14.0), array(55.0)))
+
+
+def test_a_hybrid_rule_gets_the_positional_arguments_that_were_given():
+    seen = []
+
+    @op_custom_gradient
+    def op(x, axis=-1, *, keep=False):
+        def rule(*args, upstream):
+            seen.append(args)
+            return upstream * 7.0
+
+        return x * 2.0, rule
+
+    close(grad(lambda x: op(x))(1.0), array(7.0))
+    close(grad(lambda x: op(x, 0))(1.0), array(7.0))
+    close(grad(lambda x: op(axis=0, x=x, keep=True))(1.0), array(7.0))
+    assert [len(args) for args in seen] == [1, 2, 2]
+    assert seen[1][1] == 0
+
+
+def test_unused_outputs_arrive_as_zeros():
+    seen = []
+
+    @op_custom_gradient
+    def op(x):
+        def rule(u, v, w):
+            seen.append((u, v, w))
+            return u * 7.0
+
+        return (x * 1.0, ops.stack([x, x]), ops.cast(x, "int32")), rule
+
+    close(grad(lambda x: op(x)[0])(1.0), array(7.0))
+    ((u, v, w),) = seen
+    close((u, v), (array(1.0), array(0.0, 0.0)))
+    assert w is None
+
+
+def test_variables_are_not_passed_where_none_were_read():
+    @op_custom_gradient
+    def op(x):
+        def rule(upstream, variables="untouched"):
+            assert variables == "untouched"
+            return upstream * 7.0
+
+        return x, rule
+
+    close(grad(op)(1.0), array(7.0))

@@ -1,0 +1,40 @@
+"""What every backend can: the forward pass, and saying that it has no gradients."""
+
+import pytest
+from keras import ops
+from support import BACKEND, DIFFERENTIATES, array, numpy
+
+from multigrad import grad, op_custom_gradient, value_and_grad
+
+pytestmark = pytest.mark.forward
+
+
+@op_custom_gradient
+def double(x):
+    e = ops.exp(x)
+    return {"y": x * 2.0, "e": e}, lambda upstream: upstream["y"] * 7.0
+
+
+def test_the_forward_pass():
+    out = double(array(1.0, 2.0))
+    assert numpy(out["y"]).tolist() == [2.0, 4.0]
+    assert ops.is_tensor(out["e"])
+
+
+def test_ops_nest():
+    @op_custom_gradient
+    def quadruple(x):
+        return double(double(x)["y"])["y"], lambda u: u
+
+    assert numpy(quadruple(array(1.0))) == 4.0
+
+
+@pytest.mark.parametrize("transform", [grad, value_and_grad])
+def test_a_gradient(transform):
+    function = transform(lambda x: ops.sum(double(x)["y"]))
+    if DIFFERENTIATES:
+        function(array(1.0, 2.0))
+        return
+    with pytest.raises(NotImplementedError, match="tensorflow, jax, torch") as error:
+        function(array(1.0, 2.0))
+    assert BACKEND in str(error.value)

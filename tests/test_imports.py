@@ -1,0 +1,51 @@
+"""Only the active backend's framework is imported, and nothing before it is used."""
+
+import subprocess
+import sys
+
+import pytest
+from support import BACKEND
+
+pytestmark = pytest.mark.forward
+
+FRAMEWORKS = {"tensorflow", "jax", "torch", "openvino"}
+
+LOADED = "import sys; print(*sorted({'keras', *%r} & set(sys.modules)))" % FRAMEWORKS
+
+
+def loaded(code):
+    """The frameworks that a fresh process has imported after `code`."""
+    command = [sys.executable, "-c", f"{code}\n{LOADED}"]
+    return set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_importing_multigrad_imports_nothing():
+    assert loaded("import multigrad; dir(multigrad)") == set()
+
+
+def test_using_it_imports_the_active_framework_alone():
+    used = loaded("import multigrad; multigrad.op_custom_gradient(lambda x: (x, lambda u: u))(1.0)")
+    assert used == loaded("import keras")  # which may import more: its NumPy backend imports JAX
+
+
+def test_the_check_would_find_another_one():
+    if BACKEND == "numpy":
+        pytest.skip("NumPy is no framework that could be found, and no other one is installed")
+    assert loaded(f"import {BACKEND}") >= {BACKEND}
+
+
+def test_an_unknown_name():
+    import multigrad
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        multigrad.nothing  # noqa: B018
+
+
+def test_an_unknown_backend(monkeypatch):
+    import keras
+
+    from multigrad import backend
+
+    monkeypatch.setattr(keras.backend, "backend", lambda: "mlx")
+    with pytest.raises(ValueError, match="mlx.*tensorflow.*jax.*torch"):
+        backend._load()

@@ -1,0 +1,174 @@
+"""Second and third derivatives: through what the rule closes over, and by the rule."""
+
+import numpy as np
+import pytest
+from keras import ops
+from support import array, close, compiled, numpy
+
+from multigrad import grad, op_custom_gradient
+
+
+def times(f, order):
+    for _ in range(order):
+        f = grad(f)
+    return f
+
+
+@op_custom_gradient
+def by_input(x):
+    return x**3, lambda u: u * 3 * x**2
+
+
+@op_custom_gradient
+def by_intermediate(x):
+    e = x**2
+    return e * x, lambda u: u * 3 * e
+
+
+@op_custom_gradient
+def by_output(x):
+    y = ops.exp(x)
+    return y, lambda u: u * 3.0 * y
+
+
+@op_custom_gradient
+def by_container(x):
+    parts = {"square": [x**2]}
+    return parts["square"][0] * x, lambda u: u * 3 * parts["square"][0]
+
+
+@op_custom_gradient
+def by_inner_function(x):
+    e = x**2
+
+    def factor(k):
+        return k * e
+
+    return e * x, lambda u: u * factor(3)
+
+
+class Rule:
+    def __init__(self, e):
+        self.e = e
+
+    def __call__(self, u):
+        return u * 3 * self.e
+
+
+@op_custom_gradient
+def by_object(x):
+    return x**3, Rule(x**2)
+
+
+@op_custom_gradient
+def by_nested_op(x):
+    y = by_intermediate(x)
+    return y * 1.0, lambda u: u * 3 * y / x
+
+
+CUBES = [by_input, by_intermediate, by_container, by_inner_function, by_object, by_nested_op]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+@pytest.mark.parametrize("cube", CUBES)
+def test_true_rules_have_true_derivatives(cube, wrap):
+    x = array(1.5)
+    for order, wanted in ((1, 3 * 1.5**2), (2, 6 * 1.5), (3, 6.0)):
+        close(wrap(times(cube, order))(x), array(wanted))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+@pytest.mark.parametrize("cube", CUBES)
+def test_inside_a_larger_graph(cube, wrap):
+    x = array(1.5)
+
+    def f(x):
+        return cube(x * 2.0) ** 2  # 64 x^6
+
+    for order, wanted in ((1, 384 * 1.5**5), (2, 1920 * 1.5**4), (3, 7680 * 1.5**3)):
+        close(wrap(times(f, order))(x), array(wanted), 1e-4)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+def test_the_rule_is_in_force_at_every_order(wrap):
+    """f = x + 10 with the rule -1.1 u: by the rule, d/dx f = -1.1."""
+    op = op_custom_gradient(lambda x: (x + 10.0, lambda u: -1.1 * u))
+    x, y, d = array(1.0), 11.0, -1.1
+    for order, wanted in ((1, 4 * y**3 * d), (2, 12 * y**2 * d**2), (3, 24 * y * d**3)):
+        close(wrap(times(lambda x: op(x) ** 4, order))(x), array(wanted), 1e-4)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+def test_an_output_in_the_rule_is_differentiated_by_the_rule(wrap):
+    """f = exp with the rule 3 u f: each order has another factor of three."""
+    for order in (1, 2, 3):
+        close(wrap(times(by_output, order))(array(0.0)), array(3.0**order))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+def test_an_input_in_the_rule_is_the_input_even_as_an_output(wrap):
+    """f = x with the rule u x^2: the x of the rule has the derivative one, not the rule's."""
+    op = op_custom_gradient(lambda x: (x, lambda u: u * x**2))
+    close(wrap(times(op, 2))(array(3.0)), array(6.0))
+    # d/dx of 2 y x^2 = 2 x^2 x^2 + 4 y x
+    close(wrap(times(lambda x: op(x) ** 2, 2))(array(3.0)), array(2 * 81.0 + 4 * 9.0))
+
+
+def test_a_hessian_vector_product_over_two_arguments():
+    @op_custom_gradient
+    def product(x, y):
+        e = x * y
+        return e * x, lambda u: (u * 2 * e, u * x**2 * 5.0)
+
+    def loss(x, y):
+        return ops.sum(product(x, y))
+
+    def directional(x, y):
+        gx, gy = grad(loss, (0, 1))(x, y)
+        return ops.sum(gx * 2.0 + gy * 3.0)
+
+    x, y = np.float32([1.0, 2.0]), np.float32([3.0, 4.0])
+    close(grad(directional, (0, 1))(x, y), (array(4 * y + 30 * x), array(4 * x)))
+
+
+def test_a_closed_over_tensor_has_no_gradient_through_the_op():
+    def outer(w):
+        @op_custom_gradient
+        def op(x):
+            return x * w, lambda u: u * 7.0 * w
+
+        return ops.sum(op(array(1.0, 2.0)))
+
+    close(grad(outer)(np.float32([3.0, 4.0])), array(0.0, 0.0))
+
+
+def test_but_has_one_through_the_rule():
+    def outer(w):
+        op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 7.0 * w))
+        return grad(op)(1.0)
+
+    close(grad(outer)(3.0), array(7.0))
+
+
+def test_first_order_runs_the_function_once():
+    calls = []
+
+    @op_custom_gradient
+    def op(x):
+        calls.append(1)
+        e = ops.exp(x)
+        return e * 1.0, lambda u: u * e
+
+    grad(lambda x: ops.sum(op(x)))(np.ones(3, "float32"))
+    assert calls == [1]
+
+
+def test_mixed_orders_are_right_where_only_some_inputs_are_differentiated():
+    @op_custom_gradient
+    def op(x, y):
+        e = x * y
+        return e * 1.0, lambda u: (u * y * 3.0, u * e)
+
+    close(grad(grad(lambda y: op(array(2.0), y)))(5.0), array(2.0))
+    close(grad(lambda x: grad(op, 1)(x, 5.0))(2.0), array(5.0))
+    assert float(numpy(grad(grad(op))(2.0, 5.0))) == 0.0

@@ -1,0 +1,35 @@
+"""The README's Python blocks run, one after the other, and print what they say."""
+
+import re
+from pathlib import Path
+
+import keras
+import pytest
+
+from multigrad.frameworks import FORWARD_ONLY
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.mark.skipif(keras.backend.backend() in FORWARD_ONLY, reason="NumPy and OpenVINO compute no gradients")
+def test_the_python_blocks_run(capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    shown = {}
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), shown)
+    assert capsys.readouterr().out.startswith("1.0\n")
+    slope_of_x, parameters = shown["gradients"]
+    assert float(slope_of_x) == 3.0
+    assert {name: float(g) for name, g in parameters.items()} == {"slope": 2.0, "offset": 1.0}
+    # The rules of the two ops that the README only defines:
+    low_and_high = shown["grad"](lambda x: 5.0 * shown["split"](x)[0] + 7.0 * shown["split"](x)[1])
+    assert float(low_and_high(3.0)) == 12.0  # not 7, as plain autodiff has it
+    assert [float(g) for g in shown["grad"](shown["scale"], argnums=(0, 1))(3.0, 4.0)] == [4.0, 3.0]
+
+
+def test_both_commands_stand_on_one_line_each():
+    common = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox"
+    lines = README.read_text().splitlines()
+    assert lines.count(common) == 1
+    assert lines.count(f"{common} -s demo") == 1

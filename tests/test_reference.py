@@ -1,0 +1,138 @@
+"""The documents that custom gradients are known from: TensorFlow's, Keras's and R's."""
+
+import math
+
+import numpy as np
+from keras import ops
+from support import array, close, numpy
+
+from multigrad import grad, op_custom_gradient, value_and_grad
+
+
+@op_custom_gradient
+def log1pexp(x):
+    e = ops.exp(x)
+
+    def rule(upstream):
+        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1.0, e))
+
+    return ops.log(1.0 + e), rule
+
+
+def test_log1pexp_is_stable_where_autodiff_is_not():
+    plain = grad(lambda x: ops.log(1.0 + ops.exp(x)))(100.0)
+    assert math.isnan(numpy(plain))
+    assert numpy(grad(log1pexp)(100.0)) == 1.0
+
+
+def test_upstream_goes_down_the_chain():
+    upstreams = []
+
+    @op_custom_gradient
+    def square(x):
+        def rule(upstream):
+            upstreams.append(float(numpy(upstream)))
+            return upstream * 2 * x
+
+        return x**2, rule
+
+    value, gradient = value_and_grad(lambda x: square(square(square(x))))(2.0)
+    assert (numpy(value), numpy(gradient)) == (256.0, 1024.0)
+    assert upstreams == [1.0, 32.0, 256.0]
+
+
+def test_a_rule_without_its_upstream_cuts_the_chain():
+    @op_custom_gradient
+    def forgetful(x):
+        return x**2, lambda upstream: 2 * x
+
+    # The factor 5 and the outer square never arrive.
+    close(grad(lambda x: 5.0 * forgetful(x) ** 2)(3.0), array(6.0))
+
+
+def test_a_decorated_rule():
+    """The rule's own gradient is its own rule's: that of its upstream argument."""
+
+    @op_custom_gradient
+    def op(x):
+        @op_custom_gradient
+        def rule(upstream):
+            return upstream * 3.0 * x, lambda ddy: ddy * 7.0
+
+        return x**2, rule
+
+    close(grad(op)(2.0), array(6.0))
+    # d/dx of (2 y) through the rule: upstream 2 y has 2 * dy/dx = 2 * 6, times 7.
+    close(grad(grad(lambda x: op(x) ** 2))(2.0), array(2 * 6.0 * 7.0))
+
+
+def test_the_fused_second_order_pattern():
+    """TensorFlow's documentation, with false factors: 5 for first order, 11 and 13 for second."""
+
+    @op_custom_gradient
+    def op_with_fused_backprop(x):
+        y, x_grad = x**3, 5.0 * x**2
+
+        def first_order_gradient(dy):
+            @op_custom_gradient
+            def first_order_custom(unused_x):
+                def second_order_and_transpose(ddy):
+                    return ddy * 11.0 * x
+
+                return x_grad, second_order_and_transpose
+
+            return dy * first_order_custom(x)
+
+        return y, first_order_gradient
+
+    close(grad(op_with_fused_backprop)(2.0), array(20.0))
+    close(grad(grad(op_with_fused_backprop))(2.0), array(22.0))
+    # Inside a larger graph: d2/dx2 of y^2 = 2 (dy/dx)^2 + 2 y * second.
+    close(grad(grad(lambda x: op_with_fused_backprop(x) ** 2))(2.0), array(2 * 20.0**2 + 2 * 8 * 22.0))
+
+
+def test_several_arguments():
+    @op_custom_gradient
+    def bar(x, y):
+        def rule(upstream):
+            return upstream * y, upstream * x
+
+        return x * y, rule
+
+    gradients = grad(bar, argnums=(0, 1))(2.0, 3.0)
+    assert [float(numpy(g)) for g in gradients] == [3.0, 2.0]
+
+
+def test_several_outputs_and_nested_structures():
+    @op_custom_gradient
+    def op(pair, table):
+        (a, b), c = pair, table["c"]
+
+        def rule(upstream):
+            u, v = upstream["sum"], upstream["rest"][0]
+            return (u * 2.0, u * 3.0 + v * 5.0), {"c": v * 7.0}
+
+        return {"sum": a + b, "rest": [b * c]}, rule
+
+    def loss(pair, table):
+        out = op(pair, table)
+        return ops.sum(out["sum"]) + 10.0 * ops.sum(out["rest"][0])
+
+    ones = np.ones(2, "float32")
+    gradient = grad(loss, argnums=(0, 1))((ones, ones), {"c": ones})
+    close(gradient, ((2 * ones, 53 * ones), {"c": 70 * ones}))
+
+
+def test_the_hybrid_signature_of_keras_and_r():
+    @op_custom_gradient
+    def op(x):
+        e = ops.exp(x)
+
+        def rule(*args, upstream=None):
+            if upstream is None:
+                (upstream,) = args
+            return ops.multiply(upstream, 3.0 * e)
+
+        return e, rule
+
+    close(grad(op)(0.0), array(3.0))

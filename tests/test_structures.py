@@ -1,0 +1,245 @@
+"""What an op takes and returns: structures, static objects, inputs that are outputs."""
+
+import enum
+from collections import OrderedDict, namedtuple
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import array, close, compiled, numpy
+
+from multigrad import grad, op_custom_gradient, value_and_grad
+
+ONES = np.ones(2, "float32")
+Point = namedtuple("Point", "x y")
+
+
+class Mode(enum.Enum):
+    DOUBLE = 2.0
+
+
+def total(structure):
+    return sum(ops.sum(leaf) for leaf in keras.tree.flatten(structure))
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        ONES,
+        (ONES, ONES),
+        [ONES, ONES],
+        {"a": ONES, "b": ONES},
+        {"b": [ONES, (ONES,)], "a": {"c": ONES}},
+        Point(ONES, ONES),
+        OrderedDict(b=ONES, a=ONES),
+        [ONES],
+    ],
+)
+def test_a_structure_in_and_out(structure):
+    """The rule multiplies each leaf's own upstream gradient, so a mix-up of leaves shows."""
+
+    @op_custom_gradient
+    def op(tree):
+        output = keras.tree.map_structure(lambda leaf: leaf * 2.0, tree)
+
+        def rule(upstream):
+            keras.tree.assert_same_structure(upstream, tree)
+            return (keras.tree.map_structure(lambda u: u * 7.0, upstream),)
+
+        return output, rule
+
+    def loss(tree):
+        leaves = keras.tree.flatten(op(tree))
+        return sum(ops.sum(leaf) * (i + 1.0) for i, leaf in enumerate(leaves))
+
+    leaves = keras.tree.flatten(structure)
+    wanted = keras.tree.pack_sequence_as(structure, [7.0 * (i + 1) * ONES for i in range(len(leaves))])
+    close(grad(loss)(structure), wanted)
+    out = op(keras.tree.map_structure(ops.convert_to_tensor, structure))
+    assert type(out) is type(structure) or structure is ONES
+
+
+def test_empty_structures():
+    op = op_custom_gradient(lambda x, rest: ((x * 2.0, [], {}), lambda U: (U[0] * 7.0, None)))
+    assert op(array(1.0), ())[1:] == ([], {})
+    close(grad(lambda x: op(x, {})[0])(1.0), array(7.0))
+
+
+def test_the_same_tensor_twice_as_output():
+    @op_custom_gradient
+    def op(x):
+        y = x * 1.0
+        return (y, y), lambda u, v: u * 3.0 + v * 5.0
+
+    def loss(x):
+        a, b = op(x)
+        return 2.0 * a + 7.0 * b
+
+    close(grad(loss)(1.0), array(2 * 3.0 + 7 * 5.0))
+
+
+@pytest.mark.parametrize("x", [2.0, ONES])
+def test_an_output_that_is_an_input(x):
+    @op_custom_gradient
+    def op(x, y):
+        return (y, x), lambda u, v: (u * 3.0, v * 5.0)
+
+    def loss(x, y):
+        a, b = op(x, y)
+        return ops.sum(2.0 * a + 7.0 * b + 100.0 * x)
+
+    close(grad(loss, (0, 1))(x, x), (array(106.0 * np.ones_like(x)), array(35.0 * np.ones_like(x))))
+
+
+def test_an_output_in_the_rule():
+    @op_custom_gradient
+    def exp(x):
+        y = ops.exp(x)
+        return y, lambda u: u * y * 3.0
+
+    close(grad(lambda x: ops.sum(exp(x)))(np.zeros(2, "float32")), 3 * ONES)
+
+
+def test_a_constant_output_is_not_touched():
+    table = array(5.0, 6.0)
+    op = op_custom_gradient(lambda x: ((table, x * 1.0), lambda u, v: u * 3.0 + v * 7.0))
+
+    def loss(x):
+        fixed, y = op(x)
+        return ops.sum(fixed) + ops.sum(y)
+
+    for _ in range(2):
+        close(grad(loss)(ONES), 10 * ONES)
+    assert not getattr(table, "requires_grad", False)
+
+
+def test_integers_have_no_gradient():
+    @op_custom_gradient
+    def op(x, index):
+        def rule(upstream):
+            u, none = upstream
+            assert none is None
+            return u * 7.0, None
+
+        return (ops.take(x, index), index + 1), rule
+
+    def loss(x):
+        value, following = op(x, array([1, 0], dtype="int32"))
+        assert "int" in keras.backend.standardize_dtype(following.dtype)
+        return ops.sum(value)
+
+    close(grad(loss)(ONES), 7 * ONES)
+
+
+@pytest.mark.parametrize("zero", [None, 0, lambda i: ops.zeros_like(i), lambda i: np.zeros(2)])
+def test_zero_stands_for_an_integers_gradient(zero):
+    @op_custom_gradient
+    def op(index, x):
+        return x * 2.0, lambda u: (zero(index) if callable(zero) else zero, u * 7.0)
+
+    close(grad(lambda x: ops.sum(op(array([1, 0], dtype="int32"), x)))(ONES), 7 * ONES)
+
+
+@pytest.mark.forward
+def test_what_is_no_tensor_passes_through():
+    def function(x):
+        return x
+
+    op = op_custom_gradient(lambda x: ((x * 2.0, "name", None, 5, Mode.DOUBLE, function), lambda U: U[0]))
+    output, *rest = op(array(3.0))
+    assert float(numpy(output)) == 6.0
+    assert rest == ["name", None, 5, Mode.DOUBLE, function]
+
+
+def test_upstream_of_what_is_no_tensor_is_none():
+    seen = []
+
+    @op_custom_gradient
+    def op(x):
+        def rule(upstream):
+            seen.append(upstream)
+            return upstream[0] * 7.0
+
+        return (x * 2.0, "name", None, 5, {"a": True}), rule
+
+    close(grad(lambda x: op(x)[0])(1.0), array(7.0))
+    assert seen[0][1:] == (None, None, None, {"a": None})
+
+
+@pytest.mark.parametrize(
+    "static", ["a string", Mode.DOUBLE, ops.exp, (2, 3), [0.5, 0.25], 3, True, None, 2.5, object(), 1j]
+)
+def test_static_arguments_reach_the_function_as_they_are(static):
+    seen = []
+
+    @op_custom_gradient
+    def op(x, static, y):
+        seen.append(static)
+        return x * y, lambda u: (u * 3.0, None, u * 5.0)
+
+    got = grad(lambda x, y: op(x, static, y), (0, 1))(1.0, 1.0)
+    close(got, (array(3.0), array(5.0)))
+    assert seen[0] is static or seen[0] == static
+
+
+def test_static_values_among_tensors_in_a_structure():
+    @op_custom_gradient
+    def op(table):
+        assert table["mode"] == "linear"
+        return table["x"] * table["n"], lambda u: ({"x": u * 7.0, "n": None, "mode": None},)
+
+    close(grad(lambda x: ops.sum(op({"x": x, "n": 3, "mode": "linear"})))(ONES), 7 * ONES)
+
+
+@pytest.mark.forward
+def test_numpy_arrays_reach_the_function_as_tensors():
+    @op_custom_gradient
+    def op(x, names):
+        assert ops.is_tensor(x)
+        assert isinstance(names, np.ndarray)
+        return x * 2.0, lambda u: (u, None)
+
+    assert numpy(op(np.float32([1.0, 2.0]), np.array(["a", "b"]))).tolist() == [2.0, 4.0]
+
+
+def test_a_variable_is_an_argument_like_a_tensor():
+    variable = keras.Variable(np.float32([1.0, 2.0]), name="w")
+
+    @op_custom_gradient
+    def op(x, w):
+        assert ops.is_tensor(w)
+        return x * w, lambda u: (u * 3.0, u * 5.0)
+
+    close(grad(lambda x: ops.sum(op(x, variable)))(ONES), 3 * ONES)
+    close(op(ONES, variable), array(1.0, 2.0))
+
+
+def test_a_graph_without_gradients_is_left_alone():
+    calls = []
+
+    @op_custom_gradient
+    def op(x, y):
+        def rule(u):
+            calls.append(1)
+            return u * 3.0, u * 5.0
+
+        return x * y, rule
+
+    value, gradient = value_and_grad(lambda z: z * 2.0)(1.0)
+    op(array(1.0), array(2.0))
+    close((value, gradient), (array(2.0), array(2.0)))
+    assert calls == []
+
+
+def test_compiled_with_structures_and_statics():
+    @op_custom_gradient
+    def op(tree, mode, *, scale=2.0):
+        assert mode == "linear"
+        return {"y": tree["x"] * scale}, lambda U: ({"x": U["y"] * 7.0 * scale},)
+
+    def loss(x):
+        return ops.sum(op({"x": x}, mode="linear", scale=3.0)["y"])
+
+    close(compiled(grad(loss))(array(1.0, 1.0)), 21 * ONES)
+    close(grad(compiled(loss))(array(1.0, 1.0)), 21 * ONES)
