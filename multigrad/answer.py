@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import tree
 
 from multigrad import backend
 from multigrad.backend import Spec
@@ -96,9 +96,7 @@ class _Reader:
 
     __slots__ = ("_arguments", "_binding", "_op", "_specs")
 
-    def __init__(
-        self, op: str, arguments: Layout, binding: Binding, specs: tuple[Spec | None, ...]
-    ) -> None:
+    def __init__(self, op: str, arguments: Layout, binding: Binding, specs: tuple[Spec | None, ...]) -> None:
         self._op, self._arguments, self._binding, self._specs = op, arguments, binding, specs
 
     def read(self, answer: Any, needed: Sequence[bool]) -> list[Any]:
@@ -153,7 +151,7 @@ class _Reader:
 
     def _to_tensor(self, index: int, gradient: Any) -> Any:
         if isinstance(gradient, (keras.Variable, np.ndarray, np.generic, int, float, complex)):
-            return ops.convert_to_tensor(gradient)
+            return backend.active.as_tensor(gradient)
         raise TypeError(
             message(
                 self._op,

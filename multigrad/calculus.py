@@ -49,7 +49,7 @@ def grad(
         answer, gradients = both(*args, **kwargs)
         return (gradients, answer[1]) if has_aux else gradients
 
-    return functools.update_wrapper(gradient, f)
+    return functools.update_wrapper(backend.active.library_code(gradient), f)
 
 
 def value_and_grad(
@@ -107,7 +107,7 @@ def value_and_grad(
         gradient = parts[0] if isinstance(argnums, int) else tuple(parts)
         return ((value, aux) if has_aux else value), gradient
 
-    return functools.update_wrapper(value_and_gradient, f)
+    return functools.update_wrapper(backend.active.library_code(value_and_gradient), f)
 
 
 def _position(name: str, place: int, count: int) -> int:
@@ -127,7 +127,7 @@ def _position(name: str, place: int, count: int) -> int:
 def _differentiable(name: str, position: int, leaf: Any) -> Any:
     """A leaf of an argument as a tensor that has a gradient."""
     if ops.is_tensor(leaf) or isinstance(leaf, (keras.Variable, np.ndarray, np.generic, float, complex)):
-        tensor = ops.convert_to_tensor(leaf)
+        tensor = backend.active.as_tensor(leaf)
         if _is_inexact(tensor):
             return tensor
     raise TypeError(
@@ -153,7 +153,7 @@ def _parts(structures: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 
 
 def _scalar(name: str, value: Any) -> Any:
-    tensor = ops.convert_to_tensor(value)
+    tensor = backend.active.as_tensor(value)
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     if tuple(ops.shape(tensor)) == () and dtype.startswith(("float", "bfloat")):
         return tensor

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+
 class TypeSet(dict[type, bool]):
     """Membership of types in a class hierarchy, looked up once per type.
 
@@ -124,9 +125,7 @@ _KEPT = 4096
 
 
 def _assigned(code: types.CodeType) -> _Assigned:
-    names = {
-        i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")
-    }
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = _assigned(constant)
@@ -175,9 +174,7 @@ class _FlatFunction(NamedTuple):
     cells: list[Any]  # a cell of the old function, or the place of the tensor that stands in a new one
 
 
-def _lift_flat(
-    function: types.FunctionType, tensor_types: TypeSet, shared: frozenset[int]
-) -> Lifted | None:
+def _lift_flat(function: types.FunctionType, tensor_types: TypeSet, shared: frozenset[int]) -> Lifted | None:
     """What `_Walk` finds in such a function, without a walk; None for any other."""
     code = function.__code__
     if (

@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from multigrad import backend
 from multigrad.answer import read
-from multigrad.binding import Binding, Signature, name_of, signature_of
+from multigrad.binding import Binding, name_of, signature_of
 from multigrad.errors import describe, message
 from multigrad.leaves import Layout, split
 from multigrad.rule import Form, form_of
@@ -125,7 +125,7 @@ def op_custom_gradient(
         outputs = backend.active.apply(call, tensors)
         return call.output.join(outputs)
 
-    return functools.update_wrapper(op, f)
+    return functools.update_wrapper(backend.active.library_code(op), f)
 
 
 class Call:

@@ -1,9 +1,7 @@
 """The one form in which multigrad says that something is wrong."""
 
 
-def message(
-    op: str, problem: str, *, required: str, got: str, mend: str, argument: str | None = None
-) -> str:
+def message(op: str, problem: str, *, required: str, got: str, mend: str, argument: str | None = None) -> str:
     """Tell what is wrong with `op`, what was required, what came, and what to do.
 
     ```python

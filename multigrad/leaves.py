@@ -27,7 +27,7 @@ def _kind(leaf: Any) -> int:
             found = _TENSOR
         elif issubclass(kind, keras.KerasTensor):
             found = _SYMBOLIC
-        elif issubclass(kind, (keras.Variable, np.ndarray, np.generic)):
+        elif backend.active.CONVERTIBLE[kind]:
             found = _CONVERTED
         elif ops.is_tensor(leaf):  # a tensor to Keras, and not the dense one of the framework
             found = _SPARSE
@@ -97,9 +97,7 @@ def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -
         return tuple([_fill(part, tensors, static) for part in template])
     if not tree.is_nested(template):
         return static(template)
-    return tree.map_structure(
-        lambda leaf: tensors[leaf] if type(leaf) is Slot else static(leaf), template
-    )
+    return tree.map_structure(lambda leaf: tensors[leaf] if type(leaf) is Slot else static(leaf), template)
 
 
 _ONE = _One(Slot(0))
@@ -143,7 +141,7 @@ def _split(part: Any, tensors: list[Any]) -> Any:
     if kind == _CONVERTED:
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in "OSUMm":
             return part
-        tensors.append(ops.convert_to_tensor(part))
+        tensors.append(backend.active.as_tensor(part))
         return Slot(len(tensors) - 1)
     if kind == _SPARSE:
         raise TypeError(

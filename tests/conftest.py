@@ -5,9 +5,7 @@ import pytest
 from support import BACKEND, DIFFERENTIATES
 
 # What is about one framework lives in a file of its own, which the others do not collect.
-collect_ignore = [
-    f"backends/test_{name}.py" for name in ("tensorflow", "jax", "torch") if name != BACKEND
-]
+collect_ignore = [f"backends/test_{name}.py" for name in ("tensorflow", "jax", "torch") if name != BACKEND]
 
 
 def pytest_report_header() -> str:

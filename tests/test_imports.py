@@ -10,7 +10,7 @@ pytestmark = pytest.mark.forward
 
 FRAMEWORKS = {"tensorflow", "jax", "torch", "openvino"}
 
-LOADED = "import sys; print(*sorted({'keras', *%r} & set(sys.modules)))" % FRAMEWORKS
+LOADED = f"import sys; print(*sorted({FRAMEWORKS | {'keras'}!r} & set(sys.modules)))"
 
 
 def loaded(code):
@@ -29,9 +29,7 @@ def test_using_it_imports_the_active_framework_alone():
 
 
 def test_the_check_would_find_another_one():
-    if BACKEND == "numpy":
-        pytest.skip("NumPy is no framework that could be found, and no other one is installed")
-    assert loaded(f"import {BACKEND}") >= {BACKEND}
+    assert loaded("import sys; sys.modules['torch'] = sys.modules['jax'] = sys") == {"jax", "torch"}
 
 
 def test_an_unknown_name():
@@ -47,5 +45,5 @@ def test_an_unknown_backend(monkeypatch):
     from multigrad import backend
 
     monkeypatch.setattr(keras.backend, "backend", lambda: "mlx")
-    with pytest.raises(ValueError, match="mlx.*tensorflow.*jax.*torch"):
+    with pytest.raises(ValueError, match=r"mlx.*tensorflow.*jax.*torch"):
         backend._load()

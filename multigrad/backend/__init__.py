@@ -7,12 +7,14 @@ the active Keras backend is ever imported.
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import keras
 import numpy as np
 
 from multigrad.closure import TypeSet
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
 FORWARD_ONLY = ("numpy", "openvino")
@@ -53,6 +55,17 @@ class Backend(Protocol):
 
     TENSORS: TypeSet
     """The types of a dense tensor, traced ones included."""
+
+    CONVERTIBLE: TypeSet
+    """Other types that hold the numbers of a dense tensor: arrays and variables."""
+
+    @staticmethod
+    def library_code(function: F) -> F:
+        """Mark a function as the library's own, for a framework that rewrites the Python it traces."""
+
+    @staticmethod
+    def as_tensor(value: Any) -> Any:
+        """A dense tensor of an array, a number or the present value of a Keras Variable."""
 
     @staticmethod
     def is_differentiable(tensor: Any) -> bool:

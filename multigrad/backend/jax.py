@@ -16,13 +16,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 
-from multigrad.backend import Call, Spec
+from multigrad.backend import Call, F, Spec
 from multigrad.closure import TypeSet, cells_of, lift, restore
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
+CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 _TRACERS = TypeSet(jax.core.Tracer)
+
+
+def library_code(function: F) -> F:
+    return function
+
+
+def as_tensor(value: Any) -> Any:
+    return keras.ops.convert_to_tensor(value)
 
 
 def is_differentiable(tensor: Any) -> bool:
@@ -53,7 +63,11 @@ def concrete(tensor: Any) -> np.ndarray | None:
     return None if isinstance(tensor, jax.core.Tracer) else np.asarray(tensor)
 
 
-def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
+_Pull = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+"""Arrays, among them those of a rule, and upstream gradients to gradients."""
+
+
+def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     closed_over, template, _ = lift(call.f, _TRACERS)
     if not closed_over and not _any_traced(tensors):
         return call.run(tensors)[0]  # where nothing is traced, nothing is differentiated
@@ -84,7 +98,7 @@ class _Residuals:
     def __init__(
         self,
         arrays: list[Any],
-        pull: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+        pull: _Pull,
         outputs: dict[int, int],
     ) -> None:
         self.arrays, self.pull, self.outputs = arrays, pull, outputs
@@ -103,7 +117,7 @@ class _Residuals:
             arrays[slot] = outputs[index]
         return _Residuals(arrays, self.pull, self.outputs)
 
-    def __call__(self, upstream: Sequence[Any]) -> list[Any]:
+    def __call__(self, upstream: Sequence[Any]) -> Sequence[Any]:
         return self.pull(self.arrays, upstream)
 
 
@@ -118,7 +132,7 @@ def _residuals(
         arrays, pull = _traced(call, outputs, rule, needed)
     else:
 
-        def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> list[Any]:
+        def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> Sequence[Any]:
             return call.pull(restore(template, arrays), upstream, needed)
 
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
@@ -131,7 +145,7 @@ def _residuals(
 
 def _traced(
     call: Call, outputs: Sequence[Any], rule: Callable[..., Any], needed: list[bool]
-) -> tuple[list[Any], Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+) -> tuple[list[Any], _Pull]:
     """The arrays that a rule uses, where some are held by an object that cannot be lifted."""
     places: list[int] = []
 
@@ -145,7 +159,7 @@ def _traced(
     like = [jax.typeof(o) for o, f in zip(outputs, floating, strict=True) if f]
     jaxpr = jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like])
 
-    def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> list[Any]:
+    def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> Sequence[Any]:
         own = [u for u, f in zip(upstream, floating, strict=True) if f]
         answer = jax.core.eval_jaxpr(jaxpr.jaxpr, arrays, *own)
         gradients: list[Any] = [None] * len(needed)
@@ -184,9 +198,7 @@ def _op(
     def primal(inputs: list[Any], rest: Any) -> list[Any]:
         return step(inputs, rest, None)[0]
 
-    def differentiated(
-        inputs: list[Any], rest: Any, needed: list[bool]
-    ) -> tuple[list[Any], _Residuals]:
+    def differentiated(inputs: list[Any], rest: Any, needed: list[bool]) -> tuple[list[Any], _Residuals]:
         outputs, residuals = step(inputs, rest, needed)
         assert residuals is not None
         if _any_traced((inputs, rest)):

@@ -9,10 +9,19 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from multigrad.backend import DIFFERENTIATING, Call
+from multigrad.backend import DIFFERENTIATING, Call, F
 from multigrad.closure import TypeSet
 
 TENSORS = TypeSet(np.ndarray)
+CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
+
+
+def library_code(function: F) -> F:
+    return function
+
+
+def as_tensor(value: Any) -> Any:
+    return keras.ops.convert_to_tensor(value)
 
 
 def is_differentiable(tensor: Any) -> bool:
@@ -35,7 +44,7 @@ def concrete(tensor: Any) -> NoReturn:
     raise _no_gradients()
 
 
-def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     return call.run(tensors)[0]
 
 

@@ -2,10 +2,33 @@
 
 import keras
 
+from multigrad.backend.numpy import (
+    CONVERTIBLE,
+    apply,
+    as_tensor,
+    concrete,
+    conform,
+    is_differentiable,
+    library_code,
+    sizes,
+    specs_of,
+    value_and_grad,
+)
 from multigrad.closure import TypeSet
-from multigrad.backend.numpy import apply, concrete, conform, is_differentiable, sizes, specs_of, value_and_grad
 
-__all__ = ["TENSORS", "apply", "concrete", "conform", "is_differentiable", "sizes", "specs_of", "value_and_grad"]
+__all__ = [
+    "CONVERTIBLE",
+    "TENSORS",
+    "apply",
+    "as_tensor",
+    "concrete",
+    "conform",
+    "is_differentiable",
+    "library_code",
+    "sizes",
+    "specs_of",
+    "value_and_grad",
+]
 
 # Keras's own class, which has no public name.
 TENSORS = TypeSet(type(keras.ops.convert_to_tensor(0.0)))

@@ -12,6 +12,7 @@ that is an output of the op, the rule is given the tied one, so that it stays in
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,12 +20,22 @@ import tensorflow as tf
 # the active tapes, except through the registry that keeps graphs alive.
 from tensorflow.python.eager import record
 
-from multigrad.backend import Call, Spec
+from multigrad.backend import Call, F, Spec
 from multigrad.closure import TypeSet, cells_of, lift, restore
 
 TENSORS = TypeSet(tf.Tensor)
+CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, np.ndarray, np.generic)
 _GRADIENT = "MultigradRule"
 _RULES = "_multigrad_rules"
+
+
+def library_code(function: F) -> F:
+    """Keep AutoGraph out, as `tf.custom_gradient` does."""
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+def as_tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
 
 
 def is_differentiable(tensor: Any) -> bool:
@@ -63,7 +74,7 @@ def concrete(tensor: Any) -> np.ndarray | None:
     return np.asarray(tensor) if hasattr(tensor, "numpy") else None
 
 
-def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     eager = tf.executing_eagerly()
     outputs, rule = call.run(tensors)
     if eager and not record.could_possibly_record():
@@ -77,7 +88,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
 
-    def backward(*upstream: Any) -> list[Any]:
+    def backward(*upstream: Any) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
         return call.pull(tied_rule, [tf.convert_to_tensor(u) if f else None for u, f in own], needed)
 
@@ -86,7 +97,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> list[Any]:
     else:
         none = [None] * len(outputs)  # the operation's inputs are the untied outputs and the tensors
         inputs = [*outputs, *tensors]
-        _record_in_graph(call.name, own, inputs, lambda *upstream: none + backward(*upstream))
+        _record_in_graph(call.name, own, inputs, lambda *upstream: [*none, *backward(*upstream)])
     return own[: len(outputs)]
 
 
@@ -98,13 +109,13 @@ def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
 
 def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """The same in a graph, by one operation whose gradient is the rule."""
-    with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _GRADIENT}):
-        with record.stop_recording():
-            return list(tf.raw_ops.IdentityN(input=[*outputs, *tensors]))
+    graph = tf.compat.v1.get_default_graph()
+    with graph.gradient_override_map({"IdentityN": _GRADIENT}), record.stop_recording():
+        return list(tf.raw_ops.IdentityN(input=[*outputs, *tensors]))
 
 
 def _record_in_graph(
-    name: str, own: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., list[Any]]
+    name: str, own: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., Sequence[Any]]
 ) -> None:
     """Give the operation of `own` its gradient: on the tapes, and on the graph for `_gradient`."""
     op = own[0].op
@@ -117,7 +128,7 @@ def _record_in_graph(
 
 
 @tf.RegisterGradient(_GRADIENT)
-def _gradient(op: Any, *upstream: Any) -> list[Any]:
+def _gradient(op: Any, *upstream: Any) -> Sequence[Any]:
     return getattr(op.graph, _RULES)[op.name](*upstream)
 
 

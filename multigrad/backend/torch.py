@@ -14,15 +14,25 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from multigrad.backend import Call, Spec
+from multigrad.backend import Call, F, Spec
 from multigrad.closure import TypeSet, cells_of, lift, restore
 from multigrad.errors import message
 
 TENSORS = TypeSet(torch.Tensor)
+CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
+
+
+def library_code(function: F) -> F:
+    return function
+
+
+def as_tensor(value: Any) -> Any:
+    return keras.ops.convert_to_tensor(value)
 
 
 class _Floating(dict[torch.dtype, bool]):
@@ -244,7 +254,9 @@ class _Found:
     `places` says for each residual where it stands among inputs, outputs and the other residuals.
     """
 
-    __slots__ = ("outputs", "places", "template")
+    outputs: int
+    places: list[int]
+    template: Any
 
 
 class _Transformed(torch.autograd.Function):

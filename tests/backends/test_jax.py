@@ -1,0 +1,168 @@
+"""What is about JAX alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import close
+
+from multigrad import grad, op_custom_gradient
+
+X = jnp.asarray([1.0, 2.0])
+
+
+class Held:
+    def __init__(self, e):
+        self.e = e
+
+    def __call__(self, u):
+        return u * 3 * self.e * 7.0
+
+
+@op_custom_gradient
+def by_intermediate(x):
+    e = x**2
+    return e * x, lambda u: u * 3 * e * 7.0
+
+
+@op_custom_gradient
+def by_object(x):
+    return x**3, Held(x**2)
+
+
+@op_custom_gradient(forward_mode=True)
+def both_modes(x):
+    e = x**2
+    return e * x, lambda u: u * 3 * e * 7.0
+
+
+OPS = pytest.mark.parametrize("op", [by_intermediate, by_object, both_modes])
+
+
+def total(op):
+    return lambda x: op(x).sum()
+
+
+@OPS
+def test_transforms(op):
+    """By the rule the first derivative is 21 x^2; what follows differentiates that."""
+    wanted = 21 * X**2
+    close(jax.grad(total(op))(X), wanted)
+    close(jax.jit(jax.grad(total(op)))(X), wanted)
+    close(jax.grad(jax.jit(total(op)))(X), wanted)
+    close(jax.vmap(jax.grad(op))(X), wanted)
+    close(jax.grad(lambda x: jax.vmap(op)(x).sum())(X), wanted)
+    close(jax.grad(lambda x: jax.checkpoint(op)(x).sum())(X), wanted)
+    close(jax.jacrev(op)(X), jnp.diag(wanted))
+    close(jax.jacrev(jax.jacrev(total(op)))(X), jnp.diag(42 * X))
+    close(jax.vmap(jax.grad(jax.grad(jax.grad(op))))(X), 42 * jnp.ones(2))
+    close(jax.jit(jax.vmap(jax.grad(jax.grad(op))))(X), 42 * X)
+
+
+@OPS
+def test_control_flow(op):
+    def loop(x):
+        return jax.lax.scan(lambda c, _: (op(c), None), x, None, length=2)[0].sum()
+
+    # y = x^3 and z = y^3, each with seven times its derivative.
+    close(jax.grad(loop)(X), 21 * (X**3) ** 2 * 21 * X**2)
+    close(jax.grad(lambda x: jax.lax.cond(x > 0, op, lambda x: x, x))(2.0), jnp.float32(84.0))
+    close(jax.lax.while_loop(lambda x: x < 5.0, op, 2.0), jnp.float32(8.0))
+
+
+def test_forward_mode_is_asked_for():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(by_intermediate, (X,), (X,))
+    close(jax.jvp(both_modes, (X,), (jnp.ones(2),)), (X**3, 21 * X**2))
+    close(jax.hessian(total(both_modes))(X), jnp.diag(42 * X))
+    close(jax.jacfwd(both_modes)(X), jnp.diag(21 * X**2))
+    close(jax.vmap(jax.grad(lambda x: jax.jvp(both_modes, (x,), (1.0,))[1]))(X), 42 * X)
+
+
+def test_forward_mode_with_integers_and_complex_numbers():
+    @op_custom_gradient(forward_mode=True)
+    def op(z, index):
+        return (z * 2j, index + 1), lambda U: (U[0] * -2j * 7.0, None)
+
+    index = jnp.asarray([1, 2])
+    z = jnp.asarray([1.0 + 1.0j, 2.0])
+    (out, following), (pushed, _) = jax.jvp(lambda z: op(z, index), (z,), (jnp.ones(2, "complex64"),))
+    close((out, following), (z * 2j, index + 1))
+    close(pushed, 14j * jnp.ones(2, "complex64"))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_closed_over_tracers(wrap):
+    """They have no gradient through the op; in the rule they are what they are."""
+
+    def outer(w, x):
+        @op_custom_gradient
+        def op(x):
+            return x * w, lambda u: u * 10.0 * w
+
+        return op(x).sum()
+
+    w, x = jnp.asarray([3.0, 4.0]), X
+    close(wrap(jax.grad(outer, (0, 1)))(w, x), (0 * w, 10 * w))
+    close(jax.vmap(jax.grad(outer, 1))(w, x), 10 * w)
+    close(wrap(jax.grad(lambda w: jax.grad(outer, 1)(w, x).sum()))(w), 10 * jnp.ones(2))
+
+
+def test_closed_over_tracers_in_containers_and_functions():
+    def outer(w, x):
+        params = {"w": [w]}
+
+        def helper(x):
+            return x * params["w"][0]
+
+        @op_custom_gradient
+        def op(x):
+            return helper(x), lambda u: u * 10.0 * params["w"][0]
+
+        return op(x).sum()
+
+    close(jax.jit(jax.grad(outer, 1))(3 * X, X), 30 * X)
+
+
+def test_compiled_programs_are_those_written_by_hand():
+    @jax.custom_vjp
+    def native(x):
+        return jnp.exp(x) * 2.0
+
+    def fwd(x):
+        e = jnp.exp(x)
+        return e * 2.0, e
+
+    native.defvjp(fwd, lambda e, u: (u * e * 7.0,))
+
+    @op_custom_gradient
+    def ours(x):
+        e = jnp.exp(x)
+        return e * 2.0, lambda u: u * e * 7.0
+
+    def text(op):
+        lowered = jax.jit(jax.value_and_grad(lambda x: op(x).sum())).lower(X).as_text()
+        return lowered.replace("jit__lambda_", "")
+
+    assert text(ours) == text(native)
+
+
+def test_the_gradients_that_nobody_needs_are_not_traced():
+    calls = []
+
+    @op_custom_gradient
+    def op(x, w):
+        return x * w, lambda u: (u * w, lambda: calls.append("w") or u * x)
+
+    grad(lambda x: op(x, X).sum())(X)
+    jax.jit(jax.grad(lambda x: op(x, X).sum()))(X)
+    assert calls == []
+
+
+def test_random_keys_are_arguments():
+    @op_custom_gradient
+    def noisy(x, key):
+        noise = jax.random.normal(key, x.shape)
+        return x + noise, lambda u: (u * noise, None)
+
+    key = jax.random.key(0)
+    close(jax.grad(lambda x: noisy(x, key).sum())(X), jax.random.normal(key, (2,)))

@@ -1,0 +1,136 @@
+"""What is about TensorFlow alone."""
+
+import gc
+import weakref
+
+import pytest
+import tensorflow as tf
+from support import close
+
+from multigrad import grad, op_custom_gradient
+
+X = tf.constant([1.0, 2.0])
+
+
+@op_custom_gradient
+def by_intermediate(x):
+    e = x**2
+    return e * x, lambda u: u * 3 * e * 7.0
+
+
+@op_custom_gradient
+def by_output(x):
+    y = tf.exp(x)
+    return y, lambda u: u * y * 3.0
+
+
+def tape_gradient(f, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    return tape.gradient(y, x)
+
+
+def test_private_names_are_there():
+    from tensorflow.python.eager import record
+
+    assert callable(record.record_operation)
+    assert callable(record.stop_recording)
+    assert record.could_possibly_record() is False
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"autograph": False}])
+def test_functions(options):
+    wanted = 21 * X**2
+    close(tf.function(lambda x: tape_gradient(by_intermediate, x), **options)(X), wanted)
+    close(tape_gradient(tf.function(by_intermediate, **options), X), wanted)
+    close(tf.function(lambda x: tf.gradients(by_intermediate(x), x)[0], **options)(X), wanted)
+    close(tape_gradient(tf.function(lambda x: tape_gradient(by_intermediate, x)), X), 42 * X)
+
+
+def test_tapes():
+    with tf.GradientTape(persistent=True) as outer:
+        outer.watch(X)
+        with tf.GradientTape() as inner:
+            inner.watch(X)
+            y = by_intermediate(X)
+        first = inner.gradient(y, X)
+    close(outer.gradient(y, X), 21 * X**2)
+    close(outer.gradient(first, X), 42 * X)
+    close(outer.jacobian(y, X), tf.linalg.diag(21 * X**2))
+
+
+@pytest.mark.parametrize("shape", [None, [None], [2]])
+def test_unknown_dimensions(shape):
+    """A gradient is summed back and checked at run time where tracing does not know the shape."""
+
+    @op_custom_gradient
+    def larger(x):
+        return x * 2.0, lambda u: tf.stack([u, u * 2.0])
+
+    @op_custom_gradient
+    def smaller(x):
+        return x * 2.0, lambda u: u[:1]
+
+    signature = [tf.TensorSpec(shape, "float32")]
+    close(
+        tf.function(lambda x: tape_gradient(larger, x), input_signature=signature)(X), tf.constant([3.0, 3.0])
+    )
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+        tf.function(lambda x: tape_gradient(smaller, x), input_signature=signature)(X)
+
+
+def test_control_flow():
+    @tf.function
+    def loop(x):
+        return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, by_intermediate(x)), (0, x))[1]
+
+    close(tape_gradient(loop, X), 21 * (X**3) ** 2 * 21 * X**2)
+
+    @tf.function
+    def branch(x):
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: by_intermediate(x), lambda: x)
+
+    close(tape_gradient(branch, X), 21 * X**2)
+
+
+def test_sparse_upstream_gradients_arrive_dense():
+    """The gradient of a gather is a tf.IndexedSlices."""
+    seen = []
+
+    @op_custom_gradient
+    def op(x):
+        def rule(u):
+            seen.append(type(u))
+            return u * 7.0
+
+        return x * 1.0, rule
+
+    close(tape_gradient(lambda x: tf.gather(op(x), [1]), X), tf.constant([0.0, 7.0]))
+    assert issubclass(seen[0], tf.Tensor)
+
+
+def test_a_variable_of_tensorflow():
+    variable = tf.Variable([3.0, 4.0])
+    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0)))
+    with tf.GradientTape() as tape:
+        y = op(X, variable)
+    close(tape.gradient(y, variable), tf.constant([5.0, 5.0]))
+
+
+@pytest.mark.parametrize("op", [by_intermediate, by_output])
+def test_the_graph_of_a_dead_function_is_freed(op):
+    function = tf.function(lambda x: tape_gradient(op, x))
+    graph = weakref.ref(function.get_concrete_function(X).graph)
+    function(X)
+    del function
+    gc.collect()
+    assert graph() is None
+
+
+def test_nothing_is_recorded_without_a_tape():
+    calls = []
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: calls.append(1) or u))
+    close(op(X), 2 * X)
+    close(grad(lambda x: tf.reduce_sum(x))(X), tf.ones(2))
+    assert calls == []

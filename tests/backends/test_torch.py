@@ -1,0 +1,235 @@
+"""What is about PyTorch alone."""
+
+import functools
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from keras import ops
+from support import close
+
+from multigrad import grad, op_custom_gradient
+
+
+@op_custom_gradient
+def by_intermediate(x):
+    e = x**2
+    return e * x, lambda u: u * 3 * e * 7.0
+
+
+@op_custom_gradient
+def by_input(x):
+    return x**3, lambda u: u * 3 * x**2 * 7.0
+
+
+@op_custom_gradient
+def by_output(x):
+    y = torch.exp(x)
+    return y, lambda u: u * y * 3.0
+
+
+@op_custom_gradient
+def two_outputs(x, n, y):
+    e = x * y
+    return (e * n, torch.sin(y), torch.argmax(x)), lambda U: (U[0] * y * 5.0, None, U[0] * x + U[1] * e)
+
+
+def leaf(*values):
+    return torch.tensor(values, requires_grad=True)
+
+
+def test_private_names_are_there():
+    """The two that `backend/torch.py` needs; see there why."""
+    assert torch._C._are_functorch_transforms_active() is False
+    assert torch.autograd.forward_ad._current_level == -1
+    assert torch.ones(2)[:1]._is_view()
+
+
+def test_no_graph_is_built_where_none_is_needed():
+    x = leaf(1.0, 2.0)
+    with torch.no_grad():
+        assert by_intermediate(x).grad_fn is None
+    assert by_intermediate(x.detach()).grad_fn is None
+    with torch.inference_mode():
+        assert by_intermediate(x.detach()).grad_fn is None
+
+
+def test_a_closed_over_parameter_gets_no_plain_gradient():
+    w = leaf(3.0)
+    op = op_custom_gradient(lambda x: (x * w, lambda u: u * 7.0))
+    assert not op(torch.ones(1)).requires_grad
+    x = leaf(1.0)
+    op(x).sum().backward()
+    assert x.grad.item() == 7.0
+    assert w.grad is None
+
+
+@pytest.mark.parametrize(
+    ("op", "saved"),
+    [(by_input, 1), (by_output, 1), (by_intermediate, 2)],  # the last: its e, and x for second order
+)
+def test_residuals_are_what_the_rule_uses(op, saved):
+    seen = []
+    x = leaf(1.0, 2.0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        op(x)
+    assert len(seen) == saved
+
+
+def test_a_large_tensor_that_the_rule_does_not_use_is_not_kept():
+    watch = []
+
+    @op_custom_gradient
+    def op(x):
+        large = torch.ones(1000) * x
+        watch.append(weakref.ref(large))
+        return large.sum(), lambda u: u * 7.0
+
+    y = op(leaf(1.0))
+    assert watch[0]() is None
+    assert y.grad_fn is not None
+
+
+def test_a_rule_over_its_output_makes_no_cycle():
+    gc.collect()
+    gc.disable()
+    try:
+        y = by_output(leaf(1.0))
+        watch = weakref.ref(y)
+        del y
+        assert watch() is None
+    finally:
+        gc.enable()
+
+
+def test_a_backward_that_is_not_recorded_does_not_run_the_function_again():
+    calls = []
+
+    @op_custom_gradient
+    def op(x):
+        calls.append(1)
+        e = x**2
+        return e * x, lambda u: u * 3 * e
+
+    x = leaf(2.0)
+    (first,) = torch.autograd.grad(op(x), x)
+    assert (first.item(), len(calls)) == (12.0, 1)
+    (first,) = torch.autograd.grad(op(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    assert (second.item(), len(calls)) == (12.0, 3)
+
+
+def test_a_random_function_is_found_out():
+    @op_custom_gradient
+    def dropout(x):
+        mask = (torch.rand(100) > 0.5).to(x.dtype)
+        return x * mask, lambda u: u * mask * x
+
+    x = torch.ones(100, requires_grad=True)
+    with pytest.raises(RuntimeError, match="dropout: the function gave other values"):
+        torch.autograd.grad(dropout(x).sum(), x, create_graph=True)
+
+
+def test_residuals_that_were_changed_in_place_are_an_error():
+    w = torch.ones(2)
+    op = op_custom_gradient(lambda x: (x * w, lambda u: u * w))
+    y = op(leaf(1.0, 2.0)).sum()
+    w.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_in_place_changes_of_the_result():
+    x = leaf(1.0, 2.0)
+    y = by_input(x * 1.0)
+    y.mul_(2.0)
+    y.sum().backward()
+    np.testing.assert_allclose(x.grad, [42.0, 168.0])
+
+
+def test_in_place_changes_of_an_alias_of_an_input_are_refused():
+    op = op_custom_gradient(lambda x: (x, lambda u: u * 7.0))
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        op(leaf(1.0) * 1.0).mul_(2.0)
+
+
+def test_gradcheck_of_both_orders():
+    op = op_custom_gradient(lambda x, y: (x**2 * y, lambda u: (u * 2 * x * y, u * x**2)))
+    inputs = [torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(op, inputs)
+    assert torch.autograd.gradgradcheck(op, inputs)
+
+
+X = torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize("op", [by_intermediate, by_input])
+def test_torch_func(op):
+    """By the rule the first derivative is 21 x^2; what follows differentiates that."""
+    func = torch.func
+
+    def total(x):
+        return op(x).sum()
+
+    close(func.grad(total)(X), 21 * X**2)
+    close(func.vmap(func.grad(op))(X), 21 * X**2)
+    close(func.vmap(op)(X), X**3)
+    close(func.grad(lambda x: func.vmap(op)(x).sum())(X), 21 * X**2)
+    close(func.vmap(func.grad(func.grad(op)))(X), 42 * X)
+    close(func.vmap(func.grad(func.grad(func.grad(op))))(X), 42 * torch.ones(2))
+    close(func.jacrev(op)(X), torch.diag(21 * X**2))
+    close(func.jacfwd(op)(X), torch.diag(21 * X**2))
+    close(func.hessian(total)(X), torch.diag(42 * X))
+    close(func.jacrev(func.jacrev(total))(X), torch.diag(42 * X))
+    close(func.jvp(op, (X,), (torch.ones(2),)), (X**3, 21 * X**2))
+    close(
+        func.vmap(functools.partial(func.jvp, op), in_dims=((0,), (None,)))((X,), (torch.ones(()),))[1],
+        21 * X**2,
+    )
+
+
+def test_torch_func_with_integers_and_two_outputs():
+    def loss(x, y):
+        a, b, _ = two_outputs(x, 2, y)
+        return (a + b).sum()
+
+    x, y = X, 3 * X
+    close(torch.func.grad(loss, (0, 1))(x, y), (5.0 * y, x + x * y))
+    close(grad(loss, (0, 1))(x, y), (5.0 * y, x + x * y))
+
+
+def test_dual_numbers():
+    ad = torch.autograd.forward_ad
+    with ad.dual_level():
+        dual = ad.make_dual(X, torch.ones(2))
+        primal, tangent = ad.unpack_dual(by_intermediate(dual))
+    close((primal, tangent), (X**3, 21 * X**2))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(reentrant):
+    x = leaf(1.0, 2.0)
+    y = torch.utils.checkpoint.checkpoint(by_intermediate, x, use_reentrant=reentrant)
+    y.sum().backward()
+    np.testing.assert_allclose(x.grad, [21.0, 84.0])
+
+
+def test_a_double_backward_through_a_module():
+    """A gradient penalty: the gradient's norm as a loss, with respect to a closed-over parameter."""
+    w = leaf(3.0)
+
+    def energy(x):
+        return (by_intermediate(x) * w).sum()
+
+    g = grad(energy)(X)
+    g.sum().backward()
+    np.testing.assert_allclose(w.grad, [(21 * X**2).sum()])
+
+
+def test_a_rule_that_closes_over_a_parameter():
+    w = leaf(3.0)
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * w * 7.0))
+    grad(lambda x: ops.sum(op(x)))(X[:1]).sum().backward()
+    assert w.grad.item() == 7.0

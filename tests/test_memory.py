@@ -1,0 +1,142 @@
+"""What is kept between forward and backward, what outlives its graph, and threads."""
+
+import gc
+import threading
+import weakref
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, numpy
+
+from multigrad import grad, op_custom_gradient
+
+ONES = np.ones(3, "float32")
+
+
+@op_custom_gradient
+def by_output(x):
+    y = ops.exp(x)
+    return y, lambda u: u * y * 3.0
+
+
+@op_custom_gradient
+def by_intermediate(x):
+    e = ops.exp(x)
+    return e * 1.0, lambda u: u * e * 3.0
+
+
+class Marker:
+    """Something that the rule holds, whose end can be watched."""
+
+
+def total_gradient(op):
+    return grad(lambda x: ops.sum(op(x)))(0 * ONES)
+
+
+def define(marker):
+    @op_custom_gradient
+    def op(x):
+        e = ops.exp(x)
+
+        def rule(u):
+            assert marker is not None
+            return u * e
+
+        return e * 1.0, rule
+
+    return op
+
+
+def test_an_op_and_its_calls_are_freed_without_the_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        marker = Marker()
+        watch = weakref.ref(marker)
+        op = define(marker)
+        close(total_gradient(op), ONES)
+        del op, marker
+        # JAX and TensorFlow keep traces and tapes in cycles of their own.
+        if BACKEND != "torch":
+            gc.collect()
+        assert watch() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("op", [by_output, by_intermediate])
+def test_many_calls_leave_nothing_behind(op):
+    def step():
+        return grad(lambda x: ops.sum(op(x)))(ONES)
+
+    for _ in range(20):
+        step()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(200):
+        step()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 200
+
+
+def test_ops_defined_anew_leave_nothing_behind():
+    def step(factor):
+        op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * factor))
+        close(grad(op)(1.0), array(factor))
+
+    for i in range(20):
+        step(float(i))
+    gc.collect()
+    before = len(gc.get_objects())
+    for i in range(200):
+        step(float(i))
+    gc.collect()
+    assert len(gc.get_objects()) - before < 200
+
+
+def test_threads_do_not_disturb_each_other():
+    errors = []
+
+    def work(factor):
+        try:
+            for _ in range(20):
+                op = op_custom_gradient(lambda x: (ops.exp(x), lambda u: u * factor * x))
+                close(grad(lambda x: ops.sum(op(x)))(2 * ONES), array(2 * factor * ONES))
+                close(grad(grad(by_output))(0.0), array(9.0))
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(float(i + 1),)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_variable_as_an_argument_gets_the_rules_gradient():
+    """In each backend's own way of differentiating variables."""
+    variable = keras.Variable(np.float32([2.0, 3.0]))
+    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0 * x)))
+    x = array(1.0, 10.0)
+    if BACKEND == "torch":
+        ops.sum(op(x, variable)).backward()
+        got = variable.value.grad
+    elif BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = ops.sum(op(x, variable))
+        got = tape.gradient(loss, variable.value)
+    else:
+        import jax
+
+        def loss(value):
+            with keras.StatelessScope(state_mapping=[(variable, value)]):
+                return ops.sum(op(x, variable))
+
+        got = jax.grad(loss)(variable.value)
+    assert numpy(got).tolist() == [5.0, 50.0]
