@@ -90,7 +90,7 @@ class _Residuals:
     """A rule between forward and backward: arrays that JAX sees, and the code around them.
 
     `pull` maps arrays and upstream gradients to gradients. `outputs` has the slots of `arrays` in which
-    an output of the op stands, with its index.
+    an output of the op stands, each with the output's index.
     """
 
     __slots__ = ("arrays", "outputs", "pull")
@@ -99,7 +99,7 @@ class _Residuals:
         self,
         arrays: list[Any],
         pull: _Pull,
-        outputs: dict[int, int],
+        outputs: tuple[tuple[int, int], ...],
     ) -> None:
         self.arrays, self.pull, self.outputs = arrays, pull, outputs
 
@@ -113,7 +113,7 @@ class _Residuals:
     def tied_to(self, outputs: Sequence[Any]) -> "_Residuals":
         """With `outputs` where the function's own outputs stood."""
         arrays = list(self.arrays)
-        for slot, index in self.outputs.items():
+        for slot, index in self.outputs:
             arrays[slot] = outputs[index]
         return _Residuals(arrays, self.pull, self.outputs)
 
@@ -139,7 +139,7 @@ def _residuals(
     places = {id(output): index for index, output in enumerate(outputs)}
     for array in inputs:
         places.pop(id(array), None)
-    slots = {s: places[id(array)] for s, array in enumerate(arrays) if id(array) in places}
+    slots = tuple((s, places[id(array)]) for s, array in enumerate(arrays) if id(array) in places)
     return _Residuals(arrays, pull, slots)
 
 
