@@ -21,6 +21,7 @@ from multigrad.leaves import Layout, Slot, children
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 
 _TENSORS = backend.active.TENSORS
+_SEQUENCES = (tuple, list)
 
 
 def read(
@@ -46,13 +47,10 @@ def read(
     """
     if arguments.flat:
         # The usual call: every argument is a tensor, and every entry the gradient of one.
-        entries = answer if type(answer) is tuple or type(answer) is list else (answer,)
-        if len(entries) == len(specs):
-            for entry, spec in zip(entries, specs, strict=True):
-                if spec is None or not _TENSORS[type(entry)]:
-                    break
-                shape, dtype, like = spec
-                if entry.dtype != dtype or entry.shape != shape or like is not None:
+        entries = (answer,) if _TENSORS[type(answer)] else answer
+        if type(entries) in _SEQUENCES and len(entries) == len(specs):
+            for entry, spec in zip(entries, specs):  # noqa: B905 - as long as each other, and often run
+                if not spec or not _TENSORS[type(entry)] or (entry.shape, entry.dtype, None) != spec:
                     break
             else:
                 return entries

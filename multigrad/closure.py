@@ -52,12 +52,7 @@ _ATOMS = TypeSet(
 )  # fmt: skip
 
 
-Lifted = tuple[list[Any], Any, bool]
-
-_NO_CELLS: frozenset[int] = frozenset()
-
-
-def lift(obj: Any, tensor_types: TypeSet, shared: frozenset[int] = _NO_CELLS) -> Lifted:
+def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any], Any, bool]:
     """Separate `obj`, usually a function, from the tensors that it closes over.
 
     ```python
@@ -69,27 +64,35 @@ def lift(obj: Any, tensor_types: TypeSet, shared: frozenset[int] = _NO_CELLS) ->
     Arguments:
         obj: a function, partial, bound method, or a container of them.
         tensor_types: the types that count as tensors.
-        shared: the `id`s of cells out of which only tensors are lifted (see `cells_of`).
+        owner: the function that made `obj`, if any. Out of the cells that it closes over itself, only
+            tensors are lifted.
 
     Returns:
         The tensors; the rest as a template for `restore`, which is the object itself where there are
         none; and whether an object of an unknown class stands in the closure, through which other
         tensors may be reached.
     """
-    if type(obj) is types.FunctionType:
-        found = _lift_flat(obj, tensor_types, shared)
-        if found is not None:
-            return found
-    walk = _Walk(tensor_types, shared)
+    if type(obj) is types.FunctionType and (_CODES.get(id(obj.__code__)) or _read_code(obj.__code__)).flat:
+        # Most rules close over tensors and atoms alone, and need no walk.
+        tensors: list[Any] = []
+        cells: list[Any] = list(obj.__closure__ or ())
+        for place, cell in enumerate(cells):
+            try:
+                content = cell.cell_contents
+            except ValueError:  # a name that is not bound yet
+                break
+            if tensor_types[type(content)]:
+                cells[place] = len(tensors)
+                tensors.append(content)
+            elif not _ATOMS[type(content)]:
+                break
+        else:
+            if not (obj.__defaults__ or obj.__kwdefaults__):
+                flat = obj.__code__, obj.__globals__, cells
+                return tensors, _FlatFunction(flat) if tensors else obj, False
+    walk = _Walk(tensor_types, frozenset(map(id, _cells(owner, set()))))
     template = walk.lift(obj)
     return walk.tensors, template, walk.opaque
-
-
-def cells_of(function: Any) -> frozenset[int]:
-    """The `id`s of the cells that `function` closes over, those of functions in them included."""
-    if type(function) is types.FunctionType and function.__closure__ is None:
-        return _NO_CELLS
-    return frozenset(id(cell) for cell in _cells(function, set()))
 
 
 def _cells(function: Any, seen: set[int]) -> Iterator[types.CellType]:
@@ -105,35 +108,40 @@ def _cells(function: Any, seen: set[int]) -> Iterator[types.CellType]:
             continue
         seen.add(id(cell))
         yield cell
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a name that is not bound yet
-            continue
+        content = _content(cell)
         if callable(content):
             yield from _cells(content, seen)
 
 
-class _Assigned(NamedTuple):
-    """Which free variables a code object assigns or deletes, or a function within it, by place."""
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is not bound yet, and may never be read
+        return None
+
+
+class _Code(NamedTuple):
+    """What the code of a function tells about lifting out of it."""
 
     code: types.CodeType  # kept alive, so that its id stays its own
-    places: frozenset[int]
+    assigned: frozenset[int]  # the free variables that it, or a function within it, assigns, by place
+    flat: bool  # whether that is none, and it is no wrapper, so that cells are all there is to look at
 
 
-_ASSIGNED: dict[int, _Assigned] = {}  # by id: to hash a code object costs as much as a whole walk
+_CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
 _KEPT = 4096
 
 
-def _assigned(code: types.CodeType) -> _Assigned:
+def _read_code(code: types.CodeType) -> _Code:
     names = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner = _assigned(constant)
-            names |= {constant.co_freevars[place] for place in inner.places}
-    if len(_ASSIGNED) >= _KEPT:
-        _ASSIGNED.clear()
-    places = frozenset(place for place, name in enumerate(code.co_freevars) if name in names)
-    found = _ASSIGNED[id(code)] = _Assigned(code, places)
+            names |= {constant.co_freevars[place] for place in _read_code(constant).assigned}
+    if len(_CODES) >= _KEPT:
+        _CODES.clear()
+    assigned = frozenset(place for place, name in enumerate(code.co_freevars) if name in names)
+    flat = not assigned and not code.co_flags & inspect.CO_VARARGS
+    found = _CODES[id(code)] = _Code(code, assigned, flat)
     return found
 
 
@@ -166,42 +174,13 @@ class _Function:
         self.extras = extras  # names, defaults, keyword defaults and attributes, where there are any
 
 
-class _FlatFunction(NamedTuple):
-    """A function whose cells hold tensors and atoms alone, as most rules do."""
+class _FlatFunction(tuple[types.CodeType, dict[str, Any], list[Any]]):
+    """A function whose cells hold tensors and atoms alone: its code, its globals and its cells.
 
-    code: types.CodeType
-    globals: dict[str, Any]
-    cells: list[Any]  # a cell of the old function, or the place of the tensor that stands in a new one
+    Of these each is the old function's, or the place of the tensor that stands in a new one.
+    """
 
-
-def _lift_flat(function: types.FunctionType, tensor_types: TypeSet, shared: frozenset[int]) -> Lifted | None:
-    """What `_Walk` finds in such a function, without a walk; None for any other."""
-    code = function.__code__
-    if (
-        function.__defaults__
-        or function.__kwdefaults__
-        or code.co_flags & inspect.CO_VARARGS
-        or (_ASSIGNED.get(id(code)) or _assigned(code)).places
-    ):
-        return None
-    tensors: list[Any] = []
-    cells: list[Any] = []
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a name that is not bound yet
-            return None
-        kind = type(content)
-        if tensor_types[kind]:
-            cells.append(len(tensors))
-            tensors.append(content)
-        elif _ATOMS[kind] or id(cell) in shared:
-            cells.append(cell)
-        else:
-            return None
-    if not tensors:
-        return tensors, function, False
-    return tensors, _FlatFunction(code, function.__globals__, cells), False
+    __slots__ = ()
 
 
 class _Recursion(NamedTuple):
@@ -241,16 +220,13 @@ class _Walk:
             return _Recursion(key)
         self._open.append(key)
         shared = self._shared
-        assigned = (_ASSIGNED.get(id(code)) or _assigned(code)).places
+        assigned = (_CODES.get(id(code)) or _read_code(code)).assigned
         cells: list[Any] = list(function.__closure__ or ())
         changed = recursive = False
         for i, cell in enumerate(cells):
             if i in assigned:
                 continue
-            try:
-                content = cell.cell_contents
-            except ValueError:  # a name that is not bound yet, and may never be read
-                continue
+            content = _content(cell)
             if id(cell) in shared and not self._tensor_types[type(content)]:
                 continue
             lifted = self.lift(content)
@@ -309,8 +285,11 @@ def _method(parts: list[Any]) -> Any:
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
     """Build the object that `template` describes around `tensors`."""
     if type(template) is _FlatFunction:
-        code, scope, parts = template
-        cells = [types.CellType(tensors[part]) if type(part) is int else part for part in parts]
+        code, scope, cells = template
+        cells = cells.copy()
+        for place, cell in enumerate(cells):
+            if type(cell) is int:
+                cells[place] = types.CellType(tensors[cell])
         return types.FunctionType(code, scope, None, None, tuple(cells))
     return _build(template, tensors, {})
 

@@ -11,6 +11,8 @@ from multigrad.errors import describe, message
 from multigrad.leaves import Layout, split
 from multigrad.rule import Form, form_of
 
+_framework = backend.active
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -122,10 +124,10 @@ def op_custom_gradient(
             raise TypeError(f"{title}: {error}") from error
         tensors, arguments = split(values)
         call = Call(title, f, binding, arguments, forward_mode)
-        outputs = backend.active.apply(call, tensors)
+        outputs = _framework.apply(call, tensors)
         return call.output.join(outputs)
 
-    return functools.update_wrapper(backend.active.library_code(op), f)
+    return functools.update_wrapper(_framework.library_code(op), f)
 
 
 class Call:
@@ -153,16 +155,17 @@ class Call:
         self, tensors: Sequence[Any], f: Callable[..., Any] | None = None
     ) -> tuple[Sequence[Any], Callable[..., Any]]:
         """The flat outputs of the function, and its rule; `f` stands in for one with another closure."""
+        binding = self.binding
         values = self.arguments.join(tensors)
-        returned = self.binding.call(f or self.f, values)
-        if not isinstance(returned, (tuple, list)) or len(returned) != 2 or not callable(returned[1]):
+        returned = binding.call(f or self.f, values)
+        if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
             raise self._no_pair(returned)
         output, rule = returned
         outputs, self.output = split(output)
-        self.form = form_of(self.name, rule, self.binding, len(outputs))
-        if self.form is Form.HYBRID:
-            rule = functools.partial(rule, *values[: self.binding.given])
-        self.specs = backend.active.specs_of(tensors)
+        self.form = form = form_of(self.name, rule, binding, len(outputs))
+        if form is Form.HYBRID:
+            rule = functools.partial(rule, *values[: binding.given])
+        self.specs = _framework.specs_of(tensors)
         return outputs, rule
 
     def forget_function(self) -> None:

@@ -17,6 +17,7 @@ from multigrad import backend
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _SYMBOLIC = range(6)
 
 _KINDS: dict[type, int] = {}
+_TENSORS = backend.active.TENSORS
 
 
 def _kind(leaf: Any) -> int:
@@ -113,12 +114,11 @@ def split(structure: Any) -> tuple[Sequence[Any], Layout]:
     Raises:
         TypeError: for a sparse tensor, whose gradient no rule could return on every backend.
     """
-    is_tensor = backend.active.TENSORS
-    if is_tensor[type(structure)]:
+    if _TENSORS[type(structure)]:
         return (structure,), _ONE
     if type(structure) is tuple and len(structure) < len(_FLAT):
         for part in structure:
-            if not is_tensor[type(part)]:
+            if not _TENSORS[type(part)]:
                 break
         else:
             return structure, _FLAT[len(structure)]

@@ -30,6 +30,9 @@ class Form(enum.Enum):
     HYBRID = "grad(*args, upstream=U)"
 
 
+_WHOLE = Form.WHOLE  # a global is found faster than a member
+
+
 @dataclass(slots=True, frozen=True)
 class _Profile:
     """What a rule's signature says of how it can be called."""
@@ -67,26 +70,17 @@ def _profile(rule: Callable[..., Any]) -> _Profile:
     return _Profile(form, count, accepted, variables)
 
 
-_PROFILES: dict[Any, _Profile] = {}
+_PROFILES: dict[types.CodeType, _Profile] = {}
 _KEPT = 4096
 
 
-def _key(rule: Any) -> Any:
-    """What the profile of a rule depends on; None where its code and its defaults do not tell.
-
-    A rule is made anew in every call, and reading a signature costs as much as a small op.
-    """
-    if type(rule) is not types.FunctionType:
-        return None
-    code = rule.__code__
-    if code.co_flags & inspect.CO_VARARGS and rule.__dict__:
-        return None  # a wrapper, whose signature is that of the function it wraps
-    if rule.__defaults__ or rule.__kwdefaults__:
-        return code, len(rule.__defaults__ or ()), len(rule.__kwdefaults__ or ())
-    return code
+def _tells_all(code: types.CodeType, rule: types.FunctionType) -> bool:
+    """Whether the code of a rule tells its profile, which defaults and wrappers say elsewhere."""
+    wraps = code.co_flags & inspect.CO_VARARGS and rule.__dict__
+    return not (wraps or rule.__defaults__ or rule.__kwdefaults__)
 
 
-def _read_profile(op: str, rule: Any, key: Any) -> _Profile:
+def _read_profile(op: str, rule: Any) -> _Profile:
     try:
         profile = _profile(rule)
     except (TypeError, ValueError) as error:
@@ -99,10 +93,10 @@ def _read_profile(op: str, rule: Any, key: Any) -> _Profile:
                 mend="return `output, grad` from the function",
             )
         ) from error
-    if key is not None:
+    if type(rule) is types.FunctionType and _tells_all(rule.__code__, rule):
         if len(_PROFILES) >= _KEPT:
             _PROFILES.clear()
-        _PROFILES[key] = profile
+        _PROFILES[rule.__code__] = profile
     return profile
 
 
@@ -112,13 +106,20 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> Form:
     Raises:
         TypeError: when `rule` is not callable or its signature is none of the forms.
     """
-    key = _key(rule)
-    profile = _PROFILES.get(key) or _read_profile(op, rule, key)
-    if profile.form is Form.HYBRID:
+    profile = None
+    if type(rule) is types.FunctionType and not (rule.__defaults__ or rule.__kwdefaults__):
+        # A rule is made anew in every call, and reading a signature costs as much as a small op.
+        profile = _PROFILES.get(rule.__code__)
+    if profile is None:
+        profile = _read_profile(op, rule)
+    form = profile.form
+    if form is _WHOLE:
+        return form
+    if form is Form.HYBRID:
         if profile.required <= binding.given <= profile.accepted:
-            return Form.HYBRID
-    elif profile.form is not None:
-        return profile.form
+            return form
+    elif form is not None:
+        return form
     elif profile.required == outputs > 1:
         return Form.FLAT
     raise TypeError(

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 
 from multigrad.backend import Call, F, Spec
-from multigrad.closure import TypeSet, cells_of, lift, restore
+from multigrad.closure import TypeSet, lift, restore
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
@@ -35,12 +35,28 @@ def as_tensor(value: Any) -> Any:
     return keras.ops.convert_to_tensor(value)
 
 
+class _Subtypes(dict[Any, bool]):
+    """Which dtypes are of a kind, looked up once each."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __missing__(self, dtype: Any) -> bool:
+        self[dtype] = found = bool(jnp.issubdtype(dtype, self._kind))
+        return found
+
+
+_FLOATING = _Subtypes(jnp.inexact)
+_COMPLEX = _Subtypes(jnp.complexfloating)
+
+
 def is_differentiable(tensor: Any) -> bool:
-    return jnp.issubdtype(tensor.dtype, jnp.inexact)
+    return _FLOATING[tensor.dtype]
 
 
 def specs_of(tensors: Sequence[Any]) -> tuple[Spec | None, ...]:
-    return tuple([(t.shape, t.dtype, None) if is_differentiable(t) else None for t in tensors])
+    return tuple([(t.shape, t.dtype, None) if _FLOATING[t.dtype] else None for t in tensors])
 
 
 def sizes(shape: Any) -> tuple[int | None, ...]:
@@ -54,7 +70,7 @@ def conform(gradient: Any, spec: Spec) -> Any:
     axes = (*range(extra), *[extra + i for i, (got, wanted) in enumerate(own) if got != wanted])
     if axes:
         gradient = gradient.sum(axes).reshape(shape)
-    if jnp.iscomplexobj(gradient) and not jnp.issubdtype(dtype, jnp.complexfloating):
+    if _COMPLEX[gradient.dtype] and not _COMPLEX[dtype]:
         gradient = gradient.real
     return gradient.astype(dtype)
 
@@ -127,7 +143,7 @@ _Step = tuple[list[Any], _Residuals | None]
 def _residuals(
     call: Call, inputs: list[Any], outputs: Sequence[Any], rule: Callable[..., Any], needed: list[bool]
 ) -> _Residuals:
-    arrays, template, opaque = lift(rule, TENSORS, cells_of(call.f))
+    arrays, template, opaque = lift(rule, TENSORS, call.f)
     if opaque and _any_traced((inputs, outputs)):
         arrays, pull = _traced(call, outputs, rule, needed)
     else:
@@ -172,7 +188,7 @@ def _traced(
 
 def _conjugate(arrays: Sequence[Any]) -> list[Any]:
     """Between JAX's cotangents and the gradients of the other frameworks, either way."""
-    return [a.conj() if a is not None and jnp.iscomplexobj(a) else a for a in arrays]
+    return [a.conj() if a is not None and _COMPLEX[a.dtype] else a for a in arrays]
 
 
 def _upstream(cotangents: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from multigrad.backend import Call, F, Spec
-from multigrad.closure import TypeSet, cells_of, lift, restore
+from multigrad.closure import TypeSet, lift, restore
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, np.ndarray, np.generic)
@@ -79,7 +79,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     outputs, rule = call.run(tensors)
     if eager and not record.could_possibly_record():
         return outputs
-    residuals, template, _ = lift(rule, TENSORS, cells_of(call.f))
+    residuals, template, _ = lift(rule, TENSORS, call.f)
     own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places = dict(zip(map(id, outputs), own, strict=False))

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from multigrad.backend import Call, F, Spec
-from multigrad.closure import TypeSet, cells_of, lift, restore
+from multigrad.closure import TypeSet, lift, restore
 from multigrad.errors import message
 
 TENSORS = TypeSet(torch.Tensor)
@@ -111,26 +111,26 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, rule = call.run(tensors)
-        residuals, template, opaque = lift(rule, TENSORS, cells_of(call.f))
-        own = tuple([_own(output, tensors) for output in outputs])
-        tied, others, ctx.depends_on_others = _tie(residuals, tensors, outputs, own)
-        integers = [output for output in own if not _FLOATING[output.dtype]]
-        if integers:
-            ctx.mark_non_differentiable(*integers)
-        ctx.kept = call, template, tied, len(residuals), bool(integers)
-        if others or opaque:
+        residuals, template, opaque = lift(rule, TENSORS, call.f)
+        own, tied, computed, closed_over = _tie(tensors, outputs, residuals)
+        if closed_over:
+            ctx.depends_on_others = True
+        ctx.kept = call, template, tied, len(residuals), _mark_integers(ctx, own)
+        # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
+        # on the way, a second derivative runs the function again, and needs its inputs.
+        if computed or opaque:
             ctx.save_for_backward(*residuals, *tensors)
         else:
             ctx.save_for_backward(*residuals)
             call.forget_function()
-        return own
+        return tuple(own)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call, template, tied, count, integers = ctx.kept
         saved = ctx.saved_tensors
         if integers:
-            upstream = _floating(upstream)
+            upstream = _of_floating(upstream)
         if len(saved) > count and torch.is_grad_enabled():
             rule = _recorded_rule(call, saved[:count], saved[count:], tied)
         else:
@@ -138,48 +138,46 @@ class _Node(torch.autograd.Function):
         return None, *call.pull(rule, upstream, ctx.needs_input_grad[1:])
 
 
-def _own(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _tie(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[int], bool, bool]:
+    """Make the outputs the node's own, also where they stand among the residuals.
+
+    Returns the outputs, the slots of these among the residuals, whether a residual was computed on the
+    way from inputs to outputs, and whether one is closed over and has a history of its own.
+    """
+    own: list[torch.Tensor] = []
+    known: dict[int, torch.Tensor] = {}
+    tied: list[int] = []
+    computed = closed_over = False
+    for tensor in inputs:
+        known[id(tensor)] = tensor
+    for output in outputs:
+        alias = _alias(output, id(output) in known)
+        own.append(alias)
+        if id(output) not in known:  # an output that is an input is the input
+            known[id(output)] = alias
+    for slot, residual in enumerate(residuals):
+        tensor = known.get(id(residual))
+        if tensor is None:
+            if residual.requires_grad:
+                closed_over = True
+            elif _FLOATING[residual.dtype]:
+                computed = True
+        elif tensor is not residual:
+            residuals[slot] = tensor
+            tied.append(slot)
+    return own, tied, computed, closed_over
+
+
+def _alias(output: torch.Tensor, is_input: bool) -> torch.Tensor:
     """A tensor object that is this call's alone, so that it can be given this call's node.
 
     The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
     for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
     public name for it.)
     """
-    if output._is_view():
-        return output.view_as(output)
-    for tensor in inputs:
-        if output is tensor:
-            return output.view_as(output)
-    return output.detach()
-
-
-def _tie(
-    residuals: list[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    own: Sequence[torch.Tensor],
-) -> tuple[list[int], bool, bool]:
-    """Put the node's own outputs where the function's stand among the residuals.
-
-    Returns the slots of these, whether there are residuals that are neither inputs nor outputs, and
-    whether one of them has a history of its own. Only inputs and outputs come back from PyTorch with
-    theirs: for any other residual, a second derivative runs the function again.
-    """
-    tied: list[int] = []
-    others = with_history = False
-    inputs = set(map(id, tensors))
-    places = list(map(id, outputs))
-    for slot, residual in enumerate(residuals):
-        if id(residual) in inputs:
-            continue  # an output that is an input is the input
-        if id(residual) in places:
-            residuals[slot] = own[places.index(id(residual))]
-            tied.append(slot)
-        elif residual.requires_grad:
-            with_history = True  # closed over
-        elif _FLOATING[residual.dtype]:
-            others = True
-    return tied, others, with_history
+    return output.view_as(output) if is_input or output._is_view() else output.detach()
 
 
 def _recorded_rule(
@@ -194,7 +192,7 @@ def _recorded_rule(
     `known` have their history already.
     """
     _, rule = call.run(tensors)
-    again, template, _ = lift(rule, TENSORS, cells_of(call.f))
+    again, template, _ = lift(rule, TENSORS, call.f)
     fresh = _with_history(again, residuals, known)
     if len(again) != len(residuals) or not all(map(_alike, residuals, fresh)):
         raise RuntimeError(
@@ -228,13 +226,17 @@ def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
     return torch.allclose(old, new, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-def _mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> None:
-    integers = [output for output in outputs if not _FLOATING[output.dtype]]
-    if integers or others:
-        ctx.mark_non_differentiable(*integers, *others)
+def _mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> bool:
+    """Tell PyTorch which outputs have no gradient: the integer ones and `others`. Whether there are any."""
+    for output in outputs:
+        if not _FLOATING[output.dtype]:
+            others = (*others, output)
+    if others:
+        ctx.mark_non_differentiable(*others)
+    return bool(others)
 
 
-def _floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def _of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The upstream gradients; PyTorch has zeros for an integer output, where the rule gets None."""
     return tuple([u if u is not None and _FLOATING[u.dtype] else None for u in upstream])
 
@@ -267,14 +269,15 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, found: _Found, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, rule = call.run(tensors)
-        residuals, found.template, _ = lift(rule, TENSORS, cells_of(call.f))
+        residuals, found.template, _ = lift(rule, TENSORS, call.f)
         known = {id(output): len(tensors) + i for i, output in enumerate(outputs)}
         known |= {id(tensor): i for i, tensor in enumerate(tensors)}
         others = [residual for residual in residuals if id(residual) not in known]
         known |= {id(other): len(tensors) + len(outputs) + i for i, other in enumerate(others)}
         found.outputs = len(outputs)
         found.places = [known[id(residual)] for residual in residuals]
-        return tuple([_own(tensor, tensors) for tensor in (*outputs, *others)])
+        inputs = set(map(id, tensors))
+        return tuple([_alias(tensor, id(tensor) in inputs) for tensor in (*outputs, *others)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -287,7 +290,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         rule = _transformed_rule(ctx, ctx.saved_tensors)
-        own = _floating(upstream[: ctx.found.outputs])
+        own = _of_floating(upstream[: ctx.found.outputs])
         return None, None, *ctx.call.pull(rule, own, ctx.needs_input_grad[2:])
 
     @staticmethod
@@ -320,7 +323,7 @@ def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., 
     if len(known) == len(residuals) or not torch.is_grad_enabled():
         return restore(found.template, residuals)
     _, rule = ctx.call.run(saved[: ctx.inputs])
-    again, template, _ = lift(rule, TENSORS, cells_of(ctx.call.f))
+    again, template, _ = lift(rule, TENSORS, ctx.call.f)
     return restore(template, _with_history(again, residuals, known))
 
 
@@ -339,7 +342,7 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.call.pull(ctx.rule, _floating(upstream), ctx.needs_input_grad[1:])
+        return None, *ctx.call.pull(ctx.rule, _of_floating(upstream), ctx.needs_input_grad[1:])
 
 
 # ------------------------------------------------------------------------------------- gradients

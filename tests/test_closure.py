@@ -1,0 +1,189 @@
+"""Lifting tensors out of closures, with a class of its own standing for tensors."""
+
+import enum
+import functools
+from collections import OrderedDict, namedtuple
+
+import pytest
+
+from multigrad.closure import TypeSet, lift, restore
+
+pytestmark = pytest.mark.forward
+
+
+class Tensor:
+    def __init__(self, value):
+        self.value = value
+
+
+TENSORS = TypeSet(Tensor)
+Pair = namedtuple("Pair", "a b")
+
+
+def negated(function, owner=None):
+    """The function around tensors of the opposite sign, and how many there were."""
+    tensors, template, _ = lift(function, TENSORS, owner)
+    return restore(template, [Tensor(-t.value) for t in tensors]), len(tensors)
+
+
+def test_cells_defaults_and_containers():
+    def make():
+        e, table = Tensor(1), {"a": Tensor(2), "b": [Tensor(3), 4], "c": Pair(Tensor(5), 6)}
+        ordered = OrderedDict(z=Tensor(7))
+
+        def rule(u, default=Tensor(8), *, keyword=Tensor(9)):  # noqa: B008
+            values = [e, table["a"], table["b"][0], table["c"].a, ordered["z"], default, keyword]
+            return u, [value.value for value in values], table["b"][1], table["c"].b
+
+        return rule
+
+    rule = make()
+    lifted, count = negated(rule)
+    assert count == 7
+    assert rule(0)[1] == [1, 2, 3, 5, 7, 8, 9]
+    assert lifted(0) == (0, [-1, -2, -3, -5, -7, -8, -9], 4, 6)
+
+
+def test_partials_methods_and_inner_functions():
+    class Held:
+        def scale(self, e, u):
+            return e.value * u
+
+    e = Tensor(2)
+
+    def helper(u):
+        return e.value * u
+
+    for rule in (
+        functools.partial(lambda e, u: e.value * u, e),
+        functools.partial(lambda u, e: e.value * u, e=e),
+        functools.partial(Held().scale, e),
+        lambda u: helper(u),
+    ):
+        lifted, count = negated(rule)
+        assert (count, rule(3), lifted(3)) == (1, 6, -6)
+
+
+def test_one_tensor_in_two_places_is_one_residual():
+    e = Tensor(2)
+    both = [e, (e,)]
+    lifted, count = negated(lambda: (both[0], both[1][0]))
+    assert count == 1
+    first, second = lifted()
+    assert first is second
+
+
+def test_nothing_to_lift_leaves_the_object_itself():
+    class Mode(enum.Enum):
+        A = 1
+
+    mode, number, items = Mode.A, 3, [1, 2]
+
+    def rule(u):
+        return u, mode, number, items
+
+    tensors, template, opaque = lift(rule, TENSORS)
+    assert (tensors, template, opaque) == ([], rule, False)
+
+
+def test_state_stays_where_it_is():
+    def make():
+        count, last, e = 0, Tensor(5), Tensor(2)
+
+        def rule():
+            nonlocal count, last
+            count += 1
+            last = Tensor(last.value + 1)
+            return count, last.value, e.value
+
+        return rule
+
+    rule = make()
+    lifted, lifted_count = negated(rule)
+    assert lifted_count == 1
+    assert [rule(), lifted(), rule()] == [(1, 6, 2), (2, 7, -2), (3, 8, 2)]
+
+
+def test_the_cells_of_the_owner_keep_their_containers():
+    seen, outer = [Tensor(1)], Tensor(2)
+
+    def owner():
+        e = Tensor(3)
+
+        def rule(u):
+            seen.append(u)
+            return outer.value, e.value
+
+        return rule
+
+    lifted, count = negated(owner(), owner)
+    assert count == 2
+    assert lifted("u") == (-2, -3)
+    assert seen[1:] == ["u"]
+
+
+def test_recursion_and_unbound_names():
+    def make():
+        e = Tensor(2)
+
+        def power(n):
+            return 1 if n == 0 else e.value * power(n - 1)
+
+        def even(n):
+            return e.value if n == 0 else odd(n - 1)
+
+        def odd(n):
+            return -e.value if n == 0 else even(n - 1)
+
+        def unbound():
+            return later
+
+        if e is None:
+            later = e
+        return power, even, unbound
+
+    power, even, unbound = make()
+    assert negated(power)[0](3) == -8
+    assert (even(2), negated(even)[0](2), negated(even)[0](3)) == (2, -2, 2)
+    with pytest.raises(NameError):
+        negated(unbound)[0]()
+
+
+def test_wrappers_are_lifted_with_what_they_wrap():
+    e = Tensor(2)
+
+    def inner(u):
+        return e.value * u
+
+    @functools.wraps(inner)
+    def outer(*args):
+        return inner(*args)
+
+    lifted, count = negated(outer)
+    assert (count, lifted(3), lifted.__wrapped__(3), lifted.__name__) == (1, -6, -6, "inner")
+
+
+def test_objects_are_opaque():
+    class Held:
+        def __init__(self):
+            self.e = Tensor(2)
+
+    held = Held()
+    tensors, template, opaque = lift(lambda: held.e, TENSORS)
+    assert (tensors, opaque) == ([], True)
+    assert restore(template, [])() is held.e
+
+
+def test_a_function_that_changes_its_own_attributes():
+    def make():
+        e = Tensor(2)
+
+        def rule():
+            rule.calls += e.value
+            return rule.calls
+
+        rule.calls = 0
+        return rule
+
+    lifted, count = negated(make())
+    assert (count, lifted(), lifted()) == (1, -2, -4)
