@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from keras import tree
 
@@ -99,11 +98,12 @@ class _Reader:
 
     def read(self, answer: Any, needed: Sequence[bool]) -> list[Any]:
         """See the function of this name."""
-        specs = self._specs
-        return [
-            self._conform(i, entry) if need and entry is not None and specs[i] is not None else None
-            for i, (entry, need) in enumerate(zip(self._entries(answer), needed, strict=True))
-        ]
+        gradients: list[Any] = []
+        for i, (entry, need) in enumerate(zip(self._entries(answer), needed, strict=True)):
+            # An entry that is there is checked, needed or not: an error says the same everywhere.
+            wanted = self._specs[i] is not None and (need or not isinstance(entry, _Lazy))
+            gradients.append(self._conform(i, entry) if wanted else None)
+        return gradients
 
     def _entries(self, answer: Any) -> Sequence[Any]:
         """The entry for each tensor: of the readings that are documented, the first that fits."""
@@ -148,7 +148,9 @@ class _Reader:
         return framework.conform(gradient, spec)
 
     def _to_tensor(self, index: int, gradient: Any) -> Any:
-        if isinstance(gradient, (keras.Variable, np.ndarray, np.generic, int, float, complex)):
+        if isinstance(gradient, (int, float, complex)):
+            gradient = np.asarray(gradient)  # in double precision, until it is cast
+        if backend.active.CONVERTIBLE[type(gradient)]:
             return backend.active.as_tensor(gradient)
         raise TypeError(
             message(
@@ -170,15 +172,18 @@ class _Reader:
         named = list(zip(self._binding.names(), self._arguments.template, strict=True))
         differentiable = [(name, t) for name, t in named if self._is_differentiable(t)]
         if isinstance(answer, (tuple, list)):
-            for places in (named, differentiable, list(slot_paths(named))):
+            flat = sorted(slot_paths(named), key=lambda place: place[1])
+            without_self = named[1:] if named[0][0] in ("'self'", "'cls'") else named
+            for places in (named, without_self, differentiable, flat):
                 if len(places) == len(answer):
                     yield [(*place, entry) for place, entry in zip(places, answer, strict=True)]
         elif isinstance(answer, Mapping):
-            keys = {name: name[1:-1] for name, _ in named}
+            keys = {name: name.strip("'") for name, _ in named}
             wanted = {keys[name] for name, _ in differentiable}
             if wanted <= answer.keys() <= set(keys.values()):
                 yield [(name, t, answer.get(keys[name])) for name, t in named]
-        if len(differentiable) == 1:
+        alone = len(differentiable) == 1
+        if alone and not (type(differentiable[0][1]) is Slot and tree.is_nested(answer)):
             yield [(*differentiable[0], answer)]
 
     def _is_differentiable(self, template: Any) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from multigrad.closure import HoldsNoTensor
+
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _KEPT = 4096
 
@@ -16,8 +18,8 @@ class Binding:
     """Which parameters the arguments of one call went to; it holds none of the arguments.
 
     Of `count` arguments, in the order of the signature and those of `*args` and `**kwargs` one by one,
-    the last `len(keywords)` are passed by keyword. The first `given` are positional and came from the
-    caller; positional ones behind them are defaults.
+    the last `len(keywords)` are passed by keyword. The first `given` are positional, up to the last that
+    came from the caller; positional ones behind them are defaults.
     """
 
     signature: "Signature"
@@ -33,6 +35,11 @@ class Binding:
         names += [f"{variadic!r}[{i}]" for i in range(count - len(names))]
         return names + [repr(name) for name in self.keywords]
 
+    @property
+    def positional(self) -> int:
+        """How many of the arguments are positional."""
+        return self.count - len(self.keywords)
+
     def call(self, function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         """Call `function` with `values` as they were bound."""
         if not self.keywords:
@@ -41,7 +48,7 @@ class Binding:
         return function(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
 
 
-class Signature:
+class Signature(HoldsNoTensor):
     """The parameters of a function, read once.
 
     ```python
@@ -70,7 +77,8 @@ class Signature:
         if self._full is not None and len(args) == self._full.count and not kwargs:
             return args, self._full
         bound = self.inspected.bind(*args, **kwargs)
-        given = len(bound.args)
+        positional = [place for place, name in enumerate(self.positional) if name in bound.arguments]
+        given = max(len(args), positional[-1] + 1 if positional else 0)
         bound.apply_defaults()
         values = bound.args + tuple(bound.kwargs.values())
         return values, Binding(self, len(values), given, tuple(bound.kwargs))

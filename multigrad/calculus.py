@@ -1,6 +1,7 @@
 """Gradients of functions, the same on whichever backend is active, in the conventions of JAX."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,7 +73,8 @@ def value_and_grad(
         TypeError, NotImplementedError: as for `grad`.
     """
     name = name_of(f)
-    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    single = not isinstance(argnums, Sequence)
+    places = list(argnums) if isinstance(argnums, Sequence) else [operator.index(argnums)]
 
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         positions = [_position(name, place, len(args)) for place in places]
@@ -104,7 +106,7 @@ def value_and_grad(
 
         (value, aux), gradients = backend.active.value_and_grad(scalar, tensors)
         parts = _parts(structures, gradients)
-        gradient = parts[0] if isinstance(argnums, int) else tuple(parts)
+        gradient = parts[0] if single else tuple(parts)
         return ((value, aux) if has_aux else value), gradient
 
     return functools.update_wrapper(backend.active.library_code(value_and_gradient), f)

@@ -7,16 +7,19 @@ template that makes an equal function around any others of their kind.
 
 What is left where it stands, and why:
 
-- a cell that the function assigns (`nonlocal`) is its state: a copy would lose what it writes there;
-- a container or function in a cell of `shared` belongs to somebody else (an enclosing scope), who may
-  be counting on its identity: a list that collects what passes, say;
-- an object of an unknown class may have an identity that matters (`self`). It is never copied, and
-  `Lifted.opaque` says that tensors may be hidden in one.
+- a cell that is assigned (`nonlocal`), by the function or another one in its reach, is state: a copy
+  would lose what is written there;
+- a container or function in a cell that an enclosing scope made belongs to somebody else, who may be
+  counting on its identity: a list that collects what passes, say;
+- an object of an unknown class may have an identity that matters (`self`), and is never copied.
+
+Where a tensor could be reached through one of these, or through a global, the closure is called opaque.
 """
 
 import dis
 import enum
 import functools
+import gc
 import inspect
 import types
 from collections import OrderedDict
@@ -25,9 +28,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made in Python, and can be freed
+
 
 class TypeSet(dict[type, bool]):
     """Membership of types in a class hierarchy, looked up once per type.
+
+    Classes that are no members are remembered only where they live as long as the process.
 
     ```python
     floats = TypeSet(float)
@@ -40,16 +47,26 @@ class TypeSet(dict[type, bool]):
         self._bases = bases
 
     def __missing__(self, kind: type) -> bool:
-        self[kind] = found = issubclass(kind, self._bases)
+        found = issubclass(kind, self._bases)
+        if found or not kind.__flags__ & _HEAP_TYPE:
+            self[kind] = found
         return found
+
+
+class HoldsNoTensor:
+    """A base of classes whose objects are never in the way of lifting."""
+
+    __slots__ = ()
 
 
 # Kinds of object that hold no tensor of a call, whatever else they are.
 _ATOMS = TypeSet(
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,
-    type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, enum.Enum, np.dtype,
-    np.generic, np.ndarray, np.ufunc,
+    types.ModuleType, enum.Enum, np.dtype, np.generic, np.ndarray, np.ufunc, HoldsNoTensor,
 )  # fmt: skip
+
+
+_NO_CELLS: frozenset[int] = frozenset()
 
 
 def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any], Any, bool]:
@@ -69,10 +86,9 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
 
     Returns:
         The tensors; the rest as a template for `restore`, which is the object itself where there are
-        none; and whether an object of an unknown class stands in the closure, through which other
-        tensors may be reached.
+        none; and whether the closure is opaque, so that there may be tensors that are not among these.
     """
-    if type(obj) is types.FunctionType and (_CODES.get(id(obj.__code__)) or _read_code(obj.__code__)).flat:
+    if type(obj) is types.FunctionType and (_CODES.get(id(obj.__code__)) or _read_code(obj)).flat:
         # Most rules close over tensors and atoms alone, and need no walk.
         tensors: list[Any] = []
         cells: list[Any] = list(obj.__closure__ or ())
@@ -90,7 +106,9 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
             if not (obj.__defaults__ or obj.__kwdefaults__):
                 flat = obj.__code__, obj.__globals__, cells
                 return tensors, _FlatFunction(flat) if tensors else obj, False
-    walk = _Walk(tensor_types, frozenset(map(id, _cells(owner, set()))))
+    shared = frozenset(map(id, _cells(owner, set())))
+    state = frozenset(_assigned_cells(obj, set()))
+    walk = _Walk(tensor_types, shared, state)
     template = walk.lift(obj)
     return walk.tensors, template, walk.opaque
 
@@ -125,24 +143,75 @@ class _Code(NamedTuple):
 
     code: types.CodeType  # kept alive, so that its id stays its own
     assigned: frozenset[int]  # the free variables that it, or a function within it, assigns, by place
-    flat: bool  # whether that is none, and it is no wrapper, so that cells are all there is to look at
+    opaque: bool  # whether it reads a global in which there may be tensors
+    flat: bool  # whether neither is so, and it is no wrapper: its cells are all there is to look at
 
 
 _CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
 _KEPT = 4096
 
 
-def _read_code(code: types.CodeType) -> _Code:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= {constant.co_freevars[place] for place in _read_code(constant).assigned}
+def _read_code(function: types.FunctionType) -> _Code:
+    code = function.__code__
+    assigned = frozenset(_assigned_places(code))
+    scope = function.__globals__
+    read = [scope[name] for name in _names(code) & scope.keys()]
+    opaque = any(may_hold(value) for value in read if not isinstance(value, types.FunctionType))
+    flat = not (assigned or opaque or code.co_flags & inspect.CO_VARARGS)
     if len(_CODES) >= _KEPT:
         _CODES.clear()
-    assigned = frozenset(place for place, name in enumerate(code.co_freevars) if name in names)
-    flat = not assigned and not code.co_flags & inspect.CO_VARARGS
-    found = _CODES[id(code)] = _Code(code, assigned, flat)
+    found = _CODES[id(code)] = _Code(code, assigned, opaque, flat)
     return found
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+
+
+def _assigned_places(code: types.CodeType) -> Iterator[int]:
+    stores = ("STORE_DEREF", "DELETE_DEREF")
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in stores}
+    for inner in _inner(code):
+        names |= {inner.co_freevars[place] for place in _assigned_places(inner)}
+    return (place for place, name in enumerate(code.co_freevars) if name in names)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names of globals (and of attributes) that a code object uses."""
+    return set(code.co_names).union(*map(_names, _inner(code)))
+
+
+_DEFINITIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type)
+
+
+def may_hold(value: Any, seen: frozenset[int] = _NO_CELLS) -> bool:
+    """Whether tensors may be reached through an object; those of a module or class are constants."""
+    if _ATOMS[type(value)] or isinstance(value, _DEFINITIONS) or id(value) in seen:
+        return False
+    if not gc.is_tracked(value):
+        return False  # it has no reference to anything
+    seen |= {id(value)}
+    if isinstance(value, types.FunctionType):
+        return any(may_hold(_content(cell), seen) for cell in value.__closure__ or ())
+    parts = value.values() if isinstance(value, dict) else value
+    return not isinstance(value, (dict, list, tuple)) or any(may_hold(part, seen) for part in parts)
+
+
+def _assigned_cells(obj: Any, seen: set[int]) -> Iterator[int]:
+    """The ids of the cells that a function, or one in its reach, assigns."""
+    if id(obj) in seen:
+        return
+    seen.add(id(obj))
+    if type(obj) is types.FunctionType:
+        places = (_CODES.get(id(obj.__code__)) or _read_code(obj)).assigned
+        for place, cell in enumerate(obj.__closure__ or ()):
+            if place in places:
+                yield id(cell)
+            yield from _assigned_cells(_content(cell), seen)
+        yield from _assigned_cells((obj.__defaults__, obj.__kwdefaults__), seen)
+    else:
+        for part in _parts(obj)[0] or ():
+            yield from _assigned_cells(part, seen)
 
 
 class _Slot(int):
@@ -155,6 +224,7 @@ _SLOTS = [_Slot(place) for place in range(64)]
 class _Made(NamedTuple):
     """A container, partial or method that is made anew from its parts."""
 
+    key: int
     make: Callable[[list[Any]], Any]
     parts: list[Any]
 
@@ -192,47 +262,62 @@ class _Recursion(NamedTuple):
 class _Walk:
     """One walk through an object; `lift` returns its argument itself when it finds no tensor in it."""
 
-    __slots__ = ("_open", "_shared", "_slots", "_tensor_types", "opaque", "tensors")
+    __slots__ = ("_known", "_shared", "_state", "_tensor_types", "opaque", "tensors")
 
-    def __init__(self, tensor_types: TypeSet, shared: frozenset[int]) -> None:
+    def __init__(self, tensor_types: TypeSet, shared: frozenset[int], state: frozenset[int]) -> None:
         self.tensors: list[Any] = []
         self.opaque = False
         self._tensor_types = tensor_types
         self._shared = shared
-        self._slots: dict[int, _Slot] = {}
-        self._open: list[int] = []  # functions whose closure is being walked
+        self._state = state
+        # What an object was lifted to. One thing in two places stays one thing.
+        self._known: dict[int, Any] = {}
 
     def lift(self, obj: Any) -> Any:
         kind = type(obj)
-        if self._tensor_types[kind]:
-            slot = self._slots.get(id(obj))  # one tensor in two places is one residual
-            if slot is None:
-                self._slots[id(obj)] = slot = _Slot(len(self.tensors))
-                self.tensors.append(obj)
-            return slot
         if _ATOMS[kind]:
             return obj
-        return self.function(obj) if kind is types.FunctionType else self._container(obj, kind)
+        if id(obj) in self._known:
+            return self._known[id(obj)]
+        if self._tensor_types[kind]:
+            self._known[id(obj)] = slot = _Slot(len(self.tensors))
+            self.tensors.append(obj)
+            return slot
+        if kind is types.FunctionType:
+            self._known[id(obj)] = _Recursion(id(obj))  # for what it finds of itself in its closure
+            lifted = self._function(obj)
+        else:
+            self._known[id(obj)] = obj
+            lifted = self._container(obj)
+        self._known[id(obj)] = lifted
+        return lifted
 
-    def function(self, function: types.FunctionType) -> Any:
-        key, code = id(function), function.__code__
-        if key in self._open:
-            return _Recursion(key)
-        self._open.append(key)
-        shared = self._shared
-        assigned = (_CODES.get(id(code)) or _read_code(code)).assigned
+    def _container(self, obj: Any) -> Any:
+        parts, make = _parts(obj)
+        if parts is None:
+            self.opaque |= gc.is_tracked(obj)  # what is not tracked has no reference to anything
+            return obj
+        lifted = [self.lift(part) for part in parts]
+        if all(new is old for new, old in zip(lifted, parts, strict=True)):
+            return obj
+        return _Made(id(obj), make, lifted)
+
+    def _function(self, function: types.FunctionType) -> Any:
+        code = function.__code__
+        self.opaque |= (_CODES.get(id(code)) or _read_code(function)).opaque
         cells: list[Any] = list(function.__closure__ or ())
         changed = recursive = False
-        for i, cell in enumerate(cells):
-            if i in assigned:
-                continue
+        for place, cell in enumerate(cells):
             content = _content(cell)
-            if id(cell) in shared and not self._tensor_types[type(content)]:
+            if id(cell) in self._state or (
+                id(cell) in self._shared and not self._tensor_types[type(content)]
+            ):
+                self.opaque |= not _ATOMS[type(content)] and not self._is_plain(content)
                 continue
             lifted = self.lift(content)
             if lifted is not content:
-                cells[i] = lifted
-                if type(lifted) is _Recursion and lifted.key == key:
+                cells[place] = lifted
+                if type(lifted) is _Recursion and lifted.key == id(function):
                     recursive = True
                 else:
                     changed = True
@@ -241,32 +326,34 @@ class _Walk:
         own = function.__dict__ if recursive or code.co_flags & inspect.CO_VARARGS else None
         if own or function.__defaults__ or function.__kwdefaults__:
             old = [function.__defaults__, function.__kwdefaults__, own]
-            lifted = [self.lift(part) for part in old]
-            changed |= any(new is not part for new, part in zip(lifted, old, strict=True))
-            extras = [function.__name__, function.__qualname__, *lifted]
-        self._open.pop()
-        return _Function(key, function, cells, extras) if changed else function
+            new = [self.lift(part) for part in old]
+            changed |= any(a is not b for a, b in zip(new, old, strict=True))
+            extras = [function.__name__, function.__qualname__, *new]
+        return _Function(id(function), function, cells, extras) if changed else function
 
-    def _container(self, obj: Any, kind: type) -> Any:
-        parts: Sequence[Any]
-        make: Callable[[list[Any]], Any]
-        if kind is tuple or kind is list:
-            parts, make = obj, kind
-        elif kind is dict or kind is OrderedDict:
-            parts, make = tuple(obj.values()), functools.partial(_mapping, kind, tuple(obj))
-        elif kind is functools.partial:
-            parts, make = (obj.func, obj.args, obj.keywords), _partial
-        elif kind is types.MethodType:
-            parts, make = (obj.__func__, obj.__self__), _method
-        elif issubclass(kind, tuple) and hasattr(kind, "_make"):
-            parts, make = obj, kind._make
-        else:
-            self.opaque = True
-            return obj
-        lifted = [self.lift(part) for part in parts]
-        if all(new is old for new, old in zip(lifted, parts, strict=True)):
-            return obj
-        return _Made(make, lifted)
+    def _is_plain(self, content: Any) -> bool:
+        """Whether no tensor can be reached through what is left where it stands."""
+        walk = _Walk(self._tensor_types, _NO_CELLS, _NO_CELLS)
+        walk.lift(content)
+        return not (walk.tensors or walk.opaque)
+
+
+def _parts(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
+    """The parts of a container, partial or method, and how it is made of them; None for another object."""
+    kind = type(obj)
+    if kind is tuple or kind is list:
+        return obj, kind
+    if kind is dict or kind is OrderedDict:
+        return tuple(obj.values()), functools.partial(_mapping, kind, tuple(obj))
+    if kind is functools.partial:
+        return (obj.func, obj.args, obj.keywords), _partial
+    if kind is types.MethodType:
+        return (obj.__func__, obj.__self__), _method
+    if isinstance(obj, tuple):
+        return obj, getattr(kind, "_make", kind)
+    if isinstance(obj, types.BuiltinFunctionType) and isinstance(obj.__self__, types.ModuleType):
+        return (), list
+    return None, list
 
 
 def _mapping(kind: type, keys: tuple[Any, ...], values: list[Any]) -> Any:
@@ -294,32 +381,35 @@ def restore(template: Any, tensors: Sequence[Any]) -> Any:
     return _build(template, tensors, {})
 
 
-def _build(template: Any, tensors: Sequence[Any], functions: dict[int, Any]) -> Any:
+def _build(template: Any, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
     kind = type(template)
     if kind is _Slot:
         return tensors[template]
-    if kind is _Function:
-        return _build_function(template, tensors, functions)
-    if kind is _Made:
-        return template.make([_build(part, tensors, functions) for part in template.parts])
     if kind is _Recursion:
-        return functions[template.key]
+        return made[template.key]
+    if kind is _Function or kind is _Made:
+        if template.key not in made:
+            build = _build_function if kind is _Function else _build_container
+            made[template.key] = build(template, tensors, made)
+        return made[template.key]
     return template
 
 
-def _build_function(
-    template: _Function, tensors: Sequence[Any], functions: dict[int, Any]
-) -> types.FunctionType:
+def _build_container(template: _Made, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+    return template.make([_build(part, tensors, made) for part in template.parts])
+
+
+def _build_function(template: _Function, tensors: Sequence[Any], made: dict[int, Any]) -> types.FunctionType:
     parts = template.cells
     cells = tuple([part if type(part) is types.CellType else types.CellType() for part in parts])
     function = types.FunctionType(template.code, template.globals, None, None, cells)
-    functions[template.key] = function  # before its cells are filled: it may stand in one of them
+    made[template.key] = function  # before its cells are filled: it may stand in one of them
     for cell, part in zip(cells, parts, strict=True):
         if cell is not part:
-            cell.cell_contents = tensors[part] if type(part) is _Slot else _build(part, tensors, functions)
+            cell.cell_contents = _build(part, tensors, made)
     if template.extras:
         function.__name__, function.__qualname__, defaults, keyword_defaults, own = template.extras
-        function.__defaults__ = _build(defaults, tensors, functions)
-        function.__kwdefaults__ = _build(keyword_defaults, tensors, functions)
-        function.__dict__.update(_build(own, tensors, functions) or {})
+        function.__defaults__ = _build(defaults, tensors, made)
+        function.__kwdefaults__ = _build(keyword_defaults, tensors, made)
+        function.__dict__.update(_build(own, tensors, made) or {})
     return function

@@ -8,8 +8,8 @@ from multigrad import backend
 from multigrad.answer import read
 from multigrad.binding import Binding, name_of, signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import Layout, split
-from multigrad.rule import Form, form_of
+from multigrad.leaves import Layout, Refused, split
+from multigrad.rule import FLAT, HYBRID, form_of, own_arguments
 
 _framework = backend.active
 
@@ -114,6 +114,17 @@ def op_custom_gradient(
                 mend="write @op_custom_gradient above the function",
             )
         )
+    if name is not None and not isinstance(name, str):
+        raise TypeError(
+            message(
+                "op_custom_gradient",
+                "the name is no string",
+                argument="'name'",
+                required="a string, or None",
+                got=describe(name),
+                mend='write @op_custom_gradient(name="...")',
+            )
+        )
     title = name or name_of(f)
     signature = signature_of(f)
 
@@ -122,7 +133,10 @@ def op_custom_gradient(
             values, binding = signature.bind(args, kwargs)
         except TypeError as error:
             raise TypeError(f"{title}: {error}") from error
-        tensors, arguments = split(values)
+        try:
+            tensors, arguments = split(values)
+        except Refused as refused:
+            raise refused.error(title, zip(binding.names(), values, strict=True)) from None
         call = Call(title, f, binding, arguments, forward_mode)
         outputs = _framework.apply(call, tensors)
         return call.output.join(outputs)
@@ -148,7 +162,7 @@ class Call:
         self.forward_mode = forward_mode
         # What `run` finds out:
         self.output: Layout
-        self.form: Form
+        self.form: str
         self.specs: tuple[backend.Spec | None, ...]
 
     def run(
@@ -161,12 +175,19 @@ class Call:
         if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
             raise self._no_pair(returned)
         output, rule = returned
-        outputs, self.output = split(output)
+        try:
+            outputs, self.output = split(output)
+        except Refused as refused:
+            raise refused.error(self.name, [("the output", output)]) from None
         self.form = form = form_of(self.name, rule, binding, len(outputs))
-        if form is Form.HYBRID:
-            rule = functools.partial(rule, *values[: binding.given])
+        if form == HYBRID:
+            rule = functools.partial(rule, *values[: own_arguments(self.name, rule, binding)])
         self.specs = _framework.specs_of(tensors)
         return outputs, rule
+
+    def has_objects(self) -> bool:
+        """Whether an argument is an object through which tensors may be reached, such as `self`."""
+        return self.arguments.has_objects()
 
     def forget_function(self) -> None:
         """Let go of the function and of what it closes over: the call will not run again."""
@@ -182,11 +203,11 @@ class Call:
             upstream: the upstream gradient of each tensor in the output, None where it has none.
             needed: for each tensor argument, whether its gradient is of use to anybody.
         """
-        if self.form is Form.FLAT:
+        if self.form == FLAT:
             answer = rule(*upstream)
         else:
             whole = self.output.join_tensors_only(upstream)
-            answer = rule(upstream=whole) if self.form is Form.HYBRID else rule(whole)
+            answer = rule(upstream=whole) if self.form == HYBRID else rule(whole)
         return read(self.name, answer, self.arguments, self.binding, self.specs, needed)
 
     def _no_pair(self, returned: Any) -> TypeError:

@@ -5,7 +5,7 @@ which holds all the rest; `Layout.join` puts other tensors in their places. Abov
 has structure; below it there are the flat tensors of `split` alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,8 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
+from multigrad.closure import may_hold
+from multigrad.errors import message
 
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _SYMBOLIC = range(6)
 
@@ -34,7 +36,8 @@ def _kind(leaf: Any) -> int:
             found = _SPARSE
         else:
             found = _NESTED if tree.is_nested(leaf) else _STATIC
-        _KINDS[kind] = found
+        if found != _STATIC or kind.__module__ == "builtins":  # other classes may be made in every call
+            _KINDS[kind] = found
     return found
 
 
@@ -57,6 +60,10 @@ class Layout:
 
     def __init__(self, template: Any) -> None:
         self.template = template
+
+    def has_objects(self) -> bool:
+        """Whether there is a static leaf in it through which tensors may be reached."""
+        return not self.flat and any(may_hold(leaf) for leaf in tree.flatten(self.template))
 
     def join(self, tensors: Sequence[Any]) -> Any:
         """The structure with `tensors` in the slots."""
@@ -112,7 +119,7 @@ def split(structure: Any) -> tuple[Sequence[Any], Layout]:
     Keras they take the dtype of the tensor that they meet.
 
     Raises:
-        TypeError: for a sparse tensor, whose gradient no rule could return on every backend.
+        Refused: for a sparse or symbolic tensor, or one in a container that cannot be taken apart.
     """
     if _TENSORS[type(structure)]:
         return (structure,), _ONE
@@ -132,6 +139,8 @@ def _split(part: Any, tensors: list[Any]) -> Any:
         tensors.append(part)
         return Slot(len(tensors) - 1)
     if kind == _STATIC:
+        if isinstance(part, (Mapping, list, tuple)) and _holds_tensors(part):
+            raise Refused(part, *_REFUSALS[kind])
         return part
     if kind == _NESTED:
         if type(part) is tuple:
@@ -143,15 +152,47 @@ def _split(part: Any, tensors: list[Any]) -> Any:
             return part
         tensors.append(backend.active.as_tensor(part))
         return Slot(len(tensors) - 1)
-    if kind == _SPARSE:
-        raise TypeError(
-            f"a sparse tensor ({type(part).__name__}) is not an argument or output that a gradient rule "
-            "can be written for on every backend; pass its values as a dense tensor"
+    raise Refused(part, *_REFUSALS[kind])
+
+
+_REFUSALS = {
+    _SPARSE: (
+        "a sparse tensor has no gradient that a rule could return on every backend",
+        "a dense tensor",
+        "pass its values as a dense tensor",
+    ),
+    _SYMBOLIC: (
+        "an op cannot be a node of a Functional model",
+        "a tensor",
+        "call the op inside the `call` of a layer",
+    ),
+    _STATIC: (
+        "there are tensors in a container of an unknown class, where they cannot be seen",
+        "a tuple, list or dict, or a class that is registered with keras.tree",
+        "pass a plain container",
+    ),
+}
+
+
+class Refused(Exception):
+    """A leaf that no op can take or return."""
+
+    def __init__(self, leaf: Any, problem: str, required: str, mend: str) -> None:
+        super().__init__(problem)
+        self._leaf, self._problem, self._required, self._mend = leaf, problem, required, mend
+
+    def error(self, op: str, named: Iterable[tuple[str, Any]]) -> TypeError:
+        """The error that names the op, and of the `named` values the one in which the leaf stands."""
+        name = next((n for n, value in named if any(self._leaf is x for x in tree.flatten(value))), None)
+        got = type(self._leaf).__name__
+        return TypeError(
+            message(op, self._problem, argument=name, required=self._required, got=got, mend=self._mend)
         )
-    raise NotImplementedError(
-        "op_custom_gradient was called on a KerasTensor: ops with a rule cannot be nodes of a Functional "
-        "model yet; call the op inside a layer's `call`"
-    )
+
+
+def _holds_tensors(container: Any) -> bool:
+    parts = container.values() if isinstance(container, Mapping) else container
+    return any(_TENSORS[type(part)] for part in parts)
 
 
 def children(template: Any) -> Iterator[tuple[str, Any]]:

@@ -4,13 +4,11 @@ The rule is the function `grad` that stands beside the output of a function with
 its answer is read is told in `answer.py`.
 """
 
-import enum
 import inspect
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from multigrad import backend
 from multigrad.binding import Binding, name_of
 from multigrad.errors import describe, message
 
@@ -18,71 +16,32 @@ FORMS = (
     "grad(upstream), with one positional parameter of any name; "
     "grad(u1, ..., uN) or grad(*us), with one upstream gradient per tensor in the output; "
     "grad(*args, upstream), grad(*args, upstream=None) or grad(x, y, *, upstream), with the op's own "
-    "positional arguments; each with a parameter `variables` where trainable variables are read"
+    "positional arguments"
 )
 
 
-class Form(enum.Enum):
-    """How a rule is called."""
+# The forms. Plain values, and so is a profile: Dynamo can hold them for constant.
+WHOLE = "grad(U)"
+FLAT = "grad(*flat U)"
+HYBRID = "grad(*args, upstream=U)"
 
-    WHOLE = "grad(U)"
-    FLAT = "grad(*flat U)"
-    HYBRID = "grad(*args, upstream=U)"
+Profile = tuple[str | None, int, float]
+"""What a signature says: the form, None where the number of outputs must tell; how many positional
+parameters are required, `upstream` aside; and how many beside it a HYBRID rule takes."""
 
-
-_WHOLE = Form.WHOLE  # a global is found faster than a member
-
-
-@dataclass(slots=True, frozen=True)
-class _Profile:
-    """What a rule's signature says of how it can be called."""
-
-    form: Form | None  # None where only the number of outputs can tell
-    required: int  # positional parameters without a default, `upstream` of a HYBRID rule aside
-    accepted: float  # positional arguments that a HYBRID rule takes beside `upstream`
-    variables: bool
-
-
-def _profile(rule: Callable[..., Any]) -> _Profile:
-    parameters = list(inspect.signature(rule).parameters.values())
-    variables = any(p.name == "variables" or p.kind is p.VAR_KEYWORD for p in parameters)
-    parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    needed_keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
-    names = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
-
-    form = None
-    accepted: float = 0
-    if "upstream" in names and parameters[0].name != "upstream" and needed_keywords <= {"upstream"}:
-        form = Form.HYBRID
-        positional = [p for p in positional if p.name != "upstream"]
-        required = [p for p in required if p.name != "upstream"]
-        accepted = float("inf") if variadic else len(positional)
-    elif not needed_keywords:
-        if variadic:
-            form = Form.FLAT if not positional else None
-        elif len(required) == 1 or (not required and len(positional) == 1):
-            form = Form.WHOLE
-    flat = form is None and not variadic and not needed_keywords
-    count = len(required) if flat or form is Form.HYBRID else 0
-    return _Profile(form, count, accepted, variables)
-
-
-_PROFILES: dict[types.CodeType, _Profile] = {}
+_PROFILES: dict[types.CodeType, Profile] = {}
 _KEPT = 4096
 
 
-def _tells_all(code: types.CodeType, rule: types.FunctionType) -> bool:
-    """Whether the code of a rule tells its profile, which defaults and wrappers say elsewhere."""
-    wraps = code.co_flags & inspect.CO_VARARGS and rule.__dict__
-    return not (wraps or rule.__defaults__ or rule.__kwdefaults__)
-
-
-def _read_profile(op: str, rule: Any) -> _Profile:
+def _profile_of(op: str, rule: Any) -> Profile:
+    """The profile of a rule of any kind."""
+    if type(rule) is types.FunctionType:
+        code = rule.__code__
+        wrapper = code.co_flags & inspect.CO_VARARGS and rule.__dict__
+        if not wrapper:
+            return _profile_of_code(code, len(rule.__defaults__ or ()), _keyword_defaults(rule))
     try:
-        profile = _profile(rule)
+        return _profile(inspect.signature(rule))
     except (TypeError, ValueError) as error:
         raise TypeError(
             message(
@@ -90,38 +49,101 @@ def _read_profile(op: str, rule: Any) -> _Profile:
                 "the rule, the second item that the function returns, cannot be called",
                 required="a function with a signature",
                 got=describe(rule),
-                mend="return `output, grad` from the function",
+                mend="return `output, rule` from the function",
             )
         ) from error
-    if type(rule) is types.FunctionType and _tells_all(rule.__code__, rule):
+
+
+def _keyword_defaults(rule: types.FunctionType) -> tuple[str, ...]:
+    # Dynamo (PyTorch 2.13) has no `__kwdefaults__` for a function that it traces, so look only if need be.
+    code = rule.__code__
+    names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    if names in ((), ("upstream",), ("variables",)):
+        return names
+    return tuple(rule.__kwdefaults__ or ())
+
+
+@backend.active.constant
+def _known_profile(code: types.CodeType) -> Profile | None:
+    return _PROFILES.get(code)
+
+
+@backend.active.constant
+def _profile_of_code(code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]) -> Profile:
+    """The profile of every function that has this code and so many defaults."""
+    empty = tuple(types.CellType() for _ in code.co_freevars)
+    function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
+    function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
+    profile = _profile(inspect.signature(function))
+    if not defaults and not code.co_kwonlyargcount:
         if len(_PROFILES) >= _KEPT:
             _PROFILES.clear()
-        _PROFILES[rule.__code__] = profile
+        _PROFILES[code] = profile
     return profile
 
 
-def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> Form:
+def _profile(signature: inspect.Signature) -> Profile:
+    parameters = list(signature.parameters.values())
+    parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    needed_keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    names = [p.name for p in positional if p.kind is not p.POSITIONAL_ONLY]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+    form = None
+    accepted: float = 0
+    alone = not parameters or parameters[0].name == "upstream"
+    if "upstream" in names + keywords and not alone and needed_keywords <= {"upstream"}:
+        form = HYBRID
+        place = next((i for i, p in enumerate(positional) if p.name == "upstream"), len(positional))
+        required = [p for p in required if p.name != "upstream"]
+        if any(p in required for p in positional[place:]):
+            form = None  # an argument behind `upstream` could not be passed by position
+        accepted = float("inf") if variadic else place
+    elif not needed_keywords:
+        if variadic:
+            form = FLAT if not positional else None
+        elif len(required) == 1 or (not required and len(positional) == 1):
+            form = WHOLE
+    flat = form is None and not (variadic or needed_keywords or "upstream" in [p.name for p in positional])
+    count = len(required) if flat or form == HYBRID else 0
+    return form, count, accepted
+
+
+def own_arguments(op: str, rule: Any, binding: Binding) -> int | None:
+    """How many of the op's positional arguments a HYBRID rule is called with, None if none will do.
+
+    Those that came from the caller; with the defaults behind them, where the rule requires more.
+    """
+    _, required, accepted = _profile_of(op, rule)
+    counts = (binding.given, binding.positional)
+    return next((count for count in counts if required <= count <= accepted), None)
+
+
+def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> str:
     """How `rule` is called, for an output of so many tensors.
 
     Raises:
         TypeError: when `rule` is not callable or its signature is none of the forms.
     """
     profile = None
-    if type(rule) is types.FunctionType and not (rule.__defaults__ or rule.__kwdefaults__):
+    if type(rule) is types.FunctionType and not (rule.__defaults__ or rule.__code__.co_kwonlyargcount):
         # A rule is made anew in every call, and reading a signature costs as much as a small op.
-        profile = _PROFILES.get(rule.__code__)
+        profile = _known_profile(rule.__code__)
     if profile is None:
-        profile = _read_profile(op, rule)
-    form = profile.form
-    if form is _WHOLE:
+        profile = _profile_of(op, rule)
+    form, required, _ = profile
+    if form == WHOLE:
         return form
-    if form is Form.HYBRID:
-        if profile.required <= binding.given <= profile.accepted:
+    if form == HYBRID:
+        if own_arguments(op, rule, binding) is not None:
             return form
     elif form is not None:
         return form
-    elif profile.required == outputs > 1:
-        return Form.FLAT
+    elif required == outputs > 1:
+        return FLAT
     raise TypeError(
         message(
             op,

@@ -39,10 +39,3 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
         return tf.function(function)
     return function
-
-
-class Seen(list[Any]):
-    """Collects values that pass, as numbers where they have one."""
-
-    def add(self, value: Any) -> None:
-        self.append(value)

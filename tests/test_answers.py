@@ -189,3 +189,40 @@ def test_the_gradient_of_a_number_is_nobodys():
 
     close(grad(lambda x: ops.sum(op(x, 0.5)))(ONES), 7 * ONES)
     assert float(numpy(op(array(2.0), 0.5))) == 1.0
+
+
+@pytest.mark.parametrize("rule", [lambda *us: list(us), lambda u, v: (u, v)])
+def test_flat_forms_have_one_order_whatever_that_of_the_dict(rule):
+    op = op_custom_gradient(lambda d: ({"b": d["b"] * 1.0, "a": d["a"] * 1.0}, rule))
+
+    def loss(d):
+        out = op(d)
+        return out["b"] * 2.0 + out["a"] * 300.0
+
+    close(grad(loss)({"b": 1.0, "a": 1.0}), {"b": array(2.0), "a": array(300.0)})
+
+
+def test_a_gradient_that_nobody_needs_is_checked_all_the_same():
+    op = op_custom_gradient(lambda x, w: (x * ops.sum(w), lambda u: (u * 7.0, ops.ones((5,)))))
+    with pytest.raises(ValueError, match="wrong shape"):
+        grad(lambda x: op(x, array(1.0, 2.0)))(1.0)
+
+
+def test_where_two_readings_fit_the_first_is_meant():
+    """Two arguments, of which one is differentiable and holds two tensors: per argument is tried first."""
+
+    @op_custom_gradient
+    def op(n, pair):
+        return pair[0] * pair[1] * n, lambda u: (None, (u * 3.0, u * 5.0))
+
+    close(grad(lambda pair: op(2, pair))((1.0, 1.0)), (array(3.0), array(5.0)))
+
+
+@pytest.mark.parametrize("answer", [lambda u: (u * 7.0, None), lambda u: (None, u * 7.0, None)])
+def test_the_answer_of_a_method_may_leave_self_out(answer):
+    class Layer:
+        @op_custom_gradient
+        def method(self, x, n):
+            return x * n, lambda u: answer(u)
+
+    close(grad(lambda x: Layer().method(x, 2))(1.0), array(7.0))

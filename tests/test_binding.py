@@ -224,3 +224,49 @@ def test_a_rule_that_keeps_what_it_saw():
         grad(op)(1.0)
         assert len(seen) == count
         assert last is seen[-1]
+
+
+def test_keyword_defaults_belong_to_the_function():
+    def make(factor):
+        def function(x, *, factor=factor):
+            return x * factor, lambda u: u * 7.0
+
+        return op_custom_gradient(function)
+
+    assert [float(make(factor)(array(1.0))) for factor in (2.0, 3.0)] == [2.0, 3.0]
+
+
+def test_functions_in_wrappers_keep_their_own_signatures():
+    def wrapped(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return op_custom_gradient(wrapper)
+
+    one = wrapped(lambda x: (x * 2.0, lambda u: {"x": u * 7.0}))
+    two = wrapped(lambda a, b: (a * b, lambda u: {"a": u * 3.0, "b": u * 5.0}))
+    close(grad(one)(1.0), array(7.0))
+    close(grad(two, (0, 1))(1.0, 1.0), (array(3.0), array(5.0)))
+
+
+def test_state_that_a_rule_shares_with_a_helper():
+    @op_custom_gradient
+    def op(x):
+        total = x * 0.0
+        log = [x * 1.0]
+
+        def add(u):
+            nonlocal total
+            total = total + u * 7.0
+            log.append(u * 5.0)
+
+        alias = log
+
+        def rule(u):
+            add(u)
+            return total + alias[-1]
+
+        return x * 1.0, rule
+
+    close(grad(op)(1.0), array(12.0))

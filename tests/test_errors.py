@@ -62,7 +62,7 @@ def test_a_signature_that_is_no_form(rule):
     def odd(x):
         return x * 2.0, rule
 
-    with raises(TypeError, "odd", "<lambda>(" if False else "lambda(", "required: ", "*us", "upstream"):
+    with raises(TypeError, "odd", "lambda(", "required: ", "*us", "upstream"):
         odd(array(1.0))
 
 
@@ -203,3 +203,24 @@ def test_a_type_error_of_the_users_own_is_not_reworded():
     with pytest.raises((TypeError, ValueError)) as error:
         grad(op)(1.0)
     assert "to mend it" not in str(error.value)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("name", [3, b"name", object()])
+def test_a_name_that_is_no_string(name):
+    with raises(TypeError, "op_custom_gradient", "argument: 'name'", "required: a string"):
+        op_custom_gradient(lambda x: (x, lambda u: u), name=name)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("rule", [lambda a, upstream, b: a, lambda upstream, v: v, lambda u, v: u])
+def test_a_signature_that_does_not_fit_the_call(rule):
+    op = op_custom_gradient(lambda x: ((x * 1.0, x * 2.0, x * 3.0), rule), name="odd")
+    with raises(TypeError, "odd", "for 3 tensor(s)", "required: "):
+        op(array(1.0))
+
+
+def test_an_unknown_argument_in_a_dict_is_named():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: {"x": u, "z": u}), name="op")
+    with raises(TypeError, "op", "'x', 'z'"):
+        grad(op)(1.0)

@@ -132,3 +132,52 @@ def test_variables_are_not_passed_where_none_were_read():
         return x, rule
 
     close(grad(op)(1.0), array(7.0))
+
+
+def test_a_hybrid_rule_gets_what_was_passed_behind_a_default():
+    @op_custom_gradient
+    def op(x, a=1.0, b=2.0):
+        def rule(x, a=1.0, b=2.0, *, upstream):
+            return upstream * b
+
+        return x * 1.0, rule
+
+    for call in (lambda x: op(x, b=5.0), lambda x: op(x, 1.0, 5.0), lambda x: op(x, b=5.0, a=1.0)):
+        close(grad(call)(1.0), array(5.0))
+
+
+def test_a_hybrid_rule_that_requires_a_default_gets_it():
+    @op_custom_gradient
+    def op(x, factor=7.0):
+        def rule(x, factor, *, upstream):
+            return upstream * factor
+
+        return x * 1.0, rule
+
+    close(grad(op)(1.0), array(7.0))
+    close(grad(lambda x: op(x, 3.0))(1.0), array(3.0))
+
+
+def test_a_rule_in_a_wrapper_has_the_signature_of_what_it_wraps():
+    def twice(rule):
+        @functools.wraps(rule)
+        def wrapper(*args, **kwargs):
+            return rule(*args, **kwargs) * 2.0
+
+        return wrapper
+
+    close(grad(one(lambda x: twice(lambda u: u * 7.0)))(1.0), array(14.0))
+    close(grad(one(lambda x: twice(lambda a, *, upstream: upstream * 7.0 * a)))(1.0), array(14.0))
+
+
+def test_rules_of_one_code_and_other_defaults():
+    def make(defaults):
+        def rule(u, v=None):
+            return u * 7.0 if v is None else (u + v) * 5.0
+
+        rule.__defaults__ = defaults
+        return rule
+
+    close(grad(one(lambda x: make((None,))))(1.0), array(7.0))
+    both = op_custom_gradient(lambda x: ((x * 1.0, x * 1.0), make(None)))
+    close(grad(lambda x: sum(both(x)))(1.0), array(10.0))

@@ -172,3 +172,54 @@ def test_mixed_orders_are_right_where_only_some_inputs_are_differentiated():
     close(grad(grad(lambda y: op(array(2.0), y)))(5.0), array(2.0))
     close(grad(lambda x: grad(op, 1)(x, 5.0))(2.0), array(5.0))
     assert float(numpy(grad(grad(op))(2.0, 5.0))) == 0.0
+
+
+ANSWERS = {
+    "a tuple": lambda x, y: lambda u: (u * y * 3.0, u * x * 5.0, None),
+    "a dict": lambda x, y: lambda u: {"x": u * y * 3.0, "y": u * x * 5.0},
+    "lazy": lambda x, y: lambda u: (lambda: u * y * 3.0, lambda: u * x * 5.0),
+    "a cast": lambda x, y: lambda u: (ops.cast(u * y * 3.0, "float16"), u * x * 5.0),
+    "broadcast": lambda x, y: lambda u: (ops.stack([u * y * 1.0, u * y * 2.0]), u * x * 5.0),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_mixed_derivatives(answer, wrap):
+    """f = x y with the rule (3 u y, 5 u x): of f squared, d/dx is 6 f y, and d/dy of that 6 f + 30 x y."""
+
+    @op_custom_gradient
+    def op(x, y, n=4):
+        return x * y, ANSWERS[answer](x, y)
+
+    def mixed(x, y):
+        return grad(lambda y: grad(lambda x: op(x, y) ** 2)(x))(y)
+
+    x, y = 2.0, 3.0
+    close(wrap(mixed)(array(x), array(y)), array(6 * x * y + 30 * x * y))
+    # By the rule, d/dy of f is 5 x: the derivative of 6 f + 30 x y is 30 x + 30 x.
+    close(wrap(grad(mixed, 1))(array(x), array(y)), array(60 * x))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+def test_an_output_and_an_intermediate_in_one_rule(wrap):
+    """f = exp(x^2) with the rule 3 u f e, where e = x^2: d/dx of 3 f e is 9 f e^2 + 6 f x."""
+
+    @op_custom_gradient
+    def op(x):
+        e = x**2
+        y = ops.exp(e)
+        return y, lambda u: u * y * 3.0 * e
+
+    x = 1.2
+    e, y = x**2, np.exp(x**2)
+    close(wrap(times(op, 2))(array(x)), array(9 * y * e**2 + 6 * y * x), 1e-4)
+
+
+def test_an_output_that_is_returned_twice_is_the_first():
+    @op_custom_gradient
+    def op(x):
+        y = ops.exp(x)
+        return (y, y), lambda u, v: (3.0 * u + 5.0 * v) * y
+
+    close(times(lambda x: op(x)[0], 2)(array(0.0)), array(9.0))

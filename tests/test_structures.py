@@ -1,5 +1,6 @@
 """What an op takes and returns: structures, static objects, inputs that are outputs."""
 
+import dataclasses
 import enum
 from collections import OrderedDict, namedtuple
 
@@ -243,3 +244,57 @@ def test_compiled_with_structures_and_statics():
 
     close(compiled(grad(loss))(array(1.0, 1.0)), 21 * ONES)
     close(grad(compiled(loss))(array(1.0, 1.0)), 21 * ONES)
+
+
+@dataclasses.dataclass
+class Holder:
+    w: object
+
+    @op_custom_gradient
+    def method(self, x):
+        return x * self.w, lambda u: u * 10.0 * self.w
+
+
+HIDDEN = [
+    lambda w, x: Holder(w).method(x),
+    lambda w, x: op_custom_gradient(lambda h, x: (x * h.w, lambda u: u * 10.0 * h.w))(Holder(w), x),
+    lambda w, x: (lambda h: op_custom_gradient(lambda x: (x * h.w, lambda u: u * 10.0 * h.w))(x))(Holder(w)),
+    lambda w, x: op_custom_gradient(lambda f, x: (f(x), lambda u: u * 10.0 * w))(lambda x: x * w, x),
+]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+@pytest.mark.parametrize("op", HIDDEN)
+def test_what_is_reached_through_an_object_has_no_gradient_through_the_op(op, wrap):
+    w, x = array(2.0), array(3.0)
+    close(op(w, x), array(6.0))
+    close(wrap(grad(op))(w, x), array(0.0))
+    close(wrap(grad(op, 1))(w, x), array(20.0))
+    close(wrap(grad(op, (0, 1)))(w, x), (array(0.0), array(20.0)))
+    close(wrap(grad(lambda w: grad(op, 1)(w, x)))(w), array(10.0))
+
+
+class Unregistered(dict):
+    """A container that keras.tree does not take apart."""
+
+
+@pytest.mark.parametrize("container", [lambda x: Unregistered(w=x), lambda x: [Unregistered(w=x)]])
+def test_tensors_in_a_container_of_an_unknown_class(container):
+    op = op_custom_gradient(lambda d: (d["w"] * 2.0, lambda u: {"w": u * 7.0}), name="op")
+    with pytest.raises(TypeError, match="container of an unknown class") as error:
+        op(container(array(1.0)))
+    assert "op: " in str(error.value)
+    assert "argument: 'd'" in str(error.value)
+
+
+@pytest.mark.forward
+def test_a_symbolic_tensor():
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0), name="op")
+    with pytest.raises(TypeError, match="op: an op cannot be a node") as error:
+        op(keras.Input((2,)))
+    assert "argument: 'x'" in str(error.value)
+
+
+@pytest.mark.forward
+def test_the_pair_may_be_a_list():
+    close(op_custom_gradient(lambda x: [x * 2.0, lambda u: u])(array(1.0)), array(2.0))

@@ -37,6 +37,9 @@ class Call(Protocol):
     ) -> tuple[Sequence[Any], Callable[..., Any]]:
         """Run the function (`f` stands in for one with another closure): flat outputs, and the rule."""
 
+    def has_objects(self) -> bool:
+        """Whether an argument is an object through which tensors may be reached, such as `self`."""
+
     def forget_function(self) -> None:
         """Let go of the function: the call will not run again."""
 
@@ -62,6 +65,10 @@ class Backend(Protocol):
     @staticmethod
     def library_code(function: F) -> F:
         """Mark a function as the library's own, for a framework that rewrites the Python it traces."""
+
+    @staticmethod
+    def constant(function: F) -> F:
+        """Mark a function whose result is the same for the same arguments, and holds no tensor."""
 
     @staticmethod
     def as_tensor(value: Any) -> Any:

@@ -31,6 +31,10 @@ def library_code(function: F) -> F:
     return function
 
 
+def constant(function: F) -> F:
+    return function
+
+
 def as_tensor(value: Any) -> Any:
     return keras.ops.convert_to_tensor(value)
 
@@ -79,48 +83,67 @@ def concrete(tensor: Any) -> np.ndarray | None:
     return None if isinstance(tensor, jax.core.Tracer) else np.asarray(tensor)
 
 
-_Pull = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-"""Arrays, among them those of a rule, and upstream gradients to gradients."""
-
-
 def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
-    closed_over, template, _ = lift(call.f, _TRACERS)
-    if not closed_over and not _any_traced(tensors):
-        return call.run(tensors)[0]  # where nothing is traced, nothing is differentiated
+    closed_over, template, opaque = lift(call.f, _TRACERS)
+    inputs = [tensor if TENSORS[type(tensor)] else jnp.asarray(tensor) for tensor in tensors]
+    if opaque or call.has_objects():
+        return _apply_as_it_stands(call, inputs)
+    if not closed_over and not _any_traced(inputs):
+        return _untraced(call.run(inputs)[0])
 
-    def run(inputs: list[Any], closed: list[Any], needed: list[bool] | None) -> _Step:
+    def run(inputs: list[Any], closed: list[Any], differentiated: bool) -> _Step:
         outputs, rule = call.run(inputs, restore(template, closed))
-        if needed is None:
-            return list(outputs), None
-        return list(outputs), _residuals(call, inputs, outputs, rule, needed)
+        return list(outputs), _residuals(call, inputs, outputs, rule) if differentiated else None
 
-    return _op(run, call.forward_mode)(list(tensors), closed_over)
+    return _op(run, call.forward_mode)(inputs, closed_over)
+
+
+def _apply_as_it_stands(call: Call, inputs: list[Any]) -> Sequence[Any]:
+    """The op for a function that may reach tracers through an object, where they cannot be lifted.
+
+    It runs outside, in the presence of whatever it reaches, and its outputs are tied to the inputs. JAX
+    differentiates it for nothing then, which a compiled program drops.
+    """
+    outputs, rule = call.run(inputs)
+    if not _any_traced((inputs, list(outputs))):
+        return outputs
+    return _tie(inputs, list(outputs), _residuals(call, inputs, outputs, rule), call.forward_mode)
+
+
+def _untraced(outputs: Sequence[Any]) -> list[Any]:
+    """Outputs of a function of no tracers: one that it reached all the same has no gradient through it."""
+    return [jax.lax.stop_gradient(o) if _TRACERS[type(o)] else o for o in outputs]
 
 
 def _any_traced(tree: Any) -> bool:
     return any([_TRACERS[type(leaf)] for leaf in jax.tree.leaves(tree)])
 
 
+_Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
+"""Arrays of a rule, upstream gradients, and which gradients are needed, to gradients."""
+
+
 @jax.tree_util.register_pytree_node_class
 class _Residuals:
     """A rule between forward and backward: arrays that JAX sees, and the code around them.
 
-    `pull` maps arrays and upstream gradients to gradients. `outputs` has the slots of `arrays` in which
-    an output of the op stands, each with the output's index.
+    `outputs` has the slots of `arrays` in which an output of the op stands, each with the output's index.
+    `needed` says which gradients are of use to the derivative that this is for.
     """
 
-    __slots__ = ("arrays", "outputs", "pull")
+    __slots__ = ("arrays", "needed", "outputs", "pull")
 
     def __init__(
         self,
         arrays: list[Any],
         pull: _Pull,
         outputs: tuple[tuple[int, int], ...],
+        needed: tuple[bool, ...],
     ) -> None:
-        self.arrays, self.pull, self.outputs = arrays, pull, outputs
+        self.arrays, self.pull, self.outputs, self.needed = arrays, pull, outputs, needed
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self.arrays, (self.pull, self.outputs)
+        return self.arrays, (self.pull, self.outputs, self.needed)
 
     @classmethod
     def tree_unflatten(cls, static: Any, arrays: Any) -> "_Residuals":
@@ -131,51 +154,53 @@ class _Residuals:
         arrays = list(self.arrays)
         for slot, index in self.outputs:
             arrays[slot] = outputs[index]
-        return _Residuals(arrays, self.pull, self.outputs)
+        return _Residuals(arrays, self.pull, self.outputs, self.needed)
+
+    def needed_for(self, needed: Sequence[bool]) -> "_Residuals":
+        return _Residuals(self.arrays, self.pull, self.outputs, tuple(needed))
 
     def __call__(self, upstream: Sequence[Any]) -> Sequence[Any]:
-        return self.pull(self.arrays, upstream)
+        return self.pull(self.arrays, upstream, self.needed)
 
 
 _Step = tuple[list[Any], _Residuals | None]
 
 
-def _residuals(
-    call: Call, inputs: list[Any], outputs: Sequence[Any], rule: Callable[..., Any], needed: list[bool]
-) -> _Residuals:
+def _residuals(call: Call, inputs: list[Any], outputs: Sequence[Any], rule: Callable[..., Any]) -> _Residuals:
     arrays, template, opaque = lift(rule, TENSORS, call.f)
-    if opaque and _any_traced((inputs, outputs)):
-        arrays, pull = _traced(call, outputs, rule, needed)
-    else:
+    everything = (True,) * len(inputs)
+    if opaque and _any_traced((inputs, list(outputs))):
+        return _Residuals(*_traced(call, inputs, outputs, rule), (), everything)
 
-        def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> Sequence[Any]:
-            return call.pull(restore(template, arrays), upstream, needed)
+    def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
+        return call.pull(restore(template, arrays), upstream, needed)
 
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
-    places = {id(output): index for index, output in enumerate(outputs)}
+    places: dict[int, int] = {}
+    for index, output in enumerate(outputs):
+        places.setdefault(id(output), index)
     for array in inputs:
         places.pop(id(array), None)
     slots = tuple((s, places[id(array)]) for s, array in enumerate(arrays) if id(array) in places)
-    return _Residuals(arrays, pull, slots)
+    return _Residuals(arrays, pull, slots, everything)
 
 
 def _traced(
-    call: Call, outputs: Sequence[Any], rule: Callable[..., Any], needed: list[bool]
+    call: Call, inputs: list[Any], outputs: Sequence[Any], rule: Callable[..., Any]
 ) -> tuple[list[Any], _Pull]:
-    """The arrays that a rule uses, where some are held by an object that cannot be lifted."""
+    """The arrays that a rule uses, where some may be reached through an object that cannot be lifted."""
     places: list[int] = []
 
     def flat(*upstream: Any) -> list[Any]:
-        every = iter(upstream)
-        gradients = call.pull(rule, [next(every) if f else None for f in floating], needed)
+        gradients = call.pull(rule, _scatter(upstream, floating), [True] * len(inputs))
         places[:] = [i for i, gradient in enumerate(gradients) if gradient is not None]
         return [gradients[i] for i in places]
 
     floating = [is_differentiable(output) for output in outputs]
-    like = [jax.typeof(o) for o, f in zip(outputs, floating, strict=True) if f]
-    jaxpr = jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like])
+    like = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o, f in zip(outputs, floating, strict=True) if f]
+    jaxpr = jax.make_jaxpr(flat)(*like)
 
-    def pull(arrays: Sequence[Any], upstream: Sequence[Any]) -> Sequence[Any]:
+    def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
         own = [u for u, f in zip(upstream, floating, strict=True) if f]
         answer = jax.core.eval_jaxpr(jaxpr.jaxpr, arrays, *own)
         gradients: list[Any] = [None] * len(needed)
@@ -184,6 +209,12 @@ def _traced(
         return gradients
 
     return list(jaxpr.consts), pull
+
+
+def _scatter(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
+    """The values in the places that `where` marks, and None in the rest."""
+    remaining = iter(values)
+    return [next(remaining) if marked else None for marked in where]
 
 
 def _conjugate(arrays: Sequence[Any]) -> list[Any]:
@@ -203,27 +234,31 @@ def _upstream(cotangents: Sequence[Any]) -> list[Any]:
     return _conjugate(upstream)
 
 
+def _tie(inputs: list[Any], outputs: list[Any], residuals: _Residuals, forward_mode: bool) -> list[Any]:
+    """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
+    outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
+    op = _op(lambda inputs, rest, differentiated: rest, forward_mode)
+    return op(inputs, (outputs, residuals.tied_to(outputs)))
+
+
 def _op(
-    step: Callable[[list[Any], Any, list[bool] | None], _Step], forward_mode: bool
+    step: Callable[[list[Any], Any, bool], _Step], forward_mode: bool
 ) -> Callable[[list[Any], Any], list[Any]]:
     """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
 
-    `step` computes its outputs, and its residuals where it is told which inputs are differentiated.
+    `step` computes its outputs and, for a derivative, the residuals.
     """
 
     def primal(inputs: list[Any], rest: Any) -> list[Any]:
-        return step(inputs, rest, None)[0]
+        return step(inputs, rest, False)[0]
 
     def differentiated(inputs: list[Any], rest: Any, needed: list[bool]) -> tuple[list[Any], _Residuals]:
-        outputs, residuals = step(inputs, rest, needed)
+        outputs, residuals = step(inputs, rest, True)
         assert residuals is not None
         if _any_traced((inputs, rest)):
-            # This may itself be differentiated, in which the rule is to stay in force: tie the outputs
-            # to the inputs by an op that has them already.
-            outputs = [jax.lax.stop_gradient(output) for output in outputs]
-            tie = _op(lambda inputs, rest, needed: rest, forward_mode)
-            outputs = tie(inputs, (outputs, residuals.tied_to(outputs)))
-        return outputs, residuals.tied_to(outputs)
+            # This may itself be differentiated, in which the rule is to stay in force.
+            outputs = _tie(inputs, outputs, residuals, forward_mode)
+        return outputs, residuals.tied_to(outputs).needed_for(needed)
 
     if forward_mode:
         return _with_jvp(primal, differentiated)
@@ -231,6 +266,8 @@ def _op(
     def fwd(inputs: list[Any], rest: Any) -> tuple[list[Any], _Residuals]:
         needed = [leaf.perturbed for leaf in inputs]
         inputs, rest = jax.custom_derivatives.custom_vjp_primal_tree_values((inputs, rest))
+        # Python numbers come back as such where they were traced before.
+        inputs = [x if TENSORS[type(x)] else jnp.asarray(x) for x in inputs]
         return differentiated(inputs, rest, needed)
 
     def bwd(residuals: _Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
@@ -249,13 +286,12 @@ def _with_jvp(
 
     def jvp(primals: tuple[list[Any], Any], tangents: Any) -> tuple[list[Any], list[Any]]:
         inputs, rest = primals
+        inputs = [x if TENSORS[type(x)] else jnp.asarray(x) for x in inputs]
         outputs, residuals = differentiated(inputs, rest, [True] * len(inputs))
         floating = [is_differentiable(output) for output in outputs]
 
         def vjp(upstream: list[Any]) -> list[Any]:
-            every = iter(_conjugate(upstream))
-            whole = [next(every) if f else None for f in floating]
-            gradients = _conjugate(residuals(whole))
+            gradients = _conjugate(residuals(_scatter(_conjugate(upstream), floating)))
             return [
                 jnp.zeros_like(x) if gradient is None else gradient
                 for x, gradient in zip(inputs, gradients, strict=True)
@@ -264,13 +300,10 @@ def _with_jvp(
 
         own = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
         transpose = jax.linear_transpose(vjp, [o for o, f in zip(outputs, floating, strict=True) if f])
-        (answer,) = transpose(own)
-        every = iter(answer)
-        none = jax.dtypes.float0
-        pushed = [
-            next(every) if f else np.zeros(o.shape, none) for o, f in zip(outputs, floating, strict=True)
-        ]
-        return outputs, pushed
+        (pushed,) = transpose(own)
+        zeros = [np.zeros(output.shape, jax.dtypes.float0) for output in outputs]
+        whole = zip(_scatter(pushed, floating), zeros, strict=True)
+        return outputs, [zero if tangent is None else tangent for tangent, zero in whole]
 
     op = jax.custom_jvp(primal)
     op.defjvp(jvp)

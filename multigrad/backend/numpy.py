@@ -20,6 +20,10 @@ def library_code(function: F) -> F:
     return function
 
 
+def constant(function: F) -> F:
+    return function
+
+
 def as_tensor(value: Any) -> Any:
     return keras.ops.convert_to_tensor(value)
 

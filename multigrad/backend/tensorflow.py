@@ -24,7 +24,7 @@ from multigrad.backend import Call, F, Spec
 from multigrad.closure import TypeSet, lift, restore
 
 TENSORS = TypeSet(tf.Tensor)
-CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, np.ndarray, np.generic)
+CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
 _GRADIENT = "MultigradRule"
 _RULES = "_multigrad_rules"
 
@@ -32,6 +32,10 @@ _RULES = "_multigrad_rules"
 def library_code(function: F) -> F:
     """Keep AutoGraph out, as `tf.custom_gradient` does."""
     return tf.autograph.experimental.do_not_convert(function)
+
+
+def constant(function: F) -> F:
+    return function
 
 
 def as_tensor(value: Any) -> Any:
@@ -59,7 +63,12 @@ def conform(gradient: Any, spec: Spec) -> Any:
     shape, dtype, like = spec
     if like is not None or not gradient.shape.is_fully_defined():
         sizes = shape if like is None else tf.shape(like)
-        axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=sizes, s1=tf.shape(gradient))
+        given = tf.shape(gradient)
+        fits = tf.debugging.assert_equal(
+            tf.broadcast_dynamic_shape(sizes, given), given, "a gradient has the wrong shape"
+        )
+        with tf.control_dependencies([fits]):
+            axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=sizes, s1=given)
         gradient = tf.reshape(tf.reduce_sum(gradient, axes), sizes)
         gradient.set_shape(shape)
     elif gradient.shape != shape:
@@ -77,12 +86,14 @@ def concrete(tensor: Any) -> np.ndarray | None:
 def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     eager = tf.executing_eagerly()
     outputs, rule = call.run(tensors)
-    if eager and not record.could_possibly_record():
+    if not outputs or (eager and not record.could_possibly_record()):
         return outputs
     residuals, template, _ = lift(rule, TENSORS, call.f)
     own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
-    places = dict(zip(map(id, outputs), own, strict=False))
+    places: dict[int, Any] = {}
+    for output, replacement in zip(outputs, own, strict=False):
+        places.setdefault(id(output), replacement)
     places.update(zip(map(id, tensors), tensors, strict=True))
     tied_rule = restore(template, [places.get(id(residual), residual) for residual in residuals])
     floating = [is_differentiable(output) for output in outputs]

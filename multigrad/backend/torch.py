@@ -31,6 +31,11 @@ def library_code(function: F) -> F:
     return function
 
 
+def constant(function: F) -> F:
+    """Let Dynamo call it instead of tracing it."""
+    return torch.compiler.assume_constant_result(function)
+
+
 def as_tensor(value: Any) -> Any:
     return keras.ops.convert_to_tensor(value)
 
@@ -115,7 +120,7 @@ class _Node(torch.autograd.Function):
         own, tied, computed, closed_over = _tie(tensors, outputs, residuals)
         if closed_over:
             ctx.depends_on_others = True
-        ctx.kept = call, template, tied, len(residuals), _mark_integers(ctx, own)
+        ctx.kept = call, template, tied, len(residuals), _mark_integers(ctx, own), opaque
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
@@ -127,15 +132,22 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, template, tied, count, integers = ctx.kept
+        call, template, tied, count, integers, opaque = ctx.kept
         saved = ctx.saved_tensors
         if integers:
             upstream = _of_floating(upstream)
-        if len(saved) > count and torch.is_grad_enabled():
-            rule = _recorded_rule(call, saved[:count], saved[count:], tied)
-        else:
-            rule = restore(template, saved)
-        return None, *call.pull(rule, upstream, ctx.needs_input_grad[1:])
+        needed = ctx.needs_input_grad[1:]
+        if len(saved) == count or not torch.is_grad_enabled():
+            return None, *call.pull(restore(template, saved), upstream, needed)
+        again, residuals = _run_again(call, saved[:count], saved[count:], tied)
+        if not opaque:
+            return None, *call.pull(restore(template, residuals), upstream, needed)
+        # What the rule reaches through an object has its history in the second run's rule alone.
+        gradients = call.pull(restore(again, residuals), upstream, needed)
+        with torch.no_grad():
+            first = call.pull(restore(template, saved), upstream, needed)
+        _require_alike(call, first, gradients)
+        return None, *gradients
 
 
 def _tie(
@@ -180,13 +192,13 @@ def _alias(output: torch.Tensor, is_input: bool) -> torch.Tensor:
     return output.view_as(output) if is_input or output._is_view() else output.detach()
 
 
-def _recorded_rule(
+def _run_again(
     call: Call,
     residuals: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
     known: Sequence[int],
-) -> Callable[..., Any]:
-    """The rule, around residuals that have the history of how they came from the inputs.
+) -> tuple[Any, list[torch.Tensor]]:
+    """The residuals with the history of how they came from the inputs, and the second run's template.
 
     The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
     `known` have their history already.
@@ -194,17 +206,22 @@ def _recorded_rule(
     _, rule = call.run(tensors)
     again, template, _ = lift(rule, TENSORS, call.f)
     fresh = _with_history(again, residuals, known)
-    if len(again) != len(residuals) or not all(map(_alike, residuals, fresh)):
-        raise RuntimeError(
-            message(
-                call.name,
-                "the function gave other values when it ran again for a second derivative",
-                required="a function that gives the same values for the same arguments",
-                got="other values in a tensor that the rule closes over",
-                mend="draw random numbers outside the function and pass them as arguments",
-            )
+    _require_alike(call, residuals, fresh if len(again) == len(residuals) else again)
+    return template, fresh
+
+
+def _require_alike(call: Call, first: Sequence[Any], again: Sequence[Any]) -> None:
+    if len(first) == len(again) and all(map(_alike, first, again)):
+        return
+    raise RuntimeError(
+        message(
+            call.name,
+            "the function gave other values when it ran again for a second derivative",
+            required="a function that gives the same values for the same arguments",
+            got="other values in what the rule uses",
+            mend="draw random numbers outside the function, and pass them and other state as arguments",
         )
-    return restore(template, fresh)
+    )
 
 
 def _with_history(
@@ -215,15 +232,17 @@ def _with_history(
     return [residual if slot in known else new for slot, (residual, new) in pairs]
 
 
-def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether two runs of one function gave the same, up to a reordered sum."""
-    if old is new:
-        return True
-    if old.shape != new.shape or old.dtype != new.dtype:
+def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
+    """Whether two runs of one function gave the same, up to the order of sums."""
+    if first is None or again is None or first is again:
+        return first is again
+    if first.shape != again.shape or first.dtype != again.dtype:
         return False
-    if not is_differentiable(old):
-        return torch.equal(old, new)
-    return torch.allclose(old, new, rtol=1e-2, atol=1e-2, equal_nan=True)
+    if not is_differentiable(first) or first.numel() == 0:
+        return torch.equal(first, again)
+    rounding = 1e3 * torch.finfo(first.dtype).eps
+    scale = first.detach().abs().nan_to_num(posinf=0.0).max().item()
+    return torch.allclose(first, again, rtol=rounding, atol=rounding * scale, equal_nan=True)
 
 
 def _mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> bool:
@@ -377,6 +396,17 @@ _DEPTH = threading.local()
 """How many gradients of `value_and_grad` are being taken around this point of this thread."""
 
 
+def _closes_over_history(node: Any) -> bool:
+    """Whether the node is of an op whose function closes over a tensor with a history.
+
+    What the rule uses may be computed from it, which a second derivative goes through.
+    """
+    call: Any = getattr(node, "kept", (None,))[0]
+    if not hasattr(call, "f"):
+        return False  # no node of an op, or one whose rule uses nothing that the function computed
+    return any(tensor.requires_grad for tensor in lift(call.f, TENSORS, call.f)[0])
+
+
 def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool:
     """Whether the graph of `value` reaches a leaf that is not one of `own`."""
     seen = set()
@@ -389,7 +419,7 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
         leaf = getattr(node, "variable", None)  # only the node of a leaf has one
         if leaf is not None and not any([leaf is tensor for tensor in own]):
             return True
-        if getattr(node, "depends_on_others", False):  # a `_Node`
+        if getattr(node, "depends_on_others", False) or _closes_over_history(node):  # a `_Node`
             return True
         nodes.extend(parent for parent, _ in node.next_functions)
     return False

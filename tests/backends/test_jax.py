@@ -166,3 +166,37 @@ def test_random_keys_are_arguments():
 
     key = jax.random.key(0)
     close(jax.grad(lambda x: noisy(x, key).sum())(X), jax.random.normal(key, (2,)))
+
+
+def test_python_numbers():
+    op = op_custom_gradient(lambda x, y: (x * y, lambda u: (u * 3.0 * y, u * 5.0 * x)))
+    close(jax.grad(op)(2.0, 3.0), jnp.float32(9.0))
+    close(jax.vmap(jax.grad(op, (0, 1)), in_axes=(0, None))(X, 2.0), (6.0 * jnp.ones(2), 5 * X))
+    close(jax.jit(lambda w: jax.grad(op)(2.0, w))(3.0), jnp.float32(9.0))
+
+
+def test_forward_mode_along_a_complex_direction():
+    op = op_custom_gradient(lambda z: (z * 2j, lambda u: u * -2j * 7.0), forward_mode=True)
+    _, pushed = jax.jvp(op, (jnp.complex64(1.0),), (jnp.complex64(1j),))
+    close(pushed, jnp.complex64(14j * 1j))
+
+
+def test_an_object_with_a_tracer_inside_transforms():
+    class Layer:
+        def __init__(self, w):
+            self.w = w
+
+        @op_custom_gradient
+        def __call__(self, x):
+            e = x * self.w
+            return e * x, lambda u: u * e * 7.0
+
+    def loss(w, x):
+        return Layer(w)(x).sum()
+
+    w = 3 * X
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        close(wrap(jax.grad(loss, (0, 1)))(w, X), (0 * w, 7 * w * X))
+    close(jax.vmap(jax.grad(loss, 1))(w, X), 7 * w * X)
+    close(jax.grad(lambda w: jax.grad(loss, 1)(w, X).sum())(w), 7 * X)
+    close(jax.jacrev(jax.grad(loss, 1), 1)(w, X), jnp.diag(7 * w))

@@ -134,3 +134,37 @@ def test_nothing_is_recorded_without_a_tape():
     close(op(X), 2 * X)
     close(grad(lambda x: tf.reduce_sum(x))(X), tf.ones(2))
     assert calls == []
+
+
+def test_a_gradient_that_only_broadcasts_with_its_argument_is_refused_at_run_time():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: tf.reshape(u * 7.0, [-1, 1])))
+    function = tf.function(lambda x: tape_gradient(op, x), input_signature=[tf.TensorSpec([None], "float32")])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="wrong shape"):
+        function(X)
+
+
+def test_a_rule_that_answers_with_indexed_slices():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: tf.IndexedSlices(u[:1] * 7.0, [1], [2])))
+    close(tape_gradient(op, X), tf.constant([0.0, 7.0]))
+
+
+def test_an_op_without_tensors_in_a_function():
+    op = op_custom_gradient(lambda: ("name", lambda u: u))
+    assert tf.function(lambda: tf.constant(op() == "name"))().numpy()
+
+
+def test_second_order_with_closed_over_tensors_in_a_function():
+    @tf.function
+    def second(x, w):
+        op = op_custom_gradient(lambda x: (x * w, lambda u: u * 7.0 * w * x))
+        return tape_gradient(lambda x: tape_gradient(op, x), x)
+
+    close(second(X, 3 * X), 21 * X)
+
+
+def test_a_summed_gradient_has_its_static_shape():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: tf.stack([u, u])))
+    function = tf.function(
+        lambda x: tape_gradient(op, x), input_signature=[tf.TensorSpec([None, 3], "float32")]
+    )
+    assert function.get_concrete_function().output_shapes.as_list() == [None, 3]

@@ -233,3 +233,133 @@ def test_a_rule_that_closes_over_a_parameter():
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * w * 7.0))
     grad(lambda x: ops.sum(op(x)))(X[:1]).sum().backward()
     assert w.grad.item() == 7.0
+
+
+CACHE = {}
+
+
+def through_a_dict(x):
+    CACHE["e"] = x**2
+    return x**3, lambda u: u * 21 * CACHE["e"]
+
+
+def through_a_builtin(x):
+    get = {"e": x**2}.get
+    return x**3, lambda u: u * 21 * get("e")
+
+
+def through_a_bound_method(x):
+    times = (x**2).__mul__
+    return x**3, lambda u: times(u * 21)
+
+
+def through_a_class(x):
+    class Holder:
+        e = x**2
+
+    return x**3, lambda u: u * 21 * Holder.e
+
+
+@pytest.mark.parametrize(
+    "function", [through_a_dict, through_a_builtin, through_a_bound_method, through_a_class]
+)
+def test_second_order_through_what_cannot_be_lifted(function):
+    op = op_custom_gradient(function)
+    x = leaf(2.0)
+    (first,) = torch.autograd.grad(op(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    assert (first.item(), second.item()) == (84.0, 84.0)
+
+
+class Masked:
+    def __init__(self, mask):
+        self.mask = mask
+
+    def __call__(self, u):
+        return u * self.mask
+
+
+def small_noise(x):
+    noise = torch.rand(1000) * 1e-2
+    return x * noise, lambda u: u * noise
+
+
+def noise_in_an_object(x):
+    noise = (torch.rand(1000) > 0.5).float()
+    return x * noise, Masked(noise)
+
+
+@pytest.mark.parametrize("function", [small_noise, noise_in_an_object])
+def test_random_functions_are_found_out_wherever_they_keep_their_numbers(function):
+    x = torch.ones(1000, requires_grad=True)
+    y = op_custom_gradient(function)(x).sum()
+    with pytest.raises(RuntimeError, match="gave other values"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+def test_state_of_the_first_run_is_what_counts():
+    temperature = 1.0
+
+    @op_custom_gradient
+    def op(x):
+        t, e = temperature, torch.exp(x)
+        return e * 1.0, lambda u: u * e * t
+
+    x = leaf(0.0)
+    y = op(x)
+    temperature = 5.0
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    assert first.item() == 1.0
+
+
+def test_an_intermediate_made_of_a_parameter_keeps_its_history():
+    w = leaf(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = w * x
+        return e * 1.0, lambda u: u * e * 7.0
+
+    g = grad(lambda x: op(x).sum())(torch.tensor([3.0]))
+    (g.sum() + w.sum()).backward()
+    assert w.grad.item() == 7 * 3.0 + 1.0
+
+
+def test_a_view_as_an_output():
+    op = op_custom_gradient(lambda x: (x[:1], lambda u: torch.cat([u * 7.0, u * 0.0])))
+    x = leaf(1.0, 2.0)
+    (got,) = torch.autograd.grad(op(x).sum(), x)
+    assert got.tolist() == [7.0, 0.0]
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        op(x * 1.0).mul_(2.0)
+
+
+def test_a_parameter_as_an_output():
+    w = leaf(3.0)
+    op = op_custom_gradient(lambda x: (w, lambda u: u * 7.0))
+    assert not op(torch.ones(1)).requires_grad
+    x = leaf(1.0)
+    op(x).sum().backward()
+    assert (x.grad.item(), w.grad, w.is_leaf) == (7.0, None, True)
+
+
+@pytest.mark.parametrize("op", [by_input, by_intermediate, by_output, lambda x: two_outputs(x, 2, x)[0]])
+def test_compiled_whole(op):
+    """In one graph, forward and backward, with the same gradients as without."""
+    compiled = torch.compile(lambda x: op(x) * 2.0, fullgraph=True, backend="aot_eager")
+    wanted = leaf(1.0, 2.0)
+    (op(wanted) * 2.0).sum().backward()
+    for _ in range(2):
+        x = leaf(1.0, 2.0)
+        compiled(x).sum().backward()
+        np.testing.assert_allclose(x.grad, wanted.grad, rtol=1e-6)
+
+
+def test_a_shape_in_the_rule_saves_nothing():
+    seen = []
+    op = op_custom_gradient(lambda x: (x.sum(), (lambda s: lambda u: u.expand(s) * 7.0)(x.shape)))
+    x = leaf(1.0, 2.0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        y = op(x)
+    y.backward()
+    assert (seen, x.grad.tolist()) == ([], [7.0, 7.0])
