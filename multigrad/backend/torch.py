@@ -89,7 +89,7 @@ def _transforming() -> bool:
 
 def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if torch.compiler.is_dynamo_compiling():
-        return _Compiled.apply(call, *tensors)
+        return _Compiled.apply(call, *_distinct(tensors))
     if _transforming():
         return _apply_transforming(call, tensors)
     if torch.is_grad_enabled():
@@ -347,6 +347,15 @@ def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., 
 
 
 # -------------------------------------------------------------------------------- torch.compile
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Aliases where a tensor comes twice, which Dynamo (PyTorch 2.13) does not take."""
+    distinct: list[torch.Tensor] = []
+    for tensor in tensors:
+        twice = any([tensor is other for other in distinct])
+        distinct.append(tensor.view_as(tensor) if twice else tensor)
+    return distinct
 
 
 class _Compiled(torch.autograd.Function):
