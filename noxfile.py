@@ -74,9 +74,18 @@ def _only(backend: str) -> str:
     )
 
 
+# A user may lack a framework, of which the demo only says so. Here a missing one must fail the session.
+ALL_INSTALLED = (
+    "from multigrad.frameworks import DIFFERENTIATING, is_installed; "
+    "missing = [name for name in DIFFERENTIATING if not is_installed(name)]; "
+    "assert not missing, missing"
+)
+
+
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The demo, on all three frameworks in one environment."""
     frameworks = [*REQUIREMENTS["tensorflow"], *REQUIREMENTS["jax"], *REQUIREMENTS["torch"]]
     install(session, "--editable", ".[demo]", *frameworks)
+    session.run("python", "-c", ALL_INSTALLED)
     session.run("python", "-m", "multigrad", "demo", *session.posargs)

@@ -59,7 +59,11 @@ def value_and_grad(
     """The value of a function that returns a scalar, and its gradient.
 
     ```python
+    from keras import ops
+    import multigrad
+
     value, gradient = multigrad.value_and_grad(lambda x: ops.sum(x ** 2))(ops.array([3.0]))
+    print(value, gradient)  # 9.0, [6.]
     ```
 
     Arguments:

@@ -91,6 +91,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
     if type(obj) is types.FunctionType and (_CODES.get(id(obj.__code__)) or _read_code(obj)).flat:
         # Most rules close over tensors and atoms alone, and need no walk.
         tensors: list[Any] = []
+        places: list[int] = []
         cells: list[Any] = list(obj.__closure__ or ())
         for place, cell in enumerate(cells):
             try:
@@ -98,13 +99,14 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
             except ValueError:  # a name that is not bound yet
                 break
             if tensor_types[type(content)]:
-                cells[place] = len(tensors)
                 tensors.append(content)
+                places.append(place)
+                cells[place] = None
             elif not _ATOMS[type(content)]:
                 break
         else:
             if not (obj.__defaults__ or obj.__kwdefaults__):
-                flat = obj.__code__, obj.__globals__, cells
+                flat = obj.__code__, obj.__globals__, cells, places
                 return tensors, _FlatFunction(flat) if tensors else obj, False
     shared = frozenset(map(id, _cells(owner, set())))
     state = frozenset(_assigned_cells(obj, set()))
@@ -244,11 +246,9 @@ class _Function:
         self.extras = extras  # names, defaults, keyword defaults and attributes, where there are any
 
 
-class _FlatFunction(tuple[types.CodeType, dict[str, Any], list[Any]]):
-    """A function whose cells hold tensors and atoms alone: its code, its globals and its cells.
-
-    Of these each is the old function's, or the place of the tensor that stands in a new one.
-    """
+class _FlatFunction(tuple[types.CodeType, dict[str, Any], list[Any], list[int]]):
+    """A function whose cells hold tensors and atoms alone: its code, globals, cells, and the places of
+    those, None here, in which the tensors stood."""
 
     __slots__ = ()
 
@@ -372,11 +372,10 @@ def _method(parts: list[Any]) -> Any:
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
     """Build the object that `template` describes around `tensors`."""
     if type(template) is _FlatFunction:
-        code, scope, cells = template
+        code, scope, cells, places = template
         cells = cells.copy()
-        for place, cell in enumerate(cells):
-            if type(cell) is int:
-                cells[place] = types.CellType(tensors[cell])
+        for place, tensor in zip(places, tensors):  # noqa: B905 - others may come behind, for second order
+            cells[place] = types.CellType(tensor)
         return types.FunctionType(code, scope, None, None, tuple(cells))
     return _build(template, tensors, {})
 

@@ -8,10 +8,11 @@ from multigrad import backend
 from multigrad.answer import read
 from multigrad.binding import Binding, name_of, signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import Layout, Refused, split
-from multigrad.rule import FLAT, HYBRID, form_of, own_arguments
+from multigrad.leaves import ONE, Layout, Refused, split
+from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, own_arguments
 
 _framework = backend.active
+_TENSORS = _framework.TENSORS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -175,10 +176,14 @@ class Call:
         if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
             raise self._no_pair(returned)
         output, rule = returned
-        try:
-            outputs, self.output = split(output)
-        except Refused as refused:
-            raise refused.error(self.name, [("the output", output)]) from None
+        if _TENSORS[type(output)]:
+            outputs: Sequence[Any] = (output,)
+            self.output = ONE
+        else:
+            try:
+                outputs, self.output = split(output)
+            except Refused as refused:
+                raise refused.error(self.name, [("the output", output)]) from None
         self.form = form = form_of(self.name, rule, binding, len(outputs))
         if form == HYBRID:
             rule = functools.partial(rule, *values[: own_arguments(self.name, rule, binding)])
@@ -207,7 +212,7 @@ class Call:
             answer = rule(*upstream)
         else:
             whole = self.output.join_tensors_only(upstream)
-            answer = rule(upstream=whole) if self.form == HYBRID else rule(whole)
+            answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
         return read(self.name, answer, self.arguments, self.binding, self.specs, needed)
 
     def _no_pair(self, returned: Any) -> TypeError:

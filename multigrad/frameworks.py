@@ -34,8 +34,8 @@ def version_of(module: str) -> str:
     ```python
     from multigrad.frameworks import version_of
 
-    print(version_of("keras"))  # 3.15.1
-    print(version_of("tensorflow"))  # 2.21.0 (tensorflow-cpu)
+    print(version_of("keras"))  # such as 3.15.1
+    print(version_of("tensorflow"))  # such as 2.21.0 (tensorflow-cpu)
     ```
     """
     names = sorted(set(metadata.packages_distributions().get(module, ())))

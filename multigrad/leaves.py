@@ -108,7 +108,7 @@ def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -
     return tree.map_structure(lambda leaf: tensors[leaf] if type(leaf) is Slot else static(leaf), template)
 
 
-_ONE = _One(Slot(0))
+ONE = _One(Slot(0))
 _FLAT = [_Flat(tuple(map(Slot, range(count)))) for count in range(32)]
 
 
@@ -122,7 +122,7 @@ def split(structure: Any) -> tuple[Sequence[Any], Layout]:
         Refused: for a sparse or symbolic tensor, or one in a container that cannot be taken apart.
     """
     if _TENSORS[type(structure)]:
-        return (structure,), _ONE
+        return (structure,), ONE
     if type(structure) is tuple and len(structure) < len(_FLAT):
         for part in structure:
             if not _TENSORS[type(part)]:

@@ -29,7 +29,7 @@ Profile = tuple[str | None, int, float]
 """What a signature says: the form, None where the number of outputs must tell; how many positional
 parameters are required, `upstream` aside; and how many beside it a HYBRID rule takes."""
 
-_PROFILES: dict[types.CodeType, Profile] = {}
+_PROFILES: dict[tuple[types.CodeType, int, tuple[str, ...]], Profile] = {}
 _KEPT = 4096
 
 
@@ -64,22 +64,17 @@ def _keyword_defaults(rule: types.FunctionType) -> tuple[str, ...]:
 
 
 @backend.active.constant
-def _known_profile(code: types.CodeType) -> Profile | None:
-    return _PROFILES.get(code)
-
-
-@backend.active.constant
 def _profile_of_code(code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]) -> Profile:
     """The profile of every function that has this code and so many defaults."""
-    empty = tuple(types.CellType() for _ in code.co_freevars)
-    function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
-    function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
-    profile = _profile(inspect.signature(function))
-    if not defaults and not code.co_kwonlyargcount:
+    found = _PROFILES.get((code, defaults, keyword_defaults))
+    if found is None:
+        empty = tuple(types.CellType() for _ in code.co_freevars)
+        function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
+        function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
         if len(_PROFILES) >= _KEPT:
             _PROFILES.clear()
-        _PROFILES[code] = profile
-    return profile
+        found = _PROFILES[code, defaults, keyword_defaults] = _profile(inspect.signature(function))
+    return found
 
 
 def _profile(signature: inspect.Signature) -> Profile:
@@ -128,15 +123,12 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> str:
     Raises:
         TypeError: when `rule` is not callable or its signature is none of the forms.
     """
-    profile = None
-    if type(rule) is types.FunctionType and not (rule.__defaults__ or rule.__code__.co_kwonlyargcount):
-        # A rule is made anew in every call, and reading a signature costs as much as a small op.
-        profile = _known_profile(rule.__code__)
-    if profile is None:
-        profile = _profile_of(op, rule)
-    form, required, _ = profile
-    if form == WHOLE:
-        return form
+    if type(rule) is types.FunctionType:
+        # Most rules. To read a signature costs as much as a small op, and a rule is made in every call.
+        code = rule.__code__
+        if code.co_argcount == 1 and not (code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS):
+            return WHOLE
+    form, required, _ = _profile_of(op, rule)
     if form == HYBRID:
         if own_arguments(op, rule, binding) is not None:
             return form

@@ -10,7 +10,6 @@ import keras
 import pytest
 
 import multigrad
-import multigrad.backend
 import multigrad.demo
 from multigrad import doctor, frameworks
 from multigrad.cli import main
@@ -106,11 +105,6 @@ def test_the_active_backend_is_the_one_that_keras_takes(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------- frameworks
-
-
-def test_the_command_line_knows_the_backends_of_the_library():
-    assert frameworks.DIFFERENTIATING == multigrad.backend.DIFFERENTIATING
-    assert frameworks.FORWARD_ONLY == multigrad.backend.FORWARD_ONLY
 
 
 def test_a_folder_without_a_module_is_not_an_installed_framework(tmp_path, monkeypatch):

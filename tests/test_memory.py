@@ -4,11 +4,10 @@ import gc
 import threading
 import weakref
 
-import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, numpy
+from support import BACKEND, array, close
 
 from multigrad import grad, op_custom_gradient
 
@@ -115,28 +114,3 @@ def test_threads_do_not_disturb_each_other():
     for thread in threads:
         thread.join()
     assert not errors
-
-
-def test_a_variable_as_an_argument_gets_the_rules_gradient():
-    """In each backend's own way of differentiating variables."""
-    variable = keras.Variable(np.float32([2.0, 3.0]))
-    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0 * x)))
-    x = array(1.0, 10.0)
-    if BACKEND == "torch":
-        ops.sum(op(x, variable)).backward()
-        got = variable.value.grad
-    elif BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = ops.sum(op(x, variable))
-        got = tape.gradient(loss, variable.value)
-    else:
-        import jax
-
-        def loss(value):
-            with keras.StatelessScope(state_mapping=[(variable, value)]):
-                return ops.sum(op(x, variable))
-
-        got = jax.grad(loss)(variable.value)
-    assert numpy(got).tolist() == [5.0, 50.0]

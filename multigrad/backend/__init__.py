@@ -13,12 +13,9 @@ import keras
 import numpy as np
 
 from multigrad.closure import TypeSet
+from multigrad.frameworks import DIFFERENTIATING, FORWARD_ONLY
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-DIFFERENTIATING = ("tensorflow", "jax", "torch")
-FORWARD_ONLY = ("numpy", "openvino")
-
 
 Spec = tuple[Any, Any, Any]
 """What a tensor requires of its gradient: its shape and dtype, in the framework's own terms, and where

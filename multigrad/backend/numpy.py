@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from multigrad.backend import DIFFERENTIATING, Call, F
+from multigrad.backend import Call, F
 from multigrad.closure import TypeSet
+from multigrad.frameworks import DIFFERENTIATING
 
 TENSORS = TypeSet(np.ndarray)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)

@@ -117,10 +117,10 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, rule = call.run(tensors)
         residuals, template, opaque = lift(rule, TENSORS, call.f)
-        own, tied, computed, closed_over = _tie(tensors, outputs, residuals)
-        if closed_over:
-            ctx.depends_on_others = True
-        ctx.kept = call, template, tied, len(residuals), _mark_integers(ctx, own), opaque
+        own, tied, computed, integers = _tie(tensors, outputs, residuals)
+        if integers:
+            _mark_integers(ctx, own)
+        ctx.multigrad = call, template, tied, len(residuals), integers, opaque
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
@@ -132,7 +132,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, template, tied, count, integers, opaque = ctx.kept
+        call, template, tied, count, integers, opaque = ctx.multigrad
         saved = ctx.saved_tensors
         if integers:
             upstream = _of_floating(upstream)
@@ -156,30 +156,28 @@ def _tie(
     """Make the outputs the node's own, also where they stand among the residuals.
 
     Returns the outputs, the slots of these among the residuals, whether a residual was computed on the
-    way from inputs to outputs, and whether one is closed over and has a history of its own.
+    way from inputs to outputs, and whether there are outputs without a gradient.
     """
     own: list[torch.Tensor] = []
     known: dict[int, torch.Tensor] = {}
     tied: list[int] = []
-    computed = closed_over = False
+    computed = integers = False
     for tensor in inputs:
         known[id(tensor)] = tensor
     for output in outputs:
         alias = _alias(output, id(output) in known)
         own.append(alias)
-        if id(output) not in known:  # an output that is an input is the input
-            known[id(output)] = alias
+        known.setdefault(id(output), alias)  # an output that is an input is the input
+        if not _FLOATING[output.dtype]:
+            integers = True
     for slot, residual in enumerate(residuals):
-        tensor = known.get(id(residual))
-        if tensor is None:
-            if residual.requires_grad:
-                closed_over = True
-            elif _FLOATING[residual.dtype]:
-                computed = True
-        elif tensor is not residual:
+        tensor = known.get(id(residual), residual)
+        if tensor is not residual:
             residuals[slot] = tensor
             tied.append(slot)
-    return own, tied, computed, closed_over
+        elif not residual.requires_grad and _FLOATING[residual.dtype]:
+            computed = computed or id(residual) not in known
+    return own, tied, computed, integers
 
 
 def _alias(output: torch.Tensor, is_input: bool) -> torch.Tensor:
@@ -245,14 +243,9 @@ def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
     return torch.allclose(first, again, rtol=rounding, atol=rounding * scale, equal_nan=True)
 
 
-def _mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> bool:
-    """Tell PyTorch which outputs have no gradient: the integer ones and `others`. Whether there are any."""
-    for output in outputs:
-        if not _FLOATING[output.dtype]:
-            others = (*others, output)
-    if others:
-        ctx.mark_non_differentiable(*others)
-    return bool(others)
+def _mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> None:
+    """Tell PyTorch which outputs have no gradient: the integer ones and `others`."""
+    ctx.mark_non_differentiable(*[o for o in outputs if not _FLOATING[o.dtype]], *others)
 
 
 def _of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
@@ -405,19 +398,8 @@ _DEPTH = threading.local()
 """How many gradients of `value_and_grad` are being taken around this point of this thread."""
 
 
-def _closes_over_history(node: Any) -> bool:
-    """Whether the node is of an op whose function closes over a tensor with a history.
-
-    What the rule uses may be computed from it, which a second derivative goes through.
-    """
-    call: Any = getattr(node, "kept", (None,))[0]
-    if not hasattr(call, "f"):
-        return False  # no node of an op, or one whose rule uses nothing that the function computed
-    return any(tensor.requires_grad for tensor in lift(call.f, TENSORS, call.f)[0])
-
-
 def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool:
-    """Whether the graph of `value` reaches a leaf that is not one of `own`."""
+    """Whether `value`, or its gradient, depends on a leaf that is not one of `own`."""
     seen = set()
     nodes = [value.grad_fn]
     while nodes:
@@ -428,7 +410,18 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
         leaf = getattr(node, "variable", None)  # only the node of a leaf has one
         if leaf is not None and not any([leaf is tensor for tensor in own]):
             return True
-        if getattr(node, "depends_on_others", False) or _closes_over_history(node):  # a `_Node`
-            return True
         nodes.extend(parent for parent, _ in node.next_functions)
+        for tensor in _beside_inputs(node):
+            if tensor.requires_grad and tensor.grad_fn is None and not any([tensor is t for t in own]):
+                return True
+            nodes.append(tensor.grad_fn)
     return False
+
+
+def _beside_inputs(node: Any) -> list[torch.Tensor]:
+    """What the gradient of an op depends on beside its inputs: what the rule uses, and, where that was
+    computed by the function, what the function closes over."""
+    if not hasattr(node, "multigrad"):
+        return []
+    call, _, _, count, *_ = node.multigrad
+    return [*node.saved_tensors[:count], *(lift(call.f, TENSORS, call.f)[0] if hasattr(call, "f") else ())]

@@ -78,12 +78,7 @@ SECTIONS = {
 def problems_of(measured: Mapping[str, Measurements]) -> list[str]:
     """Each measurement that is not as expected, in words.
 
-    ```python
-    from multigrad.demo.report import problems_of
-
-    for problem in problems_of({"jax": measurements}):
-        print(problem)  # jax: square(square(square(2))), gradient: 1000, expected 1024
-    ```
+    One reads `jax: square(square(square(2))), gradient: 1000, expected 1024`.
 
     Arguments:
         measured: the measurements of each backend.

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import keras
 import pytest
 from support import close
 
@@ -88,6 +89,17 @@ def test_forward_mode_with_integers_and_complex_numbers():
     (out, following), (pushed, _) = jax.jvp(lambda z: op(z, index), (z,), (jnp.ones(2, "complex64"),))
     close((out, following), (z * 2j, index + 1))
     close(pushed, 14j * jnp.ones(2, "complex64"))
+
+
+def test_a_variable_as_an_argument_gets_the_rules_gradient():
+    variable = keras.Variable([2.0, 3.0])
+    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0 * x)))
+
+    def loss(value):
+        with keras.StatelessScope(state_mapping=[(variable, value)]):
+            return op(jnp.asarray([1.0, 10.0]), variable).sum()
+
+    close(jax.grad(loss)(variable.value), jnp.asarray([5.0, 50.0]))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import keras
 import pytest
 import tensorflow as tf
 from support import close
@@ -116,6 +117,14 @@ def test_a_variable_of_tensorflow():
     with tf.GradientTape() as tape:
         y = op(X, variable)
     close(tape.gradient(y, variable), tf.constant([5.0, 5.0]))
+
+
+def test_a_variable_of_keras():
+    variable = keras.Variable([2.0, 3.0])
+    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0 * x)))
+    with tf.GradientTape() as tape:
+        y = op(tf.constant([1.0, 10.0]), variable)
+    close(tape.gradient(y, variable.value), tf.constant([5.0, 50.0]))
 
 
 @pytest.mark.parametrize("op", [by_intermediate, by_output])

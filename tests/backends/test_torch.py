@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 
+import keras
 import numpy as np
 import pytest
 import torch
@@ -64,6 +65,13 @@ def test_a_closed_over_parameter_gets_no_plain_gradient():
     op(x).sum().backward()
     assert x.grad.item() == 7.0
     assert w.grad is None
+
+
+def test_a_variable_as_an_argument_gets_the_rules_gradient():
+    variable = keras.Variable(np.float32([2.0, 3.0]))
+    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0 * x)))
+    op(torch.tensor([1.0, 10.0]), variable).sum().backward()
+    assert variable.value.grad.tolist() == [5.0, 50.0]
 
 
 @pytest.mark.parametrize(

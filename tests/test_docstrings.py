@@ -1,0 +1,87 @@
+"""The examples in docstrings run, each for itself, and print what they say."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND
+
+import multigrad
+
+
+def modules():
+    """Each module of multigrad that has a place on the active backend."""
+    yield multigrad
+    for info in pkgutil.walk_packages(multigrad.__path__, "multigrad."):
+        package, _, name = info.name.rpartition(".")
+        if name != "__main__" and (package != "multigrad.backend" or name == BACKEND):
+            yield importlib.import_module(info.name)
+
+
+def documented(owner, module):
+    """An object, and the functions and classes that are defined in it."""
+    yield owner
+    for value in vars(owner).values():
+        function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
+        if (inspect.isfunction(function) or inspect.isclass(function)) and function.__module__ == module:
+            yield from documented(function, module)
+
+
+def examples():
+    for module in modules():
+        for owner in documented(module, module.__name__):
+            blocks = re.findall(
+                r"^```python\n(.*?)^```", inspect.getdoc(owner) or "", re.DOTALL | re.MULTILINE
+            )
+            name = getattr(owner, "__qualname__", "module")
+            for block in blocks:
+                marks = () if "grad(" in block else pytest.mark.forward
+                yield pytest.param(module, block, id=f"{module.__name__}:{name}", marks=marks)
+
+
+EXAMPLES = list(examples())
+
+
+def numbers(text):
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e[+-]\d+)?", text)]
+
+
+def check_output(example, output):
+    """Compare what was printed with the comments: one of lines, or a number or list behind a `print`."""
+    lines = re.findall(r"^# (.*)$", example, re.MULTILINE)
+    assert not lines or output.splitlines() == lines
+    said = numbers(" ".join(re.findall(r"^print\(.*\)  # ([-\d\[].*)$", example, re.MULTILINE)))
+    # A tensor prints more than its numbers, so those of the comments need only come in this order.
+    printed = iter(numbers(output))
+    assert all(any(number == wanted for number in printed) for wanted in said), (said, output)
+
+
+@pytest.mark.parametrize(("module", "example"), EXAMPLES)
+def test_an_example(module, example, capsys):
+    """It sees what a reader of its module sees, Keras, and a few tensors."""
+    x, y, u, v = (ops.array([1.0, number]) for number in (2.0, 3.0, 4.0, 5.0))
+    names = {"keras": keras, "ops": ops, "multigrad": multigrad, "np": np, "Tensor": type(x)}
+    exec(example, vars(module) | names | {"x": x, "y": y, "u": u, "v": v})
+    check_output(example, capsys.readouterr().out)
+
+
+@pytest.mark.forward
+def test_the_examples_are_found():
+    names = {example.id for example in EXAMPLES}
+    assert {"multigrad.calculus:grad", "multigrad.custom_gradient:op_custom_gradient"} <= names
+    assert {"multigrad.leaves:Layout", "multigrad.cli:main"} <= names
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("example", "output"),
+    [("print(y)  # 12.0", "7.0\n"), ("print(y)  # [3., 12.]", "[12. 3.]"), ("print(s)\n# a\n# b\n", "a\n")],
+)
+def test_a_wrong_comment_is_found(example, output):
+    with pytest.raises(AssertionError):
+        check_output(example, output)
