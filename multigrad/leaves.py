@@ -109,7 +109,8 @@ def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -
 
 
 ONE = _One(Slot(0))
-_FLAT = [_Flat(tuple(map(Slot, range(count)))) for count in range(32)]
+_FLAT: dict[tuple[type, ...], Layout] = {}  # the layout of tensors alone, by their types
+_KEPT = 4096
 
 
 def split(structure: Any) -> tuple[Sequence[Any], Layout]:
@@ -123,14 +124,18 @@ def split(structure: Any) -> tuple[Sequence[Any], Layout]:
     """
     if _TENSORS[type(structure)]:
         return (structure,), ONE
-    if type(structure) is tuple and len(structure) < len(_FLAT):
-        for part in structure:
-            if not _TENSORS[type(part)]:
-                break
-        else:
-            return structure, _FLAT[len(structure)]
+    if type(structure) is tuple:
+        layout = _FLAT.get(tuple(map(type, structure)))
+        if layout is not None:
+            return structure, layout
     tensors: list[Any] = []
-    return tensors, Layout(_split(structure, tensors))
+    template = _split(structure, tensors)
+    if type(template) is tuple and all([_TENSORS[type(part)] for part in structure]):
+        if len(_FLAT) >= _KEPT:
+            _FLAT.clear()
+        _FLAT[tuple(map(type, structure))] = layout = _Flat(template)
+        return structure, layout
+    return tensors, Layout(template)
 
 
 def _split(part: Any, tensors: list[Any]) -> Any:

@@ -159,35 +159,42 @@ def _tie(
     way from inputs to outputs, and whether there are outputs without a gradient.
     """
     own: list[torch.Tensor] = []
-    known: dict[int, torch.Tensor] = {}
     tied: list[int] = []
     computed = integers = False
-    for tensor in inputs:
-        known[id(tensor)] = tensor
     for output in outputs:
-        alias = _alias(output, id(output) in known)
-        own.append(alias)
-        known.setdefault(id(output), alias)  # an output that is an input is the input
+        own.append(_alias(output, inputs))
         if not _FLOATING[output.dtype]:
             integers = True
     for slot, residual in enumerate(residuals):
-        tensor = known.get(id(residual), residual)
-        if tensor is not residual:
-            residuals[slot] = tensor
-            tied.append(slot)
-        elif not residual.requires_grad and _FLOATING[residual.dtype]:
-            computed = computed or id(residual) not in known
+        if residual.requires_grad:
+            continue  # an input, or closed over: it has its history with it
+        for tensor in inputs:
+            if residual is tensor:
+                break  # an output that is an input is the input
+        else:
+            for output, alias in zip(outputs, own):  # noqa: B905 - as long as each other, and often run
+                if residual is output:
+                    residuals[slot] = alias
+                    tied.append(slot)
+                    break
+            else:
+                computed = computed or _FLOATING[residual.dtype]
     return own, tied, computed, integers
 
 
-def _alias(output: torch.Tensor, is_input: bool) -> torch.Tensor:
+def _alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor object that is this call's alone, so that it can be given this call's node.
 
     The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
     for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
     public name for it.)
     """
-    return output.view_as(output) if is_input or output._is_view() else output.detach()
+    if output._is_view():
+        return output.view_as(output)
+    for tensor in inputs:
+        if output is tensor:
+            return output.view_as(output)
+    return output.detach()
 
 
 def _run_again(
@@ -288,8 +295,7 @@ class _Transformed(torch.autograd.Function):
         known |= {id(other): len(tensors) + len(outputs) + i for i, other in enumerate(others)}
         found.outputs = len(outputs)
         found.places = [known[id(residual)] for residual in residuals]
-        inputs = set(map(id, tensors))
-        return tuple([_alias(tensor, id(tensor) in inputs) for tensor in (*outputs, *others)])
+        return tuple([_alias(tensor, tensors) for tensor in (*outputs, *others)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
