@@ -52,13 +52,12 @@ in_ring = ((radius > 0.4) & (radius < 0.8)).astype("float32")
 def fit(quantize):
     """Train on the ring: the accuracy, and how far the weights before the quantizer moved."""
     keras.utils.set_random_seed(0)
-    # With this bias the activations start inside the range, where they have a gradient.
-    hidden = keras.layers.Dense(32, bias_initializer=keras.initializers.Constant(0.5))
+    hidden = keras.layers.Dense(64, kernel_initializer=keras.initializers.RandomUniform(-1.0, 1.0))
     model = keras.Sequential([hidden, Quantize(quantize), keras.layers.Dense(1)])
     model.build(points.shape)
     before = ops.convert_to_numpy(hidden.kernel).copy()
     model.compile(
-        optimizer=keras.optimizers.Adam(0.02),
+        optimizer=keras.optimizers.Adam(0.01),
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
         metrics=[keras.metrics.BinaryAccuracy(threshold=0.0)],
     )
