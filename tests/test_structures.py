@@ -298,3 +298,16 @@ def test_a_symbolic_tensor():
 @pytest.mark.forward
 def test_the_pair_may_be_a_list():
     close(op_custom_gradient(lambda x: [x * 2.0, lambda u: u])(array(1.0)), array(2.0))
+
+
+def test_an_op_of_numbers_alone_has_no_gradient_through_it():
+    def through_object(w):
+        holder = Holder(w)
+        return op_custom_gradient(lambda x: (x * holder.w, lambda u: u * 7.0))(2.0)
+
+    def through_closure(w):
+        return op_custom_gradient(lambda x, n: (x * n * w, lambda u: (u * 7.0, None)))(2.0, 3)
+
+    for f in (through_object, through_closure):
+        close(grad(f)(3.0), array(0.0))
+        close(compiled(grad(f))(array(3.0)), array(0.0))

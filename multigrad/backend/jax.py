@@ -86,6 +86,8 @@ def concrete(tensor: Any) -> np.ndarray | None:
 def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     closed_over, template, opaque = lift(call.f, _TRACERS)
     inputs = [tensor if TENSORS[type(tensor)] else jnp.asarray(tensor) for tensor in tensors]
+    if not any([_FLOATING[x.dtype] for x in inputs]):
+        return [jax.lax.stop_gradient(output) for output in call.run(inputs)[0]]
     if opaque or call.has_objects():
         return _apply_as_it_stands(call, inputs)
     if not closed_over and not _any_traced(inputs):

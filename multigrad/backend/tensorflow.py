@@ -27,6 +27,10 @@ TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
 _GRADIENT = "MultigradRule"
 _RULES = "_multigrad_rules"
+_LOST = (
+    "the rule of an op was lost, because something, tf.vectorized_map perhaps, copied its operations. "
+    "Take the gradient inside of it."
+)
 
 
 def library_code(function: F) -> F:
@@ -88,6 +92,8 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     outputs, rule = call.run(tensors)
     if not outputs or (eager and not record.could_possibly_record()):
         return outputs
+    if not any([is_differentiable(tensor) for tensor in tensors]):
+        return [tf.stop_gradient(output) for output in outputs]  # of what the function closes over
     residuals, template, _ = lift(rule, TENSORS, call.f)
     own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
@@ -122,7 +128,8 @@ def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """The same in a graph, by one operation whose gradient is the rule."""
     graph = tf.compat.v1.get_default_graph()
     with graph.gradient_override_map({"IdentityN": _GRADIENT}), record.stop_recording():
-        return list(tf.raw_ops.IdentityN(input=[*outputs, *tensors]))
+        guarded = [tf.raw_ops.PreventGradient(input=output, message=_LOST) for output in outputs]
+        return list(tf.raw_ops.IdentityN(input=[*guarded, *tensors]))
 
 
 def _record_in_graph(

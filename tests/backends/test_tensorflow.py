@@ -177,3 +177,15 @@ def test_a_summed_gradient_has_its_static_shape():
         lambda x: tape_gradient(op, x), input_signature=[tf.TensorSpec([None, 3], "float32")]
     )
     assert function.get_concrete_function().output_shapes.as_list() == [None, 3]
+
+
+@pytest.mark.filterwarnings("ignore:.*while_loop for converting")
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_vectorized_map(wrap):
+    """A tape inside keeps the rule. Around it, TensorFlow copies operations without their gradients."""
+    close(tf.vectorized_map(by_intermediate, X), X**3)
+    close(wrap(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_intermediate, x), x))(X), 21 * X**2)
+    with pytest.raises(LookupError, match="the rule of an op was lost"):
+        wrap(lambda x: tape_gradient(lambda x: tf.vectorized_map(by_intermediate, x), x))(X)
+    with pytest.raises(LookupError, match="the rule of an op was lost"):
+        tape_gradient(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_output, x), x), X)
