@@ -220,9 +220,6 @@ class _Slot(int):
     """The place of one tensor among those that were lifted."""
 
 
-_SLOTS = [_Slot(place) for place in range(64)]
-
-
 class _Made(NamedTuple):
     """A container, partial or method that is made anew from its parts."""
 

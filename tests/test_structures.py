@@ -133,7 +133,17 @@ def test_integers_have_no_gradient():
     close(grad(loss)(ONES), 7 * ONES)
 
 
-@pytest.mark.parametrize("zero", [None, 0, lambda i: ops.zeros_like(i), lambda i: np.zeros(2)])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        None,
+        0,
+        lambda i: ops.zeros_like(i),
+        lambda i: np.zeros(2),
+        lambda i: ops.zeros(2),
+        lambda i: ops.zeros(2, "bfloat16"),
+    ],
+)
 def test_zero_stands_for_an_integers_gradient(zero):
     @op_custom_gradient
     def op(index, x):

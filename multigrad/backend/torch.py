@@ -3,7 +3,8 @@
 The native way to bind a custom derivative is a `torch.autograd.Function`: `forward` computes and saves
 residuals on `ctx`, `backward` reads them. It deviates here in three things.
 
-- The function runs before the node exists, so that what it runs decides what the node's inputs are.
+- What is saved are the tensors of the rule's closure, and the rule is made anew around them: PyTorch sees
+  every residual, and no output stands in a cycle with its node.
 - A second derivative goes through what the rule closed over. An input or an output there comes back from
   `ctx.saved_tensors` with its history; for an intermediate the function runs once more on the saved
   inputs, recorded this time, and only when the backward pass is itself being recorded.
@@ -75,7 +76,8 @@ def conform(gradient: torch.Tensor, spec: Spec) -> torch.Tensor:
 def concrete(tensor: torch.Tensor) -> np.ndarray | None:
     if _transforming() or torch.compiler.is_compiling():
         return None
-    return tensor.detach().to("cpu", torch.complex128 if tensor.dtype.is_complex else None).numpy()
+    wide = torch.complex128 if tensor.dtype.is_complex else torch.float64  # NumPy has no bfloat16
+    return tensor.detach().to("cpu", wide if _FLOATING[tensor.dtype] else None).numpy()
 
 
 def _transforming() -> bool:

@@ -371,3 +371,12 @@ def test_a_shape_in_the_rule_saves_nothing():
         y = op(x)
     y.backward()
     assert (seen, x.grad.tolist()) == ([], [7.0, 7.0])
+
+
+def test_an_input_that_was_changed_in_place_is_an_error():
+    """Where a second derivative would need it; the hand-written node of the first order does not."""
+    x = leaf(1.0, 2.0) * 1.0
+    y = by_intermediate(x).sum()
+    x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
