@@ -46,13 +46,15 @@ def read(
     """
     if arguments.flat:
         # The usual call: every argument is a tensor, and every entry the gradient of one.
-        entries = (answer,) if _TENSORS[type(answer)] else answer
-        if type(entries) in _SEQUENCES and len(entries) == len(specs):
-            for entry, spec in zip(entries, specs):  # noqa: B905 - as long as each other, and often run
-                if not spec or not _TENSORS[type(entry)] or (entry.shape, entry.dtype, None) != spec:
+        if _TENSORS[type(answer)]:
+            if len(specs) == 1 and (answer.shape, answer.dtype, None) == specs[0]:
+                return (answer,)
+        elif type(answer) in _SEQUENCES and len(answer) == len(specs):
+            for entry, spec in zip(answer, specs):  # noqa: B905 - as long as each other, and often run
+                if not _TENSORS[type(entry)] or (entry.shape, entry.dtype, None) != spec:
                     break
             else:
-                return entries
+                return answer
     return _Reader(op, arguments, binding, specs).read(answer, needed)
 
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class Binding:
         """How many of the arguments are positional."""
         return self.count - len(self.keywords)
 
-    def call(self, function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+    def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Call `function` with `values` as they were bound."""
         if not self.keywords:
             return function(*values)
@@ -57,7 +57,7 @@ class Signature(HoldsNoTensor):
     ```
     """
 
-    __slots__ = ("_full", "inspected", "positional", "variadic")
+    __slots__ = ("full", "inspected", "positional", "variadic")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.inspected = inspect.signature(function)
@@ -66,7 +66,7 @@ class Signature(HoldsNoTensor):
         self.variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
         # Where nothing but these positional parameters can come, a full tuple needs no binding.
         plain = len(self.positional) == len(parameters)
-        self._full = Binding(self, len(parameters), len(parameters)) if plain else None
+        self.full = Binding(self, len(parameters), len(parameters)) if plain else None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Binding]:
         """Bind a call's arguments, defaults applied.
@@ -74,8 +74,8 @@ class Signature(HoldsNoTensor):
         Raises:
             TypeError: for an argument that is missing or too much, in Python's own words.
         """
-        if self._full is not None and len(args) == self._full.count and not kwargs:
-            return args, self._full
+        if self.full is not None and len(args) == self.full.count and not kwargs:
+            return args, self.full
         bound = self.inspected.bind(*args, **kwargs)
         positional = [place for place, name in enumerate(self.positional) if name in bound.arguments]
         given = max(len(args), positional[-1] + 1 if positional else 0)

@@ -8,7 +8,7 @@ from multigrad import backend
 from multigrad.answer import read
 from multigrad.binding import Binding, name_of, signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import ONE, Layout, Refused, split
+from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, split
 from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, own_arguments
 
 _framework = backend.active
@@ -130,17 +130,23 @@ def op_custom_gradient(
     signature = signature_of(f)
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        try:
-            values, binding = signature.bind(args, kwargs)
-        except TypeError as error:
-            raise TypeError(f"{title}: {error}") from error
-        try:
-            tensors, arguments = split(values)
-        except Refused as refused:
-            raise refused.error(title, zip(binding.names(), values, strict=True)) from None
+        binding = signature.full
+        values: tuple[Any, ...] = args
+        if binding is None or kwargs or len(args) != binding.count:
+            try:
+                values, binding = signature.bind(args, kwargs)
+            except TypeError as error:
+                raise TypeError(f"{title}: {error}") from error
+        tensors: Sequence[Any] = values
+        arguments = FLAT_LAYOUTS.get(tuple(map(type, values)))
+        if arguments is None:
+            try:
+                tensors, arguments = split(values)
+            except Refused as refused:
+                raise refused.error(title, zip(binding.names(), values, strict=True)) from None
         call = Call(title, f, binding, arguments, forward_mode)
         outputs = _framework.apply(call, tensors)
-        return call.output.join(outputs)
+        return outputs[0] if call.output is ONE else call.output.join(outputs)
 
     return functools.update_wrapper(_framework.library_code(op), f)
 
@@ -171,8 +177,9 @@ class Call:
     ) -> tuple[Sequence[Any], Callable[..., Any]]:
         """The flat outputs of the function, and its rule; `f` stands in for one with another closure."""
         binding = self.binding
-        values = self.arguments.join(tensors)
-        returned = binding.call(f or self.f, values)
+        values = tensors if self.arguments.flat else self.arguments.join(tensors)
+        function = f or self.f
+        returned = binding.call(function, values) if binding.keywords else function(*values)
         if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
             raise self._no_pair(returned)
         output, rule = returned
@@ -211,7 +218,7 @@ class Call:
         if self.form == FLAT:
             answer = rule(*upstream)
         else:
-            whole = self.output.join_tensors_only(upstream)
+            whole = upstream[0] if self.output is ONE else self.output.join_tensors_only(upstream)
             answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
         return read(self.name, answer, self.arguments, self.binding, self.specs, needed)
 

@@ -109,7 +109,7 @@ def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -
 
 
 ONE = _One(Slot(0))
-_FLAT: dict[tuple[type, ...], Layout] = {}  # the layout of tensors alone, by their types
+FLAT_LAYOUTS: dict[tuple[type, ...], Layout] = {}  # the layouts of tensors alone, by their types
 _KEPT = 4096
 
 
@@ -125,15 +125,15 @@ def split(structure: Any) -> tuple[Sequence[Any], Layout]:
     if _TENSORS[type(structure)]:
         return (structure,), ONE
     if type(structure) is tuple:
-        layout = _FLAT.get(tuple(map(type, structure)))
+        layout = FLAT_LAYOUTS.get(tuple(map(type, structure)))
         if layout is not None:
             return structure, layout
     tensors: list[Any] = []
     template = _split(structure, tensors)
     if type(template) is tuple and all([_TENSORS[type(part)] for part in structure]):
-        if len(_FLAT) >= _KEPT:
-            _FLAT.clear()
-        _FLAT[tuple(map(type, structure))] = layout = _Flat(template)
+        if len(FLAT_LAYOUTS) >= _KEPT:
+            FLAT_LAYOUTS.clear()
+        FLAT_LAYOUTS[tuple(map(type, structure))] = layout = _Flat(template)
         return structure, layout
     return tensors, Layout(template)
 
