@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
@@ -132,7 +131,8 @@ def _position(name: str, place: int, count: int) -> int:
 
 def _differentiable(name: str, position: int, leaf: Any) -> Any:
     """A leaf of an argument as a tensor that has a gradient."""
-    if ops.is_tensor(leaf) or isinstance(leaf, (keras.Variable, np.ndarray, np.generic, float, complex)):
+    numbers = backend.active.CONVERTIBLE[type(leaf)] or isinstance(leaf, (float, complex))
+    if numbers or ops.is_tensor(leaf):
         tensor = backend.active.as_tensor(leaf)
         if _is_inexact(tensor):
             return tensor

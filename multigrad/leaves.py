@@ -26,7 +26,7 @@ def _kind(leaf: Any) -> int:
     kind = type(leaf)
     found = _KINDS.get(kind)
     if found is None:
-        if backend.active.TENSORS[kind]:
+        if _TENSORS[kind]:
             found = _TENSOR
         elif issubclass(kind, keras.KerasTensor):
             found = _SYMBOLIC

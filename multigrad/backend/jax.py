@@ -85,13 +85,13 @@ def concrete(tensor: Any) -> np.ndarray | None:
 
 def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     closed_over, template, opaque = lift(call.f, _TRACERS)
-    inputs = [tensor if TENSORS[type(tensor)] else jnp.asarray(tensor) for tensor in tensors]
+    inputs = list(tensors)
     if not any([_FLOATING[x.dtype] for x in inputs]):
-        return [jax.lax.stop_gradient(output) for output in call.run(inputs)[0]]
+        return _without_gradient(call.run(inputs)[0])
     if opaque or call.has_objects():
         return _apply_as_it_stands(call, inputs)
     if not closed_over and not _any_traced(inputs):
-        return _untraced(call.run(inputs)[0])
+        return _without_gradient(call.run(inputs)[0])
 
     def run(inputs: list[Any], closed: list[Any], differentiated: bool) -> _Step:
         outputs, rule = call.run(inputs, restore(template, closed))
@@ -112,8 +112,8 @@ def _apply_as_it_stands(call: Call, inputs: list[Any]) -> Sequence[Any]:
     return _tie(inputs, list(outputs), _residuals(call, inputs, outputs, rule), call.forward_mode)
 
 
-def _untraced(outputs: Sequence[Any]) -> list[Any]:
-    """Outputs of a function of no tracers: one that it reached all the same has no gradient through it."""
+def _without_gradient(outputs: Sequence[Any]) -> list[Any]:
+    """Outputs that no rule answers for: a tracer that the function reached has no gradient through it."""
     return [jax.lax.stop_gradient(o) if _TRACERS[type(o)] else o for o in outputs]
 
 
@@ -219,6 +219,11 @@ def _scatter(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
     return [next(remaining) if marked else None for marked in where]
 
 
+def _arrays(values: Sequence[Any]) -> list[Any]:
+    """Python numbers, which come back as such from where JAX traced them, as arrays."""
+    return [value if TENSORS[type(value)] else jnp.asarray(value) for value in values]
+
+
 def _conjugate(arrays: Sequence[Any]) -> list[Any]:
     """Between JAX's cotangents and the gradients of the other frameworks, either way."""
     return [a.conj() if a is not None and _COMPLEX[a.dtype] else a for a in arrays]
@@ -268,9 +273,7 @@ def _op(
     def fwd(inputs: list[Any], rest: Any) -> tuple[list[Any], _Residuals]:
         needed = [leaf.perturbed for leaf in inputs]
         inputs, rest = jax.custom_derivatives.custom_vjp_primal_tree_values((inputs, rest))
-        # Python numbers come back as such where they were traced before.
-        inputs = [x if TENSORS[type(x)] else jnp.asarray(x) for x in inputs]
-        return differentiated(inputs, rest, needed)
+        return differentiated(_arrays(inputs), rest, needed)
 
     def bwd(residuals: _Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
         return _conjugate(residuals(_upstream(cotangents))), None
@@ -288,7 +291,7 @@ def _with_jvp(
 
     def jvp(primals: tuple[list[Any], Any], tangents: Any) -> tuple[list[Any], list[Any]]:
         inputs, rest = primals
-        inputs = [x if TENSORS[type(x)] else jnp.asarray(x) for x in inputs]
+        inputs = _arrays(inputs)
         outputs, residuals = differentiated(inputs, rest, [True] * len(inputs))
         floating = [is_differentiable(output) for output in outputs]
 

@@ -142,6 +142,7 @@ class _Node(torch.autograd.Function):
         if len(saved) == count or not torch.is_grad_enabled():
             return None, *call.pull(restore(template, saved), upstream, needed)
         again, residuals = _run_again(call, saved[:count], saved[count:], tied)
+        _require_alike(call, saved[:count], residuals)
         if not opaque:
             return None, *call.pull(restore(template, residuals), upstream, needed)
         # What the rule reaches through an object has its history in the second run's rule alone.
@@ -200,27 +201,27 @@ def _alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor
 
 
 def _run_again(
-    call: Call,
-    residuals: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    known: Sequence[int],
+    call: Call, residuals: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], known: Sequence[int]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """The residuals with the history of how they came from the inputs, and the second run's template.
+    """The template of a second run's rule, and residuals with the history of how they came from the inputs.
 
     The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
     `known` have their history already.
     """
     _, rule = call.run(tensors)
     again, template, _ = lift(rule, TENSORS, call.f)
-    fresh = _with_history(again, residuals, known)
-    _require_alike(call, residuals, fresh if len(again) == len(residuals) else again)
-    return template, fresh
+    if len(again) != len(residuals):
+        raise _not_repeatable(call)
+    return template, [residuals[slot] if slot in known else new for slot, new in enumerate(again)]
 
 
 def _require_alike(call: Call, first: Sequence[Any], again: Sequence[Any]) -> None:
-    if len(first) == len(again) and all(map(_alike, first, again)):
-        return
-    raise RuntimeError(
+    if not all(map(_alike, first, again)):
+        raise _not_repeatable(call)
+
+
+def _not_repeatable(call: Call) -> RuntimeError:
+    return RuntimeError(
         message(
             call.name,
             "the function gave other values when it ran again for a second derivative",
@@ -229,14 +230,6 @@ def _require_alike(call: Call, first: Sequence[Any], again: Sequence[Any]) -> No
             mend="draw random numbers outside the function, and pass them and other state as arguments",
         )
     )
-
-
-def _with_history(
-    fresh: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor], known: Sequence[int]
-) -> list[torch.Tensor]:
-    """The residuals of a second run, and in the slots `known` those of the first."""
-    pairs = enumerate(zip(residuals, fresh, strict=False))
-    return [residual if slot in known else new for slot, (residual, new) in pairs]
 
 
 def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
@@ -277,6 +270,7 @@ class _Found:
     `places` says for each residual where it stands among inputs, outputs and the other residuals.
     """
 
+    opaque: bool
     outputs: int
     places: list[int]
     template: Any
@@ -290,7 +284,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, found: _Found, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, rule = call.run(tensors)
-        residuals, found.template, _ = lift(rule, TENSORS, call.f)
+        residuals, found.template, found.opaque = lift(rule, TENSORS, call.f)
         known = {id(output): len(tensors) + i for i, output in enumerate(outputs)}
         known |= {id(tensor): i for i, tensor in enumerate(tensors)}
         others = [residual for residual in residuals if id(residual) not in known]
@@ -340,11 +334,10 @@ def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., 
     found, others = ctx.found, ctx.inputs + ctx.found.outputs
     residuals = [saved[place] for place in found.places]
     known = [slot for slot, place in enumerate(found.places) if place < others]
-    if len(known) == len(residuals) or not torch.is_grad_enabled():
+    whole = len(known) == len(residuals) and not found.opaque
+    if whole or not torch.is_grad_enabled():
         return restore(found.template, residuals)
-    _, rule = ctx.call.run(saved[: ctx.inputs])
-    again, template, _ = lift(rule, TENSORS, ctx.call.f)
-    return restore(template, _with_history(again, residuals, known))
+    return restore(*_run_again(ctx.call, residuals, saved[: ctx.inputs], known))
 
 
 # -------------------------------------------------------------------------------- torch.compile

@@ -14,6 +14,14 @@ from support import close
 from multigrad import grad, op_custom_gradient
 
 
+class Masked:
+    def __init__(self, mask):
+        self.mask = mask
+
+    def __call__(self, u):
+        return u * self.mask
+
+
 @op_custom_gradient
 def by_intermediate(x):
     e = x**2
@@ -173,7 +181,12 @@ def test_gradcheck_of_both_orders():
 X = torch.tensor([1.0, 2.0])
 
 
-@pytest.mark.parametrize("op", [by_intermediate, by_input])
+@op_custom_gradient
+def by_object(x):
+    return x**3, Masked(21 * x**2)
+
+
+@pytest.mark.parametrize("op", [by_intermediate, by_input, by_object])
 def test_torch_func(op):
     """By the rule the first derivative is 21 x^2; what follows differentiates that."""
     func = torch.func
@@ -277,14 +290,6 @@ def test_second_order_through_what_cannot_be_lifted(function):
     (first,) = torch.autograd.grad(op(x), x, create_graph=True)
     (second,) = torch.autograd.grad(first, x)
     assert (first.item(), second.item()) == (84.0, 84.0)
-
-
-class Masked:
-    def __init__(self, mask):
-        self.mask = mask
-
-    def __call__(self, u):
-        return u * self.mask
 
 
 def small_noise(x):
