@@ -10,7 +10,6 @@ from keras import ops
 import multigrad
 from multigrad.demo import experiments
 from multigrad.demo.report import SECTIONS, problems_of, show
-from multigrad.frameworks import FORWARD_ONLY
 
 ROWS = {row.key: row for rows in SECTIONS.values() for row in rows}
 
@@ -49,15 +48,9 @@ WRONG = [
     ("digits.moved", math.nan),
 ]
 
-needs_gradients = pytest.mark.skipif(
-    keras.backend.backend() in FORWARD_ONLY, reason="NumPy and OpenVINO compute no gradients"
-)
-
-
 # --------------------------------------------------------------------------------------- experiments
 
 
-@needs_gradients
 @pytest.mark.parametrize("experiment", [experiments.log1pexp_at_100, experiments.chain_of_squares])
 def test_the_exact_experiments_measure_what_is_expected(experiment):
     measured = experiment()
@@ -71,21 +64,18 @@ def test_quantize_rounds_to_eight_levels():
     np.testing.assert_allclose(np.unique(levels), np.arange(8) / 7, rtol=1e-6)
 
 
-@needs_gradients
 def test_quantize_passes_the_gradient_inside_the_range():
     x = np.array([-0.5, 0.1, 0.52, 0.9, 1.5], "float32")
     gradient = multigrad.grad(lambda x: ops.sum(5.0 * experiments.quantize(x, 3)))(x)
     np.testing.assert_array_equal(ops.convert_to_numpy(gradient), [0.0, 5.0, 5.0, 5.0, 0.0])
 
 
-@needs_gradients
 def test_plain_rounding_has_no_gradient():
     x = np.array([-0.5, 0.1, 0.52, 0.9, 1.5], "float32")
     gradient = multigrad.grad(lambda x: ops.sum(5.0 * ops.round(7.0 * x) / 7.0))(x)
     np.testing.assert_array_equal(ops.convert_to_numpy(gradient), np.zeros(5))
 
 
-@needs_gradients
 def test_weights_below_the_quantizer_learn_in_fit():
     assert movement_below(experiments.Quantize(3)) > 0.0
 

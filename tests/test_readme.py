@@ -3,15 +3,9 @@
 import re
 from pathlib import Path
 
-import keras
-import pytest
-
-from multigrad.frameworks import FORWARD_ONLY
-
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.mark.skipif(keras.backend.backend() in FORWARD_ONLY, reason="NumPy and OpenVINO compute no gradients")
 def test_the_python_blocks_run(capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 4
