@@ -9,10 +9,14 @@ residuals on `ctx`, `backward` reads them. It deviates here in three things.
   `ctx.saved_tensors` with its history; for an intermediate the function runs once more on the saved
   inputs, recorded this time, and only when the backward pass is itself being recorded.
 - Inside torch.func, forward mode and torch.compile, a Function of the kind that each of them accepts.
+
+A rule runs under the autocast of its function, wherever the backward pass is called, as by
+`torch.amp.custom_fwd` and `custom_bwd`: it expects the dtypes that the function met.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -109,6 +113,37 @@ def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[t
     return [output.detach() if recorded and output.requires_grad else output for output in outputs]
 
 
+# --------------------------------------------------------------------------------------- autocast
+
+_Autocast = tuple[torch.dtype | None, torch.dtype | None] | None
+"""To which dtype autocast casts on the CPU and on the accelerator, None where it does not."""
+
+_accelerator = torch.accelerator.current_accelerator()
+_DEVICES = "cpu", "cpu" if _accelerator is None else _accelerator.type
+
+# Private: the public way (PyTorch 2.13) asks for one device at a time, at twice the cost.
+_is_autocast_anywhere = torch._C._is_any_autocast_enabled
+
+
+def _autocast() -> _Autocast:
+    """The autocast of this place in the program."""
+    if not _is_autocast_anywhere():
+        return None
+    cpu, other = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
+    return cpu, other
+
+
+@contextlib.contextmanager
+def _autocasting(autocast: _Autocast) -> Iterator[None]:
+    """The autocast of another place, here."""
+    cpu, other = autocast or (None, None)
+    with (
+        torch.autocast(_DEVICES[0], dtype=cpu, enabled=cpu is not None),
+        torch.autocast(_DEVICES[1], dtype=other, enabled=other is not None),
+    ):
+        yield
+
+
 # ------------------------------------------------------------------------------------------ eager
 
 
@@ -122,7 +157,7 @@ class _Node(torch.autograd.Function):
         own, tied, computed, integers = _tie(tensors, outputs, residuals)
         if integers:
             _mark_integers(ctx, own)
-        ctx.multigrad = call, template, tied, len(residuals), integers, opaque
+        ctx.multigrad = call, template, tied, len(residuals), integers, opaque, _autocast()
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
@@ -134,7 +169,10 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, template, tied, count, integers, opaque = ctx.multigrad
+        call, template, tied, count, integers, opaque, autocast = ctx.multigrad
+        if autocast != _autocast():
+            with _autocasting(autocast):
+                return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
         if integers:
             upstream = _of_floating(upstream)
@@ -270,6 +308,7 @@ class _Found:
     `places` says for each residual where it stands among inputs, outputs and the other residuals.
     """
 
+    autocast: "_Autocast"
     opaque: bool
     outputs: int
     places: list[int]
@@ -289,6 +328,7 @@ class _Transformed(torch.autograd.Function):
         known |= {id(tensor): i for i, tensor in enumerate(tensors)}
         others = [residual for residual in residuals if id(residual) not in known]
         known |= {id(other): len(tensors) + len(outputs) + i for i, other in enumerate(others)}
+        found.autocast = _autocast()
         found.outputs = len(outputs)
         found.places = [known[id(residual)] for residual in residuals]
         return tuple([_alias(tensor, tensors) for tensor in (*outputs, *others)])
@@ -303,9 +343,10 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        rule = _transformed_rule(ctx, ctx.saved_tensors)
-        own = _of_floating(upstream[: ctx.found.outputs])
-        return None, None, *ctx.call.pull(rule, own, ctx.needs_input_grad[2:])
+        with _autocasting(ctx.found.autocast):
+            rule = _transformed_rule(ctx, ctx.saved_tensors)
+            own = _of_floating(upstream[: ctx.found.outputs])
+            return None, None, *ctx.call.pull(rule, own, ctx.needs_input_grad[2:])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -359,12 +400,14 @@ class _Compiled(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, ctx.rule = call.run(tensors)
         ctx.call = call
+        ctx.autocast = _autocast()
         _mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.call.pull(ctx.rule, _of_floating(upstream), ctx.needs_input_grad[1:])
+        with _autocasting(ctx.autocast):
+            return None, *ctx.call.pull(ctx.rule, _of_floating(upstream), ctx.needs_input_grad[1:])
 
 
 # ------------------------------------------------------------------------------------- gradients
