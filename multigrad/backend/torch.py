@@ -154,10 +154,10 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, rule = call.run(tensors)
         residuals, template, opaque = lift(rule, TENSORS, call.f)
-        own, tied, computed, integers = _tie(tensors, outputs, residuals)
+        own, tied, beside, computed, integers = _tie(tensors, outputs, residuals)
         if integers:
             _mark_integers(ctx, own)
-        ctx.multigrad = call, template, tied, len(residuals), integers, opaque, _autocast()
+        ctx.multigrad = call, template, tied, len(residuals), integers, opaque, _autocast(), beside
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
@@ -169,7 +169,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, template, tied, count, integers, opaque, autocast = ctx.multigrad
+        call, template, tied, count, integers, opaque, autocast, _ = ctx.multigrad
         if autocast != _autocast():
             with _autocasting(autocast):
                 return _Node.backward(ctx, *upstream)
@@ -193,26 +193,29 @@ class _Node(torch.autograd.Function):
 
 def _tie(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[int], bool, bool]:
+) -> tuple[list[torch.Tensor], list[int], list[Any], bool, bool]:
     """Make the outputs the node's own, also where they stand among the residuals.
 
-    Returns the outputs, the slots of these among the residuals, whether a residual was computed on the
-    way from inputs to outputs, and whether there are outputs without a gradient.
+    Returns the outputs, the slots of these among the residuals, the nodes of residuals that were closed
+    over with their history, whether a residual was computed on the way from inputs to outputs, and whether
+    there are outputs without a gradient.
     """
     own: list[torch.Tensor] = []
     tied: list[int] = []
+    beside: list[Any] = []
     computed = integers = False
     for output in outputs:
         own.append(_alias(output, inputs))
         if not _FLOATING[output.dtype]:
             integers = True
     for slot, residual in enumerate(residuals):
-        if residual.requires_grad:
-            continue  # an input, or closed over: it has its history with it
         for tensor in inputs:
             if residual is tensor:
                 break  # an output that is an input is the input
         else:
+            if residual.requires_grad:
+                beside.append(_node_of(residual))
+                continue
             for output, alias in zip(outputs, own):  # noqa: B905 - as long as each other, and often run
                 if residual is output:
                     residuals[slot] = alias
@@ -220,7 +223,7 @@ def _tie(
                     break
             else:
                 computed = computed or _FLOATING[residual.dtype]
-    return own, tied, computed, integers
+    return own, tied, beside, computed, integers
 
 
 def _alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -455,17 +458,22 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
         if leaf is not None and not any([leaf is tensor for tensor in own]):
             return True
         nodes.extend(parent for parent, _ in node.next_functions)
-        for tensor in _beside_inputs(node):
-            if tensor.requires_grad and tensor.grad_fn is None and not any([tensor is t for t in own]):
-                return True
-            nodes.append(tensor.grad_fn)
+        nodes.extend(_beside_inputs(node))
     return False
 
 
-def _beside_inputs(node: Any) -> list[torch.Tensor]:
-    """What the gradient of an op depends on beside its inputs: what the rule uses, and, where that was
-    computed by the function, what the function closes over."""
+def _beside_inputs(node: Any) -> list[Any]:
+    """The nodes of what the gradient of an op depends on beside its inputs: what the rule uses, and, where
+    that was computed by the function, what the function closes over.
+
+    Nothing is asked for its saved tensors: under a checkpoint that would run the function again.
+    """
     if not hasattr(node, "multigrad"):
         return []
-    call, _, _, count, *_ = node.multigrad
-    return [*node.saved_tensors[:count], *(lift(call.f, TENSORS, call.f)[0] if hasattr(call, "f") else ())]
+    call, *_, beside = node.multigrad
+    closed_over = lift(call.f, TENSORS, call.f)[0] if hasattr(call, "f") else []
+    return [*beside, *[_node_of(tensor) for tensor in closed_over if tensor.requires_grad]]
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor).node
