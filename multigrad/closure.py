@@ -88,26 +88,26 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
         The tensors; the rest as a template for `restore`, which is the object itself where there are
         none; and whether the closure is opaque, so that there may be tensors that are not among these.
     """
-    if type(obj) is types.FunctionType and (_CODES.get(id(obj.__code__)) or _read_code(obj)).flat:
-        # Most rules close over tensors and atoms alone, and need no walk.
-        tensors: list[Any] = []
-        places: list[int] = []
-        cells: list[Any] = list(obj.__closure__ or ())
-        for place, cell in enumerate(cells):
+    if type(obj) is types.FunctionType:
+        code = obj.__code__
+        if (_CODES.get(id(code)) or _read_code(obj)).flat and not (obj.__defaults__ or obj.__kwdefaults__):
+            # Most rules close over tensors and atoms alone, and need no walk.
+            tensors: list[Any] = []
+            cells: list[Any] = []
             try:
-                content = cell.cell_contents
+                for cell in obj.__closure__ or ():
+                    content = cell.cell_contents
+                    if tensor_types[type(content)]:
+                        tensors.append(content)
+                        cells.append(None)
+                    elif ATOMS[type(content)]:
+                        cells.append(cell)
+                    else:
+                        break
+                else:
+                    return tensors, _FlatFunction((code, obj.__globals__, cells)) if tensors else obj, False
             except ValueError:  # a name that is not bound yet
-                break
-            if tensor_types[type(content)]:
-                tensors.append(content)
-                places.append(place)
-                cells[place] = None
-            elif not ATOMS[type(content)]:
-                break
-        else:
-            if not (obj.__defaults__ or obj.__kwdefaults__):
-                flat = obj.__code__, obj.__globals__, cells, places
-                return tensors, _FlatFunction(flat) if tensors else obj, False
+                pass
     shared = frozenset(map(id, _cells(owner, set())))
     state = frozenset(_assigned_cells(obj, set()))
     walk = _Walk(tensor_types, shared, state)
@@ -249,9 +249,9 @@ class _Function:
         self.extras = extras  # names, defaults, keyword defaults and attributes, where there are any
 
 
-class _FlatFunction(tuple[types.CodeType, dict[str, Any], list[Any], list[int]]):
-    """A function whose cells hold tensors and atoms alone: its code, globals, cells, and the places of
-    those, None here, in which the tensors stood."""
+class _FlatFunction(tuple[types.CodeType, dict[str, Any], list[Any]]):
+    """A function whose cells hold tensors and atoms alone: its code, globals, and cells, None for those in
+    which the tensors stood."""
 
     __slots__ = ()
 
@@ -375,10 +375,13 @@ def _method(parts: list[Any]) -> Any:
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
     """Build the object that `template` describes around `tensors`."""
     if type(template) is _FlatFunction:
-        code, scope, cells, places = template
-        cells = cells.copy()
-        for place, tensor in zip(places, tensors):  # noqa: B905 - others may come behind, for second order
-            cells[place] = types.CellType(tensor)
+        code, scope, old = template
+        count, cells = 0, []
+        for cell in old:
+            if cell is None:
+                cell = types.CellType(tensors[count])
+                count += 1
+            cells.append(cell)
         return types.FunctionType(code, scope, None, None, tuple(cells))
     return _build(template, tensors, {})
 

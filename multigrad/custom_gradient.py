@@ -8,13 +8,14 @@ from multigrad import backend
 from multigrad.answer import read
 from multigrad.binding import Binding, name_of, signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, flat_layout, split
+from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, split
 from multigrad.reach import may_reach
-from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, own_arguments, takes_variables
+from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, is_plain, own_arguments, takes_variables
 from multigrad.variables import NONE_READ, Pinned, Reads, Variables, under_values_of
 
 _framework = backend.active
 _TENSORS = _framework.TENSORS
+_PAIR = (tuple, list)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -135,27 +136,38 @@ def op_custom_gradient(
         )
     title = name or name_of(f)
     signature = signature_of(f)
+    full = signature.full
+    count = -1 if full is None else full.count
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        binding = signature.full
-        values: tuple[Any, ...] = args
-        if binding is None or kwargs or len(args) != binding.count:
+        values, binding = args, full
+        if kwargs or len(args) != count:
             try:
                 values, binding = signature.bind(args, kwargs)
             except TypeError as error:
                 raise TypeError(f"{title}: {error}") from error
         tensors: Sequence[Any] = values
-        arguments = FLAT_LAYOUTS.get(tuple(map(type, values)))
-        if arguments is None:
-            try:
-                tensors, arguments = split(values)
-            except Refused as refused:
-                raise refused.error(title, zip(binding.names(), values, strict=True)) from None
+        for value in values:
+            if not _TENSORS[type(value)]:
+                tensors, arguments = _split(title, values, binding.names, values)
+                break
+        else:
+            arguments = FLAT_LAYOUTS[len(values)]
         call = Call(title, f, binding, arguments, forward_mode)
         outputs = _framework.apply(call, tensors)
         return outputs[0] if call.output is ONE else call.output.join(outputs)
 
     return functools.update_wrapper(_framework.library_code(op), f)
+
+
+def _split(
+    op: str, structure: Any, names: Callable[[], Sequence[str]], values: Sequence[Any]
+) -> tuple[Sequence[Any], Layout]:
+    """The tensors and the layout of a structure in which these `values` are called by these `names`."""
+    try:
+        return split(structure)
+    except Refused as refused:
+        raise refused.error(op, zip(names(), values, strict=True)) from None
 
 
 class Call:
@@ -164,8 +176,15 @@ class Call:
     It holds no tensor of the call. Between `run` and `pull`, the rule is the backend's to keep.
     """
 
-    __slots__ = ("arguments", "around", "binding", "f", "form", "forward_mode", "handed", "name",
-                 "output", "specs", "variables")  # fmt: skip
+    # What `run` finds out, as it is for most calls:
+    output: Layout
+    form: str
+    specs: Sequence[backend.Spec | None]
+    variables: Variables = NONE_READ
+    handed = False
+    """Whether the rule is handed the variables."""
+    around: Any = None
+    """The scope around the call, in which Keras finds variables."""
 
     def __init__(
         self, name: str, f: Callable[..., Any], binding: Binding, arguments: Layout, forward_mode: bool
@@ -175,48 +194,46 @@ class Call:
         self.binding = binding
         self.arguments = arguments
         self.forward_mode = forward_mode
-        # What `run` finds out:
-        self.output: Layout
-        self.form: str
-        self.specs: tuple[backend.Spec | None, ...]
-        self.variables: Variables = NONE_READ
-        self.handed = False  # whether the rule is handed the variables
-        self.around: Any = None  # the scope around the call, in which Keras finds variables
 
-    def run(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any], Sequence[Any]]:
+    def run(
+        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, again: Pinned | None = None
+    ) -> tuple[Sequence[Any], Callable[..., Any], Sequence[Any]]:
         """Run the function: its flat outputs, its rule, and the inputs of the op.
 
         The inputs are `tensors` itself, or, where the function read trainable variables, these and the
-        values of those.
+        values of those. `f` stands in for a function with another closure. `again` is the scope of a second
+        run, of which nothing new is found out.
         """
-        return self._run(self.f, tensors)
+        values = tensors if self.arguments.flat else self.arguments.join(tensors)
+        binding, inputs = self.binding, tensors
+        with again or Reads() as scope:
+            returned = binding.call(f or self.f, values) if binding.keywords else (f or self.f)(*values)
+        if again is None:
+            if scope.variables:
+                self.variables = Variables(scope.variables)
+                inputs = (*tensors, *scope.values)
+            self.around = scope.original_scope
+            self.specs = _framework.specs_of(inputs)
+        if type(returned) not in _PAIR or len(returned) != 2 or not callable(returned[1]):
+            raise self._no_pair(returned)
+        output, rule = returned
+        outputs: Sequence[Any] = (output,)
+        self.output = ONE
+        if not _TENSORS[type(output)]:
+            outputs, self.output = _split(self.name, output, lambda: ["the output"], [output])
+        self.form = WHOLE
+        if self.variables or self.around is not None or not is_plain(rule):
+            rule = self._complete(rule, len(outputs), values, scope.values)
+        return outputs, rule, inputs
 
     def run_foreseen(
         self, tensors: Sequence[Any], f: Callable[..., Any] | None = None
     ) -> tuple[Sequence[Any], Callable[..., Any]]:
-        """Run a function that reads no trainable variables: its flat outputs and its rule.
-
-        `f` stands in for a function with another closure.
-        """
-        outputs, rule, inputs = self._run(f or self.f, tensors)
+        """Run a function that reads no trainable variables: its flat outputs and its rule."""
+        outputs, rule, inputs = self.run(tensors, f)
         if inputs is not tensors:
             raise self._unforeseen()
         return outputs, rule
-
-    def _run(
-        self, function: Callable[..., Any], tensors: Sequence[Any]
-    ) -> tuple[Sequence[Any], Callable[..., Any], Sequence[Any]]:
-        scope = Reads()
-        with scope:
-            values, returned = self._call(function, tensors)
-        inputs = tensors
-        if scope.variables:
-            self.variables = Variables(scope.variables)
-            inputs = (*tensors, *scope.values)
-        self.around = scope.original_scope
-        outputs, rule = self._accept(returned, values, scope.values)
-        self.specs = _framework.specs_of(inputs)
-        return outputs, rule, inputs
 
     def run_again(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any]]:
         """The outputs and the rule once more, for a derivative of the rule's residuals.
@@ -224,41 +241,23 @@ class Call:
         Variables have the values that are among `inputs`, and what the function assigns is lost.
         """
         count = len(inputs) - len(self.variables)
-        with Pinned(self.variables, inputs[count:], self.around, keep=False):
-            values, returned = self._call(self.f, inputs[:count])
-        return self._accept(returned, values, inputs[count:])
-
-    def _call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        """The function's arguments, and what it returns for them."""
-        values = tensors if self.arguments.flat else self.arguments.join(tensors)
-        if self.binding.keywords:
-            return values, self.binding.call(function, values)
-        return values, function(*values)
-
-    def _accept(
-        self, returned: Any, arguments: Sequence[Any], values: Sequence[Any]
-    ) -> tuple[Sequence[Any], Callable[..., Any]]:
-        """The flat outputs and the rule in what the function returned for these arguments and variables."""
-        if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
-            raise self._no_pair(returned)
-        output, rule = returned
-        if _TENSORS[type(output)]:
-            outputs: Sequence[Any] = (output,)
-            self.output = ONE
-        else:
-            try:
-                outputs, self.output = split(output)
-            except Refused as refused:
-                raise refused.error(self.name, [("the output", output)]) from None
-        self.form, may_take = form_of(self.name, rule, self.binding, len(outputs))
-        given = rule
-        if self.form == HYBRID:
-            rule = functools.partial(rule, *arguments[: own_arguments(self.name, rule, self.binding)])
-        if self.variables or may_take:
-            self.handed = takes_variables(self.name, given, self.variables.names())
-        if self.handed or self.around is not None:
-            rule = under_values_of(rule, self.variables, values, self.around, self.handed)
+        again = Pinned(self.variables, inputs[count:], self.around, keep=False)
+        outputs, rule, _ = self.run(inputs[:count], again=again)
         return outputs, rule
+
+    def _complete(
+        self, rule: Callable[..., Any], outputs: int, arguments: Sequence[Any], values: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The rule with what it takes beside the upstream gradient: own arguments, variables."""
+        whole = rule
+        self.form, may_take = form_of(self.name, rule, self.binding, outputs)
+        if self.form == HYBRID:
+            whole = functools.partial(rule, *arguments[: own_arguments(self.name, rule, self.binding)])
+        if self.variables or may_take:
+            self.handed = takes_variables(self.name, rule, self.variables.names())
+        if self.handed or self.around is not None:
+            whole = under_values_of(whole, self.variables, values, self.around, self.handed)
+        return whole
 
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
@@ -282,11 +281,12 @@ class Call:
             upstream: the upstream gradient of each tensor in the output, None where it has none.
             needed: for each input, whether its gradient is of use to anybody.
         """
-        if self.form == FLAT:
+        form = self.form
+        if form is FLAT:
             answer = rule(*upstream)
         else:
             whole = upstream[0] if self.output is ONE else self.output.join_tensors_only(upstream)
-            answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
+            answer = rule(whole) if form is WHOLE else rule(upstream=whole)
         if self.handed:
             return self._read_both(answer, needed)
         return read(self.name, answer, self.arguments, self.binding, self.specs, needed)
@@ -304,7 +304,7 @@ class Call:
                 )
             )
         count = len(self.specs) - len(self.variables)
-        layout = flat_layout(len(self.variables))
+        layout = FLAT_LAYOUTS[len(self.variables)]
         own = read(self.name, answer[0], self.arguments, self.binding, self.specs[:count], needed[:count])
         theirs = read(self.name, answer[1], layout, self.variables, self.specs[count:], needed[count:])
         return [*own, *theirs]

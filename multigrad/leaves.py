@@ -101,11 +101,6 @@ class _Flat(Layout):
     join_tensors_only = join
 
 
-def flat_layout(count: int) -> Layout:
-    """The layout of a tuple of so many tensors."""
-    return _Flat(tuple(map(Slot, range(count))))
-
-
 def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -> Any:
     kind = type(template)
     if kind is Slot:
@@ -117,9 +112,16 @@ def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -
     return tree.map_structure(lambda leaf: tensors[leaf] if type(leaf) is Slot else static(leaf), template)
 
 
+class _FlatLayouts(dict[int, Layout]):
+    """The layout of a tuple of so many tensors, made once each."""
+
+    def __missing__(self, count: int) -> Layout:
+        self[count] = layout = _Flat(tuple(map(Slot, range(count))))
+        return layout
+
+
 ONE = _One(Slot(0))
-FLAT_LAYOUTS: dict[tuple[type, ...], Layout] = {}  # the layouts of tensors alone, by their types
-_KEPT = 4096
+FLAT_LAYOUTS = _FlatLayouts()
 
 
 def split(structure: Any) -> tuple[Sequence[Any], Layout]:
@@ -133,18 +135,10 @@ def split(structure: Any) -> tuple[Sequence[Any], Layout]:
     """
     if _TENSORS[type(structure)]:
         return (structure,), ONE
-    if type(structure) is tuple:
-        layout = FLAT_LAYOUTS.get(tuple(map(type, structure)))
-        if layout is not None:
-            return structure, layout
+    if type(structure) is tuple and all([_TENSORS[type(part)] for part in structure]):
+        return structure, FLAT_LAYOUTS[len(structure)]
     tensors: list[Any] = []
-    template = _split(structure, tensors)
-    if type(template) is tuple and all([_TENSORS[type(part)] for part in structure]):
-        if len(FLAT_LAYOUTS) >= _KEPT:
-            FLAT_LAYOUTS.clear()
-        FLAT_LAYOUTS[tuple(map(type, structure))] = layout = _Flat(template)
-        return structure, layout
-    return tensors, Layout(template)
+    return tensors, Layout(_split(structure, tensors))
 
 
 def _split(part: Any, tensors: list[Any]) -> Any:

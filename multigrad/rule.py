@@ -27,7 +27,6 @@ WHOLE = "grad(U)"
 FLAT = "grad(*flat U)"
 HYBRID = "grad(*args, upstream=U)"
 
-_ALONE = (WHOLE, False)
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 # Whether a rule takes the variables that the function read.
@@ -135,17 +134,23 @@ def own_arguments(op: str, rule: Any, binding: Binding) -> int | None:
     return next((count for count in counts if required <= count <= accepted), None)
 
 
+def is_plain(rule: Any) -> bool:
+    """Whether `rule` takes the upstream gradient and nothing else, as most rules do.
+
+    To read a signature costs as much as a small op, and a rule is made in every call.
+    """
+    if type(rule) is not types.FunctionType:
+        return False
+    code = rule.__code__
+    return code.co_argcount == 1 and not (code.co_kwonlyargcount or code.co_flags & _VARIADIC)
+
+
 def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, bool]:
     """How `rule` is called, for an output of so many tensors; and whether it may take variables, too.
 
     Raises:
         TypeError: when `rule` is not callable or its signature is none of the forms.
     """
-    if type(rule) is types.FunctionType:
-        # Most rules. To read a signature costs as much as a small op, and a rule is made in every call.
-        code = rule.__code__
-        if code.co_argcount == 1 and not (code.co_kwonlyargcount or code.co_flags & _VARIADIC):
-            return _ALONE
     form, required, _, _ = _profile_of(op, rule)
     if form == HYBRID:
         if own_arguments(op, rule, binding) is not None:

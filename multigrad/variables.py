@@ -9,6 +9,7 @@ the forward pass: as inputs, with their history, and also after the scope that h
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -36,17 +37,20 @@ NONE_READ = Variables()
 class _Scope(keras.StatelessScope):
     """A scope in which everything is as it is around it.
 
-    It leaves out Keras's own `__init__`, which costs as much as a small op. The values of variables are in
-    `_value`, which is private: Keras (3.15) has no public way to read one past autocasting, whose result
-    has no history where a function runs, or to ask whether there is one.
+    It leaves out Keras's own `__init__`, which costs as much as a small op, and makes what it keeps when it
+    is first needed: most functions read no variable. The values of variables are in `_value`, which is
+    private: Keras (3.15) has no public way to read one past autocasting, whose result has no history where
+    a function runs, or to ask whether there is one.
     """
 
     initialize_variables = False
     original_scope: keras.StatelessScope | None = None
+    variables: Sequence[keras.Variable] = ()
+    values: Sequence[Any] = ()
+    known: Any = MappingProxyType({})
+    _losses: list[Any] | None = None
 
-    def __init__(self) -> None:
-        self.known: dict[int, Any] = {}
-        self._losses: list[Any] = []
+    __init__ = object.__init__
 
     @property
     def collect_losses(self) -> bool:
@@ -55,8 +59,11 @@ class _Scope(keras.StatelessScope):
 
     @property
     def losses(self) -> list[Any]:
-        around = self.original_scope
-        return self._losses if around is None else around.losses
+        if self.original_scope is not None:
+            return self.original_scope.losses
+        if self._losses is None:
+            self._losses = []
+        return self._losses
 
     def add_loss(self, loss: Any) -> None:
         self.losses.append(loss)
@@ -66,7 +73,8 @@ class _Scope(keras.StatelessScope):
         return self._around(variable) if value is None else value
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        self.known.pop(id(update[0]), None)
+        if id(update[0]) in self.known:
+            del self.known[id(update[0])]
         if self.original_scope is not None:
             self.original_scope.add_update(update)
         else:
@@ -104,11 +112,7 @@ class Reads(_Scope):
     ```
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.variables: list[keras.Variable] = []
-        self.values: list[Any] = []
-        self._assigned: set[int] = set()
+    _assigned: Any = frozenset()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = self.known.get(id(variable))
@@ -123,12 +127,15 @@ class Reads(_Scope):
                 return None  # not there before it is built, which no gradient is taken of
             if not _TENSORS[type(value)]:
                 value = backend.active.as_tensor(value)
+        if not self.variables:
+            self.known, self.variables, self.values = {}, [], []
         self.known[id(variable)] = value
         self.variables.append(variable)
         self.values.append(value)
         return value
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        self._assigned = self._assigned or set()
         self._assigned.add(id(update[0]))
         super().add_update(update)
 
@@ -160,8 +167,8 @@ class Pinned(_Scope):
         around: keras.StatelessScope | None = None,
         keep: bool = True,
     ) -> None:
-        super().__init__()
-        self.known.update(zip(map(id, variables), values, strict=True))
+        self.known = dict(zip(map(id, variables), values, strict=True))
+        self.variables, self.values = variables, values
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
         self._at_call, self._keep = around, keep
 

@@ -17,7 +17,7 @@ A rule runs under the autocast of its function, wherever the backward pass is ca
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -60,8 +60,12 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
     return _FLOATING[tensor.dtype]
 
 
-def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[Spec | None, ...]:
-    return tuple([(t.shape, t.dtype, None) if _FLOATING[t.dtype] else None for t in tensors])
+def specs_of(tensors: Sequence[torch.Tensor]) -> Sequence[Spec | None]:
+    specs: list[Spec | None] = []
+    for tensor in tensors:  # no comprehension, which is a call
+        dtype = tensor.dtype
+        specs.append((tensor.shape, dtype, None) if _FLOATING[dtype] else None)
+    return specs
 
 
 def sizes(shape: Any) -> tuple[int | None, ...]:
@@ -84,36 +88,38 @@ def concrete(tensor: torch.Tensor) -> np.ndarray | None:
     return tensor.detach().to("cpu", wide if _FLOATING[tensor.dtype] else None).numpy()
 
 
-def _transforming() -> bool:
-    """Whether torch.func or forward mode is at work, for which a Function must be of another kind.
+# Whether torch.func is at work, and (`_current_level`) forward mode, for which a Function must be of another
+# kind. Both names are private: PyTorch (2.13) has no public way to ask, and the kind that serves all costs
+# twice as much.
+_is_functorch_active = torch._C._are_functorch_transforms_active
 
-    Both names are private: PyTorch (2.13) has no public way to ask, and the kind that serves all costs
-    twice as much.
-    """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+def _transforming() -> bool:
+    return _is_functorch_active() or forward_ad._current_level >= 0
 
 
 def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if torch.compiler.is_dynamo_compiling():
         return _apply_compiled(call, tensors)
-    if _transforming():
+    if _is_functorch_active() or forward_ad._current_level >= 0:
         return _apply_transforming(call, tensors)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
-                ran: list[_Ran] = []
-                outputs = _Node.apply(call, ran, *tensors)
-                return _Node.apply(call, ran, *ran[0][2]) if ran else outputs
+                try:
+                    return _Node.apply(call, *tensors)
+                except _MoreInputs as more:
+                    ran = more.args
+                return _Node.apply(*ran)
     return _without_gradient(call, tensors)
 
 
 def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     recorded = torch.is_grad_enabled()
     with torch.no_grad():
-        ran = call.run(tensors)
-    outputs, _, inputs = ran
+        outputs, rule, inputs = call.run(tensors)
     if recorded and inputs is not tensors and any([tensor.requires_grad for tensor in inputs]):
-        return _Node.apply(call, [ran], *inputs)
+        return _Node.apply(_Ran(call, outputs, rule), *inputs)
     # What requires a gradient all the same was closed over, and has none through the rule.
     return [output.detach() if recorded and output.requires_grad else output for output in outputs]
 
@@ -135,7 +141,7 @@ def _autocast() -> _Autocast:
     if not _is_autocast_anywhere():
         return None
     cpu, other = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
-    return cpu, other
+    return (cpu, other) if cpu or other else None
 
 
 @contextlib.contextmanager
@@ -152,31 +158,39 @@ def _autocasting(autocast: _Autocast) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ eager
 
 
-_Ran = tuple[Sequence[torch.Tensor], Callable[..., Any], Sequence[torch.Tensor]]
-"""What `Call.run` returns: outputs, rule, inputs."""
+class _Ran(NamedTuple):
+    """A call whose function ran already, and what came of it."""
+
+    call: Call
+    outputs: Sequence[torch.Tensor]
+    rule: Callable[..., Any]
+
+
+class _MoreInputs(Exception):
+    """A function turned out to have more inputs than its node: a `_Ran`, and all of the inputs."""
 
 
 class _Node(torch.autograd.Function):
     """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`.
 
     The function runs inside, on the node's inputs. Where it turns out to have more of them, because it
-    read variables, this node is left, and one with all inputs is attached to what `ran`.
+    read variables, this node is left, and one with all inputs is attached to what `_Ran`.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, ran: list[_Ran], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if ran:
-            outputs, rule, _ = ran[0]
+    def forward(ctx: Any, call: Call | _Ran, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if type(call) is _Ran:
+            call, outputs, rule = call
         else:
             outputs, rule, inputs = call.run(tensors)
             if inputs is not tensors:
-                ran.append((outputs, rule, inputs))
-                return ()
+                raise _MoreInputs(_Ran(call, outputs, rule), *inputs)
         residuals, template, opaque = lift(rule, TENSORS, call.f)
         own, tied, beside, computed, integers = _tie(tensors, outputs, residuals)
         if integers:
             _mark_integers(ctx, own)
-        ctx.multigrad = call, template, tied, len(residuals), integers, opaque, _autocast(), beside
+        autocast = _autocast() if _is_autocast_anywhere() else None
+        ctx.multigrad = call, template, tied, len(residuals), integers, opaque, autocast, beside
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
@@ -189,42 +203,50 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call, template, tied, count, integers, opaque, autocast, _ = ctx.multigrad
-        if autocast != _autocast():
+        if (autocast or _is_autocast_anywhere()) and autocast != _autocast():
             with _autocasting(autocast):
                 return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
         if integers:
             upstream = _of_floating(upstream)
-        needed = ctx.needs_input_grad[2:]
-        if len(saved) == count or not torch.is_grad_enabled():
-            return None, None, *call.pull(restore(template, saved), upstream, needed)
+        needed = ctx.needs_input_grad[1:]
+        if not torch.is_grad_enabled() or len(saved) == count:
+            return None, *call.pull(restore(template, saved), upstream, needed)
         again, residuals = _run_again(call, saved[:count], saved[count:], tied)
         _require_alike(call, saved[:count], residuals)
         if not opaque:
-            return None, None, *call.pull(restore(template, residuals), upstream, needed)
+            return None, *call.pull(restore(template, residuals), upstream, needed)
         # What the rule reaches through an object has its history in the second run's rule alone.
         gradients = call.pull(restore(again, residuals), upstream, needed)
         with torch.no_grad():
             first = call.pull(restore(template, saved), upstream, needed)
         _require_alike(call, first, gradients)
-        return None, None, *gradients
+        return None, *gradients
 
 
 def _tie(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[int], list[Any], bool, bool]:
+) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool, bool]:
     """Make the outputs the node's own, also where they stand among the residuals.
 
     Returns the outputs, the slots of these among the residuals, the nodes of residuals that were closed
     over with their history, whether a residual was computed on the way from inputs to outputs, and whether
     there are outputs without a gradient.
+
+    The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
+    for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
+    public name for it.)
     """
     own: list[torch.Tensor] = []
     tied: list[int] = []
     beside: list[Any] = []
     computed = integers = False
     for output in outputs:
-        own.append(_alias(output, inputs))
+        view = output._is_view()
+        for tensor in inputs:
+            if output is tensor:
+                view = True
+        own.append(output.view_as(output) if view else output.detach())
         if not _FLOATING[output.dtype]:
             integers = True
     for slot, residual in enumerate(residuals):
@@ -235,29 +257,14 @@ def _tie(
             if residual.requires_grad:
                 beside.append(_node_of(residual))
                 continue
-            for output, alias in zip(outputs, own):  # noqa: B905 - as long as each other, and often run
+            for place, output in enumerate(outputs):
                 if residual is output:
-                    residuals[slot] = alias
+                    residuals[slot] = own[place]
                     tied.append(slot)
                     break
             else:
                 computed = computed or _FLOATING[residual.dtype]
     return own, tied, beside, computed, integers
-
-
-def _alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor object that is this call's alone, so that it can be given this call's node.
-
-    The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
-    for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
-    public name for it.)
-    """
-    if output._is_view():
-        return output.view_as(output)
-    for tensor in inputs:
-        if output is tensor:
-            return output.view_as(output)
-    return output.detach()
 
 
 def _run_again(
@@ -378,7 +385,7 @@ class _Transformed(torch.autograd.Function):
         else:
             outputs, rule = call.run_foreseen(tensors)
             own = (*outputs, *found.note(call, tensors, outputs, rule))
-        return tuple([_alias(tensor, tensors) for tensor in own])
+        return tuple(_tie(tensors, own, [])[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
