@@ -91,20 +91,25 @@ def _transforming() -> bool:
 
 def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if torch.compiler.is_dynamo_compiling():
-        return _Compiled.apply(call, *_distinct(tensors))
+        return _apply_compiled(call, tensors)
     if _transforming():
         return _apply_transforming(call, tensors)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
-                return _Node.apply(call, *tensors)
+                ran: list[_Ran] = []
+                outputs = _Node.apply(call, ran, *tensors)
+                return _Node.apply(call, ran, *ran[0][2]) if ran else outputs
     return _without_gradient(call, tensors)
 
 
 def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     recorded = torch.is_grad_enabled()
     with torch.no_grad():
-        outputs, _ = call.run(tensors)
+        ran = call.run(tensors)
+    outputs, _, inputs = ran
+    if recorded and inputs is not tensors and any([tensor.requires_grad for tensor in inputs]):
+        return _Node.apply(call, [ran], *inputs)
     # What requires a gradient all the same was closed over, and has none through the rule.
     return [output.detach() if recorded and output.requires_grad else output for output in outputs]
 
@@ -112,12 +117,26 @@ def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[t
 # ------------------------------------------------------------------------------------------ eager
 
 
+_Ran = tuple[Sequence[torch.Tensor], Callable[..., Any], Sequence[torch.Tensor]]
+"""What `Call.run` returns: outputs, rule, inputs."""
+
+
 class _Node(torch.autograd.Function):
-    """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`."""
+    """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`.
+
+    The function runs inside, on the node's inputs. Where it turns out to have more of them, because it
+    read variables, this node is left, and one with all inputs is attached to what `ran`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, rule = call.run(tensors)
+    def forward(ctx: Any, call: Call, ran: list[_Ran], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if ran:
+            outputs, rule, _ = ran[0]
+        else:
+            outputs, rule, inputs = call.run(tensors)
+            if inputs is not tensors:
+                ran.append((outputs, rule, inputs))
+                return ()
         residuals, template, opaque = lift(rule, TENSORS, call.f)
         own, tied, computed, integers = _tie(tensors, outputs, residuals)
         if integers:
@@ -138,19 +157,19 @@ class _Node(torch.autograd.Function):
         saved = ctx.saved_tensors
         if integers:
             upstream = _of_floating(upstream)
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         if len(saved) == count or not torch.is_grad_enabled():
-            return None, *call.pull(restore(template, saved), upstream, needed)
+            return None, None, *call.pull(restore(template, saved), upstream, needed)
         again, residuals = _run_again(call, saved[:count], saved[count:], tied)
         _require_alike(call, saved[:count], residuals)
         if not opaque:
-            return None, *call.pull(restore(template, residuals), upstream, needed)
+            return None, None, *call.pull(restore(template, residuals), upstream, needed)
         # What the rule reaches through an object has its history in the second run's rule alone.
         gradients = call.pull(restore(again, residuals), upstream, needed)
         with torch.no_grad():
             first = call.pull(restore(template, saved), upstream, needed)
         _require_alike(call, first, gradients)
-        return None, *gradients
+        return None, None, *gradients
 
 
 def _tie(
@@ -208,7 +227,7 @@ def _run_again(
     The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
     `known` have their history already.
     """
-    _, rule = call.run(tensors)
+    _, rule = call.run_again(tensors)
     again, template, _ = lift(rule, TENSORS, call.f)
     if len(again) != len(residuals):
         raise _not_repeatable(call)
@@ -260,20 +279,48 @@ def _of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor 
 
 def _apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found = _Found()
-    outputs = _Transformed.apply(call, found, *tensors)
-    return list(outputs[: found.outputs])
+    if not call.may_read():
+        outputs = _Transformed.apply(call, found, *tensors)
+        return list(outputs[: found.outputs])
+    # The values of variables may be wrapped for a transform, and then have no place inside of the Function.
+    # So the function runs outside of it, recorded, and its outputs are tied to the inputs.
+    outputs, rule, inputs = call.run(tensors)
+    others = found.note(call, inputs, outputs, rule)
+    found.standing = True
+    return list(_Transformed.apply(call, found, *inputs, *[o.detach() for o in outputs], *others))
 
 
 class _Found:
-    """What `_Transformed.forward` finds out of a call, which is the same at every level.
+    """What is found out of a run, which is the same at every level.
 
     `places` says for each residual where it stands among inputs, outputs and the other residuals.
+    `standing` is whether the function ran outside of the Function, which is given all three then.
     """
 
+    inputs: int
     opaque: bool
     outputs: int
     places: list[int]
+    standing = False
     template: Any
+
+    def note(
+        self,
+        call: Call,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        rule: Callable[..., Any],
+    ) -> list[torch.Tensor]:
+        """Take all of it down, and return the residuals that are neither inputs nor outputs."""
+        residuals, self.template, self.opaque = lift(rule, TENSORS, call.f)
+        everything = [*inputs, *outputs]
+        # Of an output that is an input, the input's place.
+        known = {id(tensor): i for i, tensor in reversed(list(enumerate(everything)))}
+        others = [residual for residual in residuals if id(residual) not in known]
+        known |= {id(other): len(everything) + i for i, other in enumerate(others)}
+        self.inputs, self.outputs = len(inputs), len(outputs)
+        self.places = [known[id(residual)] for residual in residuals]
+        return others
 
 
 class _Transformed(torch.autograd.Function):
@@ -283,38 +330,38 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, found: _Found, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, rule = call.run(tensors)
-        residuals, found.template, found.opaque = lift(rule, TENSORS, call.f)
-        known = {id(output): len(tensors) + i for i, output in enumerate(outputs)}
-        known |= {id(tensor): i for i, tensor in enumerate(tensors)}
-        others = [residual for residual in residuals if id(residual) not in known]
-        known |= {id(other): len(tensors) + len(outputs) + i for i, other in enumerate(others)}
-        found.outputs = len(outputs)
-        found.places = [known[id(residual)] for residual in residuals]
-        return tuple([_alias(tensor, tensors) for tensor in (*outputs, *others)])
+        if found.standing:
+            own = tensors[found.inputs : found.inputs + found.outputs]
+        else:
+            outputs, rule = call.run_foreseen(tensors)
+            own = (*outputs, *found.note(call, tensors, outputs, rule))
+        return tuple([_alias(tensor, tensors) for tensor in own])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.call, ctx.found, *tensors = inputs
-        ctx.inputs = len(tensors)
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
+        count = ctx.found.inputs
+        saved = (*tensors[:count], *output, *tensors[count + ctx.found.outputs :])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
         _mark_integers(ctx, output[: ctx.found.outputs], *output[ctx.found.outputs :])
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        count, outputs = ctx.found.inputs, ctx.found.outputs
         rule = _transformed_rule(ctx, ctx.saved_tensors)
-        own = _of_floating(upstream[: ctx.found.outputs])
-        return None, None, *ctx.call.pull(rule, own, ctx.needs_input_grad[2:])
+        needed = ctx.needs_input_grad[2:]
+        gradients = ctx.call.pull(rule, _of_floating(upstream[:outputs]), needed[:count])
+        return None, None, *gradients, *[None] * (len(needed) - count)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The transpose of the rule, which must be linear in the upstream gradient."""
-        saved = ctx.saved_tensors
+        saved, count = ctx.saved_tensors, ctx.found.inputs
         rule = _transformed_rule(ctx, saved)
-        outputs = saved[ctx.inputs : ctx.inputs + ctx.found.outputs]
-        given = [i for i, tangent in enumerate(tangents[2:]) if tangent is not None]
-        needed = [i in given for i in range(ctx.inputs)]
+        outputs = saved[count : count + ctx.found.outputs]
+        given = [i for i, tangent in enumerate(tangents[2 : 2 + count]) if tangent is not None]
+        needed = [i in given for i in range(count)]
         floating = [is_differentiable(output) for output in outputs]
 
         def vjp(*upstream: torch.Tensor) -> list[torch.Tensor]:
@@ -326,18 +373,18 @@ class _Transformed(torch.autograd.Function):
             vjp, *[torch.zeros_like(o) for o, f in zip(outputs, floating, strict=True) if f]
         )
         pushed = iter(transpose([tangents[2 + i] for i in given]))
-        none = [None] * (len(saved) - ctx.inputs - len(outputs))
+        none = [] if ctx.found.standing else [None] * (len(saved) - count - len(outputs))
         return *[next(pushed) if f else None for f in floating], *none
 
 
 def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    found, others = ctx.found, ctx.inputs + ctx.found.outputs
+    found, others = ctx.found, ctx.found.inputs + ctx.found.outputs
     residuals = [saved[place] for place in found.places]
     known = [slot for slot, place in enumerate(found.places) if place < others]
-    whole = len(known) == len(residuals) and not found.opaque
+    whole = found.standing or (len(known) == len(residuals) and not found.opaque)
     if whole or not torch.is_grad_enabled():
         return restore(found.template, residuals)
-    return restore(*_run_again(ctx.call, residuals, saved[: ctx.inputs], known))
+    return restore(*_run_again(ctx.call, residuals, saved[: found.inputs], known))
 
 
 # -------------------------------------------------------------------------------- torch.compile
@@ -352,19 +399,30 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return distinct
 
 
+def _apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The op as Dynamo traces it whole; it cannot follow the making of functions in `restore`."""
+    with torch.no_grad():
+        outputs, rule, inputs = call.run(tensors)
+    return _Compiled.apply(call, rule, len(inputs), *_distinct([*inputs, *outputs]))
+
+
 class _Compiled(torch.autograd.Function):
-    """A Function that Dynamo traces whole: it cannot follow the making of functions in `restore`."""
+    """A Function that ties outputs to inputs by a rule that is left as it is: compiled code has no cycles."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, ctx.rule = call.run(tensors)
-        ctx.call = call
+    def forward(
+        ctx: Any, call: Call, rule: Callable[..., Any], count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call, ctx.rule, ctx.count = call, rule, count
+        outputs = [output.view_as(output) for output in tensors[count:]]
         _mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.call.pull(ctx.rule, _of_floating(upstream), ctx.needs_input_grad[1:])
+        needed = ctx.needs_input_grad[3 : 3 + ctx.count]
+        gradients = ctx.call.pull(ctx.rule, _of_floating(upstream), needed)
+        return None, None, None, *gradients, *[None for _ in upstream]
 
 
 # ------------------------------------------------------------------------------------- gradients
