@@ -23,6 +23,7 @@ REQUIREMENTS = {
     "numpy": ["jax"],  # Keras's NumPy backend takes its convolutions and pooling from JAX
     "openvino": ["openvino", "scipy"],  # which Keras's OpenVINO backend imports
 }
+DIFFERENTIATING = ("tensorflow", "jax", "torch")
 MODULES = ("tensorflow", "jax", "torch", "openvino")
 
 # TensorFlow's notices about the processor's instructions would bury everything else.
@@ -57,6 +58,17 @@ def tests(session: nox.Session, backend: str) -> None:
     environment = QUIET | {"KERAS_BACKEND": backend}
     session.run("python", "-c", _only(backend), env=environment)
     session.run("pytest", "-n", "2", *session.posargs, env=environment)
+
+
+@nox.session
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def notebooks(session: nox.Session, backend: str) -> None:
+    """The notebooks of examples/ on one backend; `-- --store` keeps their outputs."""
+    group = GROUPS(PYPROJECT, "notebooks")
+    install(session, *group, "--editable", ".[demo,plot]", *REQUIREMENTS[backend])
+    environment = QUIET | {"KERAS_BACKEND": backend}
+    session.run("python", "-c", _only(backend), env=environment)
+    session.run("pytest", "tests/notebooks.py", *session.posargs, env=environment)
 
 
 def _only(backend: str) -> str:
