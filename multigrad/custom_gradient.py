@@ -211,7 +211,7 @@ class Call:
             values, returned = self._call(function, tensors)
         inputs = tensors
         if scope.variables:
-            self.variables = Variables(scope.variables)
+            self.variables = scope.read()
             inputs = (*tensors, *scope.values)
         self.around = scope.original_scope
         outputs, rule = self._accept(returned, values, scope.values)
