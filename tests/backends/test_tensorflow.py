@@ -6,6 +6,7 @@ import weakref
 import keras
 import pytest
 import tensorflow as tf
+from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient
@@ -227,3 +228,38 @@ def test_what_keras_remat_makes_of_keywords(wrap):
     else:
         with pytest.raises(ValueError, match="keywords arguments only when eager"):
             function(X)
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+def test_tapes_and_graphs_differentiate_by_a_weight_that_is_read():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [ops.sum(u * x * e * 5)])
+
+    def both(x):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                y = op(x)
+            of_x = tape.gradient(y, x)
+        return of_x, tape.gradient(y, weight.value), outer.gradient(of_x, weight.value)
+
+    x = tf.constant(0.5)
+    for function in (both, tf.function(both), tf.function(both, jit_compile=True)):
+        # By the rule, df/dx = 3·x·w² and df/dw = 5·x²·w.
+        close(function(x), (tf.constant(6.0), tf.constant(2.5), tf.constant(6.0)))
+
+    def loop(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in tf.range(3):
+                y = op(y) * 0.1
+        return tape.gradient(y, [x, weight.value])
+
+    close(tf.function(loop)(x), loop(x))

@@ -511,3 +511,56 @@ def test_an_input_that_was_changed_in_place_is_an_error():
     x.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+def test_torch_func_differentiates_by_a_weight_that_is_read():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [ops.sum(u * x * e * 5)])
+
+    def stateless(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return op(x)
+
+    w, x = torch.tensor(2.0), torch.tensor(0.5)
+    # By the rule, df/dw = 5·x²·w and df/dx = 3·x·w².
+    close(torch.func.grad(stateless, (0, 1))(w, x), (2.5 + 0 * x, 6.0 + 0 * x))
+    close(torch.func.grad(torch.func.grad(stateless, 1))(w, x), 6.0 + 0 * x)
+    ws, xs = torch.tensor([2.0, 3.0]), torch.tensor([0.5, 1.0])
+    mapped = torch.func.vmap(torch.func.grad(stateless, (0, 1)))(ws, xs)
+    close(mapped, (torch.tensor([2.5, 15.0]), torch.tensor([6.0, 27.0])))
+    _, tangent = torch.func.jvp(lambda w: stateless(w, x), (w,), (torch.tensor(2.0),))
+    close(tangent, 5.0 + 0 * x)
+
+
+def test_a_node_without_its_variables_is_left_behind():
+    weight, runs = keras.Variable(2.0), []
+
+    @op_custom_gradient
+    def op(x):
+        runs.append(1)
+        y = x * weight
+        return y, lambda u, variables: (u * 7, [u * 5])
+
+    x = torch.tensor(1.0, requires_grad=True)
+    y = op(x)
+    leaves = [parent.variable for parent, _ in y.grad_fn.next_functions if parent is not None]
+    assert [leaf is tensor for leaf, tensor in zip(leaves, (x, weight.value), strict=True)] == [True, True]
+    assert runs == [1]
+    with torch.no_grad():
+        assert not op(x).requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_weight_that_is_read(reentrant):
+    weight = keras.Variable(2.0)
+    op = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 7, [u * 5])))
+    x = torch.tensor(1.0, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(lambda x: op(x * 1.0), x, use_reentrant=reentrant).backward()
+    close((x.grad, weight.value.grad), (torch.tensor(7.0), torch.tensor(5.0)))
