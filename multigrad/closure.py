@@ -155,7 +155,7 @@ _KEPT = 4096
 
 def _read_code(function: types.FunctionType) -> _Code:
     code = function.__code__
-    assigned = frozenset(_assigned_places(code))
+    assigned = frozenset(assigned_places(code))
     scope = function.__globals__
     read = [scope[name] for name in _names(code) & scope.keys()]
     opaque = any(may_hold(value) for value in read if not isinstance(value, types.FunctionType))
@@ -170,11 +170,12 @@ def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
     return (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
-def _assigned_places(code: types.CodeType) -> Iterator[int]:
+def assigned_places(code: types.CodeType) -> Iterator[int]:
+    """The places of the free variables that a function, or one within it, assigns."""
     stores = ("STORE_DEREF", "DELETE_DEREF")
     names = {i.argval for i in dis.get_instructions(code) if i.opname in stores}
     for inner in _inner(code):
-        names |= {inner.co_freevars[place] for place in _assigned_places(inner)}
+        names |= {inner.co_freevars[place] for place in assigned_places(inner)}
     return (place for place, name in enumerate(code.co_freevars) if name in names)
 
 

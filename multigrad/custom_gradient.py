@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
-from multigrad import backend
+from multigrad import backend, names, symbolic
 from multigrad.answer import read
 from multigrad.binding import Binding, name_of, signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, split
+from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
 from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, own_arguments
 
 _framework = backend.active
@@ -126,7 +126,14 @@ def op_custom_gradient(
                 mend='write @op_custom_gradient(name="...")',
             )
         )
-    title = name or name_of(f)
+    define = functools.partial(_define, f, name or name_of(f), forward_mode)
+    if name is None or ">" not in name:
+        return define()
+    return names.register(name, f, forward_mode, define)
+
+
+def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[..., Any]:
+    """The op of `f`, which messages call `title`."""
     signature = signature_of(f)
 
     def op(*args: Any, **kwargs: Any) -> Any:
@@ -142,6 +149,8 @@ def op_custom_gradient(
         if arguments is None:
             try:
                 tensors, arguments = split(values)
+            except Symbolic:
+                return symbolic.apply(_define(f, title, forward_mode), title, args, kwargs)
             except Refused as refused:
                 raise refused.error(title, zip(binding.names(), values, strict=True)) from None
         call = Call(title, f, binding, arguments, forward_mode)
