@@ -100,7 +100,10 @@ def _package_and_name(name: str) -> list[str]:
 
 def _taken(name: str, found: Any, f: Op) -> ValueError:
     known = _definition(found)
-    if known is not None and getattr(known.f, "__code__", f) == getattr(f, "__code__", None):
+    other = _innermost(found if known is None else known.f)
+    own = _innermost(f)
+    functions = type(own) is type(other) is types.FunctionType
+    if functions and own.__code__ == other.__code__ and own.__globals__ is other.__globals__:
         problem = "the same function stands under this name with other values in its closure or defaults"
         mend = "pass them as arguments, or leave the name out"
     else:
@@ -112,14 +115,20 @@ def _taken(name: str, found: Any, f: Op) -> ValueError:
             problem,
             argument="'name'",
             required="one op for one name",
-            got=f"{_place(f)}, beside {_place(found if known is None else known.f)}",
+            got=f"{_place(own)}, beside {_place(other)}",
             mend=mend,
         )
     )
 
 
+def _innermost(f: Any) -> Any:
+    while isinstance(f, (functools.partial, types.MethodType)):
+        f = f.func if isinstance(f, functools.partial) else f.__func__
+    return f
+
+
 def _place(f: Any) -> str:
-    return f"{name_of(f)} of the module {getattr(f, '__module__', None) or type(f).__module__}"
+    return f"{name_of(f)} of the module {getattr(f, '__module__', type(f).__module__)}"
 
 
 def _is_edition(old: Op, new: Op) -> bool:

@@ -75,7 +75,8 @@ def _encode_object(value: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise Unsaved(value) from error
     found = restored is value or not isinstance(value, _FOUND_BY_NAME)
-    if type(restored) is not type(value) or not found:
+    # What Keras writes as data and not as an object is of another type when it comes back.
+    if not isinstance(config, dict) or type(restored) is not type(value) or not found:
         raise Unsaved(value)
     return config
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy
+from support import array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient
 
@@ -67,9 +67,12 @@ CALLS = [
 def test_the_function_receives_what_a_direct_call_would_give_it(call):
     seen = []
 
+    def note(leaf):  # the values show in the output; on JAX a tracer must not be kept
+        return (type(leaf).__name__, leaf.shape, leaf.dtype) if ops.is_tensor(leaf) else leaf
+
     @op_custom_gradient
     def op(*args, **kwargs):
-        seen.append((args, kwargs))
+        seen.append(keras.tree.map_structure(note, (args, kwargs)))
         return add(*args, **kwargs), lambda u: None
 
     x, y = symbols((3,), (3,))
@@ -79,12 +82,7 @@ def test_the_function_receives_what_a_direct_call_would_give_it(call):
     close(model(given), call(op, *given))
     through_model, directly = seen[-2:]
     keras.tree.assert_same_structure(through_model, directly)
-    for a, b in zip(keras.tree.flatten(through_model), keras.tree.flatten(directly), strict=True):
-        assert type(a) is type(b)
-        if ops.is_tensor(b):
-            close(a, b)
-        else:
-            assert a == b
+    assert repr(through_model) == repr(directly)
 
 
 @pytest.mark.forward
@@ -125,6 +123,7 @@ def dense():
 MODES = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of PyTorch 2.13, by itself
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_model_trains_by_the_rule(mode):
     x = keras.Input((1,))
@@ -247,7 +246,7 @@ def test_rematerialization(scope):
     with keras.RematScope(**scope):
         y = op(dense()(x), extra=[x], mode="some")["y"]
     del runs[:]
-    assert step(keras.Model(x, y), run_eagerly=BACKEND != "jax") == 1 + 3 * 2
+    assert step(keras.Model(x, y)) == 1 + 3 * 2
     assert len(runs) >= 2
     assert set(runs) == {"some"}
 
