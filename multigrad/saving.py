@@ -51,10 +51,11 @@ def encode(value: Any) -> Any:
         return {"input": int(value)}
     if kind is complex:
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "OSUMm":
-        return {"array": _encode_array(value)}
-    if isinstance(value, keras.Variable):
+    arrays = isinstance(value, (np.ndarray, np.generic))
+    if isinstance(value, keras.Variable) or (arrays and value.dtype.kind in "OSUMm"):
         raise Unsaved(value)
+    if arrays:
+        return {"array": _encode_array(value)}
     if ops.is_tensor(value):
         array = ops.convert_to_numpy(value)
         return {"tensor": [keras.backend.standardize_dtype(value.dtype), *_encode_array(array)]}

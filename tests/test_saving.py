@@ -39,8 +39,6 @@ def python(program, *words):
     """The last line that a fresh process prints, or its error."""
     command = [
         sys.executable,
-        "-W",
-        "error",
         "-c",
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n{program}",
         *words,
