@@ -155,7 +155,7 @@ _KEPT = 4096
 
 def _read_code(function: types.FunctionType) -> _Code:
     code = function.__code__
-    assigned = frozenset(assigned_places(code))
+    assigned = frozenset(_assigned_places(code))
     scope = function.__globals__
     read = [scope[name] for name in _names(code) & scope.keys()]
     opaque = any(may_hold(value) for value in read if not isinstance(value, types.FunctionType))
@@ -166,16 +166,20 @@ def _read_code(function: types.FunctionType) -> _Code:
     return found
 
 
+def assigned_places(function: types.FunctionType) -> frozenset[int]:
+    """The places of the free variables that a function, or one within it, assigns."""
+    return (_CODES.get(id(function.__code__)) or _read_code(function)).assigned
+
+
 def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
     return (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
-def assigned_places(code: types.CodeType) -> Iterator[int]:
-    """The places of the free variables that a function, or one within it, assigns."""
+def _assigned_places(code: types.CodeType) -> Iterator[int]:
     stores = ("STORE_DEREF", "DELETE_DEREF")
     names = {i.argval for i in dis.get_instructions(code) if i.opname in stores}
     for inner in _inner(code):
-        names |= {inner.co_freevars[place] for place in assigned_places(inner)}
+        names |= {inner.co_freevars[place] for place in _assigned_places(inner)}
     return (place for place, name in enumerate(code.co_freevars) if name in names)
 
 
@@ -206,7 +210,7 @@ def _assigned_cells(obj: Any, seen: set[int]) -> Iterator[int]:
         return
     seen.add(id(obj))
     if type(obj) is types.FunctionType:
-        places = (_CODES.get(id(obj.__code__)) or _read_code(obj)).assigned
+        places = assigned_places(obj)
         for place, cell in enumerate(obj.__closure__ or ()):
             if place in places:
                 yield id(cell)

@@ -60,7 +60,9 @@ def op_custom_gradient(
             tensors have a gradient. The output is a tensor or a nested structure; what is no tensor in
             it is passed through. `f` can be a function, method, lambda, partial or callable object, and
             can be defined anew in every call.
-        name: how messages call the op; the function's own name if it is not given.
+        name: how messages call the op; the function's own name if it is not given. A name of the form
+            `package>name` registers the op with Keras, so that a model in which it is used can be saved,
+            and loaded where an op of this name is defined.
         forward_mode: whether JAX's own forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) is to work
             on the op. The rule must then be linear in its upstream gradient. Elsewhere forward mode
             needs no permission, and this changes nothing.
@@ -96,7 +98,10 @@ def op_custom_gradient(
     Raises:
         TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
             none of these ways, or an argument is a sparse tensor.
-        ValueError: when a gradient has a shape that is not its argument's.
+        ValueError: when a gradient has a shape that is not its argument's, or another op is registered
+            under the name.
+
+    On a KerasTensor, such as `keras.Input` returns, the op is one node of a Functional model.
 
     References:
         The closure form is that of TensorFlow's `tf.custom_gradient`.

@@ -168,7 +168,7 @@ def _is_same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> 
 def _functions_same(a: Any, b: Any, seen: frozenset[tuple[int, int]]) -> bool:
     if a.__code__ != b.__code__ or a.__globals__ is not b.__globals__:
         return False
-    assigned = set(assigned_places(a.__code__))
+    assigned = assigned_places(a)
     for place, cells in enumerate(zip(a.__closure__ or (), b.__closure__ or (), strict=True)):
         if cells[0] is not cells[1] and (place in assigned or not _cells_same(*cells, seen)):
             return False
