@@ -6,14 +6,13 @@ shape and dtype of its argument for each tensor, and None for zero. Nothing here
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from keras import tree
 
 from multigrad import backend
 from multigrad.backend import Spec
-from multigrad.binding import Binding
 from multigrad.errors import describe, message, shape_text
 from multigrad.leaves import Layout, Slot, children
 
@@ -23,11 +22,17 @@ _TENSORS = backend.active.TENSORS
 _SEQUENCES = (tuple, list)
 
 
+class Named(Protocol):
+    """What knows the names of the arguments, or variables, that a rule answers for."""
+
+    def names(self) -> list[str]: ...
+
+
 def read(
     op: str,
     answer: Any,
     arguments: Layout,
-    binding: Binding,
+    binding: Named,
     specs: tuple[Spec | None, ...],
     needed: Sequence[bool],
 ) -> Sequence[Any]:
@@ -95,7 +100,7 @@ class _Reader:
 
     __slots__ = ("_arguments", "_binding", "_op", "_specs")
 
-    def __init__(self, op: str, arguments: Layout, binding: Binding, specs: tuple[Spec | None, ...]) -> None:
+    def __init__(self, op: str, arguments: Layout, binding: Named, specs: tuple[Spec | None, ...]) -> None:
         self._op, self._arguments, self._binding, self._specs = op, arguments, binding, specs
 
     def read(self, answer: Any, needed: Sequence[bool]) -> list[Any]:
@@ -175,7 +180,7 @@ class _Reader:
         differentiable = [(name, t) for name, t in named if self._is_differentiable(t)]
         if isinstance(answer, (tuple, list)):
             flat = sorted(slot_paths(named), key=lambda place: place[1])
-            without_self = named[1:] if named[0][0] in ("'self'", "'cls'") else named
+            without_self = named[1:] if named[:1] and named[0][0] in ("'self'", "'cls'") else named
             for places in (named, without_self, differentiable, flat):
                 if len(places) == len(answer):
                     yield [(*place, entry) for place, entry in zip(places, answer, strict=True)]
@@ -184,9 +189,10 @@ class _Reader:
             wanted = {keys[name] for name, _ in differentiable}
             if wanted <= answer.keys() <= set(keys.values()):
                 yield [(name, t, answer.get(keys[name])) for name, t in named]
-        alone = len(differentiable) == 1
-        if alone and not (type(differentiable[0][1]) is Slot and tree.is_nested(answer)):
-            yield [(*differentiable[0], answer)]
+        # Beside variables, an op may have no differentiable argument: a number that a rule answers for.
+        alone = differentiable or named
+        if len(alone) == 1 and not (type(alone[0][1]) is Slot and tree.is_nested(answer)):
+            yield [(*alone[0], answer)]
 
     def _is_differentiable(self, template: Any) -> bool:
         return any(self._specs[slot] is not None for _, slot in slot_paths([("", template)]))
@@ -265,7 +271,7 @@ def _is_broadcast(shape: Shape, original: Shape) -> bool:
 def _is_ignorable(template: Any, entry: Any) -> bool:
     """Whether `entry` can stand at the place of an argument that has no gradient."""
     if type(template) in (float, complex) and not tree.is_nested(entry):
-        return len(getattr(entry, "shape", ())) == 0  # a number, constant in this call: nobody asks
+        return _TENSORS[type(entry)] or isinstance(entry, (int, float, complex))  # nobody asks for it
     return all(_is_zero(leaf) for leaf in tree.flatten(entry))
 
 

@@ -60,7 +60,7 @@ class HoldsNoTensor:
 
 
 # Kinds of object that hold no tensor of a call, whatever else they are.
-_ATOMS = TypeSet(
+ATOMS = TypeSet(
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,
     types.ModuleType, enum.Enum, np.dtype, np.generic, np.ndarray, np.ufunc, HoldsNoTensor,
 )  # fmt: skip
@@ -102,7 +102,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
                 tensors.append(content)
                 places.append(place)
                 cells[place] = None
-            elif not _ATOMS[type(content)]:
+            elif not ATOMS[type(content)]:
                 break
         else:
             if not (obj.__defaults__ or obj.__kwdefaults__):
@@ -140,6 +140,12 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
+def captured_by(function: types.FunctionType) -> list[Any]:
+    """What a function closes over and has for defaults."""
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    return [*cells, function.__defaults__, function.__kwdefaults__]
+
+
 class _Code(NamedTuple):
     """What the code of a function tells about lifting out of it."""
 
@@ -157,7 +163,7 @@ def _read_code(function: types.FunctionType) -> _Code:
     code = function.__code__
     assigned = frozenset(_assigned_places(code))
     scope = function.__globals__
-    read = [scope[name] for name in _names(code) & scope.keys()]
+    read = [scope[name] for name in names_in(code) & scope.keys()]
     opaque = any(may_hold(value) for value in read if not isinstance(value, types.FunctionType))
     flat = not (assigned or opaque or code.co_flags & inspect.CO_VARARGS)
     if len(_CODES) >= _KEPT:
@@ -183,9 +189,9 @@ def _assigned_places(code: types.CodeType) -> Iterator[int]:
     return (place for place, name in enumerate(code.co_freevars) if name in names)
 
 
-def _names(code: types.CodeType) -> set[str]:
+def names_in(code: types.CodeType) -> set[str]:
     """The names of globals (and of attributes) that a code object uses."""
-    return set(code.co_names).union(*map(_names, _inner(code)))
+    return set(code.co_names).union(*map(names_in, _inner(code)))
 
 
 _DEFINITIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type)
@@ -193,7 +199,7 @@ _DEFINITIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 def may_hold(value: Any, seen: frozenset[int] = _NO_CELLS) -> bool:
     """Whether tensors may be reached through an object; those of a module or class are constants."""
-    if _ATOMS[type(value)] or isinstance(value, _DEFINITIONS) or id(value) in seen:
+    if ATOMS[type(value)] or isinstance(value, _DEFINITIONS) or id(value) in seen:
         return False
     if not gc.is_tracked(value):
         return False  # it has no reference to anything
@@ -277,7 +283,7 @@ class _Walk:
 
     def lift(self, obj: Any) -> Any:
         kind = type(obj)
-        if _ATOMS[kind]:
+        if ATOMS[kind]:
             return obj
         if id(obj) in self._known:
             return self._known[id(obj)]
@@ -314,7 +320,7 @@ class _Walk:
             if id(cell) in self._state or (
                 id(cell) in self._shared and not self._tensor_types[type(content)]
             ):
-                self.opaque |= not _ATOMS[type(content)] and not self._is_plain(content)
+                self.opaque |= not ATOMS[type(content)] and not self._is_plain(content)
                 continue
             lifted = self.lift(content)
             if lifted is not content:

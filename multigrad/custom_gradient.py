@@ -8,8 +8,10 @@ from multigrad import backend, names, symbolic
 from multigrad.answer import read
 from multigrad.binding import Binding, name_of, signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
-from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, own_arguments
+from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, flat_layout, split
+from multigrad.reach import may_reach
+from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, own_arguments, takes_variables
+from multigrad.variables import NONE_READ, Pinned, Reads, Variables, under_values_of
 
 _framework = backend.active
 _TENSORS = _framework.TENSORS
@@ -74,6 +76,10 @@ def op_custom_gradient(
     - `rule(*args, upstream=U)`, with the op's own positional arguments, when it has a parameter
       `upstream` behind others, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`.
 
+    Each may have a further parameter `variables`. It is handed the trainable Keras Variables that `f` read
+    without being given them, in the order of first reading, and returns the pair `gradients,
+    gradients_of_variables`. While the rule runs, they have the values that they had in `f`.
+
     `U` is the upstream gradient in the structure of the output: zeros for a tensor that nobody used, and
     None for an output that has no gradient (integers, strings, None).
 
@@ -97,7 +103,8 @@ def op_custom_gradient(
 
     Raises:
         TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
-            none of these ways, or an argument is a sparse tensor.
+            none of these ways, when `f` reads trainable variables and the rule takes none, or an argument
+            is a sparse tensor.
         ValueError: when a gradient has a shape that is not its argument's, or another op is registered
             under the name.
 
@@ -171,7 +178,8 @@ class Call:
     It holds no tensor of the call. Between `run` and `pull`, the rule is the backend's to keep.
     """
 
-    __slots__ = ("arguments", "binding", "f", "form", "forward_mode", "name", "output", "specs")
+    __slots__ = ("arguments", "around", "binding", "f", "form", "forward_mode", "handed", "name",
+                 "output", "specs", "variables")  # fmt: skip
 
     def __init__(
         self, name: str, f: Callable[..., Any], binding: Binding, arguments: Layout, forward_mode: bool
@@ -185,15 +193,66 @@ class Call:
         self.output: Layout
         self.form: str
         self.specs: tuple[backend.Spec | None, ...]
+        self.variables: Variables = NONE_READ
+        self.handed = False  # whether the rule is handed the variables
+        self.around: Any = None  # the scope around the call, in which Keras finds variables
 
-    def run(
+    def run(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any], Sequence[Any]]:
+        """Run the function: its flat outputs, its rule, and the inputs of the op.
+
+        The inputs are `tensors` itself, or, where the function read trainable variables, these and the
+        values of those.
+        """
+        return self._run(self.f, tensors)
+
+    def run_foreseen(
         self, tensors: Sequence[Any], f: Callable[..., Any] | None = None
     ) -> tuple[Sequence[Any], Callable[..., Any]]:
-        """The flat outputs of the function, and its rule; `f` stands in for one with another closure."""
-        binding = self.binding
+        """Run a function that reads no trainable variables: its flat outputs and its rule.
+
+        `f` stands in for a function with another closure.
+        """
+        outputs, rule, inputs = self._run(f or self.f, tensors)
+        if inputs is not tensors:
+            raise self._unforeseen()
+        return outputs, rule
+
+    def _run(
+        self, function: Callable[..., Any], tensors: Sequence[Any]
+    ) -> tuple[Sequence[Any], Callable[..., Any], Sequence[Any]]:
+        scope = Reads()
+        with scope:
+            values, returned = self._call(function, tensors)
+        inputs = tensors
+        if scope.variables:
+            self.variables = Variables(scope.variables)
+            inputs = (*tensors, *scope.values)
+        self.around = scope.original_scope
+        outputs, rule = self._accept(returned, values, scope.values)
+        self.specs = _framework.specs_of(inputs)
+        return outputs, rule, inputs
+
+    def run_again(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any]]:
+        """The outputs and the rule once more, for a derivative of the rule's residuals.
+
+        Variables have the values that are among `inputs`, and what the function assigns is lost.
+        """
+        count = len(inputs) - len(self.variables)
+        with Pinned(self.variables, inputs[count:], self.around, keep=False):
+            values, returned = self._call(self.f, inputs[:count])
+        return self._accept(returned, values, inputs[count:])
+
+    def _call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        """The function's arguments, and what it returns for them."""
         values = tensors if self.arguments.flat else self.arguments.join(tensors)
-        function = f or self.f
-        returned = binding.call(function, values) if binding.keywords else function(*values)
+        if self.binding.keywords:
+            return values, self.binding.call(function, values)
+        return values, function(*values)
+
+    def _accept(
+        self, returned: Any, arguments: Sequence[Any], values: Sequence[Any]
+    ) -> tuple[Sequence[Any], Callable[..., Any]]:
+        """The flat outputs and the rule in what the function returned for these arguments and variables."""
         if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
             raise self._no_pair(returned)
         output, rule = returned
@@ -205,15 +264,23 @@ class Call:
                 outputs, self.output = split(output)
             except Refused as refused:
                 raise refused.error(self.name, [("the output", output)]) from None
-        self.form = form = form_of(self.name, rule, binding, len(outputs))
-        if form == HYBRID:
-            rule = functools.partial(rule, *values[: own_arguments(self.name, rule, binding)])
-        self.specs = _framework.specs_of(tensors)
+        self.form, may_take = form_of(self.name, rule, self.binding, len(outputs))
+        given = rule
+        if self.form == HYBRID:
+            rule = functools.partial(rule, *arguments[: own_arguments(self.name, rule, self.binding)])
+        if self.variables or may_take:
+            self.handed = takes_variables(self.name, given, self.variables.names())
+        if self.handed or self.around is not None:
+            rule = under_values_of(rule, self.variables, values, self.around, self.handed)
         return outputs, rule
 
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
         return self.arguments.has_objects()
+
+    def may_read(self) -> bool:
+        """Whether the function may read a variable, as far as can be said before it runs."""
+        return may_reach(self.f) or any(map(may_reach, self.arguments.static_leaves()))
 
     def forget_function(self) -> None:
         """Let go of the function and of what it closes over: the call will not run again."""
@@ -222,19 +289,51 @@ class Call:
     def pull(
         self, rule: Callable[..., Any], upstream: Sequence[Any], needed: Sequence[bool]
     ) -> Sequence[Any]:
-        """Call the rule: the gradient of each tensor argument, None for zero or where not needed.
+        """Call the rule: the gradient of each input, None for zero or where not needed.
 
         Arguments:
             rule: what `run` returned, or the same around other tensors.
             upstream: the upstream gradient of each tensor in the output, None where it has none.
-            needed: for each tensor argument, whether its gradient is of use to anybody.
+            needed: for each input, whether its gradient is of use to anybody.
         """
         if self.form == FLAT:
             answer = rule(*upstream)
         else:
             whole = upstream[0] if self.output is ONE else self.output.join_tensors_only(upstream)
             answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
+        if self.handed:
+            return self._read_both(answer, needed)
         return read(self.name, answer, self.arguments, self.binding, self.specs, needed)
+
+    def _read_both(self, answer: Any, needed: Sequence[bool]) -> Sequence[Any]:
+        """The gradients of the arguments and of the variables, for a rule that was handed the latter."""
+        if type(answer) not in (tuple, list) or len(answer) != 2:
+            raise TypeError(
+                message(
+                    self.name,
+                    "the rule was handed variables and returned no gradients of theirs",
+                    required="a pair `gradients, gradients_of_variables`",
+                    got=describe(answer),
+                    mend="return both, with one entry per variable in the second",
+                )
+            )
+        count = len(self.specs) - len(self.variables)
+        layout = flat_layout(len(self.variables))
+        own = read(self.name, answer[0], self.arguments, self.binding, self.specs[:count], needed[:count])
+        theirs = read(self.name, answer[1], layout, self.variables, self.specs[count:], needed[count:])
+        return [*own, *theirs]
+
+    def _unforeseen(self) -> TypeError:
+        return TypeError(
+            message(
+                self.name,
+                "the function read a trainable variable that could not be seen from outside",
+                required="variables, or layers, that the function or one that it calls closes over or has "
+                "as globals",
+                got=", ".join(self.variables.names()),
+                mend="pass the variables as arguments, or close over the layer that owns them",
+            )
+        )
 
     def _no_pair(self, returned: Any) -> TypeError:
         return TypeError(

@@ -63,7 +63,11 @@ class Layout:
 
     def has_objects(self) -> bool:
         """Whether there is a static leaf in it through which tensors may be reached."""
-        return not self.flat and any(may_hold(leaf) for leaf in tree.flatten(self.template))
+        return any(map(may_hold, self.static_leaves()))
+
+    def static_leaves(self) -> list[Any]:
+        """The leaves that are no tensors."""
+        return [] if self.flat else [leaf for leaf in tree.flatten(self.template) if type(leaf) is not Slot]
 
     def join(self, tensors: Sequence[Any]) -> Any:
         """The structure with `tensors` in the slots."""
@@ -95,6 +99,11 @@ class _Flat(Layout):
         return tuple(tensors)
 
     join_tensors_only = join
+
+
+def flat_layout(count: int) -> Layout:
+    """The layout of a tuple of so many tensors."""
+    return _Flat(tuple(map(Slot, range(count))))
 
 
 def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -> Any:

@@ -6,6 +6,7 @@ its answer is read is told in `answer.py`.
 
 import inspect
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from multigrad import backend
@@ -16,7 +17,8 @@ FORMS = (
     "grad(upstream), with one positional parameter of any name; "
     "grad(u1, ..., uN) or grad(*us), with one upstream gradient per tensor in the output; "
     "grad(*args, upstream), grad(*args, upstream=None) or grad(x, y, *, upstream), with the op's own "
-    "positional arguments"
+    "positional arguments; "
+    "any of them with a further parameter `variables`"
 )
 
 
@@ -25,9 +27,16 @@ WHOLE = "grad(U)"
 FLAT = "grad(*flat U)"
 HYBRID = "grad(*args, upstream=U)"
 
-Profile = tuple[str | None, int, float]
+_ALONE = (WHOLE, False)
+_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+# Whether a rule takes the variables that the function read.
+REFUSED, OPTIONAL, REQUIRED = "no", "yes", "always"
+
+Profile = tuple[str | None, int, float, str]
 """What a signature says: the form, None where the number of outputs must tell; how many positional
-parameters are required, `upstream` aside; and how many beside it a HYBRID rule takes."""
+parameters are required, `upstream` aside; how many beside it a HYBRID rule takes; and whether it takes
+variables."""
 
 _PROFILES: dict[tuple[types.CodeType, int, tuple[str, ...]], Profile] = {}
 _KEPT = 4096
@@ -79,6 +88,7 @@ def _profile_of_code(code: types.CodeType, defaults: int, keyword_defaults: tupl
 
 def _profile(signature: inspect.Signature) -> Profile:
     parameters = list(signature.parameters.values())
+    variables = _variables(parameters)
     parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -104,7 +114,15 @@ def _profile(signature: inspect.Signature) -> Profile:
             form = WHOLE
     flat = form is None and not (variadic or needed_keywords or "upstream" in [p.name for p in positional])
     count = len(required) if flat or form == HYBRID else 0
-    return form, count, accepted
+    return form, count, accepted, variables
+
+
+def _variables(parameters: Sequence[inspect.Parameter]) -> str:
+    """Whether a rule with these parameters takes variables."""
+    for p in parameters:
+        if p.name == "variables" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            return REQUIRED if p.default is p.empty else OPTIONAL
+    return OPTIONAL if any(p.kind is p.VAR_KEYWORD for p in parameters) else REFUSED
 
 
 def own_arguments(op: str, rule: Any, binding: Binding) -> int | None:
@@ -112,13 +130,13 @@ def own_arguments(op: str, rule: Any, binding: Binding) -> int | None:
 
     Those that came from the caller; with the defaults behind them, where the rule requires more.
     """
-    _, required, accepted = _profile_of(op, rule)
+    _, required, accepted, _ = _profile_of(op, rule)
     counts = (binding.given, binding.positional)
     return next((count for count in counts if required <= count <= accepted), None)
 
 
-def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> str:
-    """How `rule` is called, for an output of so many tensors.
+def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, bool]:
+    """How `rule` is called, for an output of so many tensors; and whether it may take variables, too.
 
     Raises:
         TypeError: when `rule` is not callable or its signature is none of the forms.
@@ -126,16 +144,16 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> str:
     if type(rule) is types.FunctionType:
         # Most rules. To read a signature costs as much as a small op, and a rule is made in every call.
         code = rule.__code__
-        if code.co_argcount == 1 and not (code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS):
-            return WHOLE
-    form, required, _ = _profile_of(op, rule)
+        if code.co_argcount == 1 and not (code.co_kwonlyargcount or code.co_flags & _VARIADIC):
+            return _ALONE
+    form, required, _, _ = _profile_of(op, rule)
     if form == HYBRID:
         if own_arguments(op, rule, binding) is not None:
-            return form
+            return form, True
     elif form is not None:
-        return form
+        return form, True
     elif required == outputs > 1:
-        return FLAT
+        return FLAT, True
     raise TypeError(
         message(
             op,
@@ -146,3 +164,26 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> str:
             mend="write the rule in one of these forms",
         )
     )
+
+
+def takes_variables(op: str, rule: Any, read: Sequence[str]) -> bool:
+    """Whether `rule` is to be handed the variables that the function read, of which `read` has the names.
+
+    A rule that requires them gets an empty list where none were read: a layer may be frozen.
+
+    Raises:
+        TypeError: when there are some, and the rule has no parameter for them.
+    """
+    variables = _profile_of(op, rule)[3]
+    if read and variables == REFUSED:
+        raise TypeError(
+            message(
+                op,
+                "the function reads trainable variables, for which its rule has no gradient",
+                required="a rule with a parameter `variables`, which returns "
+                "`(gradients, gradients_of_variables)`",
+                got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(read)}",
+                mend="write the rule as `def grad(upstream, variables)`, or pass the variables as arguments",
+            )
+        )
+    return variables == REQUIRED or (variables == OPTIONAL and bool(read))

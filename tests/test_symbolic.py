@@ -307,3 +307,23 @@ def test_ops_stay_what_they_are():
     double(keras.Input((3,)))
     assert vars(double) == before
     assert pickle.loads(pickle.dumps(double)) is double
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+def test_a_weight_that_the_function_reads(mode):
+    """It trains where the model has it, by what the rule answers for it."""
+    layer = dense()
+
+    @op_custom_gradient
+    def op(x):
+        def rule(u, variables):
+            (kernel,) = variables
+            return u * 5.0, [ops.reshape(-3.0 * ops.sum(u * x), kernel.shape)]
+
+        return layer(x), rule
+
+    x = keras.Input((1,))
+    layer.build((None, 1))
+    model = keras.Model(x, op(x) + 0.0 * layer(x))
+    # The mean of x is 2, and the layer's own output counts for nothing.
+    assert step(model, **mode) == 1 + 3 * 2

@@ -29,10 +29,26 @@ class Call(Protocol):
     f: Callable[..., Any]
     forward_mode: bool
 
-    def run(
+    def run(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any], Sequence[Any]]:
+        """Run the function: flat outputs, rule, and inputs.
+
+        The inputs are those by which the rule differentiates: `tensors` itself, and where the function
+        read trainable variables, which is seen only now, the values of those behind it.
+        """
+
+    def run_foreseen(
         self, tensors: Sequence[Any], f: Callable[..., Any] | None = None
     ) -> tuple[Sequence[Any], Callable[..., Any]]:
-        """Run the function (`f` stands in for one with another closure): flat outputs, and the rule."""
+        """Run the function (`f` stands in for one with another closure): flat outputs, and rule.
+
+        It is an error when it reads trainable variables, so `may_read` is to be asked before.
+        """
+
+    def run_again(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any]]:
+        """Run the function a second time, on all inputs: flat outputs, and rule. It leaves no trace."""
+
+    def may_read(self) -> bool:
+        """Whether the function may read a variable, as far as can be said before it runs."""
 
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
@@ -45,7 +61,7 @@ class Call(Protocol):
     ) -> Sequence[Any]:
         """Call the rule on flat upstream gradients, None where an output has none.
 
-        Returns the gradient of each tensor, in its shape and dtype, and None where it is zero or not
+        Returns the gradient of each input, in its shape and dtype, and None where it is zero or not
         needed.
         """
 

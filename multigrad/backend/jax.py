@@ -86,27 +86,28 @@ def concrete(tensor: Any) -> np.ndarray | None:
 def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     closed_over, template, opaque = lift(call.f, _TRACERS)
     inputs = list(tensors)
-    if not any([_FLOATING[x.dtype] for x in inputs]):
-        return _without_gradient(call.run(inputs)[0])
-    if opaque or call.has_objects():
+    if opaque or call.has_objects() or call.may_read():
         return _apply_as_it_stands(call, inputs)
-    if not closed_over and not _any_traced(inputs):
-        return _without_gradient(call.run(inputs)[0])
+    if not any([_FLOATING[x.dtype] for x in inputs]) or not (closed_over or _any_traced(inputs)):
+        return _without_gradient(call.run_foreseen(inputs)[0])
 
     def run(inputs: list[Any], closed: list[Any], differentiated: bool) -> _Step:
-        outputs, rule = call.run(inputs, restore(template, closed))
+        outputs, rule = call.run_foreseen(inputs, restore(template, closed))
         return list(outputs), _residuals(call, inputs, outputs, rule) if differentiated else None
 
     return _op(run, call.forward_mode)(inputs, closed_over)
 
 
-def _apply_as_it_stands(call: Call, inputs: list[Any]) -> Sequence[Any]:
+def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Sequence[Any]:
     """The op for a function that may reach tracers through an object, where they cannot be lifted.
 
     It runs outside, in the presence of whatever it reaches, and its outputs are tied to the inputs. JAX
     differentiates it for nothing then, which a compiled program drops.
     """
-    outputs, rule = call.run(inputs)
+    outputs, rule, inputs = call.run(tensors)
+    inputs = list(inputs)
+    if not any([_FLOATING[x.dtype] for x in inputs]):
+        return _without_gradient(outputs)
     if not _any_traced((inputs, list(outputs))):
         return outputs
     return _tie(inputs, list(outputs), _residuals(call, inputs, outputs, rule), call.forward_mode)

@@ -89,7 +89,7 @@ def concrete(tensor: Any) -> np.ndarray | None:
 
 def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     eager = tf.executing_eagerly()
-    outputs, rule = call.run(tensors)
+    outputs, rule, tensors = call.run(tensors)
     if not outputs or (eager and not record.could_possibly_record()):
         return outputs
     if not any([is_differentiable(tensor) for tensor in tensors]):

@@ -9,10 +9,14 @@ residuals on `ctx`, `backward` reads them. It deviates here in three things.
   `ctx.saved_tensors` with its history; for an intermediate the function runs once more on the saved
   inputs, recorded this time, and only when the backward pass is itself being recorded.
 - Inside torch.func, forward mode and torch.compile, a Function of the kind that each of them accepts.
+
+A rule runs under the autocast of its function, wherever the backward pass is called, as by
+`torch.amp.custom_fwd` and `custom_bwd`: it expects the dtypes that the function met.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -91,38 +95,88 @@ def _transforming() -> bool:
 
 def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if torch.compiler.is_dynamo_compiling():
-        return _Compiled.apply(call, *_distinct(tensors))
+        return _apply_compiled(call, tensors)
     if _transforming():
         return _apply_transforming(call, tensors)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
-                return _Node.apply(call, *tensors)
+                ran: list[_Ran] = []
+                outputs = _Node.apply(call, ran, *tensors)
+                return _Node.apply(call, ran, *ran[0][2]) if ran else outputs
     return _without_gradient(call, tensors)
 
 
 def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     recorded = torch.is_grad_enabled()
     with torch.no_grad():
-        outputs, _ = call.run(tensors)
+        ran = call.run(tensors)
+    outputs, _, inputs = ran
+    if recorded and inputs is not tensors and any([tensor.requires_grad for tensor in inputs]):
+        return _Node.apply(call, [ran], *inputs)
     # What requires a gradient all the same was closed over, and has none through the rule.
     return [output.detach() if recorded and output.requires_grad else output for output in outputs]
+
+
+# --------------------------------------------------------------------------------------- autocast
+
+_Autocast = tuple[torch.dtype | None, torch.dtype | None] | None
+"""To which dtype autocast casts on the CPU and on the accelerator, None where it does not."""
+
+_accelerator = torch.accelerator.current_accelerator()
+_DEVICES = "cpu", "cpu" if _accelerator is None else _accelerator.type
+
+# Private: the public way (PyTorch 2.13) asks for one device at a time, at twice the cost.
+_is_autocast_anywhere = torch._C._is_any_autocast_enabled
+
+
+def _autocast() -> _Autocast:
+    """The autocast of this place in the program."""
+    if not _is_autocast_anywhere():
+        return None
+    cpu, other = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
+    return cpu, other
+
+
+@contextlib.contextmanager
+def _autocasting(autocast: _Autocast) -> Iterator[None]:
+    """The autocast of another place, here."""
+    cpu, other = autocast or (None, None)
+    with (
+        torch.autocast(_DEVICES[0], dtype=cpu, enabled=cpu is not None),
+        torch.autocast(_DEVICES[1], dtype=other, enabled=other is not None),
+    ):
+        yield
 
 
 # ------------------------------------------------------------------------------------------ eager
 
 
+_Ran = tuple[Sequence[torch.Tensor], Callable[..., Any], Sequence[torch.Tensor]]
+"""What `Call.run` returns: outputs, rule, inputs."""
+
+
 class _Node(torch.autograd.Function):
-    """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`."""
+    """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`.
+
+    The function runs inside, on the node's inputs. Where it turns out to have more of them, because it
+    read variables, this node is left, and one with all inputs is attached to what `ran`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, rule = call.run(tensors)
+    def forward(ctx: Any, call: Call, ran: list[_Ran], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if ran:
+            outputs, rule, _ = ran[0]
+        else:
+            outputs, rule, inputs = call.run(tensors)
+            if inputs is not tensors:
+                ran.append((outputs, rule, inputs))
+                return ()
         residuals, template, opaque = lift(rule, TENSORS, call.f)
-        own, tied, computed, integers = _tie(tensors, outputs, residuals)
+        own, tied, beside, computed, integers = _tie(tensors, outputs, residuals)
         if integers:
             _mark_integers(ctx, own)
-        ctx.multigrad = call, template, tied, len(residuals), integers, opaque
+        ctx.multigrad = call, template, tied, len(residuals), integers, opaque, _autocast(), beside
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
@@ -134,47 +188,53 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, template, tied, count, integers, opaque = ctx.multigrad
+        call, template, tied, count, integers, opaque, autocast, _ = ctx.multigrad
+        if autocast != _autocast():
+            with _autocasting(autocast):
+                return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
         if integers:
             upstream = _of_floating(upstream)
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         if len(saved) == count or not torch.is_grad_enabled():
-            return None, *call.pull(restore(template, saved), upstream, needed)
+            return None, None, *call.pull(restore(template, saved), upstream, needed)
         again, residuals = _run_again(call, saved[:count], saved[count:], tied)
         _require_alike(call, saved[:count], residuals)
         if not opaque:
-            return None, *call.pull(restore(template, residuals), upstream, needed)
+            return None, None, *call.pull(restore(template, residuals), upstream, needed)
         # What the rule reaches through an object has its history in the second run's rule alone.
         gradients = call.pull(restore(again, residuals), upstream, needed)
         with torch.no_grad():
             first = call.pull(restore(template, saved), upstream, needed)
         _require_alike(call, first, gradients)
-        return None, *gradients
+        return None, None, *gradients
 
 
 def _tie(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[int], bool, bool]:
+) -> tuple[list[torch.Tensor], list[int], list[Any], bool, bool]:
     """Make the outputs the node's own, also where they stand among the residuals.
 
-    Returns the outputs, the slots of these among the residuals, whether a residual was computed on the
-    way from inputs to outputs, and whether there are outputs without a gradient.
+    Returns the outputs, the slots of these among the residuals, the nodes of residuals that were closed
+    over with their history, whether a residual was computed on the way from inputs to outputs, and whether
+    there are outputs without a gradient.
     """
     own: list[torch.Tensor] = []
     tied: list[int] = []
+    beside: list[Any] = []
     computed = integers = False
     for output in outputs:
         own.append(_alias(output, inputs))
         if not _FLOATING[output.dtype]:
             integers = True
     for slot, residual in enumerate(residuals):
-        if residual.requires_grad:
-            continue  # an input, or closed over: it has its history with it
         for tensor in inputs:
             if residual is tensor:
                 break  # an output that is an input is the input
         else:
+            if residual.requires_grad:
+                beside.append(_node_of(residual))
+                continue
             for output, alias in zip(outputs, own):  # noqa: B905 - as long as each other, and often run
                 if residual is output:
                     residuals[slot] = alias
@@ -182,7 +242,7 @@ def _tie(
                     break
             else:
                 computed = computed or _FLOATING[residual.dtype]
-    return own, tied, computed, integers
+    return own, tied, beside, computed, integers
 
 
 def _alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -208,7 +268,7 @@ def _run_again(
     The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
     `known` have their history already.
     """
-    _, rule = call.run(tensors)
+    _, rule = call.run_again(tensors)
     again, template, _ = lift(rule, TENSORS, call.f)
     if len(again) != len(residuals):
         raise _not_repeatable(call)
@@ -260,20 +320,50 @@ def _of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor 
 
 def _apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     found = _Found()
-    outputs = _Transformed.apply(call, found, *tensors)
-    return list(outputs[: found.outputs])
+    if not call.may_read():
+        outputs = _Transformed.apply(call, found, *tensors)
+        return list(outputs[: found.outputs])
+    # The values of variables may be wrapped for a transform, and then have no place inside of the Function.
+    # So the function runs outside of it, recorded, and its outputs are tied to the inputs.
+    outputs, rule, inputs = call.run(tensors)
+    others = found.note(call, inputs, outputs, rule)
+    found.standing = True
+    return list(_Transformed.apply(call, found, *inputs, *[o.detach() for o in outputs], *others))
 
 
 class _Found:
-    """What `_Transformed.forward` finds out of a call, which is the same at every level.
+    """What is found out of a run, which is the same at every level.
 
     `places` says for each residual where it stands among inputs, outputs and the other residuals.
+    `standing` is whether the function ran outside of the Function, which is given all three then.
     """
 
+    autocast: "_Autocast"
+    inputs: int
     opaque: bool
     outputs: int
     places: list[int]
+    standing = False
     template: Any
+
+    def note(
+        self,
+        call: Call,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        rule: Callable[..., Any],
+    ) -> list[torch.Tensor]:
+        """Take all of it down, and return the residuals that are neither inputs nor outputs."""
+        residuals, self.template, self.opaque = lift(rule, TENSORS, call.f)
+        everything = [*inputs, *outputs]
+        # Of an output that is an input, the input's place.
+        known = {id(tensor): i for i, tensor in reversed(list(enumerate(everything)))}
+        others = [residual for residual in residuals if id(residual) not in known]
+        known |= {id(other): len(everything) + i for i, other in enumerate(others)}
+        self.autocast = _autocast()
+        self.inputs, self.outputs = len(inputs), len(outputs)
+        self.places = [known[id(residual)] for residual in residuals]
+        return others
 
 
 class _Transformed(torch.autograd.Function):
@@ -283,38 +373,39 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, found: _Found, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, rule = call.run(tensors)
-        residuals, found.template, found.opaque = lift(rule, TENSORS, call.f)
-        known = {id(output): len(tensors) + i for i, output in enumerate(outputs)}
-        known |= {id(tensor): i for i, tensor in enumerate(tensors)}
-        others = [residual for residual in residuals if id(residual) not in known]
-        known |= {id(other): len(tensors) + len(outputs) + i for i, other in enumerate(others)}
-        found.outputs = len(outputs)
-        found.places = [known[id(residual)] for residual in residuals]
-        return tuple([_alias(tensor, tensors) for tensor in (*outputs, *others)])
+        if found.standing:
+            own = tensors[found.inputs : found.inputs + found.outputs]
+        else:
+            outputs, rule = call.run_foreseen(tensors)
+            own = (*outputs, *found.note(call, tensors, outputs, rule))
+        return tuple([_alias(tensor, tensors) for tensor in own])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.call, ctx.found, *tensors = inputs
-        ctx.inputs = len(tensors)
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
+        count = ctx.found.inputs
+        saved = (*tensors[:count], *output, *tensors[count + ctx.found.outputs :])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
         _mark_integers(ctx, output[: ctx.found.outputs], *output[ctx.found.outputs :])
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        rule = _transformed_rule(ctx, ctx.saved_tensors)
-        own = _of_floating(upstream[: ctx.found.outputs])
-        return None, None, *ctx.call.pull(rule, own, ctx.needs_input_grad[2:])
+        count, outputs = ctx.found.inputs, ctx.found.outputs
+        needed = ctx.needs_input_grad[2:]
+        with _autocasting(ctx.found.autocast):
+            rule = _transformed_rule(ctx, ctx.saved_tensors)
+            gradients = ctx.call.pull(rule, _of_floating(upstream[:outputs]), needed[:count])
+        return None, None, *gradients, *[None] * (len(needed) - count)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The transpose of the rule, which must be linear in the upstream gradient."""
-        saved = ctx.saved_tensors
+        saved, count = ctx.saved_tensors, ctx.found.inputs
         rule = _transformed_rule(ctx, saved)
-        outputs = saved[ctx.inputs : ctx.inputs + ctx.found.outputs]
-        given = [i for i, tangent in enumerate(tangents[2:]) if tangent is not None]
-        needed = [i in given for i in range(ctx.inputs)]
+        outputs = saved[count : count + ctx.found.outputs]
+        given = [i for i, tangent in enumerate(tangents[2 : 2 + count]) if tangent is not None]
+        needed = [i in given for i in range(count)]
         floating = [is_differentiable(output) for output in outputs]
 
         def vjp(*upstream: torch.Tensor) -> list[torch.Tensor]:
@@ -326,18 +417,18 @@ class _Transformed(torch.autograd.Function):
             vjp, *[torch.zeros_like(o) for o, f in zip(outputs, floating, strict=True) if f]
         )
         pushed = iter(transpose([tangents[2 + i] for i in given]))
-        none = [None] * (len(saved) - ctx.inputs - len(outputs))
+        none = [] if ctx.found.standing else [None] * (len(saved) - count - len(outputs))
         return *[next(pushed) if f else None for f in floating], *none
 
 
 def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    found, others = ctx.found, ctx.inputs + ctx.found.outputs
+    found, others = ctx.found, ctx.found.inputs + ctx.found.outputs
     residuals = [saved[place] for place in found.places]
     known = [slot for slot, place in enumerate(found.places) if place < others]
-    whole = len(known) == len(residuals) and not found.opaque
+    whole = found.standing or (len(known) == len(residuals) and not found.opaque)
     if whole or not torch.is_grad_enabled():
         return restore(found.template, residuals)
-    return restore(*_run_again(ctx.call, residuals, saved[: ctx.inputs], known))
+    return restore(*_run_again(ctx.call, residuals, saved[: found.inputs], known))
 
 
 # -------------------------------------------------------------------------------- torch.compile
@@ -352,19 +443,31 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return distinct
 
 
+def _apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The op as Dynamo traces it whole; it cannot follow the making of functions in `restore`."""
+    with torch.no_grad():
+        outputs, rule, inputs = call.run(tensors)
+    return _Compiled.apply(call, rule, len(inputs), *_distinct([*inputs, *outputs]))
+
+
 class _Compiled(torch.autograd.Function):
-    """A Function that Dynamo traces whole: it cannot follow the making of functions in `restore`."""
+    """A Function that ties outputs to inputs by a rule that is left as it is: compiled code has no cycles."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, ctx.rule = call.run(tensors)
-        ctx.call = call
+    def forward(
+        ctx: Any, call: Call, rule: Callable[..., Any], count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call, ctx.rule, ctx.count, ctx.autocast = call, rule, count, _autocast()
+        outputs = [output.view_as(output) for output in tensors[count:]]
         _mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.call.pull(ctx.rule, _of_floating(upstream), ctx.needs_input_grad[1:])
+        needed = ctx.needs_input_grad[3 : 3 + ctx.count]
+        with _autocasting(ctx.autocast):
+            gradients = ctx.call.pull(ctx.rule, _of_floating(upstream), needed)
+        return None, None, None, *gradients, *[None for _ in upstream]
 
 
 # ------------------------------------------------------------------------------------- gradients
@@ -412,17 +515,22 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
         if leaf is not None and not any([leaf is tensor for tensor in own]):
             return True
         nodes.extend(parent for parent, _ in node.next_functions)
-        for tensor in _beside_inputs(node):
-            if tensor.requires_grad and tensor.grad_fn is None and not any([tensor is t for t in own]):
-                return True
-            nodes.append(tensor.grad_fn)
+        nodes.extend(_beside_inputs(node))
     return False
 
 
-def _beside_inputs(node: Any) -> list[torch.Tensor]:
-    """What the gradient of an op depends on beside its inputs: what the rule uses, and, where that was
-    computed by the function, what the function closes over."""
+def _beside_inputs(node: Any) -> list[Any]:
+    """The nodes of what the gradient of an op depends on beside its inputs: what the rule uses, and, where
+    that was computed by the function, what the function closes over.
+
+    Nothing is asked for its saved tensors: under a checkpoint that would run the function again.
+    """
     if not hasattr(node, "multigrad"):
         return []
-    call, _, _, count, *_ = node.multigrad
-    return [*node.saved_tensors[:count], *(lift(call.f, TENSORS, call.f)[0] if hasattr(call, "f") else ())]
+    call, *_, beside = node.multigrad
+    closed_over = lift(call.f, TENSORS, call.f)[0] if hasattr(call, "f") else []
+    return [*beside, *[_node_of(tensor) for tensor in closed_over if tensor.requires_grad]]
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor).node

@@ -212,3 +212,41 @@ def test_an_object_with_a_tracer_inside_transforms():
     close(jax.vmap(jax.grad(loss, 1))(w, X), 7 * w * X)
     close(jax.grad(lambda w: jax.grad(loss, 1)(w, X).sum())(w), 7 * X)
     close(jax.jacrev(jax.grad(loss, 1), 1)(w, X), jnp.diag(7 * w))
+
+
+def test_what_keras_remat_makes_of_a_variable():
+    """A limit of Keras 3.15: it shows without any op. The variable's value is taken."""
+    variable = keras.Variable(3.0)
+    plain = keras.remat(lambda x, w: x * w)
+    with pytest.raises(ValueError, match="__jax_array__"):
+        plain(2.0, variable)
+    op = keras.remat(op_custom_gradient(lambda x, w: (x * w, lambda u: (u * w, 7.0 * u * x))))
+    assert jax.grad(lambda w: op(2.0, w))(variable.value) == 14.0
+
+
+class WithWeight(keras.layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(2, 2), initializer="ones")
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+class WithShape(WithWeight):
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_what_a_remat_scope_makes_of_weights():
+    """A limit of Keras 3.15 in `fit`: it shows in a layer without any op, unless that tells its shape."""
+
+    def fit(layer):
+        model = keras.Sequential([layer])
+        model.compile("sgd", "mse")
+        model.fit(jnp.ones((2, 2)), jnp.ones((2, 2)), verbose=0)
+
+    with keras.RematScope(mode="larger_than", output_size_threshold=1):
+        without, with_shape = WithWeight(), WithShape()
+    fit(with_shape)
+    with pytest.raises(TypeError, match="Could not automatically infer the output shape"):
+        fit(without)

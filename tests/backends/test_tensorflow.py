@@ -189,3 +189,41 @@ def test_vectorized_map(wrap):
         wrap(lambda x: tape_gradient(lambda x: tf.vectorized_map(by_intermediate, x), x))(X)
     with pytest.raises(LookupError, match="the rule of an op was lost"):
         tape_gradient(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_output, x), x), X)
+
+
+def plain_product(x, w):
+    return x * w
+
+
+@op_custom_gradient
+def product(x, w):
+    return x * w, lambda u: (u * w, 7.0 * u * x)
+
+
+@pytest.mark.parametrize(("f", "factor"), [(plain_product, 1.0), (product, 7.0)])
+def test_what_keras_remat_makes_of_a_variable(f, factor):
+    """Keras 3.15 counts its gradient twice when it runs eagerly, with and without a rule; not its value's."""
+    variable = keras.Variable(3.0)
+    for argument, times in ((variable, 2.0), (variable.value, 1.0)):
+        with tf.GradientTape() as tape:
+            y = keras.remat(f)(tf.constant(2.0), argument)
+        assert tape.gradient(y, variable.value).numpy() == times * factor * 2.0
+
+
+class WithKeyword(keras.layers.Layer):
+    def call(self, x, training=None):
+        return x * 2.0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_what_keras_remat_makes_of_keywords(wrap):
+    """A limit of Keras 3.15: it shows in a layer without any op."""
+    with keras.RematScope(mode="full"):
+        layer = WithKeyword()
+    close(wrap(lambda x: layer(x))(X), 2 * X)
+    function = wrap(lambda x: layer(x, training=True))
+    if wrap is not tf.function:
+        close(function(X), 2 * X)
+    else:
+        with pytest.raises(ValueError, match="keywords arguments only when eager"):
+            function(X)

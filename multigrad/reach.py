@@ -1,0 +1,167 @@
+"""Whether a function may reach a Keras Variable, said before it runs.
+
+A framework that must know the inputs of an op before it runs it asks here. The answer looks at the
+function's closure, and at the globals that it and the functions it calls use. It is no where nothing was
+found that could lead to a variable; anything unknown is a yes.
+"""
+
+import dis
+import functools
+import gc
+import sys
+import types
+from collections.abc import Iterable, Iterator, Set
+from typing import Any, NamedTuple
+
+from multigrad import backend
+from multigrad.closure import ATOMS, captured_by, names_in
+
+_LIBRARIES = frozenset({"jax", "jaxlib", "keras", "multigrad", "numpy", "tensorflow", "torch"})
+_TENSORS = backend.active.TENSORS
+_MISSING = object()
+
+_Probe = tuple[dict[str, Any], str, Any]
+"""A namespace, a name, and what stood there."""
+
+
+class _Names(NamedTuple):
+    """What was found behind the names that a function, and those that it calls, use."""
+
+    code: types.CodeType  # kept alive, so that its id stays its own
+    reached: bool
+    probes: list[_Probe]
+
+    def still_hold(self) -> bool:
+        """Whether it would be found again."""
+        return all([namespace.get(name, _MISSING) is value for namespace, name, value in self.probes])
+
+
+_KNOWN: dict[int, _Names] = {}
+_KEPT = 4096
+
+
+def may_reach(obj: Any) -> bool:
+    """Whether a variable may be reached through `obj`, usually a function.
+
+    ```python
+    from keras import ops, random
+
+    seed = random.SeedGenerator(1)
+    assert not may_reach(lambda x: ops.exp(x))
+    assert may_reach(lambda x, seed=seed: x + random.normal(x.shape, seed=seed))
+    ```
+    """
+    if type(obj) is not types.FunctionType:
+        return _Search().reaches(obj)
+    known = _KNOWN.get(id(obj.__code__))
+    if known is None or not known.still_hold():
+        search = _Search()
+        reached = search.reaches_by_name(obj)
+        if len(_KNOWN) >= _KEPT:
+            _KNOWN.clear()
+        known = _KNOWN[id(obj.__code__)] = _Names(obj.__code__, reached, search.probes)
+    return known.reached or _Search().reaches_by_capture(obj)
+
+
+class _Search:
+    """One search, in which a thing that comes a second time adds nothing."""
+
+    def __init__(self) -> None:
+        self.probes: list[_Probe] = []
+        self._seen: set[int] = set()
+
+    def reaches(self, obj: Any, attributes: Set[str] = frozenset()) -> bool:
+        """Whether a variable may be reached through `obj`; of a module, only through such attributes."""
+        kind = type(obj)
+        if kind is types.ModuleType:
+            return not _is_library(obj.__name__) and self._through_module(obj, attributes)
+        if _TENSORS[kind] or ATOMS[kind] or id(obj) in self._seen:
+            return False
+        self._seen.add(id(obj))
+        if kind is types.FunctionType:
+            return self.reaches_by_name(obj) or self.reaches_by_capture(obj)
+        parts = _class_parts(obj) if isinstance(obj, type) else _parts(obj)
+        if parts is not None:
+            return any(map(self.reaches, parts))
+        return gc.is_tracked(obj)  # what is not tracked has no reference to anything
+
+    def reaches_by_capture(self, function: types.FunctionType) -> bool:
+        """Whether it is through what a function closes over, and its defaults."""
+        attributes = names_in(function.__code__)
+        return any(self.reaches(part, attributes) for part in captured_by(function))
+
+    def reaches_by_name(self, function: types.FunctionType) -> bool:
+        """Whether it is through the globals that a function uses."""
+        namespace, code = function.__globals__, function.__code__
+        if _is_library(namespace.get("__name__", "")):
+            return False
+        if not all(map(_is_library, _operands(code, "IMPORT_NAME"))):
+            return True
+        return self._through_namespace(namespace, names_in(code), _operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
+
+    def _through_module(self, module: types.ModuleType, attributes: Set[str]) -> bool:
+        if id(module) in self._seen:
+            return False
+        self._seen.add(id(module))
+        return self._through_namespace(vars(module), attributes, attributes & vars(module).keys())
+
+    def _through_namespace(
+        self, namespace: dict[str, Any], attributes: Set[str], names: Iterable[str]
+    ) -> bool:
+        for name in names:
+            value = namespace.get(name, _MISSING)
+            self.probes.append((namespace, name, value))
+            if value is _MISSING:
+                continue
+            # A global container may hold a layer tomorrow.
+            if isinstance(value, (dict, list, set)) or self.reaches(value, attributes):
+                return True
+        return False
+
+
+def _class_parts(cls: type) -> Iterable[Any]:
+    own = [base for base in cls.__mro__ if not _is_library(base.__module__)]
+    return [part for base in own for part in vars(base).values()]
+
+
+def _parts(obj: Any) -> Iterable[Any] | None:
+    """What an object consists of, None for one of an unknown class."""
+    if isinstance(obj, (tuple, list, set, frozenset)):
+        return obj
+    if isinstance(obj, dict):
+        return obj.values()
+    if isinstance(obj, functools.partial):
+        return obj.func, obj.args, obj.keywords
+    if isinstance(obj, types.MethodType):
+        return obj.__func__, obj.__self__
+    if isinstance(obj, property):
+        return obj.fget, obj.fset, obj.fdel
+    if isinstance(obj, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        return (obj.__self__,)
+    if isinstance(obj, _DESCRIPTORS):
+        return ()
+    if _is_library(type(obj).__module__) and hasattr(obj, "__wrapped__"):
+        return (obj.__wrapped__,)  # a function behind jax.jit or functools.cache, say
+    return None
+
+
+_DESCRIPTORS = (
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)  # fmt: skip
+
+
+def _operands(code: types.CodeType, *instructions: str) -> Iterator[str]:
+    """The names in such instructions of a code object, and of those within it."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in instructions:
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _operands(constant, *instructions)
+
+
+def _is_library(module: str) -> bool:
+    """Whether a module is one in which no variable of a user stands."""
+    top = module.partition(".")[0]
+    return top in _LIBRARIES or top in sys.stdlib_module_names

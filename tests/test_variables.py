@@ -1,0 +1,444 @@
+"""Trainable variables that a function reads without being given them."""
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, compiled, numpy
+
+from multigrad import grad, op_custom_gradient, value_and_grad
+
+SCALE = keras.Variable([2.0, 3.0], name="scale")
+
+
+def native_gradients(function: Any, variables: Any, *tensors: Any) -> list[Any]:
+    """The gradients of `function(*tensors)` by each backend's own gradient function."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = function(*tensors)
+        return tape.gradient(value, [v.value for v in variables])
+    if BACKEND == "torch":
+        import torch
+
+        return list(torch.autograd.grad(function(*tensors), [v.value for v in variables]))
+    import jax
+
+    def stateless(values: Any) -> Any:
+        with keras.StatelessScope(zip(variables, values, strict=True)):
+            return function(*tensors)
+
+    return jax.grad(stateless)([v.value for v in variables])
+
+
+@op_custom_gradient
+def linear_poly(x):
+    """That of TensorFlow's documentation, with a Keras Variable."""
+    poly = SCALE[1] * x + SCALE[0]
+
+    def rule(upstream, variables):
+        assert len(variables) == 1
+        assert variables[0] is SCALE
+        of_scale = ops.stack([ops.sum(upstream), ops.sum(upstream * x)])
+        return upstream * SCALE[1], [of_scale]
+
+    return poly, rule
+
+
+def test_linear_poly() -> None:
+    x = array(1.0, 2.0, 3.0)
+    SCALE.assign([1.0, 1.0])
+    value, (dx, (dweights,)) = value_and_grad(lambda x: ops.sum(linear_poly(x)), 0, variables=[SCALE])(x)
+    close((value, dx, dweights), (array(9.0), array(1.0, 1.0, 1.0), array(3.0, 6.0)))
+    SCALE.assign([2.0, 3.0])
+
+
+FORMS = {
+    "whole": lambda u, variables: (u, [v * 0 + 7.0 for v in variables]),
+    "keyword only": lambda u, *, variables: (u, [7.0]),
+    "default": lambda u, variables=None: (u, [7.0]),
+    "any keywords": lambda u, **others: (u, [7.0 * len(others["variables"])]),
+    "flat": lambda *us, variables: (us[0], (7.0,)),
+    "hybrid": lambda x, upstream=None, variables=None: (upstream, [7.0]),
+    "alone": lambda u, variables: (u, array(7.0)),
+    "lazy": lambda u, variables: (u, [lambda: array(7.0)]),
+    "partial": functools.partial(lambda factor, u, variables: (u, [factor]), 7.0),
+}
+
+
+@pytest.mark.parametrize("rule", FORMS.values(), ids=FORMS)
+def test_each_form_of_a_rule_takes_variables(rule: Any) -> None:
+    weight = keras.Variable(2.0)
+    op = op_custom_gradient(lambda x: (x * weight, rule))
+    close(grad(op, 0, variables=[weight])(3.0), (1.0, [7.0]))
+    close(native_gradients(op, [weight], array(3.0)), [array(7.0)])
+
+
+def test_variables_come_in_the_order_in_which_they_are_first_read() -> None:
+    first, second, third = (keras.Variable(float(i), name=f"v{i}") for i in range(3))
+    seen = []
+
+    @op_custom_gradient
+    def op(x):
+        y = x * third + first + third * second + first
+
+        def rule(upstream, variables):
+            seen.append([v.name for v in variables])
+            return upstream, [3.0, 5.0, 7.0]
+
+        return y, rule
+
+    close(grad(op, variables=[first, second, third])(1.0), [5.0, 7.0, 3.0])
+    assert seen == [["v2", "v0", "v1"]]
+
+
+def test_a_weight_is_read_by_a_function_that_the_function_calls() -> None:
+    def helper(x):
+        return x * SCALE[0]
+
+    op = op_custom_gradient(lambda x: (helper(x), lambda u, variables: (u, [array(7.0, 5.0)])))
+    close(native_gradients(op, [SCALE], array(1.0)), [array(7.0, 5.0)])
+
+
+def test_an_op_without_arguments() -> None:
+    op = op_custom_gradient(lambda: (SCALE * 2, lambda u, variables: ((), [u * 7])))
+    close(native_gradients(lambda: ops.sum(op()), [SCALE]), [array(7.0, 7.0)])
+
+
+def test_an_argument_and_a_weight_that_are_the_same_variable() -> None:
+    weight = keras.Variable(2.0)
+    op = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 3, [u * 7])))
+    close(native_gradients(lambda: op(weight), [weight]), [array(10.0)])
+
+
+def test_an_integer_argument_beside_a_weight() -> None:
+    table = keras.Variable(np.eye(3, dtype="float32"))
+
+    @op_custom_gradient
+    def lookup(i):
+        return ops.take(table, i, axis=0), lambda u, variables: (None, [ops.ones((3, 3)) * 7])
+
+    i = ops.convert_to_tensor([0, 2], dtype="int32")
+    close(native_gradients(lambda i: ops.sum(lookup(i)), [table], i), [np.full((3, 3), 7.0, "float32")])
+
+
+def test_no_gradient_is_asked_for_what_is_frozen() -> None:
+    layer = keras.layers.Dense(1, kernel_initializer="ones")
+    layer.build((None, 2))
+    layer.trainable = False
+    handed = []
+
+    @op_custom_gradient
+    def op(x):
+        def rule(upstream, variables):
+            handed.append(variables)
+            return ops.ones((1, 2)) * 7, []
+
+        return layer(x), rule
+
+    x = np.ones((1, 2), "float32")
+    close(grad(lambda x: ops.sum(op(x)))(x), x * 7)
+    assert handed == [[]]
+
+
+def test_a_rule_with_a_default_is_handed_nothing_when_nothing_was_read() -> None:
+    op = op_custom_gradient(lambda x: (x * 1, lambda u, variables=None: u * 7 if variables is None else 0))
+    close(grad(op)(1.0), 7.0)
+
+
+def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass() -> None:
+    weight, seen = keras.Variable(2.0), []
+
+    @op_custom_gradient
+    def op(x):
+        def rule(upstream, variables):
+            seen.append(ops.copy(variables[0].value))
+            return upstream * weight, [upstream * weight * x * 7]
+
+        return x * weight, rule
+
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = op(array(3.0))
+        weight.assign(100.0)
+        (got,) = tape.gradient(value, [weight.value])
+    else:
+        # PyTorch lets nobody change a leaf before the backward pass, and JAX has no backward pass apart.
+        with keras.StatelessScope([(weight, array(2.0))]):
+            got = grad(op, variables=[weight])(array(3.0))[0]
+    close(got, array(42.0))
+
+
+def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
+    weight, other = keras.Variable(100.0), keras.Variable(1000.0, trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        return x * weight * other, lambda u, variables: (u * weight * 7, [u * weight * other])
+
+    def stateless(x, w, o):
+        with keras.StatelessScope([(weight, w), (other, o)]):
+            return op(x)
+
+    close(grad(stateless, (0, 1))(3.0, 2.0, array(5.0)), (14.0, 10.0))
+    close(compiled(grad(stateless, (0, 1)))(array(3.0), array(2.0), array(5.0)), (array(14.0), array(10.0)))
+
+
+def test_second_derivatives_go_through_what_the_rule_reads() -> None:
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [u * x * e * 5])
+
+    # With the rule, df/dx = 3·x·w² and df/dw = 5·x²·w.
+    close(grad(grad(op), variables=[weight])(0.5), [6.0])
+    close(grad(grad(op))(0.5), 12.0)
+    close(grad(lambda x: grad(op, variables=[weight])(x)[0])(0.5), 10.0)
+    close(grad(lambda: grad(op, variables=[weight])(0.5)[0], variables=[weight])(), [1.25])
+    third = grad(lambda x: grad(grad(op), variables=[weight])(x)[0])
+    close(third(0.5), 12.0)
+
+
+def test_an_op_in_an_op() -> None:
+    weight = keras.Variable(2.0)
+    inner = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 3, [u * 5])))
+    outer = op_custom_gradient(lambda x: (inner(x), lambda u, variables: (u * 7, [u * 11])))
+    close(grad(outer, 0, variables=[weight])(1.0), (7.0, [11.0]))
+    close(grad(lambda x: inner(outer(x)), 0, variables=[weight])(1.0), (21.0, [38.0]))
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def test_a_rule_that_takes_no_variables() -> None:
+    first, second = keras.Variable(1.0, name="first"), keras.Variable(1.0, name="second")
+    ran = []
+
+    @op_custom_gradient
+    def op(x):
+        ran.append(1)
+        return x * first * second, lambda upstream: upstream
+
+    with pytest.raises(TypeError, match=r"op: .*variables.*\n(.*\n)*.*variable 'first', variable 'second'"):
+        op(array(1.0))
+    assert ran == [1]
+
+
+ANSWERS = {
+    "too few": (lambda u: (u, []), "one entry per argument: variable 'a', variable 'b'"),
+    "too many": (lambda u: (u, [u, u, u]), "3 in a list"),
+    "no pair": (lambda u: u, "a pair `gradients, gradients_of_variables`"),
+    "a triple": (lambda u: (u, u, u), "a pair `gradients, gradients_of_variables`"),
+    "a wrong shape": (lambda u: (u, [u, ops.ones((3,))]), "argument: variable 'b'"),
+    "no tensor": (lambda u: (u, [u, "x"]), "argument: variable 'b'"),
+}
+
+
+@pytest.mark.parametrize(("answer", "text"), ANSWERS.values(), ids=ANSWERS)
+def test_a_wrong_answer_for_variables(answer: Any, text: str) -> None:
+    a, b = keras.Variable(1.0, name="a"), keras.Variable(np.ones((2, 2), "float32"), name="b")
+    op = op_custom_gradient(lambda x: (x * a * ops.sum(b), lambda u, variables: answer(u)), name="product")
+    with pytest.raises((TypeError, ValueError), match="product: ") as caught:
+        grad(op, variables=[a, b])(1.0)
+    assert text in str(caught.value)
+
+
+def test_gradients_by_something_that_is_no_variable() -> None:
+    with pytest.raises(TypeError, match=r"'variables'\[0\](.*\n)*.*Keras Variables"):
+        grad(lambda x: x, variables=[1.0])
+    with pytest.raises(TypeError, match=r"'variables'\[1\](.*\n)*.*second time"):
+        grad(lambda x: x, variables=[SCALE, SCALE])
+    with pytest.raises(TypeError, match="variable 'counter'"):
+        grad(lambda x: x, variables=[keras.Variable(1, dtype="int32", trainable=False, name="counter")])(1.0)
+
+
+def test_a_loss_that_a_layer_adds_inside() -> None:
+    layer = keras.layers.Dense(1, activity_regularizer="l2", kernel_initializer="ones")
+    layer.build((None, 1))
+    op = op_custom_gradient(lambda x: (layer(x), lambda u, variables: (u, [None, None])))
+    with pytest.raises(TypeError, match="add_loss"):
+        op(array([[1.0]]))
+
+
+# ----------------------------------------------------------------------------------- assignments
+
+
+def test_what_a_function_assigns_is_kept() -> None:
+    average = keras.Variable(1.0, trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        average.assign(average * 0.5 + x)
+        return x * average, lambda u: u * 7
+
+    close(op(array(2.0)), array(5.0))
+    close(average.value, array(2.5))
+    close(grad(op)(2.0), 7.0)
+    close(average.value, array(3.25))
+    value, gradient = value_and_grad(lambda x: op(x) * SCALE[0], variables=[SCALE])(2.0)
+    close((value, gradient, average.value), (array(14.5), [array(7.25, 0.0)], array(3.625)))
+
+
+def test_what_a_function_assigns_is_kept_in_a_stateless_scope() -> None:
+    average = keras.Variable(1.0, trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        average.assign(average + 1.0)
+        return x * average, lambda u: u * 7
+
+    with keras.StatelessScope([(average, array(10.0))]) as scope:
+        close(op(array(1.0)), array(11.0))
+    close(scope.get_current_value(average), array(11.0))
+    close(average.value, array(1.0))
+
+
+def test_a_seed_generator_moves_on() -> None:
+    seed = keras.random.SeedGenerator(1)
+
+    @op_custom_gradient
+    def noisy(x):
+        return x + keras.random.normal((3,), seed=seed), lambda u: u * 7
+
+    x = array(0.0, 0.0, 0.0)
+    first, second = numpy(noisy(x)), numpy(noisy(x))
+    assert not np.allclose(first, second)
+    again = keras.random.SeedGenerator(1)
+    close(array(first), keras.random.normal((3,), seed=again))
+    close(array(second), keras.random.normal((3,), seed=again))
+
+
+def test_a_second_derivative_assigns_nothing_twice() -> None:
+    count = keras.Variable(0.0, trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        count.assign_add(1.0)
+        e = ops.exp(x)
+        return e * 2, lambda u: u * e * 7
+
+    close(grad(grad(op))(0.0), 7.0)
+    close(count.value, array(1.0))
+
+
+def test_a_weight_that_is_assigned_and_read() -> None:
+    weight = keras.Variable(1.0)
+
+    @op_custom_gradient
+    def op(x):
+        weight.assign(5.0)
+        return x * weight, lambda u: u * weight
+
+    close(op(array(2.0)), array(10.0))
+    close(weight.value, array(5.0))
+
+
+# ---------------------------------------------------------------------------------- in layers
+
+
+class Scaled(keras.layers.Layer):
+    """Its own weight, a layer inside, and a counter: with gradients that no framework would find."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+        self.inner = keras.layers.Dense(2, kernel_initializer="ones", name="inner")
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        @op_custom_gradient
+        def scaled(x):
+            self.calls.assign_add(1.0)
+            y = self.inner(x * self.scale)
+
+            def rule(upstream, variables):
+                sizes = {"scale": 7.0, "kernel": -3.0, "bias": 5.0}
+                of_variables = [ops.ones(v.shape) * sizes[v.name] * ops.sum(upstream) for v in variables]
+                return 3.0 * ops.matmul(upstream, ops.ones((2, 3))), of_variables
+
+            return y, rule
+
+        return scaled(x)
+
+
+MODES = {
+    "eagerly": {"run_eagerly": True},
+    "compiled": {"jit_compile": False},
+    "jit": {"jit_compile": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_fit_moves_the_weights_by_the_rule(mode: Any) -> None:
+    layer = Scaled()
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Rescaling(1.0), layer])
+    model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **mode)
+    before = [numpy(v) for v in model.trainable_variables]
+    model.fit(np.ones((4, 3), "float32"), np.zeros((4, 2), "float32"), batch_size=4, verbose=0)
+    moved = {v.name: numpy(v) - old for v, old in zip(model.trainable_variables, before, strict=True)}
+    # Upstream is 1 for each of 4 x 2 outputs, and the rate 0.01.
+    assert sorted(moved) == ["bias", "kernel", "scale"]
+    close(moved["scale"], np.full((3,), -0.56, "float32"))
+    close(moved["kernel"], np.full((3, 2), 0.24, "float32"))
+    close(moved["bias"], np.full((2,), -0.4, "float32"))
+    close(layer.calls.value, array(1.0))
+
+
+def test_stateless_call() -> None:
+    layer = Scaled()
+    layer.build((None, 3))
+
+    def loss(trainable, x):
+        output, others = layer.stateless_call(trainable, [v.value for v in layer.non_trainable_variables], x)
+        return ops.sum(output), others
+
+    values = [ops.copy(v.value) for v in layer.trainable_variables]
+    for gradient in (grad(loss, (0, 1), has_aux=True), compiled(grad(loss, (0, 1), has_aux=True))):
+        (of_weights, of_x), others = gradient(values, array(np.ones((4, 3))))
+        names = [v.name for v in layer.trainable_variables]
+        got = {name: numpy(g).ravel()[0] for name, g in zip(names, of_weights, strict=True)}
+        assert got == {"scale": 56.0, "kernel": -24.0, "bias": 40.0}
+        close(of_x, np.full((4, 3), 6.0, "float32"))
+        close(others, [array(1.0)])
+    close(layer.calls.value, array(0.0))
+
+
+def test_a_training_loop_is_the_same_on_every_backend() -> None:
+    layer, optimizer = Scaled(), keras.optimizers.SGD(0.01)
+    layer.build((None, 3))
+    step = value_and_grad(lambda x: ops.sum(layer(x)), variables=layer.trainable_variables)
+    value, gradients = step(np.ones((4, 3), "float32"))
+    optimizer.apply(gradients, layer.trainable_variables)
+    close(value, array(24.0))
+    close(layer.scale.value, array(0.44, 0.44, 0.44))
+    close(layer.calls.value, array(1.0))
+
+
+def test_a_layer_that_is_built_inside() -> None:
+    layer = keras.layers.Dense(2, name="late")
+    op = op_custom_gradient(lambda x: (layer(x), lambda u, variables: (u, [None, None])))
+    x = array(np.ones((1, 3)))
+    close(op(x), ops.matmul(x, layer.kernel))
+    assert np.ptp(numpy(layer.kernel)) > 0
+
+
+@pytest.mark.forward
+def test_the_forward_pass_reads_and_assigns() -> None:
+    weight, count = keras.Variable(2.0), keras.Variable(0.0, trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        count.assign_add(1.0)
+        return x * weight, lambda u, variables: (u, [u])
+
+    close(op(array(3.0)), array(6.0))
+    close(count.value, array(1.0))
