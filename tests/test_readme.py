@@ -6,9 +6,10 @@ from pathlib import Path
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_python_blocks_run(capsys):
+def test_the_python_blocks_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one of them saves a model
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     shown = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), shown)
@@ -20,6 +21,8 @@ def test_the_python_blocks_run(capsys):
     # The rules of the two ops that the README only defines:
     low_and_high = shown["grad"](lambda x: 5.0 * shown["split"](x)[0] + 7.0 * shown["split"](x)[1])
     assert float(low_and_high(3.0)) == 12.0  # not 7, as plain autodiff has it
+    clipped = shown["grad"](lambda x: shown["clip"](x, (0.0, 1.0), scale=3.0))
+    assert float(clipped(7.0)) == 3.0
     assert [float(g) for g in shown["grad"](shown["scale"], argnums=(0, 1))(3.0, 4.0)] == [4.0, 3.0]
 
 
