@@ -4,11 +4,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
-from multigrad import backend
+from multigrad import backend, names, symbolic
 from multigrad.answer import read
 from multigrad.binding import Binding, name_of, signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, flat_layout, split
+from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, flat_layout, split
 from multigrad.reach import may_reach
 from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, own_arguments, takes_variables
 from multigrad.variables import NONE_READ, Pinned, Reads, Variables, under_values_of
@@ -62,7 +62,9 @@ def op_custom_gradient(
             tensors have a gradient. The output is a tensor or a nested structure; what is no tensor in
             it is passed through. `f` can be a function, method, lambda, partial or callable object, and
             can be defined anew in every call.
-        name: how messages call the op; the function's own name if it is not given.
+        name: how messages call the op; the function's own name if it is not given. A name of the form
+            `package>name` registers the op with Keras, so that a model in which it is used can be saved,
+            and loaded where an op of this name is defined.
         forward_mode: whether JAX's own forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) is to work
             on the op. The rule must then be linear in its upstream gradient. Elsewhere forward mode
             needs no permission, and this changes nothing.
@@ -103,7 +105,10 @@ def op_custom_gradient(
         TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
             none of these ways, when `f` reads trainable variables and the rule takes none, or an argument
             is a sparse tensor.
-        ValueError: when a gradient has a shape that is not its argument's.
+        ValueError: when a gradient has a shape that is not its argument's, or another op is registered
+            under the name.
+
+    On a KerasTensor, such as `keras.Input` returns, the op is one node of a Functional model.
 
     References:
         The closure form is that of TensorFlow's `tf.custom_gradient`.
@@ -133,7 +138,14 @@ def op_custom_gradient(
                 mend='write @op_custom_gradient(name="...")',
             )
         )
-    title = name or name_of(f)
+    define = functools.partial(_define, f, name or name_of(f), forward_mode)
+    if name is None or ">" not in name:
+        return define()
+    return names.register(name, f, forward_mode, define)
+
+
+def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[..., Any]:
+    """The op of `f`, which messages call `title`."""
     signature = signature_of(f)
 
     def op(*args: Any, **kwargs: Any) -> Any:
@@ -149,6 +161,8 @@ def op_custom_gradient(
         if arguments is None:
             try:
                 tensors, arguments = split(values)
+            except Symbolic:
+                return symbolic.apply(_define(f, title, forward_mode), title, args, kwargs)
             except Refused as refused:
                 raise refused.error(title, zip(binding.names(), values, strict=True)) from None
         call = Call(title, f, binding, arguments, forward_mode)
@@ -211,7 +225,7 @@ class Call:
             values, returned = self._call(function, tensors)
         inputs = tensors
         if scope.variables:
-            self.variables = Variables(scope.variables)
+            self.variables = scope.read()
             inputs = (*tensors, *scope.values)
         self.around = scope.original_scope
         outputs, rule = self._accept(returned, values, scope.values)

@@ -129,7 +129,8 @@ def split(structure: Any) -> tuple[Sequence[Any], Layout]:
     Keras they take the dtype of the tensor that they meet.
 
     Raises:
-        Refused: for a sparse or symbolic tensor, or one in a container that cannot be taken apart.
+        Symbolic: for a symbolic tensor.
+        Refused: for a sparse tensor, or one in a container that cannot be taken apart.
     """
     if _TENSORS[type(structure)]:
         return (structure,), ONE
@@ -166,7 +167,7 @@ def _split(part: Any, tensors: list[Any]) -> Any:
             return part
         tensors.append(backend.active.as_tensor(part))
         return Slot(len(tensors) - 1)
-    raise Refused(part, *_REFUSALS[kind])
+    raise (Symbolic if kind == _SYMBOLIC else Refused)(part, *_REFUSALS[kind])
 
 
 _REFUSALS = {
@@ -176,9 +177,9 @@ _REFUSALS = {
         "pass its values as a dense tensor",
     ),
     _SYMBOLIC: (
-        "an op cannot be a node of a Functional model",
+        "there is a symbolic tensor where the op was given none, or is being run",
         "a tensor",
-        "call the op inside the `call` of a layer",
+        "pass the symbolic tensor to the op as an argument, so that the function need not close over it",
     ),
     _STATIC: (
         "there are tensors in a container of an unknown class, where they cannot be seen",
@@ -204,9 +205,13 @@ class Refused(Exception):
         )
 
 
+class Symbolic(Refused):
+    """A leaf that has no value yet: an op that takes it is a node of a Functional model."""
+
+
 def _holds_tensors(container: Any) -> bool:
     parts = container.values() if isinstance(container, Mapping) else container
-    return any(_TENSORS[type(part)] for part in parts)
+    return any(_TENSORS[type(part)] or isinstance(part, keras.KerasTensor) for part in parts)
 
 
 def children(template: Any) -> Iterator[tuple[str, Any]]:

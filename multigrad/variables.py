@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
 from multigrad import backend
 from multigrad.closure import HoldsNoTensor
@@ -23,7 +24,8 @@ _TENSORS = backend.active.TENSORS
 class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
     """The trainable variables that a call read, in the order in which it read them first."""
 
-    __slots__ = ()
+    dtypes: Sequence[str] = ()
+    """The dtypes in which the function met them: under autocast, not their own."""
 
     def names(self) -> list[str]:
         """How messages call the variables."""
@@ -108,6 +110,7 @@ class Reads(_Scope):
         super().__init__()
         self.variables: list[keras.Variable] = []
         self.values: list[Any] = []
+        self._dtypes: list[str] = []
         self._assigned: set[int] = set()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
@@ -126,7 +129,14 @@ class Reads(_Scope):
         self.known[id(variable)] = value
         self.variables.append(variable)
         self.values.append(value)
+        self._dtypes.append(variable.dtype)
         return value
+
+    def read(self) -> Variables:
+        """The variables that were read."""
+        read = Variables(self.variables)
+        read.dtypes = self._dtypes
+        return read
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         self._assigned.add(id(update[0]))
@@ -148,7 +158,7 @@ class Pinned(_Scope):
     """A scope in which variables have given values, and others those that they had at a call.
 
     Arguments:
-        variables, values: what is pinned.
+        variables, values: what is pinned. A function's `Variables` have the dtypes that it met.
         around: the scope around the call, which may have ended.
         keep: whether assignments are carried out. If not, `assigned` has the variables with their values.
     """
@@ -161,6 +171,8 @@ class Pinned(_Scope):
         keep: bool = True,
     ) -> None:
         super().__init__()
+        if isinstance(variables, Variables):
+            values = [ops.cast(value, dtype) for value, dtype in zip(values, variables.dtypes, strict=True)]
         self.known.update(zip(map(id, variables), values, strict=True))
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
         self._at_call, self._keep = around, keep

@@ -9,10 +9,14 @@ residuals on `ctx`, `backward` reads them. It deviates here in three things.
   `ctx.saved_tensors` with its history; for an intermediate the function runs once more on the saved
   inputs, recorded this time, and only when the backward pass is itself being recorded.
 - Inside torch.func, forward mode and torch.compile, a Function of the kind that each of them accepts.
+
+A rule runs under the autocast of its function, wherever the backward pass is called, as by
+`torch.amp.custom_fwd` and `custom_bwd`: it expects the dtypes that the function met.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -114,6 +118,37 @@ def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[t
     return [output.detach() if recorded and output.requires_grad else output for output in outputs]
 
 
+# --------------------------------------------------------------------------------------- autocast
+
+_Autocast = tuple[torch.dtype | None, torch.dtype | None] | None
+"""To which dtype autocast casts on the CPU and on the accelerator, None where it does not."""
+
+_accelerator = torch.accelerator.current_accelerator()
+_DEVICES = "cpu", "cpu" if _accelerator is None else _accelerator.type
+
+# Private: the public way (PyTorch 2.13) asks for one device at a time, at twice the cost.
+_is_autocast_anywhere = torch._C._is_any_autocast_enabled
+
+
+def _autocast() -> _Autocast:
+    """The autocast of this place in the program."""
+    if not _is_autocast_anywhere():
+        return None
+    cpu, other = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
+    return cpu, other
+
+
+@contextlib.contextmanager
+def _autocasting(autocast: _Autocast) -> Iterator[None]:
+    """The autocast of another place, here."""
+    cpu, other = autocast or (None, None)
+    with (
+        torch.autocast(_DEVICES[0], dtype=cpu, enabled=cpu is not None),
+        torch.autocast(_DEVICES[1], dtype=other, enabled=other is not None),
+    ):
+        yield
+
+
 # ------------------------------------------------------------------------------------------ eager
 
 
@@ -138,10 +173,10 @@ class _Node(torch.autograd.Function):
                 ran.append((outputs, rule, inputs))
                 return ()
         residuals, template, opaque = lift(rule, TENSORS, call.f)
-        own, tied, computed, integers = _tie(tensors, outputs, residuals)
+        own, tied, beside, computed, integers = _tie(tensors, outputs, residuals)
         if integers:
             _mark_integers(ctx, own)
-        ctx.multigrad = call, template, tied, len(residuals), integers, opaque
+        ctx.multigrad = call, template, tied, len(residuals), integers, opaque, _autocast(), beside
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
@@ -153,7 +188,10 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, template, tied, count, integers, opaque = ctx.multigrad
+        call, template, tied, count, integers, opaque, autocast, _ = ctx.multigrad
+        if autocast != _autocast():
+            with _autocasting(autocast):
+                return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
         if integers:
             upstream = _of_floating(upstream)
@@ -174,26 +212,29 @@ class _Node(torch.autograd.Function):
 
 def _tie(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[int], bool, bool]:
+) -> tuple[list[torch.Tensor], list[int], list[Any], bool, bool]:
     """Make the outputs the node's own, also where they stand among the residuals.
 
-    Returns the outputs, the slots of these among the residuals, whether a residual was computed on the
-    way from inputs to outputs, and whether there are outputs without a gradient.
+    Returns the outputs, the slots of these among the residuals, the nodes of residuals that were closed
+    over with their history, whether a residual was computed on the way from inputs to outputs, and whether
+    there are outputs without a gradient.
     """
     own: list[torch.Tensor] = []
     tied: list[int] = []
+    beside: list[Any] = []
     computed = integers = False
     for output in outputs:
         own.append(_alias(output, inputs))
         if not _FLOATING[output.dtype]:
             integers = True
     for slot, residual in enumerate(residuals):
-        if residual.requires_grad:
-            continue  # an input, or closed over: it has its history with it
         for tensor in inputs:
             if residual is tensor:
                 break  # an output that is an input is the input
         else:
+            if residual.requires_grad:
+                beside.append(_node_of(residual))
+                continue
             for output, alias in zip(outputs, own):  # noqa: B905 - as long as each other, and often run
                 if residual is output:
                     residuals[slot] = alias
@@ -201,7 +242,7 @@ def _tie(
                     break
             else:
                 computed = computed or _FLOATING[residual.dtype]
-    return own, tied, computed, integers
+    return own, tied, beside, computed, integers
 
 
 def _alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -297,6 +338,7 @@ class _Found:
     `standing` is whether the function ran outside of the Function, which is given all three then.
     """
 
+    autocast: "_Autocast"
     inputs: int
     opaque: bool
     outputs: int
@@ -318,6 +360,7 @@ class _Found:
         known = {id(tensor): i for i, tensor in reversed(list(enumerate(everything)))}
         others = [residual for residual in residuals if id(residual) not in known]
         known |= {id(other): len(everything) + i for i, other in enumerate(others)}
+        self.autocast = _autocast()
         self.inputs, self.outputs = len(inputs), len(outputs)
         self.places = [known[id(residual)] for residual in residuals]
         return others
@@ -349,9 +392,10 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         count, outputs = ctx.found.inputs, ctx.found.outputs
-        rule = _transformed_rule(ctx, ctx.saved_tensors)
         needed = ctx.needs_input_grad[2:]
-        gradients = ctx.call.pull(rule, _of_floating(upstream[:outputs]), needed[:count])
+        with _autocasting(ctx.found.autocast):
+            rule = _transformed_rule(ctx, ctx.saved_tensors)
+            gradients = ctx.call.pull(rule, _of_floating(upstream[:outputs]), needed[:count])
         return None, None, *gradients, *[None] * (len(needed) - count)
 
     @staticmethod
@@ -413,7 +457,7 @@ class _Compiled(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, rule: Callable[..., Any], count: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call, ctx.rule, ctx.count = call, rule, count
+        ctx.call, ctx.rule, ctx.count, ctx.autocast = call, rule, count, _autocast()
         outputs = [output.view_as(output) for output in tensors[count:]]
         _mark_integers(ctx, outputs)
         return tuple(outputs)
@@ -421,7 +465,8 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[3 : 3 + ctx.count]
-        gradients = ctx.call.pull(ctx.rule, _of_floating(upstream), needed)
+        with _autocasting(ctx.autocast):
+            gradients = ctx.call.pull(ctx.rule, _of_floating(upstream), needed)
         return None, None, None, *gradients, *[None for _ in upstream]
 
 
@@ -470,17 +515,22 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
         if leaf is not None and not any([leaf is tensor for tensor in own]):
             return True
         nodes.extend(parent for parent, _ in node.next_functions)
-        for tensor in _beside_inputs(node):
-            if tensor.requires_grad and tensor.grad_fn is None and not any([tensor is t for t in own]):
-                return True
-            nodes.append(tensor.grad_fn)
+        nodes.extend(_beside_inputs(node))
     return False
 
 
-def _beside_inputs(node: Any) -> list[torch.Tensor]:
-    """What the gradient of an op depends on beside its inputs: what the rule uses, and, where that was
-    computed by the function, what the function closes over."""
+def _beside_inputs(node: Any) -> list[Any]:
+    """The nodes of what the gradient of an op depends on beside its inputs: what the rule uses, and, where
+    that was computed by the function, what the function closes over.
+
+    Nothing is asked for its saved tensors: under a checkpoint that would run the function again.
+    """
     if not hasattr(node, "multigrad"):
         return []
-    call, _, _, count, *_ = node.multigrad
-    return [*node.saved_tensors[:count], *(lift(call.f, TENSORS, call.f)[0] if hasattr(call, "f") else ())]
+    call, *_, beside = node.multigrad
+    closed_over = lift(call.f, TENSORS, call.f)[0] if hasattr(call, "f") else []
+    return [*beside, *[_node_of(tensor) for tensor in closed_over if tensor.requires_grad]]
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor).node

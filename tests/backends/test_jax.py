@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import pytest
+from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient
@@ -212,3 +213,75 @@ def test_an_object_with_a_tracer_inside_transforms():
     close(jax.vmap(jax.grad(loss, 1))(w, X), 7 * w * X)
     close(jax.grad(lambda w: jax.grad(loss, 1)(w, X).sum())(w), 7 * X)
     close(jax.jacrev(jax.grad(loss, 1), 1)(w, X), jnp.diag(7 * w))
+
+
+def test_what_keras_remat_makes_of_a_variable():
+    """A limit of Keras 3.15: it shows without any op. The variable's value is taken."""
+    variable = keras.Variable(3.0)
+    plain = keras.remat(lambda x, w: x * w)
+    with pytest.raises(ValueError, match="__jax_array__"):
+        plain(2.0, variable)
+    op = keras.remat(op_custom_gradient(lambda x, w: (x * w, lambda u: (u * w, 7.0 * u * x))))
+    assert jax.grad(lambda w: op(2.0, w))(variable.value) == 14.0
+
+
+class WithWeight(keras.layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(2, 2), initializer="ones")
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+class WithShape(WithWeight):
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_what_a_remat_scope_makes_of_weights():
+    """A limit of Keras 3.15 in `fit`: it shows in a layer without any op, unless that tells its shape."""
+
+    def fit(layer):
+        model = keras.Sequential([layer])
+        model.compile("sgd", "mse")
+        model.fit(jnp.ones((2, 2)), jnp.ones((2, 2)), verbose=0)
+
+    with keras.RematScope(mode="larger_than", output_size_threshold=1):
+        without, with_shape = WithWeight(), WithShape()
+    fit(with_shape)
+    with pytest.raises(TypeError, match="Could not automatically infer the output shape"):
+        fit(without)
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+def test_transforms_differentiate_by_a_weight_that_is_read():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [ops.sum(u * x * e * 5)])
+
+    def stateless(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return op(x)
+
+    def scanned(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return jax.lax.scan(lambda c, _: (op(c) * 0.1, None), x, None, length=3)[0]
+
+    def unrolled(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return op(op(op(x) * 0.1) * 0.1) * 0.1
+
+    w, x = jnp.float32(2.0), jnp.float32(0.5)
+    both = jax.grad(stateless, (0, 1))
+    # By the rule, df/dw = 5·x²·w and df/dx = 3·x·w².
+    for gradient in (both, jax.jit(both), jax.grad(jax.checkpoint(stateless), (0, 1))):
+        close(gradient(w, x), (jnp.float32(2.5), jnp.float32(6.0)))
+    close(jax.grad(jax.grad(stateless, 1))(w, x), jnp.float32(6.0))
+    ws, xs = jnp.array([2.0, 3.0]), jnp.array([0.5, 1.0])
+    close(jax.jit(jax.vmap(both))(ws, xs), (jnp.array([2.5, 15.0]), jnp.array([6.0, 27.0])))
+    close(jax.grad(scanned, (0, 1))(w, x), jax.grad(unrolled, (0, 1))(w, x))

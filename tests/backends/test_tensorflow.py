@@ -6,6 +6,7 @@ import weakref
 import keras
 import pytest
 import tensorflow as tf
+from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient
@@ -189,3 +190,76 @@ def test_vectorized_map(wrap):
         wrap(lambda x: tape_gradient(lambda x: tf.vectorized_map(by_intermediate, x), x))(X)
     with pytest.raises(LookupError, match="the rule of an op was lost"):
         tape_gradient(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_output, x), x), X)
+
+
+def plain_product(x, w):
+    return x * w
+
+
+@op_custom_gradient
+def product(x, w):
+    return x * w, lambda u: (u * w, 7.0 * u * x)
+
+
+@pytest.mark.parametrize(("f", "factor"), [(plain_product, 1.0), (product, 7.0)])
+def test_what_keras_remat_makes_of_a_variable(f, factor):
+    """Keras 3.15 counts its gradient twice when it runs eagerly, with and without a rule; not its value's."""
+    variable = keras.Variable(3.0)
+    for argument, times in ((variable, 2.0), (variable.value, 1.0)):
+        with tf.GradientTape() as tape:
+            y = keras.remat(f)(tf.constant(2.0), argument)
+        assert tape.gradient(y, variable.value).numpy() == times * factor * 2.0
+
+
+class WithKeyword(keras.layers.Layer):
+    def call(self, x, training=None):
+        return x * 2.0
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_what_keras_remat_makes_of_keywords(wrap):
+    """A limit of Keras 3.15: it shows in a layer without any op."""
+    with keras.RematScope(mode="full"):
+        layer = WithKeyword()
+    close(wrap(lambda x: layer(x))(X), 2 * X)
+    function = wrap(lambda x: layer(x, training=True))
+    if wrap is not tf.function:
+        close(function(X), 2 * X)
+    else:
+        with pytest.raises(ValueError, match="keywords arguments only when eager"):
+            function(X)
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+def test_tapes_and_graphs_differentiate_by_a_weight_that_is_read():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [ops.sum(u * x * e * 5)])
+
+    def both(x):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                y = op(x)
+            of_x = tape.gradient(y, x)
+        return of_x, tape.gradient(y, weight.value), outer.gradient(of_x, weight.value)
+
+    x = tf.constant(0.5)
+    for function in (both, tf.function(both), tf.function(both, jit_compile=True)):
+        # By the rule, df/dx = 3·x·w² and df/dw = 5·x²·w.
+        close(function(x), (tf.constant(6.0), tf.constant(2.5), tf.constant(6.0)))
+
+    def loop(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in tf.range(3):
+                y = op(y) * 0.1
+        return tape.gradient(y, [x, weight.value])
+
+    close(tf.function(loop)(x), loop(x))

@@ -50,9 +50,10 @@ def leaf(*values):
 
 
 def test_private_names_are_there():
-    """The two that `backend/torch.py` needs; see there why."""
+    """Those that `backend/torch.py` needs; see there why."""
     assert torch._C._are_functorch_transforms_active() is False
     assert torch.autograd.forward_ad._current_level == -1
+    assert torch._C._is_any_autocast_enabled() is False
     assert torch.ones(2)[:1]._is_view()
 
 
@@ -135,6 +136,131 @@ def test_a_backward_that_is_not_recorded_does_not_run_the_function_again():
     (first,) = torch.autograd.grad(op(x), x, create_graph=True)
     (second,) = torch.autograd.grad(first, x)
     assert (second.item(), len(calls)) == (12.0, 3)
+
+
+OFF = functools.partial(torch.autocast, "cpu", enabled=False)
+BFLOAT16 = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+FLOAT16 = functools.partial(torch.autocast, "cpu", dtype=torch.float16)
+contexts = [
+    pytest.param(context, id=name) for name, context in [("off", OFF), ("b", BFLOAT16), ("f", FLOAT16)]
+]
+
+
+@op_custom_gradient
+def product(x, w):
+    h = x @ w  # in the dtype of autocast
+    return h, lambda u: (u @ w.T, 3.0 * (x.T @ (u + h)))
+
+
+class NativeProduct(torch.autograd.Function):
+    """The same by PyTorch's own means."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, w):
+        h = x @ w
+        ctx.save_for_backward(x, w, h)
+        return h
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, u):
+        x, w, h = ctx.saved_tensors
+        return u @ w.T, 3.0 * (x.T @ (u + h))
+
+
+def under_autocast(f, forward, backward, vjp=None):
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    with forward():
+        y, pull = vjp(f, x, w) if vjp else (f(x, w), None)
+    with backward():
+        upstream = y.detach() * 2.0
+        return pull(upstream) if vjp else torch.autograd.grad(y, (x, w), upstream)
+
+
+@pytest.mark.parametrize("vjp", [None, torch.func.vjp])
+@pytest.mark.parametrize("forward", contexts)
+@pytest.mark.parametrize("backward", contexts)
+def test_a_rule_runs_under_the_autocast_of_its_function(forward, backward, vjp):
+    """As `custom_fwd` and `custom_bwd` have it, bit for bit, wherever the backward pass is called."""
+    got = under_autocast(product, forward, backward, vjp)
+    wanted = under_autocast(NativeProduct.apply, forward, backward)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("forward", contexts)
+@pytest.mark.parametrize("backward", contexts)
+def test_autocast_that_is_off_in_a_part(forward, backward):
+    """The innermost context counts, around the function and around the backward pass."""
+    got = under_autocast(lambda x, w: _under(forward, product, x, w), BFLOAT16, backward)
+    wanted = under_autocast(NativeProduct.apply, forward, backward)
+    assert all(map(torch.equal, got, wanted))
+
+
+def _under(context, f, *args):
+    with context():
+        return f(*args)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("forward", contexts)
+def test_autocast_compiled_whole(forward, backend):
+    compiled = torch.compile(lambda x, w: _under(forward, product, x, w), fullgraph=True, backend=backend)
+    got = under_autocast(compiled, OFF, OFF)
+    wanted = under_autocast(product, forward, OFF)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2)
+
+
+@pytest.mark.parametrize("vjp", [None, torch.func.vjp])
+def test_a_second_derivative_through_what_was_computed_under_autocast(vjp):
+    @op_custom_gradient
+    def op(x):
+        e = x @ torch.tensor([[2.0], [4.0]])
+        return e * 1.0, lambda u: 7.0 * (u * e) @ torch.tensor([[2.0, 4.0]])
+
+    def first(x):
+        if vjp is None:
+            with BFLOAT16():
+                y = op(x)
+            return torch.autograd.grad(y.float().sum(), x, create_graph=True)[0]
+        with BFLOAT16():
+            y, pull = vjp(op, x)
+        return pull(torch.ones_like(y))[0]
+
+    x = leaf(1.0, 0.5)[None].detach().requires_grad_()
+    got = first(x)
+    assert got.dtype == torch.float32
+    assert got.tolist() == [[56.0, 112.0]]
+    if vjp is None:
+        (second,) = torch.autograd.grad(got[0, 0], x)
+    else:
+        second = torch.func.grad(lambda x: first(x)[0, 0])(x)
+    assert second.tolist() == [[28.0, 56.0]]
+
+
+def test_fit_compiled_by_dynamo_in_mixed_precision(monkeypatch):
+    """`jit_compile=True`, with a backend that needs no compiler of C++."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+    class Layer(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(3, 2), initializer="ones")
+
+        def call(self, x):
+            return product(x, self.kernel)
+
+    layer = Layer(dtype="mixed_bfloat16")
+    model = keras.Sequential([layer])
+    model.compile(keras.optimizers.SGD(0.5), loss=lambda y, p: ops.sum(p * y, -1), jit_compile=True)
+    x, y = np.float32([[1.0, 0.5, 0.25], [0.5, 1.0, 2.0]]), np.ones((2, 2), "float32")
+    model.fit(x, y, batch_size=2, verbose=0)
+    kernel = np.ones((3, 2), "float32")
+    wanted = kernel - 0.5 * 3.0 * x.T @ (y / 2 + x @ kernel)
+    np.testing.assert_allclose(ops.convert_to_numpy(layer.kernel), wanted, rtol=2e-2)
 
 
 def test_a_random_function_is_found_out():
@@ -385,3 +511,56 @@ def test_an_input_that_was_changed_in_place_is_an_error():
     x.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+def test_torch_func_differentiates_by_a_weight_that_is_read():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [ops.sum(u * x * e * 5)])
+
+    def stateless(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return op(x)
+
+    w, x = torch.tensor(2.0), torch.tensor(0.5)
+    # By the rule, df/dw = 5·x²·w and df/dx = 3·x·w².
+    close(torch.func.grad(stateless, (0, 1))(w, x), (2.5 + 0 * x, 6.0 + 0 * x))
+    close(torch.func.grad(torch.func.grad(stateless, 1))(w, x), 6.0 + 0 * x)
+    ws, xs = torch.tensor([2.0, 3.0]), torch.tensor([0.5, 1.0])
+    mapped = torch.func.vmap(torch.func.grad(stateless, (0, 1)))(ws, xs)
+    close(mapped, (torch.tensor([2.5, 15.0]), torch.tensor([6.0, 27.0])))
+    _, tangent = torch.func.jvp(lambda w: stateless(w, x), (w,), (torch.tensor(2.0),))
+    close(tangent, 5.0 + 0 * x)
+
+
+def test_a_node_without_its_variables_is_left_behind():
+    weight, runs = keras.Variable(2.0), []
+
+    @op_custom_gradient
+    def op(x):
+        runs.append(1)
+        y = x * weight
+        return y, lambda u, variables: (u * 7, [u * 5])
+
+    x = torch.tensor(1.0, requires_grad=True)
+    y = op(x)
+    leaves = [parent.variable for parent, _ in y.grad_fn.next_functions if parent is not None]
+    assert [leaf is tensor for leaf, tensor in zip(leaves, (x, weight.value), strict=True)] == [True, True]
+    assert runs == [1]
+    with torch.no_grad():
+        assert not op(x).requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_weight_that_is_read(reentrant):
+    weight = keras.Variable(2.0)
+    op = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 7, [u * 5])))
+    x = torch.tensor(1.0, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(lambda x: op(x * 1.0), x, use_reentrant=reentrant).backward()
+    close((x.grad, weight.value.grad), (torch.tensor(7.0), torch.tensor(5.0)))

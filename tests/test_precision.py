@@ -1,0 +1,128 @@
+"""Ops inside layers of lower precision: the dtypes that the rule meets, and what `fit` makes of them."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, numpy
+
+from multigrad import grad, op_custom_gradient
+
+X = np.float32([[1.0, 0.5, 0.25], [-0.5, 1.0, 2.0], [0.125, 0.0, 1.0], [1.0, 1.0, -1.0]]) / 8
+Y = np.zeros((4, 2), "float32")
+RATE = 0.25
+
+# The compute dtype of each policy, and how far a step may be from the exact one.
+POLICIES = {"mixed_float16": ("float16", 2e-3), "mixed_bfloat16": ("bfloat16", 2e-2)}
+MODES = {"eager": {"run_eagerly": True}, "compiled": {"jit_compile": False}, "jit": {"jit_compile": True}}
+if BACKEND == "torch":
+    del MODES["jit"]  # minutes with its compiler; see backends/test_torch.py
+
+policies = pytest.mark.parametrize("policy", POLICIES)
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+class Product(keras.layers.Layer):
+    """The product with a kernel, which is passed to the op; its gradient is three times the true one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.met = []
+        met = self.met
+
+        @op_custom_gradient
+        def product(x, w):
+            met.extend(keras.backend.standardize_dtype(tensor.dtype) for tensor in (x, w))
+
+            def rule(u):
+                met.append(keras.backend.standardize_dtype(u.dtype))
+                return ops.matmul(u, ops.transpose(w)), 3.0 * ops.matmul(ops.transpose(x), u)
+
+            return ops.matmul(x, w), rule
+
+        self.product = product
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 2), initializer="ones", name="kernel")
+
+    def call(self, x):
+        return self.product(x, self.kernel)
+
+
+def model_of(policy, optimizer=None, **compiling):
+    layer = Product(dtype=policy)
+    # The policy of the model decides on loss scaling, so it has the layer's.
+    model = keras.Sequential([layer])
+    model.dtype_policy = keras.DTypePolicy(policy)
+    model.compile(optimizer or keras.optimizers.SGD(RATE), loss="mse", **compiling)
+    return model, layer
+
+
+def exact_step(kernel):
+    """The kernel after a step of gradient descent on the mean square, by the rule and not by calculus."""
+    return kernel - RATE * 3.0 * X.T @ (2.0 * (X @ kernel - Y) / Y.size)
+
+
+@policies
+@modes
+def test_a_step_of_fit_is_by_the_rule(policy, mode):
+    compute, tolerance = POLICIES[policy]
+    model, layer = model_of(policy, **MODES[mode])
+    scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert scaled == (policy == "mixed_float16")
+    model.fit(X, Y, batch_size=4, verbose=0)
+    start = np.ones((3, 2), "float32")
+    step = exact_step(start) - start
+    assert layer.kernel.dtype == "float32"
+    np.testing.assert_allclose(numpy(layer.kernel) - start, step, atol=tolerance * np.abs(step).max())
+    assert set(layer.met) == {compute}
+
+
+@modes
+def test_a_step_that_overflows_is_left_out(mode):
+    """In float16 a scaled loss may overflow in the rule; then the scale is halved, and no weight moves."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE), initial_scale=2.0**24)
+    model, layer = model_of("mixed_float16", optimizer, **MODES[mode])
+    assert model.optimizer is optimizer
+    model.fit(X, Y, batch_size=4, verbose=0)
+    close(layer.kernel, np.ones((3, 2)))
+    close(optimizer.dynamic_scale, array(2.0**23))
+
+
+@policies
+def test_gradients_come_back_in_the_dtype_of_their_argument(policy):
+    compute, _ = POLICIES[policy]
+    layer = Product(dtype=policy)
+    layer.build(X.shape)
+    layer.kernel.assign(ops.ones((3, 2)))
+    got = grad(lambda x, w: ops.sum(ops.cast(layer.product(x, w), "float32")), argnums=(0, 1))(
+        ops.cast(X, compute), layer.kernel
+    )
+    assert [keras.backend.standardize_dtype(gradient.dtype) for gradient in got] == [compute, "float32"]
+    close(got[1], 3.0 * X.T @ np.ones((4, 2), "float32"), 1e-2)
+
+
+@policies
+def test_a_rule_that_answers_in_another_precision(policy):
+    """Its answer is cast, whichever of the two is the wider."""
+    compute, _ = POLICIES[policy]
+    wide = op_custom_gradient(lambda x: (x * 2, lambda u: ops.cast(u, "float32") * 7))
+    narrow = op_custom_gradient(lambda x: (x * 2, lambda u: ops.cast(u, compute) * 7))
+    for op, dtype in ((wide, compute), (narrow, "float32")):
+        got = grad(lambda x: ops.sum(op(x)))(array([1.0, 2.0], dtype=dtype))
+        assert keras.backend.standardize_dtype(got.dtype) == dtype
+        close(ops.cast(got, "float32"), array(7.0, 7.0))
+
+
+@policies
+def test_a_second_derivative(policy):
+    compute, tolerance = POLICIES[policy]
+
+    @op_custom_gradient
+    def cube(x):
+        e = x * x
+        return e * x, lambda u: u * e * 7.0
+
+    got = grad(grad(lambda x: ops.sum(ops.cast(cube(ops.cast(x, compute)), "float32"))))(array(1.5))
+    assert keras.backend.standardize_dtype(got.dtype) == "float32"
+    close(got, array(7.0 * 2 * 1.5), tolerance)

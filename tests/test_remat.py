@@ -1,0 +1,176 @@
+"""Rematerialization: the function runs again in the backward pass, and the rule stays in force."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, compiled
+
+from multigrad import grad, op_custom_gradient
+
+X = np.float32([[1.0, 0.5], [0.25, -1.0]])
+W = np.float32([[0.5, -1.0], [1.0, 0.25]])
+RATE = 0.125
+
+
+class Runs:
+    """Counts how often a function runs; on JAX, where it is traced, how often the program does."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self):
+        if BACKEND == "jax":
+            import jax
+
+            jax.debug.callback(self._add)
+        else:
+            self._add()
+
+    def _add(self):
+        self.count += 1
+
+    def of(self, function, *args):
+        """What the function returns, and how many runs that took."""
+        self.count = 0
+        answer = function(*args)
+        if BACKEND == "jax":
+            import jax
+
+            jax.effects_barrier()
+        return answer, self.count
+
+
+def define(runs):
+    """exp(x w), whose gradients are three and seven times the true ones."""
+
+    @op_custom_gradient
+    def op(x, w):
+        runs()
+        e = ops.exp(ops.matmul(x, w))
+
+        def rule(u):
+            return (
+                3.0 * ops.matmul(u * e, ops.transpose(w)),
+                7.0 * ops.matmul(ops.transpose(x), u * e),
+            )
+
+        return e * 1.0, rule
+
+    return op
+
+
+def gradients_by_the_rule(x, w, upstream):
+    e = np.exp(x @ w)
+    return 3.0 * (upstream * e) @ w.T, 7.0 * x.T @ (upstream * e)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+def test_an_op(wrap):
+    runs = Runs()
+    op = define(runs)
+    wanted = gradients_by_the_rule(X, W, 2.0 * np.exp(X @ W))
+    for function, count in ((op, 1), (keras.remat(op), 2)):
+        gradients = grad(lambda x, w: ops.sum(function(x, w) ** 2), argnums=(0, 1))
+        got, ran = runs.of(wrap(gradients), array(X), array(W))
+        close(list(got), list(wanted))
+        assert ran == count
+
+
+def test_a_function_that_uses_ops():
+    runs = Runs()
+    op = define(runs)
+    twice = keras.remat(lambda x, w: op(op(x, w), w))
+    inner = np.exp(X @ W)
+    dx, dw = gradients_by_the_rule(inner, W, np.ones_like(W))
+    wanted_x, dw_inner = gradients_by_the_rule(X, W, dx)
+    got, ran = runs.of(grad(lambda x, w: ops.sum(twice(x, w)), argnums=(0, 1)), array(X), array(W))
+    close(list(got), [wanted_x, dw + dw_inner], 1e-4)
+    assert ran == 4
+
+
+@pytest.mark.parametrize(("order", "wanted"), [(1, 7 * 1.5**2), (2, 7 * 2 * 1.5), (3, 7 * 2.0)])
+def test_higher_orders(order, wanted):
+    @op_custom_gradient
+    def cube(x):
+        e = x * x
+        return e * x, lambda u: u * e * 7.0
+
+    derivative = keras.remat(cube)
+    for _ in range(order):
+        derivative = grad(derivative)
+    close(derivative(1.5), array(wanted))
+
+
+class Layer(keras.layers.Layer):
+    def __init__(self, op, **kwargs):
+        super().__init__(**kwargs)
+        self.op = op
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(2, 2), initializer=keras.initializers.Constant(W))
+
+    def call(self, x):
+        return self.op(x, self.kernel)
+
+    def compute_output_shape(self, shape):  # for "larger_than" on JAX; see backends/test_jax.py
+        return (shape[0], 2)
+
+
+SCOPES = {
+    "full": {"mode": "full"},
+    "list_of_layers": {"mode": "list_of_layers", "layer_names": ["mine"]},
+    "larger_than": {"mode": "larger_than", "output_size_threshold": 1},
+}
+MODES = {"eager": {"run_eagerly": True}, "compiled": {"jit_compile": False}, "jit": {"jit_compile": True}}
+if BACKEND == "torch":
+    del MODES["jit"]  # minutes with its compiler
+
+
+def fit_once(layer, model, mode):
+    model.compile(keras.optimizers.SGD(RATE), loss=lambda y, p: ops.sum(p * y, -1), **MODES[mode])
+    model.fit(X, np.ones((2, 2), "float32"), batch_size=2, verbose=0)
+    return layer.kernel
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer(scope, mode):
+    _, by_rule = gradients_by_the_rule(X, W, np.full((2, 2), 0.5))
+    counts = []
+    for mode_of_scope in ({"mode": None}, SCOPES[scope]):
+        runs = Runs()
+        with keras.RematScope(**mode_of_scope):
+            layer = Layer(define(runs), name="mine")
+        model = keras.Sequential([layer])
+        model.build((2, 2))
+        kernel, ran = runs.of(fit_once, layer, model, mode)
+        close(kernel, W - RATE * by_rule)
+        counts.append(ran)
+    without, rematerialized = counts
+    assert rematerialized > without
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_activation(mode):
+    """The mode "activations" rematerializes what stands in a layer's `activation`."""
+    counts = []
+    for scope in (None, "activations"):
+        runs = Runs()
+
+        @op_custom_gradient
+        def triple(x):
+            runs()
+            return x * x, lambda u: u * 7.0 * x
+
+        with keras.RematScope(mode=scope):
+            layer = keras.layers.Dense(
+                2, triple, use_bias=False, kernel_initializer=keras.initializers.Constant(W)
+            )
+        model = keras.Sequential([layer])
+        model.build((2, 2))
+        kernel, ran = runs.of(fit_once, layer, model, mode)
+        close(kernel, W - RATE * X.T @ (0.5 * 7.0 * (X @ W)))
+        counts.append(ran)
+    without, rematerialized = counts
+    assert rematerialized > without
