@@ -93,7 +93,15 @@ def _transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def _exporting() -> bool:
+    """Whether the program is written down for elsewhere: its operations, and not the rule."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if _exporting():
+        # Not as a Function, of which its operations alone would be left: better no gradient than theirs.
+        return [output.detach() for output in call.run(tensors)[0]]
     if torch.compiler.is_dynamo_compiling():
         return _apply_compiled(call, tensors)
     if _transforming():
