@@ -25,6 +25,7 @@ REQUIREMENTS = {
 }
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
 MODULES = ("tensorflow", "jax", "torch", "openvino")
+DIFFERENTIATING = ["tensorflow", "jax", "torch"]
 
 # TensorFlow's notices about the processor's instructions would bury everything else.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
@@ -84,6 +85,28 @@ def _only(backend: str) -> str:
         f"found = [module for module in {MODULES} if importlib.util.find_spec(module)]; "
         f"assert found == [{own!r}], found"
     )
+
+
+# Keras's tests of its own `custom_gradient`, and of what is built on it; tests/keras_own.py says more.
+KERAS_TESTS = (
+    "keras.src.ops.core_test",
+    "keras.src.quantizers.quantizers_test",
+    "keras.src.layers.core.dense_test",
+    "keras.src.layers.core.einsum_dense_test",
+    "keras.src.layers.core.reversible_embedding_test",
+)
+KERAS_WORDS = "custom_gradient or fake_quant or quantize or int4 or int8 or float8 or lora"
+
+
+@nox.session(default=False)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def keras_tests(session: nox.Session, backend: str) -> None:
+    """Keras's own tests on one backend, with multigrad's op in place of `keras.ops.custom_gradient`."""
+    install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS[backend])
+    environment = QUIET | {"KERAS_BACKEND": backend, "PYTHONPATH": "tests"}
+    session.run("python", "-c", _only(backend), env=environment)
+    options = ["-n", "2", "-p", "keras_own", "-c", "pyproject.toml", "-W", "ignore", "-k", KERAS_WORDS]
+    session.run("pytest", *options, "--pyargs", *KERAS_TESTS, *session.posargs, env=environment)
 
 
 # A user may lack a framework, of which the demo only says so. Here a missing one must fail the session.
