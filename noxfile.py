@@ -25,7 +25,6 @@ REQUIREMENTS = {
 }
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
 MODULES = ("tensorflow", "jax", "torch", "openvino")
-DIFFERENTIATING = ["tensorflow", "jax", "torch"]
 
 # TensorFlow's notices about the processor's instructions would bury everything else.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
