@@ -116,10 +116,24 @@ ALL_INSTALLED = (
 )
 
 
+FRAMEWORKS = [*REQUIREMENTS["tensorflow"], *REQUIREMENTS["jax"], *REQUIREMENTS["torch"]]
+
+
+@nox.session(default=False)
+def export(session: nox.Session) -> None:
+    """Every format in which Keras exports models, with all frameworks and converters in one environment."""
+    groups = GROUPS(PYPROJECT, "test", "export")
+    install(session, *groups, "--editable", ".", *FRAMEWORKS)
+    session.run("python", "-c", ALL_INSTALLED)
+    # A converter brings anyio (4.14), whose plugin for pytest uses names that pytest 9.2 warns of.
+    pytest = ("pytest", "-p", "no:anyio", "tests/export", *session.posargs)
+    for backend in ("tensorflow", "jax", "torch"):
+        session.run(*pytest, env=QUIET | {"KERAS_BACKEND": backend})
+
+
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The demo, on all three frameworks in one environment."""
-    frameworks = [*REQUIREMENTS["tensorflow"], *REQUIREMENTS["jax"], *REQUIREMENTS["torch"]]
-    install(session, "--editable", ".[demo]", *frameworks)
+    install(session, "--editable", ".[demo]", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
     session.run("python", "-m", "multigrad", "demo", *session.posargs)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import pytest
+from jax import export
 from keras import ops
 from support import close
 
@@ -251,6 +252,16 @@ def test_what_a_remat_scope_makes_of_weights():
     fit(with_shape)
     with pytest.raises(TypeError, match="Could not automatically infer the output shape"):
         fit(without)
+
+
+@pytest.mark.parametrize("op", [by_intermediate, by_object])
+def test_an_exported_function_takes_its_rule_with_it(op):
+    serialized = export.export(jax.jit(op))(jax.ShapeDtypeStruct((2,), "float32")).serialize(vjp_order=2)
+    loaded = export.deserialize(serialized)
+    gradient = jax.grad(lambda x: loaded.call(x).sum())
+    close(loaded.call(X), X**3)
+    close(gradient(X), 21 * X**2)
+    close(jax.grad(lambda x: gradient(x).sum())(X), 42 * X)
 
 
 # ------------------------------------------------------------------------------------ variables

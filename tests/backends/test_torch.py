@@ -263,6 +263,54 @@ def test_fit_compiled_by_dynamo_in_mixed_precision(monkeypatch):
     np.testing.assert_allclose(ops.convert_to_numpy(layer.kernel), wanted, rtol=2e-2)
 
 
+class Module(torch.nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+        self.weight = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return self.op(x * self.weight)
+
+
+reverse = op_custom_gradient(lambda x: (x, lambda u: -u))  # whose output is its input
+EXPORTS = {
+    "export": lambda module, x: torch.export.export(module, (x,)).module(),
+    "strict": lambda module, x: torch.export.export(module, (x,), strict=True).module(),
+    "trace": lambda module, x: torch.jit.trace(module, (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("how", EXPORTS)
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("op", [by_intermediate, by_output, reverse])
+def test_an_exported_program_has_no_gradient_but_the_rules(how, recorded, op):
+    """It has the function's operations, and no rule: what it is asked for is an error, not their gradient."""
+    x = torch.tensor([1.0, 0.5])
+    module = Module(op)
+    with torch.set_grad_enabled(recorded):
+        exported = EXPORTS[how](module, x)
+    x.requires_grad_()
+    close(exported(x), module(x).detach())
+    assert not exported(x).requires_grad
+
+
+def test_an_exported_model(tmp_path):
+    class Layer(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(3, 2), initializer="ones")
+
+        def call(self, x):
+            return product(x, self.kernel)
+
+    model = keras.Sequential([keras.Input((3,)), Layer(), keras.layers.Dense(1)])
+    shapes = {0: torch.export.Dim("batch")}
+    model.export(tmp_path / "model.pt2", format="torch", verbose=False, dynamic_shapes=shapes)
+    x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 0.0], [0.0, 1.0, 0.25]])
+    close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x).detach())
+
+
 def test_a_random_function_is_found_out():
     @op_custom_gradient
     def dropout(x):
