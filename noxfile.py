@@ -23,6 +23,7 @@ REQUIREMENTS = {
     "numpy": ["jax"],  # Keras's NumPy backend takes its convolutions and pooling from JAX
     "openvino": ["openvino", "scipy"],  # which Keras's OpenVINO backend imports
 }
+DIFFERENTIATING = ("tensorflow", "jax", "torch")
 MODULES = ("tensorflow", "jax", "torch", "openvino")
 
 # TensorFlow's notices about the processor's instructions would bury everything else.
@@ -59,6 +60,17 @@ def tests(session: nox.Session, backend: str) -> None:
     session.run("pytest", "-n", "2", *session.posargs, env=environment)
 
 
+@nox.session
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def notebooks(session: nox.Session, backend: str) -> None:
+    """The notebooks of examples/ on one backend; `-- --store` keeps their outputs."""
+    group = GROUPS(PYPROJECT, "notebooks")
+    install(session, *group, "--editable", ".[demo,plot]", *REQUIREMENTS[backend])
+    environment = QUIET | {"KERAS_BACKEND": backend}
+    session.run("python", "-c", _only(backend), env=environment)
+    session.run("pytest", "tests/notebooks.py", *session.posargs, env=environment)
+
+
 def _only(backend: str) -> str:
     """A program that fails unless Keras starts on this backend, and no other framework is there.
 
@@ -74,6 +86,28 @@ def _only(backend: str) -> str:
     )
 
 
+# Keras's tests of its own `custom_gradient`, and of what is built on it; tests/keras_own.py says more.
+KERAS_TESTS = (
+    "keras.src.ops.core_test",
+    "keras.src.quantizers.quantizers_test",
+    "keras.src.layers.core.dense_test",
+    "keras.src.layers.core.einsum_dense_test",
+    "keras.src.layers.core.reversible_embedding_test",
+)
+KERAS_WORDS = "custom_gradient or fake_quant or quantize or int4 or int8 or float8 or lora"
+
+
+@nox.session(default=False)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def keras_tests(session: nox.Session, backend: str) -> None:
+    """Keras's own tests on one backend, with multigrad's op in place of `keras.ops.custom_gradient`."""
+    install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS[backend])
+    environment = QUIET | {"KERAS_BACKEND": backend, "PYTHONPATH": "tests"}
+    session.run("python", "-c", _only(backend), env=environment)
+    options = ["-n", "2", "-p", "keras_own", "-c", "pyproject.toml", "-W", "ignore", "-k", KERAS_WORDS]
+    session.run("pytest", *options, "--pyargs", *KERAS_TESTS, *session.posargs, env=environment)
+
+
 # A user may lack a framework, of which the demo only says so. Here a missing one must fail the session.
 ALL_INSTALLED = (
     "from multigrad.frameworks import DIFFERENTIATING, is_installed; "
@@ -82,10 +116,24 @@ ALL_INSTALLED = (
 )
 
 
+FRAMEWORKS = [*REQUIREMENTS["tensorflow"], *REQUIREMENTS["jax"], *REQUIREMENTS["torch"]]
+
+
+@nox.session(default=False)
+def export(session: nox.Session) -> None:
+    """Every format in which Keras exports models, with all frameworks and converters in one environment."""
+    groups = GROUPS(PYPROJECT, "test", "export")
+    install(session, *groups, "--editable", ".", *FRAMEWORKS)
+    session.run("python", "-c", ALL_INSTALLED)
+    # A converter brings anyio (4.14), whose plugin for pytest uses names that pytest 9.2 warns of.
+    pytest = ("pytest", "-p", "no:anyio", "tests/export", *session.posargs)
+    for backend in ("tensorflow", "jax", "torch"):
+        session.run(*pytest, env=QUIET | {"KERAS_BACKEND": backend})
+
+
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The demo, on all three frameworks in one environment."""
-    frameworks = [*REQUIREMENTS["tensorflow"], *REQUIREMENTS["jax"], *REQUIREMENTS["torch"]]
-    install(session, "--editable", ".[demo]", *frameworks)
+    install(session, "--editable", ".[demo]", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
     session.run("python", "-m", "multigrad", "demo", *session.posargs)

@@ -33,7 +33,7 @@ def read(
     answer: Any,
     arguments: Layout,
     binding: Named,
-    specs: tuple[Spec | None, ...],
+    specs: Sequence[Spec | None],
     needed: Sequence[bool],
 ) -> Sequence[Any]:
     """The gradient of each tensor argument, None for one that is zero or not needed.
@@ -100,7 +100,7 @@ class _Reader:
 
     __slots__ = ("_arguments", "_binding", "_op", "_specs")
 
-    def __init__(self, op: str, arguments: Layout, binding: Named, specs: tuple[Spec | None, ...]) -> None:
+    def __init__(self, op: str, arguments: Layout, binding: Named, specs: Sequence[Spec | None]) -> None:
         self._op, self._arguments, self._binding, self._specs = op, arguments, binding, specs
 
     def read(self, answer: Any, needed: Sequence[bool]) -> list[Any]:

@@ -172,6 +172,11 @@ def _read_code(function: types.FunctionType) -> _Code:
     return found
 
 
+def assigned_places(function: types.FunctionType) -> frozenset[int]:
+    """The places of the free variables that a function, or one within it, assigns."""
+    return (_CODES.get(id(function.__code__)) or _read_code(function)).assigned
+
+
 def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
     return (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
 
@@ -211,7 +216,7 @@ def _assigned_cells(obj: Any, seen: set[int]) -> Iterator[int]:
         return
     seen.add(id(obj))
     if type(obj) is types.FunctionType:
-        places = (_CODES.get(id(obj.__code__)) or _read_code(obj)).assigned
+        places = assigned_places(obj)
         for place, cell in enumerate(obj.__closure__ or ()):
             if place in places:
                 yield id(cell)

@@ -1,21 +1,23 @@
 """`op_custom_gradient`, and one call of an op told from top to bottom."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
-from multigrad import backend
+import keras
+
+from multigrad import backend, names, symbolic
 from multigrad.answer import read
-from multigrad.binding import Binding, name_of, signature_of
+from multigrad.binding import Binding, Signature, name_of, signature_of
+from multigrad.closure import HoldsNoTensor
 from multigrad.errors import describe, message
-from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, split
+from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
 from multigrad.reach import may_reach
 from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, is_plain, own_arguments, takes_variables
 from multigrad.variables import NONE_READ, Pinned, Reads, Variables, under_values_of
 
 _framework = backend.active
 _TENSORS = _framework.TENSORS
-_PAIR = (tuple, list)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +65,9 @@ def op_custom_gradient(
             tensors have a gradient. The output is a tensor or a nested structure; what is no tensor in
             it is passed through. `f` can be a function, method, lambda, partial or callable object, and
             can be defined anew in every call.
-        name: how messages call the op; the function's own name if it is not given.
+        name: how messages call the op; the function's own name if it is not given. A name of the form
+            `package>name` registers the op with Keras, so that a model in which it is used can be saved,
+            and loaded where an op of this name is defined.
         forward_mode: whether JAX's own forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) is to work
             on the op. The rule must then be linear in its upstream gradient. Elsewhere forward mode
             needs no permission, and this changes nothing.
@@ -104,7 +108,10 @@ def op_custom_gradient(
         TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
             none of these ways, when `f` reads trainable variables and the rule takes none, or an argument
             is a sparse tensor.
-        ValueError: when a gradient has a shape that is not its argument's.
+        ValueError: when a gradient has a shape that is not its argument's, or another op is registered
+            under the name.
+
+    On a KerasTensor, such as `keras.Input` returns, the op is one node of a Functional model.
 
     References:
         The closure form is that of TensorFlow's `tf.custom_gradient`.
@@ -134,189 +141,167 @@ def op_custom_gradient(
                 mend='write @op_custom_gradient(name="...")',
             )
         )
-    title = name or name_of(f)
+    define = functools.partial(_define, f, name or name_of(f), forward_mode)
+    if name is None or ">" not in name:
+        return define()
+    return names.register(name, f, forward_mode, define)
+
+
+def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[..., Any]:
+    """The op of `f`, which messages call `title`."""
     signature = signature_of(f)
-    full = signature.full
-    count = -1 if full is None else full.count
+    usual = _usual(title, signature)
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        values, binding = args, full
-        if kwargs or len(args) != count:
-            try:
-                values, binding = signature.bind(args, kwargs)
-            except TypeError as error:
-                raise TypeError(f"{title}: {error}") from error
-        tensors: Sequence[Any] = values
-        for value in values:
+        # Usually every parameter gets a tensor, by position.
+        back: Pullback | None = usual
+        tensors: Sequence[Any] = args
+        for value in args:
             if not _TENSORS[type(value)]:
-                tensors, arguments = _split(title, values, binding.names, values)
+                back = None
                 break
-        else:
-            arguments = FLAT_LAYOUTS[len(values)]
-        call = Call(title, f, binding, arguments, forward_mode)
-        outputs = _framework.apply(call, tensors)
-        return outputs[0] if call.output is ONE else call.output.join(outputs)
+        if back is None or kwargs or len(args) != back.binding.count:
+            try:
+                tensors, back = _prepare(title, signature, args, kwargs)
+            except Symbolic:
+                return symbolic.apply(_define(f, title, forward_mode), title, args, kwargs)
+        return _framework.apply(Call(f, back, forward_mode), tensors)
 
     return functools.update_wrapper(_framework.library_code(op), f)
 
 
-def _split(
-    op: str, structure: Any, names: Callable[[], Sequence[str]], values: Sequence[Any]
-) -> tuple[Sequence[Any], Layout]:
-    """The tensors and the layout of a structure in which these `values` are called by these `names`."""
+@functools.lru_cache(4096)
+def _usual(title: str, signature: Signature) -> "Pullback | None":
+    """The pullback of a call in which every parameter gets a tensor, None where there are others."""
+    full = signature.full
+    return None if full is None else Pullback(title, full, FLAT_LAYOUTS[full.count])
+
+
+def _prepare(
+    title: str, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], "Pullback"]:
+    """The tensors in the arguments, and the pullback of such a call."""
     try:
-        return split(structure)
+        values, binding = signature.bind(args, kwargs)
+    except TypeError as error:
+        raise TypeError(f"{title}: {error}") from error
+    try:
+        tensors, arguments = split(values)
+    except Symbolic:
+        raise
     except Refused as refused:
-        raise refused.error(op, zip(names(), values, strict=True)) from None
+        raise refused.error(title, zip(binding.names(), values, strict=True)) from None
+    return tensors, Pullback(title, binding, arguments)
 
 
 class Call:
     """One call of an op, as a backend sees it: flat tensors to flat tensors, and the way back.
 
-    It holds no tensor of the call. Between `run` and `pull`, the rule is the backend's to keep.
+    It holds no tensor of the call, and nothing that a run of the function finds out.
+
+    Arguments:
+        f: the function.
+        back: the pullback of an output that is one tensor.
+        forward_mode: whether the rule is to serve forward mode, too.
     """
 
-    # What `run` finds out, as it is for most calls:
-    output: Layout
-    form: str
-    specs: Sequence[backend.Spec | None]
-    variables: Variables = NONE_READ
-    handed = False
-    """Whether the rule is handed the variables."""
-    around: Any = None
-    """The scope around the call, in which Keras finds variables."""
+    __slots__ = ("_back", "f", "forward_mode")
 
-    def __init__(
-        self, name: str, f: Callable[..., Any], binding: Binding, arguments: Layout, forward_mode: bool
-    ) -> None:
-        self.name = name
+    def __init__(self, f: Callable[..., Any], back: "Pullback", forward_mode: bool) -> None:
         self.f = f
-        self.binding = binding
-        self.arguments = arguments
         self.forward_mode = forward_mode
+        self._back = back
+
+    @property
+    def name(self) -> str:
+        """How messages call the op."""
+        return self._back.name
 
     def run(
         self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, again: Pinned | None = None
-    ) -> tuple[Sequence[Any], Callable[..., Any], Sequence[Any]]:
-        """Run the function: its flat outputs, its rule, and the inputs of the op.
+    ) -> "Ran":
+        """Run the function: its flat outputs, its rule, the inputs of the op, and the pullback.
 
         The inputs are `tensors` itself, or, where the function read trainable variables, these and the
-        values of those. `f` stands in for a function with another closure. `again` is the scope of a second
-        run, of which nothing new is found out.
+        values of those.
+
+        Arguments:
+            f: a function that stands in for the op's own, with another closure.
+            again: the scope of a second run.
         """
-        values = tensors if self.arguments.flat else self.arguments.join(tensors)
-        binding, inputs = self.binding, tensors
+        back, function = self._back, f or self.f
+        arguments = back.arguments
+        values = tensors if arguments.flat else arguments.join(tensors)
         with again or Reads() as scope:
-            returned = binding.call(f or self.f, values) if binding.keywords else (f or self.f)(*values)
-        if again is None:
-            if scope.variables:
-                self.variables = Variables(scope.variables)
-                inputs = (*tensors, *scope.values)
-            self.around = scope.original_scope
-            self.specs = _framework.specs_of(inputs)
-        if type(returned) not in _PAIR or len(returned) != 2 or not callable(returned[1]):
-            raise self._no_pair(returned)
-        output, rule = returned
-        outputs: Sequence[Any] = (output,)
-        self.output = ONE
-        if not _TENSORS[type(output)]:
-            outputs, self.output = _split(self.name, output, lambda: ["the output"], [output])
-        self.form = WHOLE
-        if self.variables or self.around is not None or not is_plain(rule):
-            rule = self._complete(rule, len(outputs), values, scope.values)
-        return outputs, rule, inputs
+            returned = back.binding.call(function, values) if back.binding.keywords else function(*values)
+        around = scope.original_scope if again is None else again.at_call
+        if type(returned) is tuple and len(returned) == 2 and not scope.variables and around is None:
+            output, rule = returned
+            if _TENSORS[type(output)] and is_plain(rule):
+                return (output,), rule, tensors, back
+        return self._accept(returned, tensors, values, scope, around)
 
-    def run_foreseen(
-        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None
-    ) -> tuple[Sequence[Any], Callable[..., Any]]:
-        """Run a function that reads no trainable variables: its flat outputs and its rule."""
-        outputs, rule, inputs = self.run(tensors, f)
-        if inputs is not tensors:
-            raise self._unforeseen()
-        return outputs, rule
+    def run_foreseen(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None) -> "Ran":
+        """Run a function that reads no trainable variables: as `run` does."""
+        ran = self.run(tensors, f)
+        if ran[2] is not tensors:
+            raise self._unforeseen(ran[3].variables)
+        return ran
 
-    def run_again(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any]]:
-        """The outputs and the rule once more, for a derivative of the rule's residuals.
+    def run_again(self, inputs: Sequence[Any], first: "Pullback") -> "Ran":
+        """Run the function once more, for a derivative of the rule's residuals.
 
         Variables have the values that are among `inputs`, and what the function assigns is lost.
         """
-        count = len(inputs) - len(self.variables)
-        again = Pinned(self.variables, inputs[count:], self.around, keep=False)
-        outputs, rule, _ = self.run(inputs[:count], again=again)
-        return outputs, rule
+        count = len(inputs) - len(first.variables)
+        again = Pinned(first.variables, inputs[count:], first.around, keep=False)
+        return self.run(inputs[:count], again=again)
 
-    def _complete(
-        self, rule: Callable[..., Any], outputs: int, arguments: Sequence[Any], values: Sequence[Any]
-    ) -> Callable[..., Any]:
-        """The rule with what it takes beside the upstream gradient: own arguments, variables."""
-        whole = rule
-        self.form, may_take = form_of(self.name, rule, self.binding, outputs)
-        if self.form == HYBRID:
-            whole = functools.partial(rule, *arguments[: own_arguments(self.name, rule, self.binding)])
-        if self.variables or may_take:
-            self.handed = takes_variables(self.name, rule, self.variables.names())
-        if self.handed or self.around is not None:
-            whole = under_values_of(whole, self.variables, values, self.around, self.handed)
-        return whole
+    def _accept(
+        self,
+        returned: Any,
+        tensors: Sequence[Any],
+        arguments: Sequence[Any],
+        scope: Reads | Pinned,
+        around: keras.StatelessScope | None,
+    ) -> "Ran":
+        """What `run` returns, for anything that a function may return and read."""
+        name, binding = self._back.name, self._back.binding
+        if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
+            raise self._no_pair(returned)
+        output, given = returned
+        try:
+            outputs, layout = split(output)
+        except Refused as refused:
+            raise refused.error(name, [("the output", output)]) from None
+        form, may_take = form_of(name, given, binding, len(outputs))
+        variables, rule, handed = scope.read(), given, False
+        if form == HYBRID:
+            rule = functools.partial(rule, *arguments[: own_arguments(name, given, binding)])
+        if variables or may_take:
+            handed = takes_variables(name, given, variables.names())
+        if handed or around is not None:
+            rule = under_values_of(rule, variables, scope.values, around, handed)
+        inputs = (*tensors, *scope.values) if variables else tensors
+        back = Pullback(name, binding, self._back.arguments, layout, form, variables, handed, around)
+        return outputs, rule, inputs, back
 
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
-        return self.arguments.has_objects()
+        return self._back.arguments.has_objects()
 
     def may_read(self) -> bool:
         """Whether the function may read a variable, as far as can be said before it runs."""
-        return may_reach(self.f) or any(map(may_reach, self.arguments.static_leaves()))
+        return may_reach(self.f) or any(map(may_reach, self._back.arguments.static_leaves()))
 
-    def forget_function(self) -> None:
-        """Let go of the function and of what it closes over: the call will not run again."""
-        del self.f
-
-    def pull(
-        self, rule: Callable[..., Any], upstream: Sequence[Any], needed: Sequence[bool]
-    ) -> Sequence[Any]:
-        """Call the rule: the gradient of each input, None for zero or where not needed.
-
-        Arguments:
-            rule: what `run` returned, or the same around other tensors.
-            upstream: the upstream gradient of each tensor in the output, None where it has none.
-            needed: for each input, whether its gradient is of use to anybody.
-        """
-        form = self.form
-        if form is FLAT:
-            answer = rule(*upstream)
-        else:
-            whole = upstream[0] if self.output is ONE else self.output.join_tensors_only(upstream)
-            answer = rule(whole) if form is WHOLE else rule(upstream=whole)
-        if self.handed:
-            return self._read_both(answer, needed)
-        return read(self.name, answer, self.arguments, self.binding, self.specs, needed)
-
-    def _read_both(self, answer: Any, needed: Sequence[bool]) -> Sequence[Any]:
-        """The gradients of the arguments and of the variables, for a rule that was handed the latter."""
-        if type(answer) not in (tuple, list) or len(answer) != 2:
-            raise TypeError(
-                message(
-                    self.name,
-                    "the rule was handed variables and returned no gradients of theirs",
-                    required="a pair `gradients, gradients_of_variables`",
-                    got=describe(answer),
-                    mend="return both, with one entry per variable in the second",
-                )
-            )
-        count = len(self.specs) - len(self.variables)
-        layout = FLAT_LAYOUTS[len(self.variables)]
-        own = read(self.name, answer[0], self.arguments, self.binding, self.specs[:count], needed[:count])
-        theirs = read(self.name, answer[1], layout, self.variables, self.specs[count:], needed[count:])
-        return [*own, *theirs]
-
-    def _unforeseen(self) -> TypeError:
+    def _unforeseen(self, variables: Variables) -> TypeError:
         return TypeError(
             message(
                 self.name,
                 "the function read a trainable variable that could not be seen from outside",
                 required="variables, or layers, that the function or one that it calls closes over or has "
                 "as globals",
-                got=", ".join(self.variables.names()),
+                got=", ".join(variables.names()),
                 mend="pass the variables as arguments, or close over the layer that owns them",
             )
         )
@@ -331,3 +316,82 @@ class Call:
                 mend="end the function with `return output, rule`",
             )
         )
+
+
+class Pullback(HoldsNoTensor):
+    """How the rule of one run is called, and its answer read. It holds neither the rule nor its tensors.
+
+    Arguments:
+        name: how messages call the op.
+        binding, arguments: how the arguments of the call were bound, and their layout.
+        output: the layout of the output.
+        form: the form of the rule.
+        variables: the trainable variables that the function read.
+        handed: whether the rule is handed them.
+        around: the scope around the call, in which Keras finds variables.
+    """
+
+    __slots__ = ("_form", "_handed", "arguments", "around", "binding", "name", "output", "variables")
+
+    def __init__(
+        self,
+        name: str,
+        binding: Binding,
+        arguments: Layout,
+        output: Layout = ONE,
+        form: str = WHOLE,
+        variables: Variables = NONE_READ,
+        handed: bool = False,
+        around: keras.StatelessScope | None = None,
+    ) -> None:
+        self.name, self.binding, self.arguments = name, binding, arguments
+        self.output, self.variables, self.around = output, variables, around
+        self._form, self._handed = form, handed
+
+    def pull(
+        self,
+        rule: Callable[..., Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        specs: Sequence[backend.Spec | None],
+    ) -> Sequence[Any]:
+        """Call the rule: the gradient of each input, None for zero or where not needed.
+
+        Arguments:
+            rule: what `run` returned, or the same around other tensors.
+            upstream: the upstream gradient of each tensor in the output, None where it has none.
+            needed: for each input, whether its gradient is of use to anybody.
+            specs: for each input, what it requires of its gradient.
+        """
+        if self._form == FLAT:
+            answer = rule(*upstream)
+        else:
+            whole = upstream[0] if self.output is ONE else self.output.join_tensors_only(upstream)
+            answer = rule(whole) if self._form == WHOLE else rule(upstream=whole)
+        if self._handed:
+            return self._read_both(answer, needed, specs)
+        return read(self.name, answer, self.arguments, self.binding, specs, needed)
+
+    def _read_both(
+        self, answer: Any, needed: Sequence[bool], specs: Sequence[backend.Spec | None]
+    ) -> Sequence[Any]:
+        """The gradients of the arguments and of the variables, for a rule that was handed the latter."""
+        if type(answer) not in (tuple, list) or len(answer) != 2:
+            raise TypeError(
+                message(
+                    self.name,
+                    "the rule was handed variables and returned no gradients of theirs",
+                    required="a pair `gradients, gradients_of_variables`",
+                    got=describe(answer),
+                    mend="return both, with one entry per variable in the second",
+                )
+            )
+        count = len(specs) - len(self.variables)
+        layout = FLAT_LAYOUTS[len(self.variables)]
+        own = read(self.name, answer[0], self.arguments, self.binding, specs[:count], needed[:count])
+        theirs = read(self.name, answer[1], layout, self.variables, specs[count:], needed[count:])
+        return [*own, *theirs]
+
+
+Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
+"""What a run gives: outputs, rule, inputs, and how the rule is called."""

@@ -57,6 +57,8 @@ class Layout:
     __slots__ = ("template",)
     flat = False
     """Whether it is a tuple of tensors and of nothing else, as the arguments of most calls are."""
+    one = False
+    """Whether it is a tensor alone, as the output of most calls is."""
 
     def __init__(self, template: Any) -> None:
         self.template = template
@@ -82,6 +84,7 @@ class _One(Layout):
     """The layout of a tensor alone."""
 
     __slots__ = ()
+    one = True
 
     def join(self, tensors: Sequence[Any]) -> Any:
         return tensors[0]
@@ -131,7 +134,8 @@ def split(structure: Any) -> tuple[Sequence[Any], Layout]:
     Keras they take the dtype of the tensor that they meet.
 
     Raises:
-        Refused: for a sparse or symbolic tensor, or one in a container that cannot be taken apart.
+        Symbolic: for a symbolic tensor.
+        Refused: for a sparse tensor, or one in a container that cannot be taken apart.
     """
     if _TENSORS[type(structure)]:
         return (structure,), ONE
@@ -160,7 +164,7 @@ def _split(part: Any, tensors: list[Any]) -> Any:
             return part
         tensors.append(backend.active.as_tensor(part))
         return Slot(len(tensors) - 1)
-    raise Refused(part, *_REFUSALS[kind])
+    raise (Symbolic if kind == _SYMBOLIC else Refused)(part, *_REFUSALS[kind])
 
 
 _REFUSALS = {
@@ -170,9 +174,9 @@ _REFUSALS = {
         "pass its values as a dense tensor",
     ),
     _SYMBOLIC: (
-        "an op cannot be a node of a Functional model",
+        "there is a symbolic tensor where the op was given none, or is being run",
         "a tensor",
-        "call the op inside the `call` of a layer",
+        "pass the symbolic tensor to the op as an argument, so that the function need not close over it",
     ),
     _STATIC: (
         "there are tensors in a container of an unknown class, where they cannot be seen",
@@ -198,9 +202,13 @@ class Refused(Exception):
         )
 
 
+class Symbolic(Refused):
+    """A leaf that has no value yet: an op that takes it is a node of a Functional model."""
+
+
 def _holds_tensors(container: Any) -> bool:
     parts = container.values() if isinstance(container, Mapping) else container
-    return any(_TENSORS[type(part)] for part in parts)
+    return any(_TENSORS[type(part)] or isinstance(part, keras.KerasTensor) for part in parts)
 
 
 def children(template: Any) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ import functools
 import gc
 import sys
 import types
+from collections import namedtuple
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ def _parts(obj: Any) -> Iterable[Any] | None:
 
 _DESCRIPTORS = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType,
-    types.MemberDescriptorType,
+    types.MemberDescriptorType, type(vars(namedtuple("_", "field"))["field"]),
 )  # fmt: skip
 
 

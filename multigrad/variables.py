@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import keras
+from keras import ops
 
 from multigrad import backend
 from multigrad.closure import HoldsNoTensor
@@ -24,7 +25,8 @@ _TENSORS = backend.active.TENSORS
 class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
     """The trainable variables that a call read, in the order in which it read them first."""
 
-    __slots__ = ()
+    dtypes: Sequence[str] = ()
+    """The dtypes in which the function met them: under autocast, not their own."""
 
     def names(self) -> list[str]:
         """How messages call the variables."""
@@ -112,6 +114,9 @@ class Reads(_Scope):
     ```
     """
 
+    variables: Any = ()
+    values: Any = ()
+    _dtypes: Any = ()
     _assigned: Any = frozenset()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
@@ -128,11 +133,20 @@ class Reads(_Scope):
             if not _TENSORS[type(value)]:
                 value = backend.active.as_tensor(value)
         if not self.variables:
-            self.known, self.variables, self.values = {}, [], []
+            self.known, self.variables, self.values, self._dtypes = {}, [], [], []
         self.known[id(variable)] = value
         self.variables.append(variable)
         self.values.append(value)
+        self._dtypes.append(variable.dtype)
         return value
+
+    def read(self) -> Variables:
+        """The variables that were read."""
+        if not self.variables:
+            return NONE_READ
+        read = Variables(self.variables)
+        read.dtypes = self._dtypes
+        return read
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         self._assigned = self._assigned or set()
@@ -155,7 +169,7 @@ class Pinned(_Scope):
     """A scope in which variables have given values, and others those that they had at a call.
 
     Arguments:
-        variables, values: what is pinned.
+        variables, values: what is pinned. A function's `Variables` have the dtypes that it met.
         around: the scope around the call, which may have ended.
         keep: whether assignments are carried out. If not, `assigned` has the variables with their values.
     """
@@ -167,13 +181,19 @@ class Pinned(_Scope):
         around: keras.StatelessScope | None = None,
         keep: bool = True,
     ) -> None:
-        self.known = dict(zip(map(id, variables), values, strict=True))
         self.variables, self.values = variables, values
+        if isinstance(variables, Variables):
+            values = [ops.cast(value, dtype) for value, dtype in zip(values, variables.dtypes, strict=True)]
+        self.known = dict(zip(map(id, variables), values, strict=True))
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
-        self._at_call, self._keep = around, keep
+        self.at_call, self._keep = around, keep
+
+    def read(self) -> Any:
+        """The variables that are pinned."""
+        return self.variables
 
     def _around(self, variable: keras.Variable) -> Any:
-        value = None if self._at_call is None else self._at_call.get_current_value(variable)
+        value = None if self.at_call is None else self.at_call.get_current_value(variable)
         return super()._around(variable) if value is None else value
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:

@@ -8,6 +8,10 @@ from support import BACKEND, DIFFERENTIATES
 collect_ignore = [f"backends/test_{name}.py" for name in ("tensorflow", "jax", "torch") if name != BACKEND]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--store", action="store_true", help="keep the outputs of the notebooks that run")
+
+
 def pytest_report_header() -> str:
     return f"Keras {keras.__version__} on {BACKEND}"
 

@@ -1,6 +1,8 @@
 """What the tests say the same on every backend."""
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -9,6 +11,15 @@ from keras import ops
 
 BACKEND = keras.backend.backend()
 DIFFERENTIATES = BACKEND in ("tensorflow", "jax", "torch")
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+
+def code_of(notebook: Any) -> str:
+    """A digest of a notebook's code, which its outputs belong to."""
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return hashlib.sha256(repr(cells).encode()).hexdigest()
 
 
 def array(*values: Any, dtype: str = "float32") -> Any:

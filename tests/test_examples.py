@@ -1,14 +1,13 @@
 """The examples run as a user runs them, and show what they say."""
 
+import base64
+import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from support import BACKEND
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from support import BACKEND, EXAMPLES, NOTEBOOKS, code_of
 
 
 def output_of(name, folder):
@@ -42,4 +41,69 @@ def test_straight_through(tmp_path):
 
 def test_the_readme_tells_of_each():
     told = re.findall(r"^\| \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
-    assert told == sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert told == sorted(path.name for path in [*EXAMPLES.glob("*.py"), *NOTEBOOKS])
+
+
+# A notebook runs in tests/notebooks.py. What it shows to somebody who only reads it is of an earlier run.
+
+
+def pictures_of(cells):
+    data = [output.get("data", {}) for cell in cells for output in cell["outputs"]]
+    return [base64.b64decode(d["image/png"]) for d in data if "image/png" in d]
+
+
+def flaws(notebook):
+    """What is wrong with the outputs that a notebook is stored with."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    shown = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs]
+    text = "\n".join("".join(lines) for lines in shown)
+    found = {
+        "of other code": notebook["metadata"].get("multigrad", {}).get("code") != code_of(notebook),
+        "not run in order": [cell["execution_count"] for cell in cells] != [*range(1, len(cells) + 1)],
+        "nothing shown": not outputs,
+        "an error": any(output["output_type"] == "error" for output in outputs),
+        "a warning": any(output.get("name") == "stderr" for output in outputs),
+        "a path": re.search(r"""(?<![\w.:])(/|[A-Z]:\\)\w+""", text) is not None,
+        "times": any(cell["metadata"] for cell in cells),
+    }
+    return [flaw for flaw, there in found.items() if there]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_stored_with_the_outputs_of_its_code(path):
+    notebook = json.loads(path.read_text())
+    assert flaws(notebook) == []
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert path.with_suffix(".png").read_bytes() == pictures_of(cells)[0]
+
+
+def spoil(notebook, flaw):
+    first, second, *_ = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    match flaw:
+        case "of other code":
+            first["source"] = ["1 + 1"]
+        case "not run in order":
+            first["execution_count"], second["execution_count"] = 2, 1
+        case "nothing shown":
+            for cell in notebook["cells"]:
+                cell["outputs"] = []
+        case "an error":
+            second["outputs"] = [{"output_type": "error", "ename": "NameError"}]
+        case "a warning":
+            second["outputs"] = [{"output_type": "stream", "name": "stderr", "text": ["so it is"]}]
+        case "a path":
+            second["outputs"] = [
+                {"output_type": "stream", "name": "stdout", "text": ["saved in\n", "/home/me/work\n"]}
+            ]
+        case "times":
+            second["metadata"] = {"execution": {"iopub.execute_input": "2026-01-01T00:00:00Z"}}
+
+
+@pytest.mark.parametrize(
+    "flaw", ["of other code", "not run in order", "nothing shown", "an error", "a warning", "a path", "times"]
+)
+def test_a_flaw_is_seen(flaw):
+    notebook = json.loads(NOTEBOOKS[0].read_text())
+    spoil(notebook, flaw)
+    assert flaws(notebook) == [flaw]

@@ -124,7 +124,7 @@ SCOPES = {
 }
 MODES = {"eager": {"run_eagerly": True}, "compiled": {"jit_compile": False}, "jit": {"jit_compile": True}}
 if BACKEND == "torch":
-    del MODES["jit"]  # minutes with its compiler
+    del MODES["jit"]  # it needs a compiler of C++, and a quarter of a minute
 
 
 def fit_once(layer, model, mode):

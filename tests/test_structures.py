@@ -298,14 +298,6 @@ def test_tensors_in_a_container_of_an_unknown_class(container):
 
 
 @pytest.mark.forward
-def test_a_symbolic_tensor():
-    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0), name="op")
-    with pytest.raises(TypeError, match="op: an op cannot be a node") as error:
-        op(keras.Input((2,)))
-    assert "argument: 'x'" in str(error.value)
-
-
-@pytest.mark.forward
 def test_the_pair_may_be_a_list():
     close(op_custom_gradient(lambda x: [x * 2.0, lambda u: u])(array(1.0)), array(2.0))
 

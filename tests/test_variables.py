@@ -190,6 +190,34 @@ def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
     close(compiled(grad(stateless, (0, 1)))(array(3.0), array(2.0), array(5.0)), (array(14.0), array(10.0)))
 
 
+def test_the_rule_meets_a_weight_in_the_dtype_in_which_the_function_met_it() -> None:
+    met = []
+
+    class Scale(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.scale = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            @op_custom_gradient
+            def scaled(x):
+                def rule(upstream, variables):
+                    met.append(keras.backend.standardize_dtype(variables[0].value.dtype))
+                    return upstream * 3, [ops.sum(upstream) * 7]
+
+                met.append(keras.backend.standardize_dtype(self.scale.value.dtype))
+                e = x * self.scale
+                return ops.exp(e) + e, rule
+
+            return scaled(x)
+
+    layer = Scale(dtype="mixed_bfloat16")
+    layer.build((None,))
+    gradients = native_gradients(lambda x: ops.sum(layer(x)), [layer.scale], array(1.0, 2.0))
+    assert set(met) == {"bfloat16"}
+    assert len(met) == 2
+    close(gradients, [array(14.0)])
+
+
 def test_second_derivatives_go_through_what_the_rule_reads() -> None:
     weight = keras.Variable(2.0)
 

@@ -22,48 +22,65 @@ Spec = tuple[Any, Any, Any]
 the shape is known at run time only, the tensor itself (None otherwise)."""
 
 
-class Call(Protocol):
-    """A call as a backend sees it. It holds no tensor of the call."""
+class Pullback(Protocol):
+    """How the rule of one run is called, and its answer read. It holds no tensor, and not the rule."""
 
-    name: str
+    @property
+    def output(self) -> Any:
+        """The layout of the output, whose `join` makes it of flat tensors."""
+
+    def pull(
+        self,
+        rule: Callable[..., Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        specs: Sequence[Spec | None],
+    ) -> Sequence[Any]:
+        """Call the rule on flat upstream gradients, None where an output has none.
+
+        `specs` are what each input requires of its gradient. Returns the gradient of each input, in its
+        shape and dtype, and None where it is zero or not needed.
+        """
+
+
+Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
+"""What a run gives: flat outputs, rule, inputs, and how the rule is called."""
+
+
+class Call(Protocol):
+    """A call as a backend sees it. It holds no tensor of the call, and nothing that its run finds out."""
+
     f: Callable[..., Any]
     forward_mode: bool
 
-    def run(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any], Sequence[Any]]:
-        """Run the function: flat outputs, rule, and inputs.
+    @property
+    def name(self) -> str:
+        """How messages call the op."""
+
+    def run(self, tensors: Sequence[Any]) -> Ran:
+        """Run the function.
 
         The inputs are those by which the rule differentiates: `tensors` itself, and where the function
         read trainable variables, which is seen only now, the values of those behind it.
         """
 
-    def run_foreseen(
-        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None
-    ) -> tuple[Sequence[Any], Callable[..., Any]]:
-        """Run the function (`f` stands in for one with another closure): flat outputs, and rule.
+    def run_foreseen(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None) -> Ran:
+        """Run the function (`f` stands in for one with another closure), whose inputs are `tensors`.
 
         It is an error when it reads trainable variables, so `may_read` is to be asked before.
         """
 
-    def run_again(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Callable[..., Any]]:
-        """Run the function a second time, on all inputs: flat outputs, and rule. It leaves no trace."""
+    def run_again(self, inputs: Sequence[Any], first: Any) -> Ran:
+        """Run the function a second time, on all inputs. It leaves no trace.
+
+        `first` is the pullback of the first run.
+        """
 
     def may_read(self) -> bool:
         """Whether the function may read a variable, as far as can be said before it runs."""
 
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
-
-    def forget_function(self) -> None:
-        """Let go of the function: the call will not run again."""
-
-    def pull(
-        self, rule: Callable[..., Any], upstream: Sequence[Any], needed: Sequence[bool]
-    ) -> Sequence[Any]:
-        """Call the rule on flat upstream gradients, None where an output has none.
-
-        Returns the gradient of each input, in its shape and dtype, and None where it is zero or not
-        needed.
-        """
 
 
 class Backend(Protocol):
@@ -92,7 +109,7 @@ class Backend(Protocol):
         """Whether the tensor's dtype is floating or complex."""
 
     @staticmethod
-    def specs_of(tensors: Sequence[Any]) -> tuple[Spec | None, ...]:
+    def specs_of(tensors: Sequence[Any]) -> Sequence[Spec | None]:
         """What each tensor requires of its gradient, None for one that has none."""
 
     @staticmethod
@@ -108,8 +125,11 @@ class Backend(Protocol):
         """The tensor's value, None while it is traced and has none."""
 
     @staticmethod
-    def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Run `call` and tie its outputs to the differentiable ones of `tensors` by its rule."""
+    def apply(call: Call, tensors: Sequence[Any]) -> Any:
+        """Run `call` and tie its outputs to the differentiable ones of `tensors` by its rule.
+
+        Returns the output, which the pullback of the run puts together.
+        """
 
     @staticmethod
     def value_and_grad(

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from multigrad.backend import Call, F, Spec
+from multigrad.backend import Call, F, Ran, Spec
 from multigrad.closure import TypeSet, lift, restore
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
@@ -83,34 +83,40 @@ def concrete(tensor: Any) -> np.ndarray | None:
     return None if isinstance(tensor, jax.core.Tracer) else np.asarray(tensor)
 
 
-def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
+def apply(call: Call, tensors: Sequence[Any]) -> Any:
     closed_over, template, opaque = lift(call.f, _TRACERS)
     inputs = list(tensors)
     if opaque or call.has_objects() or call.may_read():
         return _apply_as_it_stands(call, inputs)
     if not any([_FLOATING[x.dtype] for x in inputs]) or not (closed_over or _any_traced(inputs)):
-        return _without_gradient(call.run_foreseen(inputs)[0])
+        outputs, _, _, back = call.run_foreseen(inputs)
+        return back.output.join(_without_gradient(outputs))
+    layouts = []
 
     def run(inputs: list[Any], closed: list[Any], differentiated: bool) -> _Step:
-        outputs, rule = call.run_foreseen(inputs, restore(template, closed))
-        return list(outputs), _residuals(call, inputs, outputs, rule) if differentiated else None
+        ran = call.run_foreseen(inputs, restore(template, closed))
+        outputs, _, _, back = ran
+        layouts.append(back.output)
+        return list(outputs), _residuals(call, ran) if differentiated else None
 
-    return _op(run, call.forward_mode)(inputs, closed_over)
+    outputs = _op(run, call.forward_mode)(inputs, closed_over)
+    return layouts[0].join(outputs)
 
 
-def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Sequence[Any]:
+def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
     """The op for a function that may reach tracers through an object, where they cannot be lifted.
 
     It runs outside, in the presence of whatever it reaches, and its outputs are tied to the inputs. JAX
     differentiates it for nothing then, which a compiled program drops.
     """
-    outputs, rule, inputs = call.run(tensors)
-    inputs = list(inputs)
+    ran = call.run(tensors)
+    outputs, _, inputs, back = ran
+    inputs, own = list(inputs), list(outputs)
     if not any([_FLOATING[x.dtype] for x in inputs]):
-        return _without_gradient(outputs)
-    if not _any_traced((inputs, list(outputs))):
-        return outputs
-    return _tie(inputs, list(outputs), _residuals(call, inputs, outputs, rule), call.forward_mode)
+        own = _without_gradient(outputs)
+    elif _any_traced((inputs, own)):
+        own = _tie(inputs, own, _residuals(call, ran), call.forward_mode)
+    return back.output.join(own)
 
 
 def _without_gradient(outputs: Sequence[Any]) -> list[Any]:
@@ -169,14 +175,16 @@ class _Residuals:
 _Step = tuple[list[Any], _Residuals | None]
 
 
-def _residuals(call: Call, inputs: list[Any], outputs: Sequence[Any], rule: Callable[..., Any]) -> _Residuals:
+def _residuals(call: Call, ran: Ran) -> _Residuals:
+    outputs, rule, inputs, back = ran
     arrays, template, opaque = lift(rule, TENSORS, call.f)
     everything = (True,) * len(inputs)
-    if opaque and _any_traced((inputs, list(outputs))):
-        return _Residuals(*_traced(call, inputs, outputs, rule), (), everything)
+    specs = specs_of(inputs)
+    if opaque and _any_traced((list(inputs), list(outputs))):
+        return _Residuals(*_traced(ran, specs), (), everything)
 
     def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
-        return call.pull(restore(template, arrays), upstream, needed)
+        return back.pull(restore(template, arrays), upstream, needed, specs)
 
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, int] = {}
@@ -188,14 +196,13 @@ def _residuals(call: Call, inputs: list[Any], outputs: Sequence[Any], rule: Call
     return _Residuals(arrays, pull, slots, everything)
 
 
-def _traced(
-    call: Call, inputs: list[Any], outputs: Sequence[Any], rule: Callable[..., Any]
-) -> tuple[list[Any], _Pull]:
+def _traced(ran: Ran, specs: Sequence[Spec | None]) -> tuple[list[Any], _Pull]:
     """The arrays that a rule uses, where some may be reached through an object that cannot be lifted."""
+    outputs, rule, inputs, back = ran
     places: list[int] = []
 
     def flat(*upstream: Any) -> list[Any]:
-        gradients = call.pull(rule, _scatter(upstream, floating), [True] * len(inputs))
+        gradients = back.pull(rule, _scatter(upstream, floating), [True] * len(inputs), specs)
         places[:] = [i for i, gradient in enumerate(gradients) if gradient is not None]
         return [gradients[i] for i in places]
 

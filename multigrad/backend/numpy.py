@@ -49,8 +49,9 @@ def concrete(tensor: Any) -> NoReturn:
     raise _no_gradients()
 
 
-def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
-    return call.run(tensors)[0]
+def apply(call: Call, tensors: Sequence[Any]) -> Any:
+    outputs, _, _, back = call.run(tensors)
+    return back.output.join(outputs)
 
 
 def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:

@@ -2,13 +2,20 @@
 
 The native way to bind a custom derivative is `tf.custom_gradient`, whose function returns an output and
 a closure. In a graph it registers each closure under a name of its own and for ever, so that the graph
-of every `tf.function` that calls it outlives the function. Here one gradient is registered, once, and
-finds the rule on the graph; and what is recorded on the tapes is recorded as `tf.custom_gradient` does.
+of every `tf.function` that calls it outlives the function. Here what is registered knows the graph weakly,
+and finds the rule on it; and what is recorded on the tapes is recorded as `tf.custom_gradient` does.
+
+A SavedModel takes each rule with it, traced, under its name. The name is no other op's in any process: a
+rule that was not saved is missed with an error, and not mistaken for another one.
 
 The function itself is recorded too: a second derivative goes through what the rule closed over. Where
 that is an output of the op, the rule is given the tied one, so that it stays in force.
 """
 
+import functools
+import itertools
+import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,11 +32,11 @@ from multigrad.closure import TypeSet, lift, restore
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
-_GRADIENT = "MultigradRule"
+_NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
 _RULES = "_multigrad_rules"
 _LOST = (
-    "the rule of an op was lost, because something, tf.vectorized_map perhaps, copied its operations. "
-    "Take the gradient inside of it."
+    "the rule of an op was lost, because something copied its operations. Was it tf.vectorized_map? Take the "
+    "gradient inside of it. A SavedModel? Save it with experimental_custom_gradients=True."
 )
 
 
@@ -87,13 +94,13 @@ def concrete(tensor: Any) -> np.ndarray | None:
     return np.asarray(tensor) if hasattr(tensor, "numpy") else None
 
 
-def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
+def apply(call: Call, tensors: Sequence[Any]) -> Any:
     eager = tf.executing_eagerly()
-    outputs, rule, tensors = call.run(tensors)
+    outputs, rule, tensors, back = call.run(tensors)
     if not outputs or (eager and not record.could_possibly_record()):
-        return outputs
+        return back.output.join(outputs)
     if not any([is_differentiable(tensor) for tensor in tensors]):
-        return [tf.stop_gradient(output) for output in outputs]  # of what the function closes over
+        return back.output.join([tf.stop_gradient(output) for output in outputs])  # of what it closes over
     residuals, template, _ = lift(rule, TENSORS, call.f)
     own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
@@ -104,18 +111,23 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     tied_rule = restore(template, [places.get(id(residual), residual) for residual in residuals])
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
+    specs = specs_of(tensors)
 
     def backward(*upstream: Any) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
-        return call.pull(tied_rule, [tf.convert_to_tensor(u) if f else None for u, f in own], needed)
+        whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
+        return back.pull(tied_rule, whole, needed, specs)
 
     if eager:
         record.record_operation(call.name, own, list(tensors), backward)
     else:
-        none = [None] * len(outputs)  # the operation's inputs are the untied outputs and the tensors
-        inputs = [*outputs, *tensors]
-        _record_in_graph(call.name, own, inputs, lambda *upstream: [*none, *backward(*upstream)])
-    return own[: len(outputs)]
+        guards = own[0].op.inputs[len(outputs) + len(tensors) :]
+
+        def padded(*upstream: Any) -> Sequence[Any]:
+            return [*[None] * len(outputs), *backward(*upstream), *[None] * len(guards)]
+
+        _record_in_graph(call.name, own, [*outputs, *tensors, *guards], padded)
+    return back.output.join(own[: len(outputs)])
 
 
 def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
@@ -125,11 +137,15 @@ def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
 
 
 def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-    """The same in a graph, by one operation whose gradient is the rule."""
+    """The same in a graph, by one operation whose gradient is the rule.
+
+    Where it is copied without that gradient, the guards get one, if only zeros, and say so. They stand
+    beside the outputs: converters to other formats do not know them.
+    """
     graph = tf.compat.v1.get_default_graph()
-    with graph.gradient_override_map({"IdentityN": _GRADIENT}), record.stop_recording():
-        guarded = [tf.raw_ops.PreventGradient(input=output, message=_LOST) for output in outputs]
-        return list(tf.raw_ops.IdentityN(input=[*guarded, *tensors]))
+    with graph.gradient_override_map({"IdentityN": next(_NAMES)}), record.stop_recording():
+        guards = [tf.raw_ops.PreventGradient(input=o, message=_LOST) for o in outputs if is_differentiable(o)]
+        return list(tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards]))
 
 
 def _record_in_graph(
@@ -141,13 +157,19 @@ def _record_in_graph(
     if rules is None:
         rules = {}
         setattr(op.graph, _RULES, rules)
-    rules[op.name] = backward
+    gradient = op.get_attr("_gradient_op_type").decode()
+    rules[gradient] = backward
+    tf.RegisterGradient(gradient)(functools.partial(_gradient, gradient, weakref.ref(op.graph)))
     record.record_operation(name, own, inputs, backward)
 
 
-@tf.RegisterGradient(_GRADIENT)
-def _gradient(op: Any, *upstream: Any) -> Sequence[Any]:
-    return getattr(op.graph, _RULES)[op.name](*upstream)
+@library_code
+def _gradient(name: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
+    """The gradient of the operation of this name; `op` is None where it is traced for a SavedModel."""
+    own = graph()
+    if own is None or (op is not None and op.graph is not own):
+        raise LookupError(_LOST)
+    return getattr(own, _RULES)[name](*upstream)
 
 
 def value_and_grad(

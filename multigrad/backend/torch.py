@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from multigrad.backend import Call, F, Spec
+from multigrad.backend import Call, F, Pullback, Ran, Spec
 from multigrad.closure import TypeSet, lift, restore
 from multigrad.errors import message
 
@@ -88,40 +88,58 @@ def concrete(tensor: torch.Tensor) -> np.ndarray | None:
     return tensor.detach().to("cpu", wide if _FLOATING[tensor.dtype] else None).numpy()
 
 
-# Whether torch.func is at work, and (`_current_level`) forward mode, for which a Function must be of another
-# kind. Both names are private: PyTorch (2.13) has no public way to ask, and the kind that serves all costs
-# twice as much.
+# Whether a program is traced, and whether torch.func is at work. These are private: the public ways to ask
+# (PyTorch 2.13) cost several times as much, or do not exist.
+_is_tracing = torch._C._is_tracing
 _is_functorch_active = torch._C._are_functorch_transforms_active
 
 
 def _transforming() -> bool:
+    """Whether torch.func or forward mode is at work, for which a Function must be of another kind.
+
+    The kind that serves all costs twice as much.
+    """
     return _is_functorch_active() or forward_ad._current_level >= 0
 
 
-def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _apply_compiled(call, tensors)
+    if torch.compiler.is_exporting() or _is_tracing():
+        return _apply_exporting(call, tensors)
     if _is_functorch_active() or forward_ad._current_level >= 0:
         return _apply_transforming(call, tensors)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
                 try:
-                    return _Node.apply(call, *tensors)
+                    output = _attach(call, *tensors)
                 except _MoreInputs as more:
                     ran = more.args
-                return _Node.apply(*ran)
+                else:
+                    return output if type(output) is not tuple else _join(output)
+                return _join(_attach(*ran))
     return _without_gradient(call, tensors)
 
 
-def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    """The op in a program that is written down for elsewhere: its operations, and not the rule.
+
+    Not as a Function, of which its operations alone would be left: better no gradient than theirs.
+    """
+    outputs, _, _, back = call.run(tensors)
+    return back.output.join([output.detach() for output in outputs])
+
+
+def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     recorded = torch.is_grad_enabled()
     with torch.no_grad():
-        outputs, rule, inputs = call.run(tensors)
+        ran = call.run(tensors)
+    outputs, _, inputs, back = ran
     if recorded and inputs is not tensors and any([tensor.requires_grad for tensor in inputs]):
-        return _Node.apply(_Ran(call, outputs, rule), *inputs)
+        return _join(_attach(_Ran(call, ran), *inputs))
     # What requires a gradient all the same was closed over, and has none through the rule.
-    return [output.detach() if recorded and output.requires_grad else output for output in outputs]
+    return back.output.join([o.detach() if recorded and o.requires_grad else o for o in outputs])
 
 
 # --------------------------------------------------------------------------------------- autocast
@@ -159,11 +177,10 @@ def _autocasting(autocast: _Autocast) -> Iterator[None]:
 
 
 class _Ran(NamedTuple):
-    """A call whose function ran already, and what came of it."""
+    """A call whose function ran already, and what that gave."""
 
     call: Call
-    outputs: Sequence[torch.Tensor]
-    rule: Callable[..., Any]
+    ran: Ran
 
 
 class _MoreInputs(Exception):
@@ -174,73 +191,95 @@ class _Node(torch.autograd.Function):
     """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`.
 
     The function runs inside, on the node's inputs. Where it turns out to have more of them, because it
-    read variables, this node is left, and one with all inputs is attached to what `_Ran`.
+    read variables, this node is left, and one with all inputs is attached to what it gave.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call | _Ran, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Any, *tensors: torch.Tensor) -> Sequence[Any]:
         if type(call) is _Ran:
-            call, outputs, rule = call
+            call, (outputs, rule, _, back) = call
         else:
-            outputs, rule, inputs = call.run(tensors)
+            outputs, rule, inputs, back = ran = call.run(tensors)
             if inputs is not tensors:
-                raise _MoreInputs(_Ran(call, outputs, rule), *inputs)
+                raise _MoreInputs(_Ran(call, ran), *inputs)
         residuals, template, opaque = lift(rule, TENSORS, call.f)
-        own, tied, beside, computed, integers = _tie(tensors, outputs, residuals)
+        own, integers = _own(tensors, outputs)
+        tied, beside, computed = _tie(tensors, outputs, own, residuals)
         if integers:
             _mark_integers(ctx, own)
-        autocast = _autocast() if _is_autocast_anywhere() else None
-        ctx.multigrad = call, template, tied, len(residuals), integers, opaque, autocast, beside
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
             ctx.save_for_backward(*residuals, *tensors)
         else:
             ctx.save_for_backward(*residuals)
-            call.forget_function()
-        return tuple(own)
+            call = None
+        autocast = _autocast() if _is_autocast_anywhere() else None
+        count = len(residuals)
+        ctx.multigrad = (
+            back,
+            template,
+            specs_of(tensors),
+            integers,
+            autocast,
+            call,
+            count,
+            tied,
+            opaque,
+            beside,
+        )
+        # Usually there is one output. For others their layout goes before them.
+        return own[0] if back.output.one else (back.output, *own)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, template, tied, count, integers, opaque, autocast, _ = ctx.multigrad
+        back, template, specs, integers, autocast, call, count, tied, opaque, _ = ctx.multigrad
         if (autocast or _is_autocast_anywhere()) and autocast != _autocast():
             with _autocasting(autocast):
                 return _Node.backward(ctx, *upstream)
+        if not back.output.one:
+            upstream = upstream[1:]
         saved = ctx.saved_tensors
         if integers:
             upstream = _of_floating(upstream)
         needed = ctx.needs_input_grad[1:]
-        if not torch.is_grad_enabled() or len(saved) == count:
-            return None, *call.pull(restore(template, saved), upstream, needed)
-        again, residuals = _run_again(call, saved[:count], saved[count:], tied)
+        if call is None or not torch.is_grad_enabled():
+            return None, *back.pull(restore(template, saved), upstream, needed, specs)
+        again, residuals = _run_again(call, back, saved[:count], saved[count:], tied)
         _require_alike(call, saved[:count], residuals)
         if not opaque:
-            return None, *call.pull(restore(template, residuals), upstream, needed)
+            return None, *back.pull(restore(template, residuals), upstream, needed, specs)
         # What the rule reaches through an object has its history in the second run's rule alone.
-        gradients = call.pull(restore(again, residuals), upstream, needed)
+        gradients = back.pull(restore(again, residuals), upstream, needed, specs)
         with torch.no_grad():
-            first = call.pull(restore(template, saved), upstream, needed)
+            first = back.pull(restore(template, saved), upstream, needed, specs)
         _require_alike(call, first, gradients)
         return None, *gradients
 
 
-def _tie(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool, bool]:
-    """Make the outputs the node's own, also where they stand among the residuals.
+# Function.apply, without what it does for a `setup_context`, and for transforms, before it comes to this.
+_attach = super(torch.autograd.Function, _Node).apply
 
-    Returns the outputs, the slots of these among the residuals, the nodes of residuals that were closed
-    over with their history, whether a residual was computed on the way from inputs to outputs, and whether
-    there are outputs without a gradient.
+
+def _join(output: Any) -> Any:
+    """The op's output, of what `_attach` gives: a tensor, or the layout and the tensors of several."""
+    if type(output) is not tuple:
+        return output
+    layout, *tensors = output
+    return layout.join(tensors)
+
+
+def _own(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], bool]:
+    """The node's own tensors for the outputs, and whether there is one without a gradient.
 
     The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
     for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
     public name for it.)
     """
     own: list[torch.Tensor] = []
-    tied: list[int] = []
-    beside: list[Any] = []
-    computed = integers = False
+    integers = False
     for output in outputs:
         view = output._is_view()
         for tensor in inputs:
@@ -249,33 +288,54 @@ def _tie(
         own.append(output.view_as(output) if view else output.detach())
         if not _FLOATING[output.dtype]:
             integers = True
+    return own, integers
+
+
+def _tie(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+    residuals: list[torch.Tensor],
+) -> tuple[Sequence[int], Sequence[Any], bool]:
+    """Put the node's own outputs for those that stand among the residuals.
+
+    Returns the slots of these, the nodes of residuals that were closed over with their history, and whether
+    a residual was computed on the way from inputs to outputs.
+    """
+    tied: tuple[int, ...] = ()
+    beside: tuple[Any, ...] = ()
+    computed = False
     for slot, residual in enumerate(residuals):
         for tensor in inputs:
             if residual is tensor:
                 break  # an output that is an input is the input
         else:
             if residual.requires_grad:
-                beside.append(_node_of(residual))
+                beside = *beside, _node_of(residual)
                 continue
             for place, output in enumerate(outputs):
                 if residual is output:
                     residuals[slot] = own[place]
-                    tied.append(slot)
+                    tied = *tied, slot
                     break
             else:
                 computed = computed or _FLOATING[residual.dtype]
-    return own, tied, beside, computed, integers
+    return tied, beside, computed
 
 
 def _run_again(
-    call: Call, residuals: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], known: Sequence[int]
+    call: Call,
+    first: Pullback,
+    residuals: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    known: Sequence[int],
 ) -> tuple[Any, list[torch.Tensor]]:
     """The template of a second run's rule, and residuals with the history of how they came from the inputs.
 
     The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
     `known` have their history already.
     """
-    _, rule = call.run_again(tensors)
+    _, rule, _, _ = call.run_again(tensors, first)
     again, template, _ = lift(rule, TENSORS, call.f)
     if len(again) != len(residuals):
         raise _not_repeatable(call)
@@ -325,17 +385,19 @@ def _of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor 
 # ----------------------------------------------------------------------- torch.func, forward mode
 
 
-def _apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     found = _Found()
     if not call.may_read():
         outputs = _Transformed.apply(call, found, *tensors)
-        return list(outputs[: found.outputs])
+        return found.back.output.join(outputs[: found.outputs])
     # The values of variables may be wrapped for a transform, and then have no place inside of the Function.
     # So the function runs outside of it, recorded, and its outputs are tied to the inputs.
-    outputs, rule, inputs = call.run(tensors)
-    others = found.note(call, inputs, outputs, rule)
+    ran = outputs, _, inputs, back = call.run(tensors)
+    others = found.note(call, ran)
     found.standing = True
-    return list(_Transformed.apply(call, found, *inputs, *[o.detach() for o in outputs], *others))
+    own = [output.detach() for output in outputs]
+    outputs = _Transformed.apply(call, found, *inputs, *own, *others)
+    return back.output.join(outputs[: found.outputs])
 
 
 class _Found:
@@ -346,28 +408,25 @@ class _Found:
     """
 
     autocast: "_Autocast"
+    back: Pullback
     inputs: int
     opaque: bool
     outputs: int
     places: list[int]
+    specs: Sequence[Spec | None]
     standing = False
     template: Any
 
-    def note(
-        self,
-        call: Call,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        rule: Callable[..., Any],
-    ) -> list[torch.Tensor]:
+    def note(self, call: Call, ran: Ran) -> list[torch.Tensor]:
         """Take all of it down, and return the residuals that are neither inputs nor outputs."""
+        outputs, rule, inputs, self.back = ran
         residuals, self.template, self.opaque = lift(rule, TENSORS, call.f)
         everything = [*inputs, *outputs]
         # Of an output that is an input, the input's place.
         known = {id(tensor): i for i, tensor in reversed(list(enumerate(everything)))}
         others = [residual for residual in residuals if id(residual) not in known]
         known |= {id(other): len(everything) + i for i, other in enumerate(others)}
-        self.autocast = _autocast()
+        self.autocast, self.specs = _autocast(), specs_of(inputs)
         self.inputs, self.outputs = len(inputs), len(outputs)
         self.places = [known[id(residual)] for residual in residuals]
         return others
@@ -383,9 +442,9 @@ class _Transformed(torch.autograd.Function):
         if found.standing:
             own = tensors[found.inputs : found.inputs + found.outputs]
         else:
-            outputs, rule = call.run_foreseen(tensors)
-            own = (*outputs, *found.note(call, tensors, outputs, rule))
-        return tuple(_tie(tensors, own, [])[0])
+            ran = call.run_foreseen(tensors)
+            own = (*ran[0], *found.note(call, ran))
+        return tuple(_own(tensors, own)[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -402,7 +461,8 @@ class _Transformed(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         with _autocasting(ctx.found.autocast):
             rule = _transformed_rule(ctx, ctx.saved_tensors)
-            gradients = ctx.call.pull(rule, _of_floating(upstream[:outputs]), needed[:count])
+            own = _of_floating(upstream[:outputs])
+            gradients = ctx.found.back.pull(rule, own, needed[:count], ctx.found.specs)
         return None, None, *gradients, *[None] * (len(needed) - count)
 
     @staticmethod
@@ -417,7 +477,8 @@ class _Transformed(torch.autograd.Function):
 
         def vjp(*upstream: torch.Tensor) -> list[torch.Tensor]:
             every = iter(upstream)
-            gradients = ctx.call.pull(rule, [next(every) if f else None for f in floating], needed)
+            own = [next(every) if f else None for f in floating]
+            gradients = ctx.found.back.pull(rule, own, needed, ctx.found.specs)
             return [torch.zeros_like(saved[i]) if gradients[i] is None else gradients[i] for i in given]
 
         _, transpose = torch.func.vjp(
@@ -435,7 +496,7 @@ def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., 
     whole = found.standing or (len(known) == len(residuals) and not found.opaque)
     if whole or not torch.is_grad_enabled():
         return restore(found.template, residuals)
-    return restore(*_run_again(ctx.call, residuals, saved[: found.inputs], known))
+    return restore(*_run_again(ctx.call, found.back, residuals, saved[: found.inputs], known))
 
 
 # -------------------------------------------------------------------------------- torch.compile
@@ -450,11 +511,14 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return distinct
 
 
-def _apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """The op as Dynamo traces it whole; it cannot follow the making of functions in `restore`."""
+    if torch.compiler.is_exporting():
+        return _apply_exporting(call, tensors)
     with torch.no_grad():
-        outputs, rule, inputs = call.run(tensors)
-    return _Compiled.apply(call, rule, len(inputs), *_distinct([*inputs, *outputs]))
+        outputs, rule, inputs, back = call.run(tensors)
+    own = _Compiled.apply(back, rule, specs_of(inputs), *_distinct([*inputs, *outputs]))
+    return back.output.join(own)
 
 
 class _Compiled(torch.autograd.Function):
@@ -462,18 +526,18 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, rule: Callable[..., Any], count: int, *tensors: torch.Tensor
+        ctx: Any, back: Pullback, rule: Callable[..., Any], specs: Any, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call, ctx.rule, ctx.count, ctx.autocast = call, rule, count, _autocast()
-        outputs = [output.view_as(output) for output in tensors[count:]]
+        ctx.back, ctx.rule, ctx.specs, ctx.autocast = back, rule, specs, _autocast()
+        outputs = [output.view_as(output) for output in tensors[len(specs) :]]
         _mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3 : 3 + ctx.count]
+        needed = ctx.needs_input_grad[3 : 3 + len(ctx.specs)]
         with _autocasting(ctx.autocast):
-            gradients = ctx.call.pull(ctx.rule, _of_floating(upstream), needed)
+            gradients = ctx.back.pull(ctx.rule, _of_floating(upstream), needed, ctx.specs)
         return None, None, None, *gradients, *[None for _ in upstream]
 
 
@@ -534,8 +598,8 @@ def _beside_inputs(node: Any) -> list[Any]:
     """
     if not hasattr(node, "multigrad"):
         return []
-    call, *_, beside = node.multigrad
-    closed_over = lift(call.f, TENSORS, call.f)[0] if hasattr(call, "f") else []
+    *_, call, _, _, _, beside = node.multigrad
+    closed_over = [] if call is None else lift(call.f, TENSORS, call.f)[0]
     return [*beside, *[_node_of(tensor) for tensor in closed_over if tensor.requires_grad]]
 
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import keras
 import pytest
+from jax import export
+from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient
@@ -250,3 +252,47 @@ def test_what_a_remat_scope_makes_of_weights():
     fit(with_shape)
     with pytest.raises(TypeError, match="Could not automatically infer the output shape"):
         fit(without)
+
+
+@pytest.mark.parametrize("op", [by_intermediate, by_object])
+def test_an_exported_function_takes_its_rule_with_it(op):
+    serialized = export.export(jax.jit(op))(jax.ShapeDtypeStruct((2,), "float32")).serialize(vjp_order=2)
+    loaded = export.deserialize(serialized)
+    gradient = jax.grad(lambda x: loaded.call(x).sum())
+    close(loaded.call(X), X**3)
+    close(gradient(X), 21 * X**2)
+    close(jax.grad(lambda x: gradient(x).sum())(X), 42 * X)
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+def test_transforms_differentiate_by_a_weight_that_is_read():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [ops.sum(u * x * e * 5)])
+
+    def stateless(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return op(x)
+
+    def scanned(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return jax.lax.scan(lambda c, _: (op(c) * 0.1, None), x, None, length=3)[0]
+
+    def unrolled(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return op(op(op(x) * 0.1) * 0.1) * 0.1
+
+    w, x = jnp.float32(2.0), jnp.float32(0.5)
+    both = jax.grad(stateless, (0, 1))
+    # By the rule, df/dw = 5·x²·w and df/dx = 3·x·w².
+    for gradient in (both, jax.jit(both), jax.grad(jax.checkpoint(stateless), (0, 1))):
+        close(gradient(w, x), (jnp.float32(2.5), jnp.float32(6.0)))
+    close(jax.grad(jax.grad(stateless, 1))(w, x), jnp.float32(6.0))
+    ws, xs = jnp.array([2.0, 3.0]), jnp.array([0.5, 1.0])
+    close(jax.jit(jax.vmap(both))(ws, xs), (jnp.array([2.5, 15.0]), jnp.array([6.0, 27.0])))
+    close(jax.grad(scanned, (0, 1))(w, x), jax.grad(unrolled, (0, 1))(w, x))

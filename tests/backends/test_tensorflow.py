@@ -1,11 +1,15 @@
 """What is about TensorFlow alone."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient
@@ -47,6 +51,7 @@ def test_functions(options):
     close(tape_gradient(tf.function(by_intermediate, **options), X), wanted)
     close(tf.function(lambda x: tf.gradients(by_intermediate(x), x)[0], **options)(X), wanted)
     close(tape_gradient(tf.function(lambda x: tape_gradient(by_intermediate, x)), X), 42 * X)
+    close(tf.function(lambda: tape_gradient(by_intermediate, X), **options)(), wanted)  # an eager tensor
 
 
 def test_tapes():
@@ -227,3 +232,208 @@ def test_what_keras_remat_makes_of_keywords(wrap):
     else:
         with pytest.raises(ValueError, match="keywords arguments only when eager"):
             function(X)
+
+
+SPEC = [tf.TensorSpec([None], "float32")]
+
+
+@op_custom_gradient
+def shift(x):
+    return x + 0.0, lambda u: u * 5.0
+
+
+@op_custom_gradient
+def two_outputs(x):
+    return {"a": x * 2.0, "n": tf.constant(3), "b": x * 3.0}, lambda U: 11.0 * U["a"] + 13.0 * U["b"]
+
+
+class Saved(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = tf.Variable([2.0, 3.0])
+
+    @tf.function(input_signature=SPEC)
+    def by_intermediate(self, x):
+        return by_intermediate(x)
+
+    @tf.function(input_signature=SPEC)
+    def by_output(self, x):
+        return by_output(shift(x))
+
+    @tf.function(input_signature=SPEC)
+    def by_variable(self, x):
+        return product(x, self.w)
+
+    @tf.function(input_signature=SPEC)
+    def structured(self, x):
+        y = two_outputs(x)
+        return y["a"] * 2.0 + y["b"]
+
+    @tf.function(input_signature=[tf.TensorSpec([2], "float32")])
+    def repeated(self, x):
+        return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, shift(x)), (0, x))[1]
+
+    @tf.function(input_signature=SPEC)
+    def nested(self, x):
+        return shift(self.by_output(x))
+
+
+LOADER = """
+import sys, numpy as np, tensorflow as tf
+
+loaded = tf.saved_model.load(sys.argv[1])
+x = tf.constant([0.5, 1.5])
+e = np.exp([0.5, 1.5])
+x2, x3 = np.array([0.5, 1.5]) ** 2, np.array([0.5, 1.5]) ** 3
+for name, value, first, second in [
+    ("by_intermediate", x3, 21 * x2, 42 * x),
+    ("by_output", e, 15 * e, 225 * e),
+    ("by_variable", x * loaded.w, loaded.w, 0 * x),
+    ("structured", 7 * x, 35 + 0 * x, 0 * x),
+    ("repeated", x, 25 + 0 * x, 0 * x),
+    ("nested", e, 75 * e, 75 * 15 * e),
+]:
+    np.testing.assert_allclose(getattr(loaded, name)(x), value, rtol=1e-5)
+    with tf.GradientTape() as outer, tf.GradientTape(persistent=True) as tape:
+        outer.watch(x)
+        tape.watch(x)
+        try:
+            y = getattr(loaded, name)(x)
+            d = tape.gradient(y, x)
+        except LookupError:
+            assert sys.argv[2] == "lost", name
+            continue
+    assert sys.argv[2] == "saved", name
+    np.testing.assert_allclose(d, first, rtol=1e-5)
+    np.testing.assert_allclose(outer.gradient(d, x, unconnected_gradients="zero"), second, rtol=1e-5)
+    if name == "by_variable":
+        np.testing.assert_allclose(tape.gradient(y, loaded.w), 7 * x)
+assert "multigrad" not in sys.modules
+"""
+
+
+def load_in_a_fresh_process(path, *args):
+    command = [sys.executable, "-c", LOADER, path, *args]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_saved_model_takes_its_rules_with_it(tmp_path):
+    """Gradients by the rules, of the first and second order, where multigrad is not imported."""
+    tf.saved_model.save(Saved(), tmp_path)
+    load_in_a_fresh_process(tmp_path, "saved")
+
+
+def test_a_rule_that_was_not_saved_is_an_error(tmp_path):
+    """Without multigrad, and with it: no other rule stands in."""
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    tf.saved_model.save(Saved(), tmp_path, options=options)
+    load_in_a_fresh_process(tmp_path, "lost")
+    loaded = tf.saved_model.load(tmp_path)
+    close(loaded.by_intermediate(X), X**3)
+    with pytest.raises(LookupError, match="the rule of an op was lost"):
+        tape_gradient(loaded.by_intermediate, X)
+
+
+@pytest.mark.parametrize("custom_gradient", [op_custom_gradient, tf.custom_gradient])
+def test_what_a_saved_model_makes_of_loops(tmp_path, custom_gradient):
+    """TensorFlow 2.21 loads no gradient that uses what was computed inside a loop: an error, by any means."""
+
+    @custom_gradient
+    def f(x):
+        e = x**2
+        return e * x, lambda u: u * 3 * e * 7.0
+
+    def loop(x):
+        return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, f(x)), (0, x))[1]
+
+    module = tf.Module()
+    module.call = tf.function(loop, input_signature=SPEC)
+    tf.saved_model.save(module, tmp_path)
+    loaded = tf.saved_model.load(tmp_path)
+    close(loaded.call(X), X**9)
+    with pytest.raises(TypeError, match="out of scope"):
+        tape_gradient(loaded.call, X)
+
+
+def test_a_loaded_model_is_saved_again(tmp_path):
+    tf.saved_model.save(Saved(), tmp_path / "first")
+    loaded = tf.saved_model.load(tmp_path / "first")
+    tf.saved_model.save(loaded, tmp_path / "second")
+    load_in_a_fresh_process(tmp_path / "second", "saved")
+
+
+def test_a_copied_graph_has_lost_the_rules():
+    graph_def = tf.function(shift).get_concrete_function(X).graph.as_graph_def()
+    with tf.Graph().as_default():
+        x = tf.constant([1.0, 2.0])
+        (y,) = tf.graph_util.import_graph_def(graph_def, {"x": x}, ["Identity:0"])
+        with pytest.raises(LookupError, match="the rule of an op was lost"):
+            tf.gradients(y, x)
+
+
+class Layer(keras.layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(2,), initializer=keras.initializers.Constant(3.0))
+
+    def call(self, x):
+        return product(x, self.kernel)
+
+
+def test_an_exported_model(tmp_path):
+    """The format tf_saved_model has the rule, too; litert has no gradients."""
+    model = keras.Sequential([keras.Input((2,)), Layer(), keras.layers.Dense(1, kernel_initializer="ones")])
+    x = np.float32([[1.0, 2.0], [-1.0, 0.5]])
+    model.export(tmp_path / "model", format="tf_saved_model", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "model")
+    close(loaded.serve(x), model(x))
+    close(tape_gradient(loaded.serve, tf.constant(x)), tf.fill([2, 2], 3.0))
+    with tf.GradientTape() as tape:
+        y = loaded.serve(x)
+    close(tape.gradient(y, loaded.trainable_variables[0]), tf.constant(7.0 * x.sum(0)))
+
+
+def test_a_rule_that_cannot_be_traced_is_not_saved(tmp_path):
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * float(u[0])))
+    module = tf.Module()
+    module.call = tf.function(op, input_signature=SPEC)
+    with pytest.raises(ValueError, match="Error when tracing gradients"):
+        tf.saved_model.save(module, tmp_path / "with")
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    tf.saved_model.save(module, tmp_path / "without", options=options)
+    close(tf.saved_model.load(tmp_path / "without").call(X), X)
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+def test_tapes_and_graphs_differentiate_by_a_weight_that_is_read():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [ops.sum(u * x * e * 5)])
+
+    def both(x):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                y = op(x)
+            of_x = tape.gradient(y, x)
+        return of_x, tape.gradient(y, weight.value), outer.gradient(of_x, weight.value)
+
+    x = tf.constant(0.5)
+    for function in (both, tf.function(both), tf.function(both, jit_compile=True)):
+        # By the rule, df/dx = 3·x·w² and df/dw = 5·x²·w.
+        close(function(x), (tf.constant(6.0), tf.constant(2.5), tf.constant(6.0)))
+
+    def loop(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in tf.range(3):
+                y = op(y) * 0.1
+        return tape.gradient(y, [x, weight.value])
+
+    close(tf.function(loop)(x), loop(x))

@@ -263,6 +263,54 @@ def test_fit_compiled_by_dynamo_in_mixed_precision(monkeypatch):
     np.testing.assert_allclose(ops.convert_to_numpy(layer.kernel), wanted, rtol=2e-2)
 
 
+class Module(torch.nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+        self.weight = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return self.op(x * self.weight)
+
+
+reverse = op_custom_gradient(lambda x: (x, lambda u: -u))  # whose output is its input
+EXPORTS = {
+    "export": lambda module, x: torch.export.export(module, (x,)).module(),
+    "strict": lambda module, x: torch.export.export(module, (x,), strict=True).module(),
+    "trace": lambda module, x: torch.jit.trace(module, (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("how", EXPORTS)
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("op", [by_intermediate, by_output, reverse])
+def test_an_exported_program_has_no_gradient_but_the_rules(how, recorded, op):
+    """It has the function's operations, and no rule: what it is asked for is an error, not their gradient."""
+    x = torch.tensor([1.0, 0.5])
+    module = Module(op)
+    with torch.set_grad_enabled(recorded):
+        exported = EXPORTS[how](module, x)
+    x.requires_grad_()
+    close(exported(x), module(x).detach())
+    assert not exported(x).requires_grad
+
+
+def test_an_exported_model(tmp_path):
+    class Layer(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(3, 2), initializer="ones")
+
+        def call(self, x):
+            return product(x, self.kernel)
+
+    model = keras.Sequential([keras.Input((3,)), Layer(), keras.layers.Dense(1)])
+    shapes = {0: torch.export.Dim("batch")}
+    model.export(tmp_path / "model.pt2", format="torch", verbose=False, dynamic_shapes=shapes)
+    x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 0.0], [0.0, 1.0, 0.25]])
+    close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x).detach())
+
+
 def test_a_random_function_is_found_out():
     @op_custom_gradient
     def dropout(x):
@@ -511,3 +559,56 @@ def test_an_input_that_was_changed_in_place_is_an_error():
     x.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+# ------------------------------------------------------------------------------------ variables
+
+
+def test_torch_func_differentiates_by_a_weight_that_is_read():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x * weight
+        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [ops.sum(u * x * e * 5)])
+
+    def stateless(w, x):
+        with keras.StatelessScope([(weight, w)]):
+            return op(x)
+
+    w, x = torch.tensor(2.0), torch.tensor(0.5)
+    # By the rule, df/dw = 5·x²·w and df/dx = 3·x·w².
+    close(torch.func.grad(stateless, (0, 1))(w, x), (2.5 + 0 * x, 6.0 + 0 * x))
+    close(torch.func.grad(torch.func.grad(stateless, 1))(w, x), 6.0 + 0 * x)
+    ws, xs = torch.tensor([2.0, 3.0]), torch.tensor([0.5, 1.0])
+    mapped = torch.func.vmap(torch.func.grad(stateless, (0, 1)))(ws, xs)
+    close(mapped, (torch.tensor([2.5, 15.0]), torch.tensor([6.0, 27.0])))
+    _, tangent = torch.func.jvp(lambda w: stateless(w, x), (w,), (torch.tensor(2.0),))
+    close(tangent, 5.0 + 0 * x)
+
+
+def test_a_node_without_its_variables_is_left_behind():
+    weight, runs = keras.Variable(2.0), []
+
+    @op_custom_gradient
+    def op(x):
+        runs.append(1)
+        y = x * weight
+        return y, lambda u, variables: (u * 7, [u * 5])
+
+    x = torch.tensor(1.0, requires_grad=True)
+    y = op(x)
+    leaves = [parent.variable for parent, _ in y.grad_fn.next_functions if parent is not None]
+    assert [leaf is tensor for leaf, tensor in zip(leaves, (x, weight.value), strict=True)] == [True, True]
+    assert runs == [1]
+    with torch.no_grad():
+        assert not op(x).requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_weight_that_is_read(reentrant):
+    weight = keras.Variable(2.0)
+    op = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 7, [u * 5])))
+    x = torch.tensor(1.0, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(lambda x: op(x * 1.0), x, use_reentrant=reentrant).backward()
+    close((x.grad, weight.value.grad), (torch.tensor(7.0), torch.tensor(5.0)))

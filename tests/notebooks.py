@@ -1,0 +1,107 @@
+"""The notebooks of `examples/` run from their first cell to the last, on the active backend.
+
+    pytest tests/notebooks.py            # run them
+    pytest tests/notebooks.py --store    # and keep their outputs
+
+They need Jupyter's kernel and Matplotlib, for which there is a session of nox. So pytest collects this file
+only where it is named.
+"""
+
+import base64
+import copy
+
+import matplotlib.font_manager  # noqa: F401  it makes its cache here, and a notebook need not tell of it
+import nbclient
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from support import BACKEND, NOTEBOOKS, code_of
+
+SECONDS = 300  # more than any cell takes
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that runs a notebook, each time in a folder of its own: the notebook with its outputs."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # not the settings of whoever runs it
+
+    def run(notebook):
+        folder = tmp_path / f"run {len(list(tmp_path.glob('run *')))}"
+        folder.mkdir()
+        notebook = copy.deepcopy(notebook)
+        # Without folders to look for kernels in, there is one kernel: that of the Python that runs this.
+        kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+        client = nbclient.NotebookClient(
+            notebook,
+            km=kernel,
+            resources={"metadata": {"path": str(folder)}},
+            timeout=SECONDS,
+            record_timing=False,
+            coalesce_streams=True,
+            extra_arguments=["--InteractiveShell.colors=nocolor", "--InteractiveShell.xmode=Plain"],
+        )
+        try:
+            client.execute(cleanup_kc=True)  # which also ends the kernel, ours as it is
+        except nbclient.exceptions.CellExecutionError as error:
+            pytest.fail(str(error), pytrace=False)
+        for cell in code_cells(notebook):
+            for output in cell.outputs:
+                if output.get("name") == "stderr":
+                    pytest.fail(f"cell {cell.id!r} warns:\n{output.text}", pytrace=False)
+        return notebook
+
+    return run
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_it_runs(path, run, pytestconfig):
+    notebook = run(nbformat.read(path, as_version=4))
+    if pytestconfig.getoption("store"):
+        again = run(notebook)
+        assert again.cells == notebook.cells, "two runs show two things: a path, a time, a random number"
+        store(notebook, path)
+
+
+def store(notebook, path):
+    """Keep what a run showed, and its first picture beside it, for a README."""
+    own = {"backend": BACKEND, "code": code_of(notebook)}
+    notebook.metadata = nbformat.from_dict(METADATA | {"multigrad": own})
+    nbformat.write(notebook, path)
+    pictures = [
+        output.data["image/png"]
+        for cell in code_cells(notebook)
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    ]
+    if pictures:
+        path.with_suffix(".png").write_bytes(base64.b64decode(pictures[0]))
+
+
+def notebook_of(*cells):
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+
+
+def test_it_runs_on_this_backend_and_in_a_folder_of_its_own(run):
+    backend = "import keras; print(keras.backend.backend()); open('saved', 'w').close()"
+    folder = "import os; print(os.listdir())"
+    for cells, shown in (((backend, folder), [f"{BACKEND}\n", "['saved']\n"]), ((folder,), ["[]\n"])):
+        assert [cell.outputs[0].text for cell in code_cells(run(notebook_of(*cells)))] == shown
+
+
+def test_a_cell_that_fails_is_shown_with_its_error(run):
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)assert 7 == -3.*AssertionError"):
+        run(notebook_of("print(7)", "assert 7 == -3"))
+
+
+def test_a_warning_fails(run):
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)warns:.*so it is"):
+        run(notebook_of("import warnings", "warnings.warn('so it is')"))

@@ -1,0 +1,59 @@
+"""The plugin that runs Keras's own tests fails where these would prove nothing of multigrad."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import keras_own
+import pytest
+
+COMMAND = [sys.executable, "-m", "pytest", "-p", "keras_own", "-p", "no:cacheprovider"]
+
+USES_KERAS_FUNCTION = """
+import pytest
+from keras import ops
+
+def test():
+    op = ops.custom_gradient(lambda x: "no pair")
+    with pytest.raises(TypeError, match="end the function with `return output, rule`"):
+        op(ops.ones(2))
+"""
+
+
+def run(test, folder):
+    """Run the source of a test with the plugin: the exit status, and what is printed."""
+    (folder / "test_it.py").write_text(test)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        COMMAND, check=False, capture_output=True, encoding="utf-8", cwd=folder, env=environment
+    )
+    return done.returncode, done.stdout
+
+
+def test_multigrads_op_is_in_the_place_of_kerass(tmp_path):
+    status, output = run(USES_KERAS_FUNCTION, tmp_path)
+    assert "1 decorations and 1 calls, in 1 of 1 tests" in output
+    assert status == pytest.ExitCode.OK, output
+
+
+def test_a_run_that_does_not_reach_it_fails(tmp_path):
+    status, output = run("def test(): pass", tmp_path)
+    assert "0 decorations and 0 calls, in 0 of 1 tests" in output
+    assert "1 passed" in output
+    assert status == pytest.ExitCode.TESTS_FAILED, output
+
+
+@pytest.mark.parametrize("name", ["keras.src.backend.core.gone", "keras.gone.custom_gradient"])
+def test_a_name_that_is_gone_ends_the_run(name):
+    with pytest.raises(pytest.UsageError, match=f"has no {name}"):
+        keras_own._named(name)
+
+
+def test_a_name_that_leads_elsewhere_ends_the_run(monkeypatch):
+    monkeypatch.setattr(keras_own, "_replace", lambda own, replacement: None)
+    config = SimpleNamespace(
+        addinivalue_line=lambda name, line: None, option=SimpleNamespace(custom_gradient="multigrad")
+    )
+    with pytest.raises(pytest.UsageError, match=r"keras\.ops\.custom_gradient does not lead to"):
+        keras_own.pytest_configure(config)

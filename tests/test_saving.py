@@ -1,0 +1,597 @@
+"""Saved models: what comes back, what is refused, and which ops a name stands for."""
+
+import copy
+import enum
+import functools
+import gc
+import importlib
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import types
+import warnings
+import zipfile
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import saved_ops
+from keras import ops
+from support import DIFFERENTIATES, array, close, numpy
+
+from multigrad import grad, op_custom_gradient
+from multigrad.saving import decode, encode
+
+pytestmark = pytest.mark.forward
+HERE = Path(__file__).parent
+NODE = "multigrad>CustomGradient"
+
+
+def rule(u):
+    return u * 7.0
+
+
+def python(program, *words):
+    """The last line that a fresh process prints, or its error."""
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n{program}",
+        *words,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stdout if done.returncode == 0 else done.stderr).strip()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "model.keras"
+    saved_ops.model().save(path)
+    return path
+
+
+# ------------------------------------------------------------------------------------ what comes back
+
+
+def test_in_a_fresh_process(saved):
+    wanted = saved_ops.results(saved_ops.model())
+    assert wanted[0] == [[2 * 2 * (0.5 * 2 + 4 + 12) * 2] * 2]
+    if DIFFERENTIATES:
+        factor = -5 * 11 * -5 * 11 * 11 * -3 * 2  # of the rules, along the way, and 4 ways lead there
+        assert wanted[2] == [[4.0 * factor] * 3]
+    program = "import json, keras, saved_ops\nmodel = keras.models.load_model(sys.argv[1])\n"
+    got = json.loads(
+        python(f"{program}print(json.dumps(saved_ops.results(model)))", str(saved)).splitlines()[-1]
+    )
+    assert got == wanted
+
+
+def test_without_the_ops(saved):
+    program = """
+import keras, multigrad.custom_gradient
+try:
+    keras.models.load_model(sys.argv[1])
+except TypeError as error:  # as Keras says of any object that is not registered
+    print(str(error).count("saved>"), "define it with @op_custom_gradient(name=" in str(error))
+"""
+    count, helpful = python(program, str(saved)).splitlines()[-1].split()
+    assert int(count)
+    assert helpful == "True"
+
+
+def test_a_config(saved):
+    model = keras.models.load_model(saved)
+    again = keras.Model.from_config(json.loads(json.dumps(model.get_config())))
+    again.set_weights(model.get_weights())
+    assert saved_ops.results(again) == saved_ops.results(model)
+
+
+def test_the_older_format(tmp_path):
+    x = keras.Input((3,))
+    model = keras.Model(x, saved_ops.bend(x))
+    model.save(tmp_path / "model.h5")
+    again = keras.models.load_model(tmp_path / "model.h5", compile=False)
+    close(again(np.ones((1, 3), "float32")), array([[1.0, 1.0, 1.0]]))
+    assert [type(operation).__name__ for operation in again.operations][-1] == "CustomGradient"
+
+
+def test_copies_and_pickles_of_a_model():
+    model = saved_ops.model()
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert saved_ops.results(again) == saved_ops.results(model)
+
+
+@pytest.mark.parametrize("op", [saved_ops.bend, saved_ops.named_lambda])
+def test_a_serialized_function(op):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Keras warns where it saves the code of a lambda
+        config = json.loads(json.dumps(keras.saving.serialize_keras_object(op)))
+    assert keras.saving.deserialize_keras_object(config) is op
+    layer = keras.layers.Dense(3, activation=op)
+    assert keras.layers.Dense.from_config(json.loads(json.dumps(layer.get_config()))).activation is op
+
+
+VALUES = [
+    *saved_ops.STATICS.values(),
+    [float("nan"), 1 + 2j, 10**40],
+    {"empty": [(), [], {}]},
+    np.float32([[1.5]]),
+    np.zeros((0, 3), "int8"),
+    np.array(2.5 + 1j),
+    np.float16(1.5),
+    keras.initializers.Constant(2.0).get_config(),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+def test_values(value):
+    got = decode(json.loads(json.dumps(encode(value))))
+    assert repr(got) == repr(np.asarray(value) if isinstance(value, np.generic) else value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_tensors(dtype):
+    value = array([1, 0], dtype=dtype)
+    got = decode(json.loads(json.dumps(encode(value))))
+    assert ops.is_tensor(got)
+    assert got.dtype == value.dtype
+    assert numpy(got).tolist() == numpy(value).tolist()
+
+
+# ------------------------------------------------------------------------------------ what is not saved
+
+
+def refused(model, tmp_path, *texts):
+    for save in (model.get_config, lambda: model.save(tmp_path / "model.keras")):
+        with pytest.raises(NotImplementedError) as error:
+            save()
+        for text in texts:
+            assert text in str(error.value), str(error.value)
+
+
+def test_an_op_without_a_registered_name(tmp_path):
+    @op_custom_gradient
+    def plain(x):
+        return x * 2.0, rule
+
+    x = keras.Input((3,))
+    wanted = "plain: an op without a registered name", "@op_custom_gradient(name='my_package>plain')"
+    refused(keras.Model(x, plain(x)), tmp_path, *wanted)
+    titled = op_custom_gradient(lambda x: (x * 2.0, rule), name="a title, for messages / only")
+    assert not [name for name in keras.saving.get_custom_objects() if "title" in name]
+    refused(keras.Model(x, titled(x)), tmp_path, "a title, for messages / only: an op", "my_package>a_title")
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Unregistered(keras.initializers.Constant):
+    pass
+
+
+def unregistered(x):
+    return x
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        saved_ops.keras,
+        Number.ONE,
+        [Number.ONE],
+        Point(1, 2),
+        OrderedDict(a=1),
+        lambda x: x,
+        unregistered,
+        ops.sum,
+        int,
+        Unregistered(2.0),
+        keras.layers.Dense(2),
+        np.array(["a"]),
+        b"\xff",
+        {1, 2},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_that_would_not_come_back(value, tmp_path):
+    @op_custom_gradient(name="saved>takes_any")
+    def takes_any(x, *others, key=None):
+        return x * 2.0, rule
+
+    x = keras.Input((3,))
+    refused(keras.Model(x, takes_any(x, key={"a": value})), tmp_path, "saved>takes_any", "argument: 'key'")
+    refused(keras.Model(x, takes_any(x, 1, value)), tmp_path, "argument: 'others'[1]")
+    keras.models.clone_model(keras.Model(x, takes_any(x, value)))
+
+
+def test_a_variable(tmp_path):
+    @op_custom_gradient(name="saved>weigh")
+    def weigh(x, w):
+        return x * w, lambda u: (u, u)
+
+    x = keras.Input((3,))
+    model = keras.Model(x, weigh(x, keras.Variable(np.float32(2.0))))
+    refused(model, tmp_path, "saved>weigh", "argument: 'w'")
+
+
+# ------------------------------------------------------------------------------------ what a file says
+
+
+def by_repr(value):
+    """A parameter whose test is called the same in every process: by no address."""
+    return pytest.param(value, id=repr(value))
+
+
+CALLED = []
+
+
+@keras.saving.register_keras_serializable("saved")
+def no_op(*args):
+    CALLED.append(args)
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A module that says so when it is imported."""
+    (tmp_path / "multigrad_evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    del CALLED[:]
+    yield tmp_path
+    assert "multigrad_evil" not in sys.modules
+    assert CALLED == []
+
+
+def function(module, name):
+    return {"module": module, "class_name": "function", "config": name, "registered_name": name}
+
+
+def a_lambda():
+    with pytest.warns(UserWarning, match="unsafe"):
+        return keras.saving.serialize_keras_object(lambda x: CALLED.append(x))
+
+
+NAMES = [
+    "os.system", "builtins.eval", "os", "multigrad_evil", "multigrad_evil>op", "saved>no_op", "saved>Mode",
+    NODE, "__lambda__", "", ">", None, 3, ["saved>bend"], {"op": "saved>bend"},
+    function("os", "system"), function("builtins", "eval"), function("multigrad_evil", "op"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*map(by_repr, NAMES), pytest.param(a_lambda, id="a_lambda")])
+def test_a_file_that_names_no_op(name, evil):
+    def change(config):
+        config["application"]["config"]["call"]["op"] = name() if callable(name) else name
+
+    with pytest.raises(TypeError, match="an op that is not defined here"):
+        load(evil, change)
+
+
+ARGUMENTS = [
+    {"keras": function("os", "system")},
+    {"keras": function("builtins", "eval")},
+    {"keras": function("multigrad_evil", "op")},
+    {"keras": {"module": "multigrad_evil", "class_name": "Op", "config": {}, "registered_name": None}},
+    {
+        "keras": {
+            "module": "os",
+            "class_name": "system",
+            "config": {"command": "echo"},
+            "registered_name": "x",
+        }
+    },
+    {"array": ["object", [1], "AAAAAAAAAAA="]},
+    {"array": ["multigrad_evil", [1], "AAAAAAAAAAA="]},
+    {"array": ["float32", [7], "AAAAAAAAAAA="]},
+    {"os.system": "echo"},
+    {"tuple": [], "list": []},
+    {},
+]
+
+
+@pytest.mark.parametrize(
+    "argument", [*map(by_repr, ARGUMENTS), pytest.param(lambda: {"keras": a_lambda()}, id="a_lambda")]
+)
+def test_a_file_with_other_arguments(argument, evil):
+    def change(config):
+        call = config["application"]["config"]["call"]
+        call["kwargs"]["x"] = argument() if callable(argument) else argument
+
+    with pytest.raises((TypeError, ValueError)):
+        load(evil, change)
+
+
+CLASSES = [("os", "system"), ("builtins", "eval"), ("multigrad_evil", "Op"), ("multigrad.names", "find")]
+
+
+@pytest.mark.parametrize(("module", "name"), CLASSES)
+def test_a_file_with_another_class(module, name, evil):
+    def change(config):
+        layer.update(module=module, class_name=name, registered_name=None)
+
+    x = keras.Input((3,))
+    config = keras.Model(x, saved_ops.bend(x)).get_config()
+    (layer,) = [layer for layer in config["layers"] if layer["registered_name"] == NODE]
+    change(layer["config"])
+    with pytest.raises(TypeError, match="Could not locate class"):
+        keras.Model.from_config(config)
+
+
+def load(folder, change):
+    """Load a model of which the config of the op's node was changed in the file."""
+    x = keras.Input((3,))
+    keras.Model(x, saved_ops.bend(x)).save(folder / "model.keras")
+    with zipfile.ZipFile(folder / "model.keras") as file:
+        contents = {name: file.read(name) for name in file.namelist()}
+    config = json.loads(contents["config.json"])
+    for layer in config["config"]["layers"]:
+        if layer["registered_name"] == NODE:
+            change(layer["config"])
+    contents["config.json"] = json.dumps(config).encode()
+    with zipfile.ZipFile(folder / "changed.keras", "w") as file:
+        for name, content in contents.items():
+            file.writestr(name, content)
+    return keras.models.load_model(folder / "changed.keras")
+
+
+def test_an_unchanged_file_loads(tmp_path):
+    close(load(tmp_path, lambda config: None)(-np.ones((1, 3), "float32")), array([[0.0, 0.0, 0.0]]))
+
+
+# ------------------------------------------------------------------------------------ names
+
+
+@pytest.mark.parametrize(
+    "name", ["a>", ">b", "a>b>c", " > ", ">", "a>b/c", "a/b>c", "a >b", "a> b", " a>b", "a>b ", "a>\n", ">>"]
+)
+def test_a_name_that_is_none(name):
+    with pytest.raises(ValueError, match="cannot be registered") as error:
+        op_custom_gradient(lambda x: (x, rule), name=name)
+    assert "got: " + repr(name) in str(error.value)
+    assert "my_package>my_op" in str(error.value)
+
+
+def module(name, source):
+    """What a reloaded module or a cell of a notebook is: code that runs again in its namespace."""
+    made = sys.modules.get(name)
+    if made is None:
+        sys.modules[name] = made = types.ModuleType(name)
+    exec(source, vars(made))
+    return made
+
+
+HEAD = "from multigrad import op_custom_gradient\n"
+DEFINED = HEAD + "@op_custom_gradient(name='cell>op')\ndef op(x):\n    return x * FACTOR, lambda u: u * 7.0\n"
+
+
+@pytest.fixture
+def cells(monkeypatch):
+    for name in ("cell_a", "cell_b"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    yield
+    keras.saving.get_custom_objects().pop("cell>op", None)
+
+
+@pytest.mark.usefixtures("cells")
+def test_a_cell_that_is_run_again():
+    first = module("cell_a", DEFINED.replace("FACTOR", "2.0")).op
+    assert module("cell_a", DEFINED.replace("FACTOR", "2.0")).op is first
+    second = module("cell_a", DEFINED.replace("FACTOR", "3.0")).op
+    assert second is not first
+    assert keras.saving.get_registered_object("cell>op") is second
+    close(second(array(1.0)), array(3.0))
+    x = keras.Input((3,))
+    config = keras.Model(x, first(x)).get_config()  # a model from before can still be saved
+    close(keras.Model.from_config(config)(np.ones((1, 3), "float32")), array([[3.0, 3.0, 3.0]]))
+
+
+def test_a_module_that_is_reloaded(tmp_path, monkeypatch):
+    path = tmp_path / "multigrad_reloaded.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for factor in ("2.0", "3.0"):
+        path.write_text(DEFINED.replace("FACTOR", factor).replace("cell>op", "reloaded>op"))
+        loaded = importlib.reload(importlib.import_module("multigrad_reloaded"))
+        importlib.invalidate_caches()
+        assert keras.saving.get_registered_object("reloaded>op") is loaded.op
+        close(loaded.op(array(1.0)), array(float(factor)))
+    assert importlib.reload(loaded).op is keras.saving.get_registered_object("reloaded>op")
+
+
+OTHERS = [
+    ("cell_b", DEFINED.replace("FACTOR", "2.0")),
+    ("cell_a", DEFINED.replace("FACTOR", "2.0").replace("def op", "def other")),
+    ("cell_a", HEAD + "op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0), name='cell>op')"),
+    (
+        "cell_a",
+        DEFINED.replace("FACTOR", "2.0").replace("@", "def outer():\n  pass\n@").replace("def op", "def o"),
+    ),
+]
+
+
+@pytest.mark.usefixtures("cells")
+@pytest.mark.parametrize(("place", "source"), OTHERS)
+def test_two_ops_of_one_name(place, source):
+    first = module("cell_a", DEFINED.replace("FACTOR", "2.0")).op
+    with pytest.raises(ValueError, match="cell>op: the name stands for something else") as error:
+        module(place, source)
+    assert "cell_a" in str(error.value)
+    assert "give one of them another name" in str(error.value)
+    assert keras.saving.get_registered_object("cell>op") is first
+
+
+def test_two_lambdas_of_one_name():
+    op_custom_gradient(lambda x: (x * 2.0, rule), name="names>lambda")
+    with pytest.raises(ValueError, match="stands for something else"):
+        op_custom_gradient(lambda x: (x * 3.0, rule), name="names>lambda")
+
+
+@pytest.mark.parametrize("name", ["saved>no_op", "saved>Mode", NODE])
+def test_a_name_that_stands_for_something_else(name):
+    before = keras.saving.get_registered_object(name)
+    with pytest.raises(ValueError, match="stands for something else"):
+        op_custom_gradient(lambda x: (x, rule), name=name)
+    assert keras.saving.get_registered_object(name) is before
+
+
+def make(value, name="names>made"):
+    @op_custom_gradient(name=name)
+    def op(x):
+        return x * 2.0, lambda u: u * value
+
+    return op
+
+
+def make_default(value):
+    @op_custom_gradient(name="names>default")
+    def op(x, *, n=value):
+        return x * 2.0, rule
+
+    return op
+
+
+def make_nested(value):
+    def helper(x):
+        return helper(x - 1.0) if value is None else x * value
+
+    inner = op_custom_gradient(lambda x, n=2.0: (helper(x), rule))
+
+    @op_custom_gradient(name="names>nested")
+    def op(x):
+        return inner(x), lambda u: helper(u)
+
+    return op
+
+
+def make_partial(value):
+    return op_custom_gradient(functools.partial(lambda n, x: (x * 2.0, rule), value), name="names>partial")
+
+
+MAKERS = [
+    lambda value: make(value, f"names>made_{type(value).__name__}"),
+    make_default,
+    make_nested,
+    make_partial,
+]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_an_op_that_is_defined_in_every_call(maker):
+    first = maker(7.0)
+    assert maker(7.0) is first
+    for other in (8.0, 7, np.float32(7.0), [7.0], -0.0):
+        if maker is MAKERS[0]:
+            continue
+        with pytest.raises(ValueError, match="with other values in its closure") as error:
+            maker(other)
+        assert "pass them as arguments, or leave the name out" in str(error.value)
+
+
+SAME = list(enumerate([0.0, float("nan"), "text", (1, "a", None), 3, True, b"b", 1j, max, rule]))
+
+
+@pytest.mark.parametrize(("number", "value"), SAME)
+def test_values_that_are_the_same(number, value):
+    name = f"names>same_{number}"
+    assert make(copy.deepcopy(value), name) is make(copy.deepcopy(value), name)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *map(by_repr, [(0.0, -0.0), (1, True), (1, 1.0), ([], []), ({}, {}), (np.zeros(2), np.zeros(2))]),
+        pytest.param((object(), object()), id="objects"),
+    ],
+)
+def test_values_that_are_not_the_same(pair):
+    name = f"names>other_{id(pair)}"
+    make(pair[0], name)
+    with pytest.raises(ValueError, match="with other values in its closure"):
+        make(pair[1], name)
+
+
+def test_a_counter_belongs_to_one_call():
+    def counting():
+        count = 0
+
+        @op_custom_gradient(name="names>counting")
+        def op(x):
+            nonlocal count
+            count += 1
+            return x * 2.0, rule
+
+        return op
+
+    counting()
+    with pytest.raises(ValueError, match="with other values in its closure"):
+        counting()
+
+
+def test_another_mode_is_another_op():
+    def op(x):
+        return x * 2.0, rule
+
+    op_custom_gradient(op, name="names>mode")
+    with pytest.raises(ValueError, match="other values"):
+        op_custom_gradient(op, name="names>mode", forward_mode=True)
+
+
+def test_many_definitions_leave_nothing_behind():
+    def define():
+        make(2.0, "names>many")
+        make_nested(7.0)
+
+    for _ in range(20):
+        define()
+    registered = len(keras.saving.get_custom_objects())
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(200):
+        define()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 200
+    assert len(keras.saving.get_custom_objects()) == registered
+
+
+def test_definitions_in_threads():
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(make(3.0, "names>threads"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 8
+    assert len(set(map(id, made))) == 1
+
+
+def test_names_and_copies():
+    assert saved_ops.bend.__name__ == "bend"
+    assert saved_ops.named_lambda.__name__ == "lambda"
+    assert make_partial(7.0).__name__ == "partial"
+    assert pickle.loads(pickle.dumps(saved_ops.bend)) is saved_ops.bend
+    assert copy.deepcopy(saved_ops.bend) is saved_ops.bend
+
+
+def test_methods():
+    class Layer:
+        @op_custom_gradient(name="names>method")
+        def method(self, x):
+            return x * 2.0, rule
+
+        @op_custom_gradient(name="names>static")
+        @staticmethod
+        def static(x):
+            return x * 2.0, rule
+
+    close(Layer().method(array(1.0)), array(2.0))
+    assert keras.saving.get_registered_object("names>static") is Layer.static
+    if DIFFERENTIATES:
+        close(grad(Layer().method)(1.0), array(7.0))

@@ -1,0 +1,329 @@
+"""On a KerasTensor, an op is one node of a Functional model, which runs and trains by the rule."""
+
+import enum
+import pickle
+from collections import OrderedDict, namedtuple
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import array, close, compiled, numpy
+
+from multigrad import grad, op_custom_gradient
+
+ONES = np.ones((2, 3), "float32")
+Point = namedtuple("Point", "x y")
+
+
+class Mode(enum.Enum):
+    DOUBLE = 2.0
+
+
+@op_custom_gradient
+def double(x):
+    return x * 2.0, lambda u: u * -3.0
+
+
+@op_custom_gradient
+def add(*parts, **named):
+    leaves = keras.tree.flatten((parts, named))
+    tensors = [leaf for leaf in leaves if ops.is_tensor(leaf)]
+    return sum(tensors[1:], tensors[0]), lambda *us: None
+
+
+def nodes(model):
+    return [operation for operation in model.operations if not isinstance(operation, keras.layers.Layer)]
+
+
+def symbols(*shapes):
+    return [keras.Input(shape) for shape in shapes]
+
+
+@pytest.mark.forward
+def test_one_node():
+    x = keras.Input((3,))
+    model = keras.Model(x, double(x))
+    (node,) = nodes(model)
+    assert isinstance(node, keras.Operation)
+    assert node.name.startswith("double")
+    close(model(ONES), array(2 * ONES))
+
+
+CALLS = [
+    lambda op, x, y: op(x, y),
+    lambda op, x, y: op(x, x, y),
+    lambda op, x, y: op([x, (y, 2.5)], "mode"),
+    lambda op, x, y: op(tree={"b": [x], "a": {"c": y, "n": None}}, mode=Mode.DOUBLE),
+    lambda op, x, y: op(Point(x, 1), OrderedDict(b=y, a=[0.5, 0.25])),
+    lambda op, x, y: op(None, 3, x, key=y, shape=(2, 3), flag=True),
+    lambda op, x, y: op(x, array(10.0, 20.0, 30.0), np.float32([1, 2, 3]), y=y),
+    lambda op, x, y: op((), {}, x, [[], ("a", y)], ops.exp),
+]
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("call", CALLS)
+def test_the_function_receives_what_a_direct_call_would_give_it(call):
+    seen = []
+
+    def note(leaf):  # the values show in the output; on JAX a tracer must not be kept
+        return (type(leaf).__name__, leaf.shape, leaf.dtype) if ops.is_tensor(leaf) else leaf
+
+    @op_custom_gradient
+    def op(*args, **kwargs):
+        seen.append(keras.tree.map_structure(note, (args, kwargs)))
+        return add(*args, **kwargs), lambda u: None
+
+    x, y = symbols((3,), (3,))
+    model = keras.Model([x, y], call(op, x, y))
+    assert len(nodes(model)) == 1
+    given = array(ONES), array(7 * ONES)
+    close(model(given), call(op, *given))
+    through_model, directly = seen[-2:]
+    keras.tree.assert_same_structure(through_model, directly)
+    assert repr(through_model) == repr(directly)
+
+
+@pytest.mark.forward
+def test_the_output_spec():
+    @op_custom_gradient
+    def op(x, axis, *, dtype):
+        total = ops.sum(x, axis=axis)
+        return {"sum": total, "rest": [ops.cast(x, dtype), (5, "text", None)]}, lambda U: None
+
+    x = keras.Input((None, 4))
+    output = op(x, -1, dtype="int32")
+    assert output["sum"].shape == (None, None)
+    assert output["sum"].dtype == "float32"
+    assert output["rest"][0].shape == (None, None, 4)
+    assert output["rest"][0].dtype == "int32"
+    assert output["rest"][1] == (5, "text", None)
+    model = keras.Model(x, [output["rest"][0], output["sum"]])
+    close(model(np.ones((2, 3, 4), "float32")), [array(np.ones((2, 3, 4)), dtype="int32"), array(4 * ONES)])
+
+
+@pytest.mark.forward
+def test_an_output_that_is_static_alone():
+    assert op_custom_gradient(lambda x: (("text", 5), lambda u: None))(keras.Input((3,))) == ("text", 5)
+
+
+def step(model, **mode):
+    """The kernel after one step of size 1 on the mean of the output, from ones, with inputs 1 and 3."""
+    model.compile(keras.optimizers.SGD(1.0), loss=lambda wanted, got: ops.mean(got, axis=-1), **mode)
+    x = np.float32([[1.0], [3.0]])
+    model.fit(x, x, batch_size=2, epochs=1, verbose=0)
+    return float(numpy(model.trainable_variables[0]).item())
+
+
+def dense():
+    return keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+
+
+MODES = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of PyTorch 2.13, by itself
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_model_trains_by_the_rule(mode):
+    x = keras.Input((1,))
+    # The mean of x is 2: plain autodiff would arrive at 1 - 2 * 2.
+    assert step(keras.Model(x, double(dense()(x))), **mode) == 1 + 3 * 2
+
+
+def test_an_op_that_uses_an_op():
+    op = op_custom_gradient(lambda x: (double(x) * 5.0, lambda u: grad(double)(0.0) * u * 7.0))
+    x = keras.Input((1,))
+    model = keras.Model(x, op(dense()(x)))
+    assert len(nodes(model)) == 1
+    assert step(model) == 1 + 21 * 2
+
+
+def test_a_chain_of_the_same_op():
+    x = keras.Input((1,))
+    model = keras.Model(x, double(double(dense()(x))))
+    assert step(model) == 1 - 9 * 2
+
+
+def test_the_gradient_of_a_model_at_second_order():
+    cube = op_custom_gradient(lambda x: (x**3, lambda u: u * 7.0 * x))
+    x = keras.Input((3,))
+    model = keras.Model(x, cube(x))
+
+    def slope(x):
+        return ops.sum(grad(lambda x: ops.sum(model(x)))(x))
+
+    for wrap in (lambda f: f, compiled):
+        close(wrap(grad(slope))(array(ONES)), array(7.0 * ONES))
+
+
+@pytest.mark.forward
+def test_a_clone():
+    def of(x):
+        return keras.Model(x, double(add(x, object(), mode=Mode.DOUBLE)))
+
+    model = of(keras.Input((3,)))
+    clone = keras.models.clone_model(model)
+    assert [node.name for node in nodes(clone)] == [node.name for node in nodes(model)]
+    assert not set(nodes(clone)) & set(nodes(model))
+    close(clone(ONES), array(2 * ONES))
+
+
+def test_a_clone_trains_by_the_rule():
+    x = keras.Input((1,))
+    assert step(keras.models.clone_model(keras.Model(x, double(dense()(x))))) == 1 + 3 * 2
+
+
+def test_a_model_in_a_model():
+    x, y = symbols((1,), (1,))
+    inner = keras.Model(x, double(dense()(x)))
+    assert step(keras.Model(y, double(inner(y)))) == 1 - 9 * 2
+
+
+@pytest.mark.forward
+def test_a_part_of_a_model():
+    x = keras.Input((3,))
+    y = double(x)
+    keras.Model(x, double(y))
+    close(keras.Model(x, y)(ONES), array(2 * ONES))
+    close(keras.Function(x, double(y))(array(ONES)), array(4 * ONES))
+    z = keras.Input((3,))
+    close(keras.Model(z, keras.Model(x, y)(z))(ONES), array(2 * ONES))
+
+
+@pytest.mark.forward
+def test_names_are_unique_and_tell_the_op():
+    keras.utils.clear_session()
+
+    def named(name):
+        return op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0), name=name)
+
+    x = y = keras.Input((3,))
+    for name in ("scale", "scale", "scale_1", "scale", "3 bits/x", ">", "scale_1"):
+        y = named(name)(y) if name != ">" else double(y)
+    model = keras.Model(x, y)  # which raises for names that are not unique
+    got = [node.name for node in nodes(model)]
+    assert got == ["scale", "scale_1", "scale_1_1", "scale_2", "3_bits_x", "double", "scale_1_2"]
+
+
+@pytest.mark.forward
+def test_the_summary_shows_the_op():
+    lines = []
+    x = keras.Input((3,))
+    keras.Model(x, double(x)).summary(print_fn=lambda text, line_break=False: lines.append(text))
+    assert "double" in "".join(lines)
+    assert "CustomGradient" in "".join(lines)
+
+
+def test_a_sequential_model_has_no_nodes_of_ops():
+    model = keras.Sequential([keras.Input((1,)), dense(), keras.layers.Activation(double)])
+    assert [type(operation).__name__ for operation in model.layers] == ["Dense", "Activation"]
+    assert step(model) == 1 + 3 * 2
+
+
+def test_a_layer_that_calls_the_op():
+    class Doubling(keras.layers.Layer):
+        def call(self, x):
+            return double(x)
+
+    x = keras.Input((1,))
+    model = keras.Model(x, Doubling()(dense()(x)))
+    assert nodes(model) == []
+    assert step(model) == 1 + 3 * 2
+
+
+@pytest.mark.parametrize("scope", [{"mode": "full"}, {"mode": "larger_than", "output_size_threshold": 0}])
+def test_rematerialization(scope):
+    """Keywords and structures are no matter: the node itself gets flat, positional tensors."""
+    runs = []
+
+    @op_custom_gradient
+    def op(x, *, extra, mode):
+        runs.append(mode)
+        return {"y": x * 2.0 + extra[0]}, lambda U: {"x": U["y"] * -3.0, "extra": [None]}
+
+    x = keras.Input((1,))
+    z = dense()(
+        x
+    )  # outside: compiled by TensorFlow, Keras (3.15) passes a layer in the scope a keyword too many
+    with keras.RematScope(**scope):
+        y = op(z, extra=[x], mode="some")["y"]
+    del runs[:]
+    assert step(keras.Model(x, y)) == 1 + 3 * 2
+    assert len(runs) >= 2
+    assert set(runs) == {"some"}
+
+
+def test_a_variable_as_an_argument():
+    w = keras.Variable(np.float32([1.0, 2.0, 3.0]))
+    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 7.0, u * 11.0)))
+    x = keras.Input((3,))
+    model = keras.Model(x, op(x, w))
+    close(model(ONES[:1]), array([[1.0, 2.0, 3.0]]))
+    w.assign([5.0, 5.0, 5.0])
+    close(model(ONES[:1]), array([[5.0, 5.0, 5.0]]))
+    close(grad(lambda x: ops.sum(model(x)))(ONES), array(7.0 * ONES))
+
+
+@pytest.mark.forward
+def test_symbolic_tensors_that_are_closed_over():
+    x = keras.Input((3,))
+    op = op_custom_gradient(lambda y: (x * y, lambda u: u), name="op")
+    for argument in (array(1.0), keras.Input((3,))):
+        with pytest.raises(TypeError, match="op: there is a symbolic tensor") as error:
+            op(argument)
+        assert "argument: the output" in str(error.value)
+
+
+@pytest.mark.forward
+def test_symbolic_tensors_in_a_container_of_an_unknown_class():
+    class Unregistered(dict):
+        pass
+
+    x = keras.Input((3,))
+    op = op_custom_gradient(lambda d, *y: (d["w"] * 2.0, lambda u: None), name="op")
+    for rest in ((), (x,)):
+        with pytest.raises(TypeError, match="container of an unknown class"):
+            op(Unregistered(w=x), *rest)
+
+
+@pytest.mark.forward
+def test_an_error_in_the_function_names_the_op():
+    op = op_custom_gradient(lambda x: x, name="lonely")
+    with pytest.raises(TypeError, match="lonely: the function did not return"):
+        op(keras.Input((3,)))
+
+
+@pytest.mark.forward
+def test_arguments_that_do_not_fit():
+    with pytest.raises(TypeError, match="double: "):
+        double(keras.Input((3,)), 2)
+
+
+@pytest.mark.forward
+def test_ops_stay_what_they_are():
+    """What a model is made of is not the op's: it is pickled by its name, and has no state."""
+    before = dict(vars(double))
+    double(keras.Input((3,)))
+    assert vars(double) == before
+    assert pickle.loads(pickle.dumps(double)) is double
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+def test_a_weight_that_the_function_reads(mode):
+    """It trains where the model has it, by what the rule answers for it."""
+    layer = dense()
+
+    @op_custom_gradient
+    def op(x):
+        def rule(u, variables):
+            (kernel,) = variables
+            return u * 5.0, [ops.reshape(-3.0 * ops.sum(u * x), kernel.shape)]
+
+        return layer(x), rule
+
+    x = keras.Input((1,))
+    layer.build((None, 1))
+    model = keras.Model(x, op(x) + 0.0 * layer(x))
+    # The mean of x is 2, and the layer's own output counts for nothing.
+    assert step(model, **mode) == 1 + 3 * 2
