@@ -225,6 +225,12 @@ def test_a_variable(tmp_path):
 
 # ------------------------------------------------------------------------------------ what a file says
 
+
+def by_repr(value):
+    """A parameter whose test is called the same in every process: by no address."""
+    return pytest.param(value, id=repr(value))
+
+
 CALLED = []
 
 
@@ -260,7 +266,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*NAMES, a_lambda], ids=repr)
+@pytest.mark.parametrize("name", [*map(by_repr, NAMES), pytest.param(a_lambda, id="a_lambda")])
 def test_a_file_that_names_no_op(name, evil):
     def change(config):
         config["application"]["config"]["call"]["op"] = name() if callable(name) else name
@@ -291,7 +297,9 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("argument", [*ARGUMENTS, lambda: {"keras": a_lambda()}], ids=repr)
+@pytest.mark.parametrize(
+    "argument", [*map(by_repr, ARGUMENTS), pytest.param(lambda: {"keras": a_lambda()}, id="a_lambda")]
+)
 def test_a_file_with_other_arguments(argument, evil):
     def change(config):
         call = config["application"]["config"]["call"]
@@ -498,8 +506,10 @@ def test_values_that_are_the_same(number, value):
 
 @pytest.mark.parametrize(
     "pair",
-    [(0.0, -0.0), (1, True), (1, 1.0), ([], []), ({}, {}), (np.zeros(2), np.zeros(2)), (object(), object())],
-    ids=repr,
+    [
+        *map(by_repr, [(0.0, -0.0), (1, True), (1, 1.0), ([], []), ({}, {}), (np.zeros(2), np.zeros(2))]),
+        pytest.param((object(), object()), id="objects"),
+    ],
 )
 def test_values_that_are_not_the_same(pair):
     name = f"names>other_{id(pair)}"
