@@ -150,7 +150,8 @@ def op_custom_gradient(
 def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[..., Any]:
     """The op of `f`, which messages call `title`."""
     signature = signature_of(f)
-    usual = _usual(title, signature)
+    full = signature.full
+    usual = None if full is None else Pullback(title, full, FLAT_LAYOUTS[full.count])
 
     def op(*args: Any, **kwargs: Any) -> Any:
         # Usually every parameter gets a tensor, by position.
@@ -168,13 +169,6 @@ def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[.
         return _framework.apply(Call(f, back, forward_mode), tensors)
 
     return functools.update_wrapper(_framework.library_code(op), f)
-
-
-@functools.lru_cache(4096)
-def _usual(title: str, signature: Signature) -> "Pullback | None":
-    """The pullback of a call in which every parameter gets a tensor, None where there are others."""
-    full = signature.full
-    return None if full is None else Pullback(title, full, FLAT_LAYOUTS[full.count])
 
 
 def _prepare(
@@ -283,7 +277,9 @@ class Call:
         if handed or around is not None:
             rule = under_values_of(rule, variables, scope.values, around, handed)
         inputs = (*tensors, *scope.values) if variables else tensors
-        back = Pullback(name, binding, self._back.arguments, layout, form, variables, handed, around)
+        back = Pullback(name, binding, self._back.arguments)
+        back.output, back.form = layout, form
+        back.variables, back.handed, back.around = variables, handed, around
         return outputs, rule, inputs, back
 
     def has_objects(self) -> bool:
@@ -324,29 +320,22 @@ class Pullback(HoldsNoTensor):
     Arguments:
         name: how messages call the op.
         binding, arguments: how the arguments of the call were bound, and their layout.
-        output: the layout of the output.
-        form: the form of the rule.
-        variables: the trainable variables that the function read.
-        handed: whether the rule is handed them.
-        around: the scope around the call, in which Keras finds variables.
     """
 
-    __slots__ = ("_form", "_handed", "arguments", "around", "binding", "name", "output", "variables")
+    # What a run finds out, as it is for most of them.
+    output: Layout = ONE
+    """The layout of the output."""
+    form = WHOLE
+    """The form of the rule."""
+    variables: Variables = NONE_READ
+    """The trainable variables that the function read."""
+    handed = False
+    """Whether the rule is handed them."""
+    around: keras.StatelessScope | None = None
+    """The scope around the call, in which Keras finds variables."""
 
-    def __init__(
-        self,
-        name: str,
-        binding: Binding,
-        arguments: Layout,
-        output: Layout = ONE,
-        form: str = WHOLE,
-        variables: Variables = NONE_READ,
-        handed: bool = False,
-        around: keras.StatelessScope | None = None,
-    ) -> None:
+    def __init__(self, name: str, binding: Binding, arguments: Layout) -> None:
         self.name, self.binding, self.arguments = name, binding, arguments
-        self.output, self.variables, self.around = output, variables, around
-        self._form, self._handed = form, handed
 
     def pull(
         self,
@@ -363,12 +352,12 @@ class Pullback(HoldsNoTensor):
             needed: for each input, whether its gradient is of use to anybody.
             specs: for each input, what it requires of its gradient.
         """
-        if self._form == FLAT:
+        if self.form == FLAT:
             answer = rule(*upstream)
         else:
             whole = upstream[0] if self.output is ONE else self.output.join_tensors_only(upstream)
-            answer = rule(whole) if self._form == WHOLE else rule(upstream=whole)
-        if self._handed:
+            answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
+        if self.handed:
             return self._read_both(answer, needed, specs)
         return read(self.name, answer, self.arguments, self.binding, specs, needed)
 

@@ -269,9 +269,7 @@ def _join(output: Any) -> Any:
     return layout.join(tensors)
 
 
-def _own(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], bool]:
+def _own(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
     """The node's own tensors for the outputs, and whether there is one without a gradient.
 
     The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
