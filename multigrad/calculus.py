@@ -127,7 +127,7 @@ def value_and_grad(
             value, aux = _pair(name, answer) if has_aux else (answer, None)
             return _scalar(name, value), (aux, [new for _, new in scope.assigned.values()])
 
-        (value, (aux, news)), gradients = backend.active.value_and_grad(scalar, tensors)
+        (value, (aux, news)), gradients = backend.active.value_and_grad(scalar, tensors, len(by))
         for variable, new in zip(assigned, news, strict=True):
             variable.assign(new)
         parts = _parts(structures, gradients)

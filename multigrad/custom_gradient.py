@@ -229,7 +229,8 @@ class Call:
         with again or Reads() as scope:
             returned = back.binding.call(function, values) if back.binding.keywords else function(*values)
         around = scope.original_scope if again is None else again.at_call
-        if type(returned) is tuple and len(returned) == 2 and not scope.variables and around is None:
+        plain = around is None and not scope.variables and not scope.assigned
+        if plain and type(returned) is tuple and len(returned) == 2:
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
                 return (output,), rule, tensors, back
@@ -275,7 +276,7 @@ class Call:
         if variables or may_take:
             handed = takes_variables(name, given, variables.names())
         if handed or around is not None:
-            rule = under_values_of(rule, variables, scope.values, around, handed)
+            rule = under_values_of(rule, variables, scope.latest(), around, handed)
         inputs = (*tensors, *scope.values) if variables else tensors
         back = Pullback(name, binding, self._back.arguments)
         back.output, back.form = layout, form

@@ -25,8 +25,11 @@ _TENSORS = backend.active.TENSORS
 class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
     """The trainable variables that a call read, in the order in which it read them first."""
 
-    dtypes: Sequence[str] = ()
-    """The dtypes in which the function met them: under autocast, not their own."""
+    dtypes: Sequence[str | None] = ()
+    """The dtypes in which the function met them: under autocast, not their own. None for several."""
+
+    assigned: Sequence[tuple[keras.Variable, Any]] = ()
+    """Others, which the function assigned, with their values before."""
 
     def names(self) -> list[str]:
         """How messages call the variables."""
@@ -34,6 +37,15 @@ class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
 
 
 NONE_READ = Variables()
+
+
+def _value_of(variable: keras.Variable) -> Any:
+    """What a variable holds outside of every scope."""
+    value = variable._value
+    if value is None:
+        with _outside():
+            return variable.value  # a stand-in of Keras's, until the variable is initialized
+    return value if _TENSORS[type(value)] else backend.active.as_tensor(value)
 
 
 class _Scope(keras.StatelessScope):
@@ -80,9 +92,8 @@ class _Scope(keras.StatelessScope):
         if self.original_scope is not None:
             self.original_scope.add_update(update)
         else:
-            variable, value = update
-            with self._outside():
-                variable.assign(value)
+            with _outside():
+                backend.active.assign(*update)
 
     def _around(self, variable: keras.Variable) -> Any:
         """The variable's value around this scope, None where Keras is to look itself."""
@@ -90,17 +101,22 @@ class _Scope(keras.StatelessScope):
             return self.original_scope.get_current_value(variable)
         if variable._value is None:
             # It was made in this scope. Keras left it for later, which is when an outermost scope ends.
-            with self._outside(), keras.StatelessScope():
+            with _outside(), keras.StatelessScope():
                 pass
         return None
 
-    @contextlib.contextmanager
-    def _outside(self) -> Iterator[None]:
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
+
+@contextlib.contextmanager
+def _outside() -> Iterator[None]:
+    """No scope in force, for a while. A scope that ends puts another in force: the one that it came into."""
+    scope = keras.StatelessScope(initialize_variables=False)
+    with scope:
+        within, scope.original_scope = scope.original_scope, None
+    try:
+        yield
+    finally:
+        with scope:
+            scope.original_scope = within
 
 
 class Reads(_Scope):
@@ -116,41 +132,63 @@ class Reads(_Scope):
 
     variables: Any = ()
     values: Any = ()
+    assigned: Any = ()
     _dtypes: Any = ()
-    _assigned: Any = frozenset()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        value = self.known.get(id(variable))
-        if value is not None:
-            return value
-        value = self._around(variable)
-        if not variable.trainable or id(variable) in self._assigned:
-            return value
+        key = id(variable)
+        value = self.known.get(key)
         if value is None:
-            value = variable._value
+            value = self._around(variable)
+            if not variable.trainable:
+                return value
             if value is None:
-                return None  # not there before it is built, which no gradient is taken of
-            if not _TENSORS[type(value)]:
-                value = backend.active.as_tensor(value)
-        if not self.variables:
-            self.known, self.variables, self.values, self._dtypes = {}, [], [], []
-        self.known[id(variable)] = value
-        self.variables.append(variable)
-        self.values.append(value)
-        self._dtypes.append(variable.dtype)
+                value = _value_of(variable)
+            if key in self.assigned:
+                self._note(variable, self.assigned[key][1])
+            else:
+                self._note(variable, value)
+                self.known[key] = value
+        elif self._dtypes[key] != variable.dtype:
+            self._dtypes[key] = None
         return value
+
+    def _note(self, variable: keras.Variable, value: Any) -> None:
+        """The function read a variable that came to it with this value."""
+        if not self.variables:
+            self.known, self._dtypes, self.variables, self.values = {}, {}, [], []
+        if id(variable) not in self._dtypes:
+            self._dtypes[id(variable)] = variable.dtype
+            self.variables.append(variable)
+            self.values.append(value)
 
     def read(self) -> Variables:
         """The variables that were read."""
-        if not self.variables:
+        if not self.variables and not self.assigned:
             return NONE_READ
         read = Variables(self.variables)
-        read.dtypes = self._dtypes
+        read.dtypes = [self._dtypes[id(variable)] for variable in read]
+        if self.assigned:
+            read.assigned = [pair for key, pair in self.assigned.items() if key not in self._dtypes]
         return read
 
+    def latest(self) -> Sequence[Any]:
+        """What the variables that were read hold at the end of the function."""
+        if not self.assigned:
+            return self.values
+        own = zip(self.variables, self.values, strict=True)
+        return [self.get_current_value(v) if id(v) in self.assigned else value for v, value in own]
+
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        self._assigned = self._assigned or set()
-        self._assigned.add(id(update[0]))
+        variable = update[0]
+        if id(variable) not in self.assigned:
+            before = self._around(variable)
+            if before is None:
+                before = _value_of(variable)
+                if not variable.trainable:
+                    before = backend.active.snapshot(before)
+            self.assigned = self.assigned or {}
+            self.assigned[id(variable)] = variable, before
         super().add_update(update)
 
     def add_loss(self, loss: Any) -> None:
@@ -171,7 +209,8 @@ class Pinned(_Scope):
     Arguments:
         variables, values: what is pinned. A function's `Variables` have the dtypes that it met.
         around: the scope around the call, which may have ended.
-        keep: whether assignments are carried out. If not, `assigned` has the variables with their values.
+        keep: whether assignments are carried out. If not, `assigned` has the variables with their values,
+            and what a function assigned is as it was before.
     """
 
     def __init__(
@@ -183,14 +222,22 @@ class Pinned(_Scope):
     ) -> None:
         self.variables, self.values = variables, values
         if isinstance(variables, Variables):
-            values = [ops.cast(value, dtype) for value, dtype in zip(values, variables.dtypes, strict=True)]
+            own = zip(values, variables.dtypes, strict=True)
+            values = [value if dtype is None else ops.cast(value, dtype) for value, dtype in own]
         self.known = dict(zip(map(id, variables), values, strict=True))
+        if not keep and isinstance(variables, Variables):
+            self.known.update({id(variable): before for variable, before in variables.assigned})
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
         self.at_call, self._keep = around, keep
 
     def read(self) -> Any:
         """The variables that are pinned."""
         return self.variables
+
+    def latest(self) -> Sequence[Any]:
+        """What they hold now."""
+        own = zip(self.variables, self.values, strict=True)
+        return [self.assigned.get(id(variable), (variable, value))[1] for variable, value in own]
 
     def _around(self, variable: keras.Variable) -> Any:
         value = None if self.at_call is None else self.at_call.get_current_value(variable)

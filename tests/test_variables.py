@@ -357,16 +357,124 @@ def test_a_second_derivative_assigns_nothing_twice() -> None:
     close(count.value, array(1.0))
 
 
+def test_a_weight_that_is_read_and_assigned_and_read() -> None:
+    weight = keras.Variable(5.0)
+
+    @op_custom_gradient
+    def op(x):
+        weight.assign(ops.clip(weight, 0.0, 1.0))
+        return x * weight, lambda u, variables: (3.0 * u * weight, [7.0 * u])
+
+    value, (dx, (dweight,)) = value_and_grad(op, 0, variables=[weight])(array(2.0))
+    close((value, dx, dweight), (array(2.0), array(3.0), array(7.0)))
+    close(weight.value, array(1.0))
+
+
 def test_a_weight_that_is_assigned_and_read() -> None:
     weight = keras.Variable(1.0)
 
     @op_custom_gradient
     def op(x):
         weight.assign(5.0)
-        return x * weight, lambda u: u * weight
+        return x * weight, lambda u, variables: (u * weight, [7.0 * u])
 
     close(op(array(2.0)), array(10.0))
     close(weight.value, array(5.0))
+    weight.assign(1.0)
+    value, (dx, (dweight,)) = value_and_grad(op, 0, variables=[weight])(array(2.0))
+    close((value, dx, dweight), (array(10.0), array(5.0), array(7.0)))
+
+
+def test_a_weight_that_is_assigned_alone() -> None:
+    weight = keras.Variable(1.0)
+
+    @op_custom_gradient
+    def op(x):
+        weight.assign(5.0)
+        return x * 2.0, lambda u: u * 7.0
+
+    close(grad(op)(array(2.0)), array(7.0))
+    close(weight.value, array(5.0))
+
+
+def test_an_assignment_within_an_op_within_an_op() -> None:
+    count, weight = keras.Variable(0.0, trainable=False), keras.Variable(2.0, name="w")
+
+    @op_custom_gradient
+    def inner(x):
+        count.assign_add(1.0)
+        return x * weight, lambda u: u * 7.0
+
+    @op_custom_gradient
+    def outer(x):
+        return inner(x) * 2.0, lambda u, variables: (u * 3.0, [u * 5.0])
+
+    with pytest.raises(TypeError, match="'w'"):
+        outer(array(2.0))
+    count.assign(7.0)  # no scope is left behind
+    close(count.value, array(7.0))
+
+
+def test_a_rule_that_assigns_and_reads() -> None:
+    count, weight = keras.Variable(0.0, trainable=False), keras.Variable(2.0)
+
+    @op_custom_gradient
+    def inner(u):
+        count.assign_add(1.0)
+        return u * weight, lambda v, variables: (v * 11.0, [v * 5.0])
+
+    @op_custom_gradient
+    def outer(x):
+        return x * weight, lambda u, variables: (inner(u), [u * 7.0])
+
+    def slope(x):
+        return grad(outer)(x)
+
+    close(grad(slope, None, variables=[weight])(array(2.0)), [array(5.0)])
+
+
+def test_a_weight_that_is_met_in_two_dtypes() -> None:
+    weight = keras.Variable(1.001)
+    seen = []
+
+    class Read(keras.layers.Layer):
+        def call(self, x):
+            return x * ops.cast(weight.value, x.dtype)
+
+    half, whole = Read(dtype="mixed_bfloat16"), Read(dtype="float32")
+
+    @op_custom_gradient
+    def op(x):
+        y = ops.cast(half(x), "float32") + whole(x)
+
+        def rule(u, variables):
+            seen.append(keras.backend.standardize_dtype(weight.value.dtype))
+            return u * weight, [7.0 * u]
+
+        return y, rule
+
+    dx, (dweight,) = grad(op, 0, variables=[weight])(array(1.0))
+    close((dx, dweight), (array(1.001), array(7.0)))
+    assert set(seen) == {"float32"}
+
+
+def test_a_second_derivative_of_what_moves_an_average_and_draws() -> None:
+    average = keras.Variable(1.0, trainable=False)
+    seeds = keras.random.SeedGenerator(3)
+
+    @op_custom_gradient
+    def op(x):
+        average.assign(average * 0.5 + 1.0)
+        mask = keras.random.uniform((), seed=seeds) + average.value
+        e = ops.exp(x) * mask
+        return e * 2.0, lambda u: u * e * 7.0
+
+    seeds.state.assign([0, 3])
+    average.assign(1.0)
+    first = numpy(op(array(0.0)))
+    seeds.state.assign([0, 3])
+    average.assign(1.0)
+    close(grad(grad(op))(array(0.0)), array(3.5 * first))
 
 
 # ---------------------------------------------------------------------------------- in layers
@@ -419,6 +527,29 @@ def test_fit_moves_the_weights_by_the_rule(mode: Any) -> None:
     close(moved["kernel"], np.full((3, 2), 0.24, "float32"))
     close(moved["bias"], np.full((2,), -0.4, "float32"))
     close(layer.calls.value, array(1.0))
+
+
+class Fixed(keras.layers.Layer):
+    """Its rule answers for its one weight without a look at `variables`."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x: Any) -> Any:
+        @op_custom_gradient
+        def scaled(x):
+            return x * self.scale, lambda u, variables: (u * self.scale, [7.0 * ops.sum(u * x, axis=0)])
+
+        return scaled(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_layer_that_fit_builds(mode: Any) -> None:
+    model = keras.Sequential([Fixed()])
+    model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **mode)
+    model.fit(np.ones((4, 3), "float32"), np.zeros((4, 3), "float32"), batch_size=4, verbose=0)
+    close(model.layers[0].scale.value, np.full((3,), 1.0 - 0.01 * 7.0 * 4, "float32"))
 
 
 def test_stateless_call() -> None:

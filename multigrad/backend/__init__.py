@@ -105,6 +105,14 @@ class Backend(Protocol):
         """A dense tensor of an array, a number or the present value of a Keras Variable."""
 
     @staticmethod
+    def snapshot(tensor: Any) -> Any:
+        """A tensor's value as it is now, where the tensor may be changed in place."""
+
+    @staticmethod
+    def assign(variable: keras.Variable, value: Any) -> None:
+        """Assign to a variable, outside of every scope."""
+
+    @staticmethod
     def is_differentiable(tensor: Any) -> bool:
         """Whether the tensor's dtype is floating or complex."""
 
@@ -133,9 +141,12 @@ class Backend(Protocol):
 
     @staticmethod
     def value_and_grad(
-        function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any]
+        function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
     ) -> tuple[tuple[Any, Any], list[Any]]:
-        """`(value, aux)` of `function(*tensors)`, and the gradients of the scalar value."""
+        """`(value, aux)` of `function(*tensors)`, and the gradients of the scalar value.
+
+        So many of the tensors, the last, are the values of variables.
+        """
 
 
 def _load() -> Backend:

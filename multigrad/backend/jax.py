@@ -21,6 +21,7 @@ import numpy as np
 
 from multigrad.backend import Call, F, Ran, Spec
 from multigrad.closure import TypeSet, lift, restore
+from multigrad.errors import message
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
@@ -53,6 +54,25 @@ class _Subtypes(dict[Any, bool]):
 
 _FLOATING = _Subtypes(jnp.inexact)
 _COMPLEX = _Subtypes(jnp.complexfloating)
+
+
+def snapshot(tensor: Any) -> Any:
+    return tensor
+
+
+def assign(variable: keras.Variable, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer) and not isinstance(variable._value, jax.core.Tracer):
+        raise TypeError(
+            message(
+                variable.path,
+                "a traced value is assigned to a variable outside of a stateless scope, and would outlive "
+                "its trace",
+                required="a value that is there, or a keras.StatelessScope, as in `stateless_call`",
+                got=f"a {type(value).__name__}",
+                mend="call the layer through `stateless_call`, or outside of jax.lax.scan and its like",
+            )
+        )
+    variable.assign(value)
 
 
 def is_differentiable(tensor: Any) -> bool:
@@ -324,7 +344,7 @@ def _with_jvp(
 
 
 def value_and_grad(
-    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any]
+    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
 ) -> tuple[tuple[Any, Any], list[Any]]:
     places = tuple(range(len(tensors)))
     answer, gradients = jax.value_and_grad(function, places, has_aux=True)(*tensors)

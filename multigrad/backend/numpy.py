@@ -29,6 +29,14 @@ def as_tensor(value: Any) -> Any:
     return keras.ops.convert_to_tensor(value)
 
 
+def snapshot(tensor: Any) -> Any:
+    return tensor
+
+
+def assign(variable: keras.Variable, value: Any) -> None:
+    variable.assign(value)
+
+
 def is_differentiable(tensor: Any) -> bool:
     return False
 
@@ -54,7 +62,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     return back.output.join(outputs)
 
 
-def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any], variables: int) -> NoReturn:
     raise _no_gradients()
 
 

@@ -53,6 +53,14 @@ def as_tensor(value: Any) -> Any:
     return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
 
 
+def snapshot(tensor: Any) -> Any:
+    return tensor
+
+
+def assign(variable: keras.Variable, value: Any) -> None:
+    variable.assign(value)
+
+
 def is_differentiable(tensor: Any) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
@@ -173,7 +181,7 @@ def _gradient(name: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
 
 
 def value_and_grad(
-    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any]
+    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
 ) -> tuple[tuple[Any, Any], list[Any]]:
     own = [tf.identity(tensor) for tensor in tensors]  # apart from the same tensor closed over
     with tf.GradientTape(watch_accessed_variables=False) as tape:

@@ -17,7 +17,7 @@ A rule runs under the autocast of its function, wherever the backward pass is ca
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 import numpy as np
@@ -54,6 +54,14 @@ class _Floating(dict[torch.dtype, bool]):
 
 
 _FLOATING = _Floating()
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def assign(variable: keras.Variable, value: Any) -> None:
+    variable.assign(value)
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
@@ -543,7 +551,7 @@ class _Compiled(torch.autograd.Function):
 
 
 def value_and_grad(
-    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor]
+    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     if _transforming() or torch.compiler.is_compiling():
         places = tuple(range(len(tensors)))
@@ -559,12 +567,38 @@ def value_and_grad(
         if not value.requires_grad:
             return (value, aux), [torch.zeros_like(t) for t in tensors]
         # The backward pass is recorded where a second derivative can be asked for: inside another
-        # gradient, or where the value depends on something, closed over, that has a history of its own.
-        recorded = recording and (nested > 0 or _depends_on_others(value, own))
+        # gradient, or where the value depends on what has a history, other than the variables themselves.
+        weights = [tensor for tensor in tensors[len(tensors) - variables :] if tensor.requires_grad]
+        recorded = recording and (nested > 0 or _depends_on_others(value, [*own, *weights]))
         gradients = torch.autograd.grad(value, own, create_graph=recorded, materialize_grads=True)
-        return (value if recorded else value.detach(), aux), list(gradients)
+        answer = [value, *gradients]
+        if not recorded:
+            answer = [tensor.detach() for tensor in answer]
+            if recording and weights:
+                answer = [_Unrecorded.apply(tensor, *weights) for tensor in answer]
+        return (answer[0], aux), answer[1:]
     finally:
         _DEPTH.value = nested
+
+
+class _Unrecorded(torch.autograd.Function):
+    """A result that depends on weights and has no history: a derivative of it is an error, and not zero."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            message(
+                "value_and_grad",
+                "a derivative of a gradient with respect to variables was asked for, which was not recorded",
+                required="a second derivative inside of the function that another gradient is taken of",
+                got="a backward pass through the result, as by `backward()`",
+                mend="take both by grad(...), or pass the values of the variables as arguments, by `argnums`",
+            )
+        )
 
 
 _DEPTH = threading.local()

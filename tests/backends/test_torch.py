@@ -11,7 +11,7 @@ import torch
 from keras import ops
 from support import close
 
-from multigrad import grad, op_custom_gradient
+from multigrad import grad, op_custom_gradient, value_and_grad
 
 
 class Masked:
@@ -614,3 +614,57 @@ def test_a_checkpoint_around_a_weight_that_is_read(reentrant):
     x = torch.tensor(1.0, requires_grad=True)
     torch.utils.checkpoint.checkpoint(lambda x: op(x * 1.0), x, use_reentrant=reentrant).backward()
     close((x.grad, weight.value.grad), (torch.tensor(7.0), torch.tensor(5.0)))
+
+
+# ------------------------------------------------------------------------------- gradients by variables
+
+
+def counted(weight):
+    calls = []
+
+    @op_custom_gradient
+    def op(x):
+        calls.append(1)
+        e = torch.exp(x * weight.value)
+        return e + 1.0, lambda u, variables: (u * e * 3.0, [u * e * 7.0])
+
+    return op, calls
+
+
+@pytest.mark.parametrize("argnums", [None, 0])
+def test_a_gradient_by_variables_runs_the_function_once(argnums):
+    op, calls = counted(weight := keras.Variable(0.0))
+    answer = value_and_grad(op, argnums, variables=[weight])(1.0)
+    close(answer[1], [7.0] if argnums is None else (3.0, [7.0]))
+    assert len(calls) == 1
+
+
+def test_a_gradient_by_variables_has_no_history_and_says_so():
+    op, _ = counted(weight := keras.Variable(0.0))
+    value, (gradient,) = value_and_grad(op, variables=[weight])(1.0)
+    for result in (value, gradient):
+        with pytest.raises(RuntimeError, match="which was not recorded"):
+            (weight.value + result).backward()
+    with torch.no_grad():
+        value, (gradient,) = value_and_grad(op, variables=[weight])(1.0)
+    assert not value.requires_grad
+    assert not gradient.requires_grad
+
+
+def test_a_penalty_on_a_gradient_by_an_argument():
+    op, calls = counted(weight := keras.Variable(0.0))
+    slope = grad(op)(torch.tensor(2.0))
+    (of_weight,) = torch.autograd.grad(slope, weight.value)
+    close(of_weight, 3.0 * 2.0)  # of 3 * exp(2 * weight)
+    assert len(calls) == 2
+
+
+def test_an_inner_step_by_arguments():
+    weight = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(w):
+        return w * w, lambda u: u * w * 5.0
+
+    (of_weight,) = torch.autograd.grad(weight.value - 0.5 * grad(op)(weight), weight.value)
+    close(of_weight, 1.0 - 0.5 * 5.0)
