@@ -16,7 +16,7 @@ from multigrad import backend
 from multigrad.closure import may_hold
 from multigrad.errors import message
 
-_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _SYMBOLIC = range(6)
+_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _SYMBOLIC, _WRITTEN = range(7)
 
 _KINDS: dict[type, int] = {}
 _TENSORS = backend.active.TENSORS
@@ -32,6 +32,8 @@ def _kind(leaf: Any) -> int:
             found = _SYMBOLIC
         elif backend.active.CONVERTIBLE[kind]:
             found = _CONVERTED
+        elif backend.active.STAND_INS[kind]:
+            found = _WRITTEN
         elif ops.is_tensor(leaf):  # a tensor to Keras, and not the dense one of the framework
             found = _SPARSE
         else:
@@ -177,6 +179,11 @@ _REFUSALS = {
         "there is a symbolic tensor where the op was given none, or is being run",
         "a tensor",
         "pass the symbolic tensor to the op as an argument, so that the function need not close over it",
+    ),
+    _WRITTEN: (
+        "there is a stand-in for a tensor, of a program that is written down without its gradients",
+        "a tensor",
+        "write it down with torch.export, or compile it with torch.compile",
     ),
     _STATIC: (
         "there are tensors in a container of an unknown class, where they cannot be seen",

@@ -92,6 +92,9 @@ class Backend(Protocol):
     CONVERTIBLE: TypeSet
     """Other types that hold the numbers of a dense tensor: arrays and variables."""
 
+    STAND_INS: TypeSet
+    """Types that stand for a tensor while a program is written down, and can have no rule."""
+
     @staticmethod
     def library_code(function: F) -> F:
         """Mark a function as the library's own, for a framework that rewrites the Python it traces."""

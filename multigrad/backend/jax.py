@@ -25,6 +25,7 @@ from multigrad.errors import message
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
+STAND_INS = TypeSet()
 _TRACERS = TypeSet(jax.core.Tracer)
 
 
@@ -334,9 +335,8 @@ def _with_jvp(
         own = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
         transpose = jax.linear_transpose(vjp, [o for o, f in zip(outputs, floating, strict=True) if f])
         (pushed,) = transpose(own)
-        zeros = [np.zeros(output.shape, jax.dtypes.float0) for output in outputs]
-        whole = zip(_scatter(pushed, floating), zeros, strict=True)
-        return outputs, [zero if tangent is None else tangent for tangent, zero in whole]
+        own = zip(_scatter(pushed, floating), outputs, strict=True)
+        return outputs, [np.zeros(o.shape, jax.dtypes.float0) if t is None else t for t, o in own]
 
     op = jax.custom_jvp(primal)
     op.defjvp(jvp)

@@ -15,6 +15,7 @@ from multigrad.frameworks import DIFFERENTIATING
 
 TENSORS = TypeSet(np.ndarray)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
+STAND_INS = TypeSet()
 
 
 def library_code(function: F) -> F:

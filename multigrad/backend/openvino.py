@@ -4,6 +4,7 @@ import keras
 
 from multigrad.backend.numpy import (
     CONVERTIBLE,
+    STAND_INS,
     apply,
     as_tensor,
     assign,
@@ -21,6 +22,7 @@ from multigrad.closure import TypeSet
 
 __all__ = [
     "CONVERTIBLE",
+    "STAND_INS",
     "TENSORS",
     "apply",
     "as_tensor",

@@ -32,6 +32,7 @@ from multigrad.closure import TypeSet, lift, restore
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
+STAND_INS = TypeSet()
 _NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
 _RULES = "_multigrad_rules"
 _LOST = (

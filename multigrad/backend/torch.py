@@ -30,6 +30,7 @@ from multigrad.errors import message
 
 TENSORS = TypeSet(torch.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
+STAND_INS = TypeSet(torch.fx.Proxy)
 
 
 def library_code(function: F) -> F:
@@ -96,8 +97,8 @@ def concrete(tensor: torch.Tensor) -> np.ndarray | None:
     return tensor.detach().to("cpu", wide if _FLOATING[tensor.dtype] else None).numpy()
 
 
-# Whether a program is traced, and whether torch.func is at work. These are private: the public ways to ask
-# (PyTorch 2.13) cost several times as much, or do not exist.
+# Whether a program is traced, and whether torch.func is at work. These are private, as is the state of
+# tracing: the public ways to ask (PyTorch 2.13) cost several times as much, or do not exist.
 _is_tracing = torch._C._is_tracing
 _is_functorch_active = torch._C._are_functorch_transforms_active
 
@@ -113,10 +114,10 @@ def _transforming() -> bool:
 def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _apply_compiled(call, tensors)
-    if torch.compiler.is_exporting() or _is_tracing():
-        return _apply_exporting(call, tensors)
     if _is_functorch_active() or forward_ad._current_level >= 0:
         return _apply_transforming(call, tensors)
+    if torch.compiler.is_exporting() or _is_tracing():
+        return _apply_exporting(call, tensors)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -128,15 +129,6 @@ def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
                     return output if type(output) is not tuple else _join(output)
                 return _join(_attach(*ran))
     return _without_gradient(call, tensors)
-
-
-def _apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    """The op in a program that is written down for elsewhere: its operations, and not the rule.
-
-    Not as a Function, of which its operations alone would be left: better no gradient than theirs.
-    """
-    outputs, _, _, back = call.run(tensors)
-    return back.output.join([output.detach() for output in outputs])
 
 
 def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
@@ -520,7 +512,8 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """The op as Dynamo traces it whole; it cannot follow the making of functions in `restore`."""
     if torch.compiler.is_exporting():
-        return _apply_exporting(call, tensors)
+        outputs, _, _, back = call.run(tensors)
+        return back.output.join([output.detach() for output in outputs])
     with torch.no_grad():
         outputs, rule, inputs, back = call.run(tensors)
     own = _Compiled.apply(back, rule, specs_of(inputs), *_distinct([*inputs, *outputs]))
@@ -547,13 +540,58 @@ class _Compiled(torch.autograd.Function):
         return None, None, None, *gradients, *[None for _ in upstream]
 
 
+# ----------------------------------------------------------------------- torch.export, torch.jit
+
+
+def _apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    """The op in a program that is written down for elsewhere.
+
+    What is written are the operations of the function, detached: better no gradient than theirs. For a
+    gradient inside of the program, the outputs get a node while nothing is written.
+    """
+    outputs, rule, inputs, back = call.run(tensors)
+    own = [output.clone().detach() if _is_alias(output, inputs) else output.detach() for output in outputs]
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
+        writing = torch._C._get_tracing_state()
+        torch._C._set_tracing_state(None)
+        try:
+            _Exported.apply(back, rule, specs_of(inputs), *inputs, *own)
+        finally:
+            torch._C._set_tracing_state(writing)
+    return back.output.join(own)
+
+
+def _is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    return output._is_view() or any([output is tensor for tensor in inputs])
+
+
+class _Exported(torch.autograd.Function):
+    """A Function that attaches itself to outputs that are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, back: Pullback, rule: Callable[..., Any], specs: Any, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.back, ctx.rule, ctx.specs = back, rule, specs
+        outputs = tensors[len(specs) :]
+        ctx.mark_dirty(*outputs)
+        _mark_integers(ctx, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3 : 3 + len(ctx.specs)]
+        gradients = ctx.back.pull(ctx.rule, _of_floating(upstream), needed, ctx.specs)
+        return None, None, None, *gradients, *[None for _ in upstream]
+
+
 # ------------------------------------------------------------------------------------- gradients
 
 
 def value_and_grad(
     function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
-    if _transforming() or torch.compiler.is_compiling():
+    if _transforming() or torch.compiler.is_dynamo_compiling():
         places = tuple(range(len(tensors)))
         gradients, (value, aux) = torch.func.grad_and_value(function, places, has_aux=True)(*tensors)
         return (value, aux), list(gradients)

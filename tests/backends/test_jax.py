@@ -264,6 +264,29 @@ def test_an_exported_function_takes_its_rule_with_it(op):
     close(jax.grad(lambda x: gradient(x).sum())(X), 42 * X)
 
 
+@OPS
+def test_an_exported_function_of_any_batch(op):
+    whole = jax.ShapeDtypeStruct(export.symbolic_shape("b"), "float32")
+    loaded = export.deserialize(export.export(jax.jit(op))(whole).serialize(vjp_order=1))
+    close(jax.grad(lambda x: loaded.call(x).sum())(X), 21 * X**2)
+
+
+def test_a_traced_value_is_not_left_in_a_variable():
+    count = keras.Variable(0.0, trainable=False, name="count")
+
+    @op_custom_gradient
+    def op(x):
+        def step(carry, _):
+            count.assign(count + carry)
+            return carry, carry
+
+        return jax.lax.scan(step, x, None, 3)[0], lambda u: u * 7.0
+
+    with pytest.raises(TypeError, match="count: a traced value is assigned"):
+        op(jnp.float32(2.0))
+    close(count.value, 0.0)
+
+
 # ------------------------------------------------------------------------------------ variables
 
 

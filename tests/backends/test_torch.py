@@ -298,6 +298,39 @@ def test_an_exported_program_has_no_gradient_but_the_rules(how, recorded, op):
     assert not exported(x).requires_grad
 
 
+def slope(op):
+    def by_autograd(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad((op(x) + x).sum(), x)[0]
+
+    return by_autograd
+
+
+GRADIENTS = {
+    "autograd": slope,
+    "grad": lambda op: grad(lambda x: (op(x) + x).sum()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of torch.autograd itself
+@pytest.mark.parametrize("how", ["export", "trace"])
+@pytest.mark.parametrize("by", GRADIENTS)
+@pytest.mark.parametrize("op", [by_intermediate, by_output, reverse])
+def test_a_gradient_inside_an_exported_program_is_the_rules(how, by, op):
+    x = torch.tensor([1.0, 0.5])
+    module = Module(GRADIENTS[by](op))
+    # The check of a trace runs it without gradients, which is another graph.
+    write = EXPORTS[how] if how == "export" else functools.partial(torch.jit.trace, check_trace=False)
+    close(write(module, x)(x), module(x).detach())
+
+
+def test_a_program_that_fx_writes_down_is_an_error():
+    with pytest.raises(TypeError, match="by_output: there is a stand-in for a tensor"):
+        torch.fx.symbolic_trace(Module(by_output))
+
+
 def test_an_exported_model(tmp_path):
     class Layer(keras.layers.Layer):
         def build(self, shape):
