@@ -335,8 +335,8 @@ def _with_jvp(
         own = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
         transpose = jax.linear_transpose(vjp, [o for o, f in zip(outputs, floating, strict=True) if f])
         (pushed,) = transpose(own)
-        own = zip(_scatter(pushed, floating), outputs, strict=True)
-        return outputs, [np.zeros(o.shape, jax.dtypes.float0) if t is None else t for t, o in own]
+        whole = zip(_scatter(pushed, floating), outputs, strict=True)
+        return outputs, [np.zeros(o.shape, jax.dtypes.float0) if t is None else t for t, o in whole]
 
     op = jax.custom_jvp(primal)
     op.defjvp(jvp)

@@ -1,0 +1,111 @@
+"""The ops that every transform is tried on, each beside a plain function that has its derivatives.
+
+The rules have false factors, so that no framework finds by itself what they say. A plain function that
+means the same takes its value from the one, and its derivatives, of any order, from another expression.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from multigrad import op_custom_gradient
+
+stop = ops.stop_gradient
+
+
+class Case(NamedTuple):
+    """A function of two vectors to a vector, all of one length."""
+
+    op: Callable[[Any, Any], Any]
+    """What an op makes of it."""
+    meant: Callable[[Any, Any], Any]
+    """The same in value and in every derivative, without an op."""
+
+
+def valued(value: Any, potential: Any) -> Any:
+    """The value of the one, and the derivatives of the other."""
+    return stop(value) + potential - stop(potential)
+
+
+@op_custom_gradient
+def by_input(x, w):
+    return x**3 * w, lambda u: (u * 21.0 * x**2 * w, u * 7.0 * x**3)
+
+
+@op_custom_gradient
+def by_intermediate(x, w):
+    e, cube = x**2 * w, x**3
+    return e * x, lambda u: (u * 21.0 * e, u * 7.0 * cube)
+
+
+@op_custom_gradient
+def by_output(x, w):
+    y = ops.exp(x * w)
+    return y, lambda u: (u * 3.0 * w * y, u * 3.0 * x * y)
+
+
+def meant_by_output(x, w):
+    z = x * w
+    return ops.exp(stop(z)) * ops.exp(3.0 * (z - stop(z)))
+
+
+@op_custom_gradient
+def by_nothing(x, w):
+    return x + 10.0, lambda u: (-1.1 * u, 0.5 * u)
+
+
+@op_custom_gradient
+def of_two_outputs(x, w):
+    sine, cosine = ops.sin(x), ops.cos(x)
+    return (sine * w, x + w), lambda u, v: (7.0 * u * cosine * w + v * (w - 2.0), 7.0 * u * sine + v * x)
+
+
+def two_outputs(x, w):
+    first, second = of_two_outputs(x, w)
+    return first * second
+
+
+def meant_two_outputs(x, w):
+    first, second = ops.sin(x) * w, x + w
+    return valued(first, 7.0 * first) * valued(second, x * w - 2.0 * x)
+
+
+@op_custom_gradient
+def of_a_structure(inputs, power):
+    x, (w, factor, kind) = inputs["x"], inputs["more"]
+    assert kind == "static"
+
+    def rule(upstream):
+        u = upstream["y"] + 2.0 * upstream["more"][0]
+        return {"x": u * 5.0 * power * x ** (power - 1) * w, "more": (u * 5.0 * x**power, None, None)}, None
+
+    y = factor * x**power * w
+    return {"y": y, "more": [y + 1.0, "static"]}, rule
+
+
+def structure(x, w):
+    outputs = of_a_structure({"x": x, "more": (w, 2.0, "static")}, 3)
+    return outputs["y"] * outputs["more"][0]
+
+
+def meant_structure(x, w):
+    y, potential = 2.0 * x**3 * w, 5.0 * x**3 * w
+    return valued(y, potential) * valued(y + 1.0, 2.0 * potential)
+
+
+@op_custom_gradient
+def of_a_sum(x, w):
+    total = ops.sum(w)
+    return x * total, lambda u: (5.0 * u * total, 5.0 * ops.sum(u * x) * ops.ones_like(w))
+
+
+CASES = {
+    "input": Case(by_input, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
+    "intermediate": Case(by_intermediate, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
+    "output": Case(by_output, meant_by_output),
+    "nothing": Case(by_nothing, lambda x, w: valued(x + 10.0, 0.5 * w - 1.1 * x)),
+    "two outputs": Case(two_outputs, meant_two_outputs),
+    "structure": Case(structure, meant_structure),
+    "sum": Case(of_a_sum, lambda x, w: valued(x * ops.sum(w), 5.0 * x * ops.sum(w))),
+}
