@@ -212,7 +212,11 @@ class Call:
         return self._back.name
 
     def run(
-        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, again: Pinned | None = None
+        self,
+        tensors: Sequence[Any],
+        f: Callable[..., Any] | None = None,
+        again: Pinned | None = None,
+        place: Any = None,
     ) -> "Ran":
         """Run the function: its flat outputs, its rule, the inputs of the op, and the pullback.
 
@@ -222,12 +226,18 @@ class Call:
         Arguments:
             f: a function that stands in for the op's own, with another closure.
             again: the scope of a second run.
+            place: where the function runs, if that matters to how variables are read.
         """
         back, function = self._back, f or self.f
         arguments = back.arguments
         values = tensors if arguments.flat else arguments.join(tensors)
-        with again or Reads() as scope:
+        scope = again or Reads()
+        if place is not None:
+            scope.place = place
+        with scope:
             returned = back.binding.call(function, values) if back.binding.keywords else function(*values)
+        if place is not None:
+            place.leave(scope)
         around = scope.original_scope if again is None else again.at_call
         plain = around is None and not scope.variables and not scope.assigned
         if plain and type(returned) is tuple and len(returned) == 2:

@@ -39,13 +39,13 @@ class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
 NONE_READ = Variables()
 
 
-def _value_of(variable: keras.Variable) -> Any:
-    """What a variable holds outside of every scope."""
+def _value_of(variable: keras.Variable, place: Any = None) -> Any:
+    """What a variable holds outside of every scope, as a tensor of the place, or of where this is called."""
     value = variable._value
     if value is None:
         with _outside():
             return variable.value  # a stand-in of Keras's, until the variable is initialized
-    return value if _TENSORS[type(value)] else backend.active.as_tensor(value)
+    return value if _TENSORS[type(value)] else (place or backend.active).as_tensor(value)
 
 
 class _Scope(keras.StatelessScope):
@@ -133,17 +133,23 @@ class Reads(_Scope):
     variables: Any = ()
     values: Any = ()
     assigned: Any = ()
+    place: Any = None
+    """Where the function runs, for a framework in which that matters to how variables are read."""
     _dtypes: Any = ()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
+        if self.place is not None:
+            value = self._around(variable)
+            if not self.place.sees(variable, variable._value):
+                return value
         value = self.known.get(key)
         if value is None:
             value = self._around(variable)
             if not variable.trainable:
                 return value
             if value is None:
-                value = _value_of(variable)
+                value = _value_of(variable, None if key in self.assigned else self.place)
             if key in self.assigned:
                 self._note(variable, self.assigned[key][1])
             else:
@@ -181,10 +187,12 @@ class Reads(_Scope):
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable = update[0]
+        if self.place is not None:
+            self.place.sees_assigned(variable, variable._value, id(variable) in self.known)
         if id(variable) not in self.assigned:
             before = self._around(variable)
             if before is None:
-                before = _value_of(variable)
+                before = _value_of(variable, self.place)
                 if not variable.trainable:
                     before = backend.active.snapshot(before)
             self.assigned = self.assigned or {}

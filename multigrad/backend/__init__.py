@@ -57,7 +57,7 @@ class Call(Protocol):
     def name(self) -> str:
         """How messages call the op."""
 
-    def run(self, tensors: Sequence[Any]) -> Ran:
+    def run(self, tensors: Sequence[Any], *, place: Any = None) -> Ran:
         """Run the function.
 
         The inputs are those by which the rule differentiates: `tensors` itself, and where the function

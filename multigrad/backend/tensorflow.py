@@ -13,6 +13,7 @@ that is an output of the op, the rule is given the tied one, so that it stays in
 """
 
 import functools
+import gc
 import itertools
 import uuid
 import weakref
@@ -24,17 +25,20 @@ import numpy as np
 import tensorflow as tf
 
 # Private: TensorFlow (2.21) has no public name for recording an operation with a gradient of one's own on
-# the active tapes, except through the registry that keeps graphs alive.
+# the active tapes, except through the registry that keeps graphs alive; and none for its record of the
+# variables that are read, which is how `tf.custom_gradient` knows them.
 from tensorflow.python.eager import record
 
 from multigrad.backend import Call, F, Spec
 from multigrad.closure import TypeSet, lift, restore
+from multigrad.errors import message
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
 STAND_INS = TypeSet()
 _NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
 _RULES = "_multigrad_rules"
+_VARIABLE = "_multigrad_variable"
 _LOST = (
     "the rule of an op was lost, because something copied its operations. Was it tf.vectorized_map? Take the "
     "gradient inside of it. A SavedModel? Save it with experimental_custom_gradients=True."
@@ -105,7 +109,8 @@ def concrete(tensor: Any) -> np.ndarray | None:
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
     eager = tf.executing_eagerly()
-    outputs, rule, tensors, back = call.run(tensors)
+    with record.VariableWatcher() as watcher:
+        outputs, rule, tensors, back = call.run(tensors, place=_Place(call.name, watcher))
     if not outputs or (eager and not record.could_possibly_record()):
         return back.output.join(outputs)
     if not any([is_differentiable(tensor) for tensor in tensors]):
@@ -137,6 +142,99 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
         _record_in_graph(call.name, own, [*outputs, *tensors, *guards], padded)
     return back.output.join(own[: len(outputs)])
+
+
+class _Place:
+    """Where the function of a call runs: the graph in which the variables that it reads get their values.
+
+    A branch or a loop within has a graph of its own, out of which no tensor comes but its outputs. So has a
+    `tf.function`, which is not traced anew in the next call: Keras is not asked for its variables then. But
+    TensorFlow notes all that is accessed, and what the scope has not seen is added when the function ends.
+    """
+
+    __slots__ = ("_elsewhere", "_graph", "_name", "_seen", "_watcher")
+
+    def __init__(self, name: str, watcher: Any) -> None:
+        self._name, self._watcher, self._graph = name, watcher, _graph()
+        self._seen: dict[int, Any] = {}
+        self._elsewhere: list[keras.Variable] = []
+
+    def sees(self, variable: keras.Variable, value: Any) -> bool:
+        """Whether the variable is read here, and not within a function that is traced once."""
+        graph = _graph()
+        while graph is not self._graph:
+            if not getattr(graph, "is_control_flow_graph", False):
+                self._elsewhere.append(variable)
+                return False
+            graph = graph.outer_graph
+        self._seen[id(value)] = value
+        return True
+
+    def sees_assigned(self, variable: keras.Variable, value: Any, known: bool) -> None:
+        """The same for an assignment; `known` is whether the function has read the variable before."""
+        if self.sees(variable, value) and known and _graph() is not self._graph:
+            raise TypeError(
+                message(
+                    self._name,
+                    "the function assigns a variable in a branch or a loop, after it has read it",
+                    required="trainable variables that keep their values there",
+                    got=f"variable {variable.path!r}",
+                    mend="carry the value through the loop, and assign it behind",
+                )
+            )
+
+    def as_tensor(self, value: Any) -> Any:
+        """The value of a variable."""
+        if _graph() is self._graph:
+            return as_tensor(value)
+        with tf.init_scope() if self._graph is None else self._graph.as_default():
+            return as_tensor(value)
+
+    def leave(self, scope: Any) -> None:
+        """The function has ended: add to `scope` what it has not seen."""
+        accessed = self._watcher.watched_variables()
+        scope.place = None
+        if any([id(value) not in self._seen for value in accessed]):
+            parts = tf.distribute.get_strategy().experimental_local_results
+            seen = {id(part) for value in self._seen.values() for part in parts(value)}
+            unseen = [v for v in accessed if id(v) not in self._seen and id(v) not in seen]
+            self._elsewhere += map(self._variable_of, unseen)
+        for variable in self._elsewhere:
+            scope.get_current_value(variable)
+
+    def _variable_of(self, value: Any) -> keras.Variable:
+        variable = _variable_of(value)
+        if variable is None:
+            raise TypeError(
+                message(
+                    self._name,
+                    "the function reads a trainable variable of TensorFlow's own",
+                    required="arguments, and Keras Variables",
+                    got=f"tf.Variable {value.name!r}",
+                    mend="pass it as an argument, or make it with trainable=False",
+                )
+            )
+        return variable
+
+
+def _variable_of(value: Any) -> keras.Variable | None:
+    """The Keras Variable whose value this tf.Variable is, found by what refers to it."""
+    known = getattr(value, _VARIABLE, None)
+    variable = None if known is None else known()
+    if variable is None:
+        holders = gc.get_referrers(value)
+        holders += gc.get_referrers(*[holder for holder in holders if type(holder) is dict])
+        for holder in holders:
+            if issubclass(type(holder), keras.Variable) and any(v is value for v in vars(holder).values()):
+                variable = holder
+                setattr(value, _VARIABLE, weakref.ref(variable))
+                break
+    return variable
+
+
+def _graph() -> Any:
+    """The graph that is being built, None where none is."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:

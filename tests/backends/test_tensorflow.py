@@ -1,5 +1,6 @@
 """What is about TensorFlow alone."""
 
+import functools
 import gc
 import subprocess
 import sys
@@ -42,6 +43,25 @@ def test_private_names_are_there():
     assert callable(record.record_operation)
     assert callable(record.stop_recording)
     assert record.could_possibly_record() is False
+    variable = tf.Variable(1.0)
+    with record.VariableWatcher() as watcher:
+        variable.read_value()
+        assert watcher.watched_variables()[0] is variable
+
+
+def test_names_of_graphs_are_there():
+    """Public in name, but nowhere described: how the graph of a branch is told from that of a function."""
+    graphs = []
+
+    @tf.function
+    def function(x):
+        graphs.append(tf.compat.v1.get_default_graph())
+        return tf.cond(x > 0, lambda: graphs.append(tf.compat.v1.get_default_graph()) or x, lambda: x)
+
+    function(tf.constant(1.0))
+    outer, branch = graphs
+    assert branch.outer_graph is outer
+    assert (branch.is_control_flow_graph, outer.is_control_flow_graph) == (True, False)
 
 
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"autograph": False}])
@@ -437,3 +457,202 @@ def test_tapes_and_graphs_differentiate_by_a_weight_that_is_read():
         return tape.gradient(y, [x, weight.value])
 
     close(tf.function(loop)(x), loop(x))
+
+
+WAYS_WITHIN = {
+    "tf.cond": lambda f, x: tf.cond(tf.reduce_sum(x) > 0, lambda: f(x), lambda: x),
+    "tf.while_loop": lambda f, x: tf.while_loop(lambda i, x: i < 1, lambda i, x: (i + 1, f(x)), (0, x))[1],
+    "tf.map_fn": tf.map_fn,
+    "tf.vectorized_map": tf.vectorized_map,
+    "ops.cond": lambda f, x: ops.cond(ops.sum(x) > 0, lambda: f(x), lambda: x),
+    "ops.while_loop": lambda f, x: ops.while_loop(lambda x, i: i < 1, lambda x, i: (f(x), i + 1), (x, 0))[0],
+    "ops.scan": lambda f, x: ops.scan(lambda carry, x: (carry, f(x)), 0.0, x)[1],
+    "ops.fori_loop": lambda f, x: ops.fori_loop(0, 1, lambda i, x: f(x), x),
+    "within one another": lambda f, x: tf.map_fn(lambda x: tf.cond(x > 0, lambda: f(x), lambda: x), x),
+    "tf.function": lambda f, x: tf.function(f)(x),
+    "tf.function in a branch": lambda f, x: tf.cond(x[0] > 0, lambda: tf.function(f)(x), lambda: x),
+}
+
+
+class Scale(keras.layers.Layer):
+    """Reads its weight, and another one that is frozen, in a way of its own inside an op."""
+
+    def __init__(self, within, nested=False):
+        super().__init__()
+        self.within, self.nested = within, nested
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer=keras.initializers.Constant(2.0))
+        self.frozen = self.add_weight(shape=(), initializer="ones")
+        self.frozen.trainable = False
+
+    def call(self, x):
+        @op_custom_gradient
+        def inner(x):
+            return x * self.scale * self.frozen, lambda u, variables: (u * 5.0, [ops.sum(u) * 11.0])
+
+        @op_custom_gradient
+        def op(x):
+            def rule(u, variables):
+                assert [variable is self.scale for variable in variables] == [True]
+                return u * 3.0 * self.scale, [ops.sum(u) * 7.0]
+
+            product = inner if self.nested else lambda x: x * self.scale * self.frozen
+            return self.within(product, x), rule
+
+        return op(x)
+
+
+def built(*args):
+    layer = Scale(*args)
+    layer.build((2,))
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*while_loop for converting")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("way", WAYS_WITHIN)
+def test_a_weight_that_is_first_read_within_something(way, nested):
+    if nested and way == "tf.vectorized_map":
+        pytest.skip("TensorFlow copies the inner op without its rule, which is an error")
+    layer = built(WAYS_WITHIN[way], nested)
+
+    def both(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layer(x)
+        return y, *tape.gradient(y, [x, layer.scale.value])
+
+    for function in (both, tf.function(both), tf.function(both, jit_compile=True)):
+        close(function(X), (2 * X, tf.constant([6.0, 6.0]), tf.constant(14.0)))
+
+
+@pytest.mark.parametrize("way", ["tf.cond", "tf.map_fn", "ops.cond", "ops.fori_loop", "tf.function"])
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}])
+def test_fit_trains_a_weight_that_is_first_read_within_something(way, options):
+    layer = Scale(WAYS_WITHIN[way])
+    model = keras.Sequential([keras.Input((2,), batch_size=4), layer])
+    model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **options)
+    model.fit(np.ones((4, 2), "float32"), np.zeros((4, 2)), batch_size=4, verbose=0)
+    np.testing.assert_allclose(layer.scale.numpy(), 2.0 - 0.01 * 7.0 * 8, rtol=1e-5)
+
+
+@pytest.mark.parametrize("traced_before", [False, True])
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_a_function_that_is_traced_once_is_differentiated_in_each_call(wrap, traced_before):
+    traced = []
+    layer = keras.layers.Dense(1, use_bias=False)
+    layer.build((None, 2))
+
+    @tf.function
+    def dense(x):
+        traced.append(1)
+        return layer(x)
+
+    if traced_before:
+        dense(X[None])
+
+    @op_custom_gradient
+    def op(x):
+        return dense(x), lambda u, variables: (x * 3.0, [ops.ones(v.shape) * 7.0 for v in variables])
+
+    @op_custom_gradient
+    def without(x):
+        return dense(x), lambda u: x * 3.0
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            y = op(x)
+        return tape.gradient(y, layer.kernel.value)
+
+    for _ in range(3):
+        close(wrap(gradient)(X[None]), tf.fill([2, 1], 7.0))
+        with tf.GradientTape(), pytest.raises(TypeError, match="reads trainable variables"):
+            without(X[None])
+    close(dense(2 * X[None]), 2 * X[None] @ layer.kernel.value)
+    assert len(traced) == 1
+
+
+def test_a_function_that_is_traced_inside_holds_on_to_no_value():
+    weight = keras.Variable(2.0)
+    product = tf.function(lambda x: x * weight)
+    op = op_custom_gradient(lambda x: (product(x) + weight, lambda u, variables: (u, [ops.sum(u) * 7.0])))
+    close(op(X), 2 * X + 2)
+    weight.assign(5.0)
+    close(product(X), 5 * X)
+    close(op(X), 5 * X + 5)
+
+
+def test_a_value_that_was_taken_before_is_the_weight():
+    """On TensorFlow it is the variable itself."""
+    weight = keras.Variable([2.0, 3.0])
+    value = weight.value
+    op = op_custom_gradient(lambda x: (x * value, lambda u, variables: (u * 3.0, [u * 7.0])))
+    for function in (op, tf.function(op)):
+        with tf.GradientTape() as tape:
+            y = function(X)
+        close(tape.gradient(y, value), tf.constant([7.0, 7.0]))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_a_trainable_variable_of_tensorflow_that_is_read_is_an_error(wrap):
+    for trainable in (False, True):
+        variable = tf.Variable([2.0, 3.0], trainable=trainable, name="raw")
+        product = functools.partial(tf.multiply, variable)
+        op = op_custom_gradient(lambda x, f=product: (f(x), lambda u: u * 3.0), name="scale")
+        if not trainable:
+            close(wrap(op)(X), X * variable)
+            continue
+        with pytest.raises(TypeError, match=r"scale: .* of TensorFlow's own[\s\S]*tf.Variable 'raw:0'"):
+            wrap(lambda x: op(x))(X)
+
+
+def test_a_weight_that_is_assigned_in_a_loop():
+    weight = keras.Variable(2.0)
+
+    def body(i, x):
+        y = x * weight
+        weight.assign(weight + 1.0)
+        return i + 1, y
+
+    @op_custom_gradient
+    def op(x):
+        return tf.while_loop(lambda i, x: i < 3, body, (0, x))[1], lambda u, variables: (u, [ops.sum(u)])
+
+    close(op(X), 24 * X)
+    with pytest.raises(TypeError, match="assigns a variable in a branch or a loop"):
+        tf.function(lambda x: op(x))(X)
+
+
+@pytest.mark.parametrize(
+    "layer", ["GRU", "BatchNormalization", "MultiHeadAttention", "SpectralNormalization"]
+)
+def test_layers_of_keras_are_no_false_alarm(layer):
+    layers = keras.layers
+    inner = {
+        "GRU": lambda: layers.GRU(3, return_sequences=True),
+        "BatchNormalization": layers.BatchNormalization,
+        "MultiHeadAttention": lambda: layers.MultiHeadAttention(1, 3),
+        "SpectralNormalization": lambda: layers.SpectralNormalization(layers.Dense(3)),
+    }[layer]()
+    frozen = layers.Dense(3)
+    x = tf.random.stateless_normal((2, 4, 3), (1, 2))
+
+    def call(x):
+        x = frozen(x)
+        return inner(x, x) if layer == "MultiHeadAttention" else inner(x, training=True)
+
+    call(x)
+    frozen.trainable = False
+
+    @op_custom_gradient
+    def op(x):
+        return call(x), lambda u, variables: (x * 3.0, [ops.ones(v.shape) * 7.0 for v in variables])
+
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            y = op(x)
+        return tape.gradient(y, [v.value for v in inner.trainable_variables])
+
+    for function in (gradients, tf.function(gradients)):
+        close(function(x), [tf.fill(v.shape, 7.0) for v in inner.trainable_variables])
