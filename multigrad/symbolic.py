@@ -22,12 +22,21 @@ from multigrad.saving import Unsaved, decode, encode
 
 def apply(op: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `op` on arguments with KerasTensors in them: its output, with KerasTensors for tensors."""
+    given, keywords = (*args, *kwargs.values()), tuple(kwargs)
+    bound, binding = signature_of(op).bind(args, kwargs)
+    if _symbolic(bound) > _symbolic(given):  # a default is symbolic, and an input like the others
+        given, keywords = bound, binding.keywords
     tensors: list[Any] = []
-    template = _take((*args, *kwargs.values()), tensors)
-    node = CustomGradient(Application(op, title, Layout(template), tuple(kwargs)))
+    template = _take(given, tensors)
+    node = CustomGradient(Application(op, title, Layout(template), keywords))
     outputs = node(*tensors)
     assert node.output_layout is not None
     return node.output_layout.join(outputs)
+
+
+def _symbolic(values: tuple[Any, ...]) -> int:
+    """How many KerasTensors there are."""
+    return sum([isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten(values)])
 
 
 def _take(part: Any, tensors: list[Any]) -> Any:
