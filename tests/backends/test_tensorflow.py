@@ -13,6 +13,7 @@ from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient
+from multigrad.saving import Unsaved, decode, encode
 
 X = tf.constant([1.0, 2.0])
 
@@ -437,3 +438,10 @@ def test_tapes_and_graphs_differentiate_by_a_weight_that_is_read():
         return tape.gradient(y, [x, weight.value])
 
     close(tf.function(loop)(x), loop(x))
+
+
+def test_a_variable_of_tensorflows_is_not_saved():
+    """It would come back as a tensor, which nothing trains."""
+    with pytest.raises(Unsaved):
+        encode(tf.Variable([1.0, 1.0]))
+    assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))

@@ -12,6 +12,7 @@ from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient
+from multigrad.saving import Unsaved, decode, encode
 
 
 class Masked:
@@ -614,3 +615,10 @@ def test_a_checkpoint_around_a_weight_that_is_read(reentrant):
     x = torch.tensor(1.0, requires_grad=True)
     torch.utils.checkpoint.checkpoint(lambda x: op(x * 1.0), x, use_reentrant=reentrant).backward()
     close((x.grad, weight.value.grad), (torch.tensor(7.0), torch.tensor(5.0)))
+
+
+def test_a_variable_of_pytorchs_is_not_saved():
+    """It would come back as a tensor, which nothing trains."""
+    with pytest.raises(Unsaved):
+        encode(torch.nn.Parameter(torch.ones(2)))
+    assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
