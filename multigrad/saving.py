@@ -6,18 +6,20 @@ functions and objects in it are those that Keras finds, registered or its own.
 """
 
 import base64
+import json
 import types
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
+from multigrad.errors import describe
 from multigrad.leaves import Slot
 
 _PLAIN = (type(None), bool, int, float, str)
 _FOUND_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
+_STATEFUL = (keras.Variable, keras.Layer, keras.Metric, keras.Optimizer, keras.random.SeedGenerator)
 
 
 class Unsaved(Exception):
@@ -51,66 +53,122 @@ def encode(value: Any) -> Any:
         return {"input": int(value)}
     if kind is complex:
         return {"complex": [value.real, value.imag]}
-    arrays = isinstance(value, (np.ndarray, np.generic))
-    if isinstance(value, keras.Variable) or (arrays and value.dtype.kind in "OSUMm"):
-        raise Unsaved(value)
-    if arrays:
-        return {"array": _encode_array(value)}
-    if ops.is_tensor(value):
-        array = ops.convert_to_numpy(value)
-        return {"tensor": [keras.backend.standardize_dtype(value.dtype), *_encode_array(array)]}
+    numpys = kind is np.ndarray or isinstance(value, np.generic)
+    if numpys or ops.is_tensor(value):
+        return _encode_array(np.asarray(value) if numpys else value)
     return {"keras": _encode_object(value)}
 
 
-def _encode_array(array: Any) -> list[Any]:
-    return [array.dtype.name, list(array.shape), base64.b64encode(array.tobytes()).decode()]
+def _encode_array(value: Any) -> Any:
+    """In bytes, where they are read as the same: those of a text or of a framework's variable are not."""
+    try:
+        array = ops.convert_to_numpy(value)
+        content = [array.dtype.name, list(array.shape), base64.b64encode(array.tobytes()).decode()]
+        if type(value) is np.ndarray:
+            data = {"array": content}
+        else:
+            data = {"tensor": [keras.backend.standardize_dtype(value.dtype), *content]}
+        restored = decode(data)
+    except (TypeError, ValueError) as error:
+        raise Unsaved(value) from error
+    if type(restored) is not type(value) or restored.dtype != value.dtype:
+        raise Unsaved(value)
+    return data
 
 
 def _encode_object(value: Any) -> Any:
     """In Keras's own form, where Keras reads it back as the same."""
-    if isinstance(value, keras.Layer) or getattr(value, "__name__", None) == "<lambda>":
-        raise Unsaved(value)  # the weights would be lost; the code is not for a file
+    if getattr(value, "__name__", None) == "<lambda>" or isinstance(value, _STATEFUL):
+        raise Unsaved(value)  # the code is not for a file; the state would be lost
     try:
         config = keras.saving.serialize_keras_object(value)
-        restored = keras.saving.deserialize_keras_object(config)
-    except (TypeError, ValueError) as error:
+        restored = keras.saving.deserialize_keras_object(json.loads(json.dumps(config)))
+    except Exception as error:  # of Keras, or of a class that is registered
         raise Unsaved(value) from error
     found = restored is value or not isinstance(value, _FOUND_BY_NAME)
     # What Keras writes as data and not as an object is of another type when it comes back.
     if not isinstance(config, dict) or type(restored) is not type(value) or not found:
         raise Unsaved(value)
+    if not _tells_all(value, restored, set()):
+        raise Unsaved(value)
     return config
+
+
+def _tells_all(value: Any, restored: Any, seen: set[int]) -> bool:
+    """Whether nothing in `value` has a state, and its numbers and texts are those of `restored`."""
+    if type(value) in _PLAIN:
+        return repr(value) == repr(restored)
+    if isinstance(value, _STATEFUL):
+        return False
+    if isinstance(value, (*_FOUND_BY_NAME, types.ModuleType)) or id(value) in seen:
+        return True
+    seen.add(id(value))
+    parts, others = _parts(value), _parts(restored)
+    return all([_tells_all(part, others.get(place), seen) for place, part in parts.items()])
+
+
+def _parts(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return {part: part for part in value}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    return getattr(value, "__dict__", {})
 
 
 def decode(data: Any) -> Any:
     """The template that `encode` was given.
 
     Raises:
-        ValueError: for data that `encode` does not write.
+        ValueError: for data that `encode` does not write, or that cannot be read here.
     """
+    try:
+        return _decode(data)
+    except Exception as error:  # of NumPy, of Keras, of a class that is registered
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _decode(data: Any) -> Any:
     if type(data) in _PLAIN:
         return data
     if type(data) is list:
-        return [decode(part) for part in data]
-    if type(data) is dict and len(data) == 1:
-        ((kind, content),) = data.items()
-        if kind in _DECODERS:
-            return _DECODERS[kind](content)
-    raise ValueError(f"multigrad: the arguments of an op in a saved model cannot be read: {data!r}")
+        return [_decode(part) for part in data]
+    match list(data.items()) if type(data) is dict else data:
+        case [("tuple", [*parts])]:
+            return tuple([_decode(part) for part in parts])
+        case [("dict", [*items])]:
+            return _decode_items(items)
+        case [("input", int(place))] if type(place) is int and place >= 0:
+            return Slot(place)
+        case [("complex", [float(real), float(imag)])]:
+            return complex(real, imag)
+        case [("array", [str(dtype), [*shape], str(content)])]:
+            return _decode_array(dtype, shape, content)
+        case [("tensor", [str(dtype), str(stored), [*shape], str(content)])]:
+            return ops.convert_to_tensor(_decode_array(stored, shape, content), dtype)
+        case [("keras", {"class_name": str(), "config": _} as config)]:
+            return _decode_object(config)
+    raise ValueError(f"{describe(data)} is nothing that multigrad writes")
 
 
-def _decode_array(content: Any) -> np.ndarray:
-    dtype, shape, data = content
-    dtype = np.dtype(keras.backend.standardize_dtype(dtype))
-    return np.frombuffer(base64.b64decode(data, validate=True), dtype).reshape(shape).copy()
+def _decode_items(items: list[Any]) -> dict[Any, Any]:
+    decoded = {_decode(key): _decode(part) for key, part in items}
+    if any([type(item) is not list for item in items]) or len(decoded) != len(items):
+        raise ValueError(f"{describe(items)} is nothing that multigrad writes of a dict")
+    return decoded
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda parts: tuple([decode(part) for part in parts]),
-    "dict": lambda items: {decode(key): decode(part) for key, part in items},
-    "input": Slot,
-    "complex": lambda parts: complex(*parts),
-    "array": _decode_array,
-    "tensor": lambda parts: ops.convert_to_tensor(_decode_array(parts[1:]), parts[0]),
-    "keras": keras.saving.deserialize_keras_object,
-}
+def _decode_array(dtype: str, shape: list[int], content: str) -> np.ndarray:
+    kind = np.dtype(keras.backend.standardize_dtype(dtype))
+    array = np.frombuffer(base64.b64decode(content, validate=True), kind).reshape(shape).copy()
+    if [array.dtype.name, list(array.shape)] != [dtype, shape]:
+        raise ValueError(f"{dtype} and {shape} are no dtype and shape that multigrad writes")
+    return array
+
+
+def _decode_object(config: dict[str, Any]) -> Any:
+    value = keras.saving.deserialize_keras_object(config)
+    if isinstance(value, (np.ndarray, keras.KerasTensor, *_STATEFUL)) or ops.is_tensor(value):
+        raise ValueError(f"{describe(value)} is nothing that multigrad writes as an object")
+    return value

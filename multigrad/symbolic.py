@@ -22,12 +22,21 @@ from multigrad.saving import Unsaved, decode, encode
 
 def apply(op: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `op` on arguments with KerasTensors in them: its output, with KerasTensors for tensors."""
+    given, keywords = (*args, *kwargs.values()), tuple(kwargs)
+    bound, binding = signature_of(op).bind(args, kwargs)
+    if _symbolic(bound) > _symbolic(given):  # a default is symbolic, and an input like the others
+        given, keywords = bound, binding.keywords
     tensors: list[Any] = []
-    template = _take((*args, *kwargs.values()), tensors)
-    node = CustomGradient(Application(op, title, Layout(template), tuple(kwargs)))
+    template = _take(given, tensors)
+    node = CustomGradient(Application(op, title, Layout(template), keywords))
     outputs = node(*tensors)
     assert node.output_layout is not None
     return node.output_layout.join(outputs)
+
+
+def _symbolic(values: tuple[Any, ...]) -> int:
+    """How many KerasTensors there are."""
+    return sum([isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten(values)])
 
 
 def _take(part: Any, tensors: list[Any]) -> Any:
@@ -92,7 +101,8 @@ class Application:
                     "an argument cannot be saved in a model",
                     argument=self._name_of(place),
                     required="tensors, arrays, numbers, strings, None, tuples, lists and dicts of them, or "
-                    "what is registered with keras.saving and has get_config and from_config",
+                    "what is registered with keras.saving, has no state, and is made again, the same, from "
+                    "its get_config",
                     got=describe(unsaved.value),
                     mend="pass something that can be saved, such as the name of what is meant",
                 )
@@ -109,11 +119,38 @@ class Application:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Application":
-        """See `get_config`."""
-        call = config["call"]
-        op, args, kwargs = names.find(call["op"]), call["args"], call["kwargs"]
-        template = tuple([decode(value) for value in (*args, *kwargs.values())])
-        return cls(op, call["op"], Layout(template), tuple(kwargs))
+        """What `get_config` told.
+
+        Raises:
+            TypeError: when no op of this name is defined.
+            ValueError: for what `get_config` does not tell, or an argument that cannot be read here.
+        """
+        match config:
+            case {"call": {"op": title, "args": [*args], "kwargs": dict(kwargs)}}:
+                op = names.find(title)
+            case _:
+                raise _unreadable("multigrad", describe(config))
+        try:
+            template = tuple([decode(value) for value in (*args, *kwargs.values())])
+        except ValueError as error:
+            raise _unreadable(title, str(error)) from error
+        slots = [leaf for leaf in tree.flatten(template) if type(leaf) is Slot]
+        if sorted(slots) != list(range(len(slots))):
+            raise _unreadable(title, f"the inputs {', '.join(map(str, slots))}")
+        return cls(op, title, Layout(template), tuple(kwargs))
+
+
+def _unreadable(title: str, got: str) -> ValueError:
+    return ValueError(
+        message(
+            title,
+            "the arguments of an op in a saved model cannot be read",
+            required="what multigrad wrote, with each object in it registered with keras.saving",
+            got=got,
+            mend="register what is not registered yet, before the model is loaded; otherwise the file was "
+            "changed, or was not written by multigrad: save the model once more",
+        )
+    )
 
 
 @keras.saving.register_keras_serializable("multigrad")
@@ -146,10 +183,12 @@ class CustomGradient(keras.Operation):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "CustomGradient":
         """The node of a clone, or of a file in which the application is Keras's config of an object."""
-        application = config["application"]
-        if not isinstance(application, Application):
-            application = Application.from_config(application["config"])
-        return cls(application, config["name"])
+        match config:
+            case {"name": name, "application": Application() as application}:
+                return cls(application, name)
+            case {"name": name, "application": {"config": inner}}:
+                return cls(Application.from_config(inner), name)
+        raise _unreadable("multigrad", describe(config))
 
 
 def _identifier(title: str) -> str:

@@ -23,7 +23,10 @@ _TENSORS = backend.active.TENSORS
 
 
 class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
-    """The trainable variables that a call read, in the order in which it read them first."""
+    """The trainable variables that a call read, in the order in which it read them first.
+
+    Those that were read past Keras come behind, and may be the framework's own.
+    """
 
     dtypes: Sequence[str | None] = ()
     """The dtypes in which the function met them: under autocast, not their own. None for several."""
@@ -33,7 +36,7 @@ class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
 
     def names(self) -> list[str]:
         """How messages call the variables."""
-        return [f"variable {variable.path!r}" for variable in self]
+        return [f"variable {getattr(variable, 'path', variable.name)!r}" for variable in self]
 
 
 NONE_READ = Variables()
@@ -139,10 +142,8 @@ class Reads(_Scope):
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
-        if self.place is not None:
-            value = self._around(variable)
-            if not self.place.sees(variable, variable._value):
-                return value
+        if self.place is not None and not self.place.sees(variable):
+            return self._around(variable)
         value = self.known.get(key)
         if value is None:
             value = self._around(variable)
@@ -168,6 +169,11 @@ class Reads(_Scope):
             self.variables.append(variable)
             self.values.append(value)
 
+    def add(self, variable: Any, value: Any) -> None:
+        """The function read a variable past Keras, which is one of the framework's own."""
+        self._note(variable, value)
+        self._dtypes[id(variable)] = None
+
     def read(self) -> Variables:
         """The variables that were read."""
         if not self.variables and not self.assigned:
@@ -188,7 +194,7 @@ class Reads(_Scope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable = update[0]
         if self.place is not None:
-            self.place.sees_assigned(variable, variable._value, id(variable) in self.known)
+            self.place.sees_assigned(variable, id(variable) in self.known)
         if id(variable) not in self.assigned:
             before = self._around(variable)
             if before is None:

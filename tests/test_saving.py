@@ -24,7 +24,7 @@ from keras import ops
 from support import DIFFERENTIATES, array, close, numpy
 
 from multigrad import grad, op_custom_gradient
-from multigrad.saving import decode, encode
+from multigrad.saving import Unsaved, decode, encode
 
 pytestmark = pytest.mark.forward
 HERE = Path(__file__).parent
@@ -123,6 +123,7 @@ VALUES = [
     np.zeros((0, 3), "int8"),
     np.array(2.5 + 1j),
     np.float16(1.5),
+    np.arange(12.0).reshape(3, 4)[::2].T,
     keras.initializers.Constant(2.0).get_config(),
 ]
 
@@ -181,6 +182,87 @@ def unregistered(x):
 Point = namedtuple("Point", "x y")
 
 
+@keras.saving.register_keras_serializable("saved")
+class Holder:
+    """What its config tells comes back; what it was given to hold does not."""
+
+    def __init__(self, held=None):
+        self.held = held
+
+    def get_config(self):
+        return {}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls()
+
+
+@keras.saving.register_keras_serializable("saved")
+class Echo(Holder):
+    """Its config is all that it is."""
+
+    def __init__(self, held):
+        super().__init__(held)
+        self.itself = [self]  # as an object may lead back to itself
+
+    def get_config(self):
+        return {"held": self.held}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(keras.saving.deserialize_keras_object(config["held"]))
+
+
+@keras.saving.register_keras_serializable("saved")
+class Broken(Holder):
+    def get_config(self):
+        raise NotImplementedError("no config")
+
+
+@pytest.mark.parametrize("held", [3, "text", None, [1.5, {"a": True}], (1, 2), float("nan")], ids=repr)
+def test_an_object_comes_back(held):
+    got = decode(json.loads(json.dumps(encode(Echo(held)))))
+    assert type(got) is Echo
+    assert repr(got.held) == repr(list(held) if type(held) is tuple else held)
+
+
+STATEFUL = [
+    keras.random.SeedGenerator(1),
+    keras.metrics.Mean(),
+    keras.metrics.F1Score(),  # which has no variables yet
+    keras.optimizers.SGD(0.1),
+    keras.initializers.RandomNormal(seed=keras.random.SeedGenerator(1)),
+    keras.initializers.RandomNormal(),  # whose config has not the seed that was drawn
+    keras.layers.Dense(2),
+    Holder(keras.Variable(1.0)),
+    Holder(keras.layers.Dense(2)),
+    Holder({"a": [(keras.random.SeedGenerator(1),)]}),
+    Holder(Holder(keras.Variable(1.0))),
+    Holder({keras.metrics.Mean()}),
+    Holder(3),
+    Holder([1, {"a": "text"}]),
+]
+
+
+@pytest.mark.parametrize("value", STATEFUL, ids=lambda value: type(value).__name__)
+def test_state_that_would_be_lost(value, tmp_path):
+    @op_custom_gradient(name="saved>takes_state")
+    def takes_state(x, state=None):
+        return x * 2.0, rule
+
+    x = keras.Input((3,))
+    refused(keras.Model(x, takes_state(x, value)), tmp_path, "saved>takes_state", "argument: 'state'")
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([1.5, 2.5], ">f4"), np.longdouble(1.5), np.zeros(2, [("a", "i4")])]
+)
+def test_arrays_that_would_not_come_back(value):
+    """Not every backend takes them."""
+    with pytest.raises(Unsaved):
+        encode(value)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -195,7 +277,12 @@ Point = namedtuple("Point", "x y")
         ops.sum,
         int,
         Unregistered(2.0),
-        keras.layers.Dense(2),
+        np.sum,
+        np.exp,
+        np.dtype("float32"),
+        Echo(object()),
+        Echo({1: 2}),  # JSON makes a text of the key
+        Broken(),
         np.array(["a"]),
         b"\xff",
         {1, 2},
@@ -211,6 +298,18 @@ def test_a_value_that_would_not_come_back(value, tmp_path):
     refused(keras.Model(x, takes_any(x, key={"a": value})), tmp_path, "saved>takes_any", "argument: 'key'")
     refused(keras.Model(x, takes_any(x, 1, value)), tmp_path, "argument: 'others'[1]")
     keras.models.clone_model(keras.Model(x, takes_any(x, value)))
+
+
+class Tagged(np.ndarray):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value", [np.ma.array([1.0, 2.0], mask=[True, False]), np.ones(2).view(Tagged)], ids=["masked", "tagged"]
+)
+def test_an_array_of_another_class(value):
+    with pytest.raises(Unsaved):
+        encode(value)
 
 
 def test_a_variable(tmp_path):
@@ -275,38 +374,114 @@ def test_a_file_that_names_no_op(name, evil):
         load(evil, change)
 
 
+def instance(module, name, registered=None, **config):
+    return {"keras": {"module": module, "class_name": name, "config": config, "registered_name": registered}}
+
+
+BYTES = "AACAPwAAgD8="  # two ones of float32
 ARGUMENTS = [
+    # what is not defined here, and what is no argument
     {"keras": function("os", "system")},
     {"keras": function("builtins", "eval")},
     {"keras": function("multigrad_evil", "op")},
-    {"keras": {"module": "multigrad_evil", "class_name": "Op", "config": {}, "registered_name": None}},
-    {
-        "keras": {
-            "module": "os",
-            "class_name": "system",
-            "config": {"command": "echo"},
-            "registered_name": "x",
-        }
-    },
-    {"array": ["object", [1], "AAAAAAAAAAA="]},
-    {"array": ["multigrad_evil", [1], "AAAAAAAAAAA="]},
-    {"array": ["float32", [7], "AAAAAAAAAAA="]},
-    {"os.system": "echo"},
-    {"tuple": [], "list": []},
-    {},
-]
+    instance("multigrad_evil", "Op"),
+    instance("os", "system", "x", command="echo"),
+    instance(None, "Unknown", "saved>Unknown"),
+    instance(None, "Mode", "saved>Mode", value=7),
+    instance(None, "Mode", "saved>Mode"),
+    instance("keras.layers", "Dense", units=2),
+    instance("keras.metrics", "Mean"),
+    instance(None, "__numpy__", value=[1.0], dtype="float32"),
+    instance(None, "__tensor__", value=[1.0], dtype="float32"),
+    instance(None, "__keras_tensor__", shape=[3], dtype="float32", keras_history=None),
+    instance(None, "__slice__"),
+    # other forms than those that are written
+    {"keras": "os.system"}, {"keras": [1]}, {"keras": {}}, {"keras": {"class_name": "Mode"}}, {"keras": None},
+    {"input": -1}, {"input": 0.5}, {"input": True}, {"input": "0"}, {"input": [0]}, {"input": None},
+    {"tuple": "abc"}, {"tuple": 3}, {"tuple": {}}, {"tuple": [], "list": []}, {"tuple": [], "dict": []},
+    {"dict": [[1]]}, {"dict": [1]}, {"dict": ["ab"]}, {"dict": {"a": 1}}, {"dict": [[[], 1]]},
+    {"dict": [["a", 1], ["a", 2]]},
+    {"complex": ["1", "2"]}, {"complex": [1.0]}, {"complex": 1.0},
+    {"array": ["object", [1], "AAAAAAAAAAA="]}, {"array": ["multigrad_evil", [1], "AAAAAAAAAAA="]},
+    {"array": ["float32", [7], BYTES]}, {"array": ["float32", [-1], BYTES]}, {"array": ["float32", 2, BYTES]},
+    {"array": ["float32", [2.0], BYTES]}, {"array": ["float32", [10**30], BYTES]},
+    {"array": ["float32", [2], "!!"]}, {"array": ["float32", [2], 3]}, {"array": ["float32", [2], "é"]},
+    {"array": ["int", [1], "AAAAAAAAAAA="]}, {"array": ["string", [1], "AAAA"]},
+    {"array": [None, [2], BYTES]},
+    {"array": []}, {"array": {"dtype": "float32"}}, {"tensor": ["float32"]},
+    {"tensor": ["object", "float32", [2], BYTES]}, {"tensor": [None, "float32", [2], BYTES]},
+    {"os.system": "echo"}, {},
+]  # fmt: skip
+UNREADABLE = "the arguments of an op in a saved model cannot be read"
 
 
 @pytest.mark.parametrize(
     "argument", [*map(by_repr, ARGUMENTS), pytest.param(lambda: {"keras": a_lambda()}, id="a_lambda")]
 )
 def test_a_file_with_other_arguments(argument, evil):
-    def change(config):
-        call = config["application"]["config"]["call"]
-        call["kwargs"]["x"] = argument() if callable(argument) else argument
+    argument = argument() if callable(argument) else argument
 
-    with pytest.raises((TypeError, ValueError)):
+    def change(config):
+        config["application"]["config"]["call"]["args"].append([argument])
+
+    with pytest.raises(ValueError, match=f"saved>bend: {UNREADABLE}") as error:
         load(evil, change)
+    assert "the file was changed, or was not written by multigrad" in str(error.value)
+    with pytest.raises(ValueError, match=r"\w"):
+        decode(argument)
+
+
+def test_a_file_with_an_object_that_is_not_registered_here(evil):
+    def change(config):
+        config["application"]["config"]["call"]["args"] = [instance("absent", "Absent", "absent>Absent")]
+
+    with pytest.raises(ValueError, match="Could not locate class 'Absent'") as error:
+        load(evil, change)
+    assert "register what is not registered yet" in str(error.value)
+
+
+def test_an_argument_that_is_nested_too_deep():
+    with pytest.raises(ValueError, match="recursion"):
+        decode(functools.reduce(lambda nested, _: [nested], range(100_000), 1))
+
+
+X = {"input": 0}
+CONFIGS = [
+    {"call": {"op": "saved>bend", "args": args, "kwargs": kwargs}}
+    for args, kwargs in [
+        (3, {}), (None, {}), ({}, {}), ("x", {}), ([X], [1]), ([X], None), ([X], "x"),
+        ([{"input": 1}], {}), ([X, X], {}), ([X], {"x": X}), ([{"tuple": [X, {"input": 2}]}], {}),
+    ]
+] + [
+    {}, {"call": None}, {"call": "saved>bend"}, {"call": []}, {"call": {"op": "saved>bend"}}, [], "bend",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [*map(by_repr, CONFIGS)])
+def test_a_file_with_another_call(config, evil):
+    def change(node):
+        node["application"]["config"] = config
+
+    with pytest.raises(ValueError, match=UNREADABLE):
+        load(evil, change)
+
+
+APPLICATIONS = [None, "saved>bend", [], {}, 3, function("saved", "no_op")]
+
+
+@pytest.mark.parametrize("application", [*map(by_repr, APPLICATIONS)])
+def test_a_file_with_another_application(application, evil):
+    def change(node):
+        node["application"] = application
+
+    with pytest.raises(ValueError, match=UNREADABLE):
+        load(evil, change)
+
+
+@pytest.mark.parametrize("part", ["name", "application"])
+def test_a_file_that_lacks_a_part(part, evil):
+    with pytest.raises(ValueError, match=UNREADABLE):
+        load(evil, lambda node: node.pop(part))
 
 
 CLASSES = [("os", "system"), ("builtins", "eval"), ("multigrad_evil", "Op"), ("multigrad.names", "find")]
@@ -508,6 +683,7 @@ def test_values_that_are_the_same(number, value):
     "pair",
     [
         *map(by_repr, [(0.0, -0.0), (1, True), (1, 1.0), ([], []), ({}, {}), (np.zeros(2), np.zeros(2))]),
+        *map(by_repr, [(np.float32(1), np.float32(1)), (frozenset("a"), frozenset(["a"]))]),
         pytest.param((object(), object()), id="objects"),
     ],
 )

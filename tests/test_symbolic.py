@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import array, close, compiled, numpy
+from support import DIFFERENTIATES, array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient
 
@@ -263,6 +263,42 @@ def test_a_variable_as_an_argument():
     w.assign([5.0, 5.0, 5.0])
     close(model(ONES[:1]), array([[5.0, 5.0, 5.0]]))
     close(grad(lambda x: ops.sum(model(x)))(ONES), array(7.0 * ONES))
+
+
+def other(u):
+    return u * 7.0, u * -3.0
+
+
+DEFAULTS = [
+    lambda k: lambda x, k=k: (x + k, other),
+    lambda k: lambda x, *, k=k: (x + k, other),
+    lambda k: lambda x, n=1.0, k=k, /: (x * n + k, other),
+    lambda k: lambda x, n=1.0, ks=({"k": [k]},), **rest: (x * n + ks[0]["k"][0], other),
+]
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("define", DEFAULTS)
+def test_a_symbolic_tensor_as_a_default(define):
+    x, k = symbols((3,), (3,))
+    op = op_custom_gradient(define(k))
+    model = keras.Model([x, k], op(x))
+    assert len(nodes(model)) == 1
+    close(model([ONES, 5 * ONES]), array(6 * ONES))
+    close(keras.Model(k, op(array(ONES[:1])))(5 * ONES), array(6 * ONES))
+    if DIFFERENTIATES:
+        gradients = grad(lambda x, k: ops.sum(model([x, k])), argnums=(0, 1))(ONES, 5 * ONES)
+        close(gradients, (array(7 * ONES), array(-3 * ONES)))
+
+
+@pytest.mark.forward
+def test_defaults_are_not_saved():
+    """Beside a symbolic one, all are; else the op's own hold, also where the model is loaded."""
+    op = op_custom_gradient(lambda x, n=2.0: (x * n, lambda u: u * 7.0), name="symbolic>defaults")
+    (node,) = nodes(keras.Model(x := keras.Input((3,)), op(x)))
+    assert node.application.get_config() == {
+        "call": {"op": "symbolic>defaults", "args": [{"input": 0}], "kwargs": {}}
+    }
 
 
 @pytest.mark.forward

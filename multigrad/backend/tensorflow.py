@@ -152,27 +152,25 @@ class _Place:
     TensorFlow notes all that is accessed, and what the scope has not seen is added when the function ends.
     """
 
-    __slots__ = ("_elsewhere", "_graph", "_name", "_seen", "_watcher")
+    __slots__ = ("_graph", "_name", "_seen", "_watcher")
 
     def __init__(self, name: str, watcher: Any) -> None:
         self._name, self._watcher, self._graph = name, watcher, _graph()
-        self._seen: dict[int, Any] = {}
-        self._elsewhere: list[keras.Variable] = []
+        self._seen: dict[int, keras.Variable] = {}
 
-    def sees(self, variable: keras.Variable, value: Any) -> bool:
+    def sees(self, variable: keras.Variable) -> bool:
         """Whether the variable is read here, and not within a function that is traced once."""
         graph = _graph()
         while graph is not self._graph:
             if not getattr(graph, "is_control_flow_graph", False):
-                self._elsewhere.append(variable)
                 return False
             graph = graph.outer_graph
-        self._seen[id(value)] = value
+        self._seen[id(variable)] = variable
         return True
 
-    def sees_assigned(self, variable: keras.Variable, value: Any, known: bool) -> None:
+    def sees_assigned(self, variable: keras.Variable, known: bool) -> None:
         """The same for an assignment; `known` is whether the function has read the variable before."""
-        if self.sees(variable, value) and known and _graph() is not self._graph:
+        if self.sees(variable) and known and _graph() is not self._graph:
             raise TypeError(
                 message(
                     self._name,
@@ -191,45 +189,38 @@ class _Place:
             return as_tensor(value)
 
     def leave(self, scope: Any) -> None:
-        """The function has ended: add to `scope` what it has not seen."""
+        """The function has ended: add to `scope` what was read past Keras."""
         accessed = self._watcher.watched_variables()
-        scope.place = None
-        if any([id(value) not in self._seen for value in accessed]):
+        if accessed:
             parts = tf.distribute.get_strategy().experimental_local_results
-            seen = {id(part) for value in self._seen.values() for part in parts(value)}
-            unseen = [v for v in accessed if id(v) not in self._seen and id(v) not in seen]
-            self._elsewhere += map(self._variable_of, unseen)
-        for variable in self._elsewhere:
-            scope.get_current_value(variable)
+            values = [variable._value for variable in self._seen.values()]
+            seen = {id(part) for value in values for part in (value, *parts(value))}
+            for value in accessed:
+                if id(value) not in seen:
+                    self._add(value, scope)
 
-    def _variable_of(self, value: Any) -> keras.Variable:
+    def _add(self, value: Any, scope: Any) -> None:
         variable = _variable_of(value)
         if variable is None:
-            raise TypeError(
-                message(
-                    self._name,
-                    "the function reads a trainable variable of TensorFlow's own",
-                    required="arguments, and Keras Variables",
-                    got=f"tf.Variable {value.name!r}",
-                    mend="pass it as an argument, or make it with trainable=False",
-                )
-            )
-        return variable
+            scope.add(value, as_tensor(value))
+        else:
+            scope.get_current_value(variable)
 
 
 def _variable_of(value: Any) -> keras.Variable | None:
-    """The Keras Variable whose value this tf.Variable is, found by what refers to it."""
+    """The Keras Variable whose value this tf.Variable is, None where it is no Keras Variable's.
+
+    Keras alone knows whether a variable is frozen, and a tf.Variable does not know whose it is: it is asked
+    once what refers to it.
+    """
     known = getattr(value, _VARIABLE, None)
-    variable = None if known is None else known()
-    if variable is None:
+    if known is None:
         holders = gc.get_referrers(value)
         holders += gc.get_referrers(*[holder for holder in holders if type(holder) is dict])
-        for holder in holders:
-            if issubclass(type(holder), keras.Variable) and any(v is value for v in vars(holder).values()):
-                variable = holder
-                setattr(value, _VARIABLE, weakref.ref(variable))
-                break
-    return variable
+        owners = [holder for holder in holders if issubclass(type(holder), keras.Variable)]
+        known = next((weakref.ref(owner) for owner in owners if owner._value is value), lambda: None)
+        setattr(value, _VARIABLE, known)
+    return known()
 
 
 def _graph() -> Any:

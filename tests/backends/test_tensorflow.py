@@ -1,6 +1,5 @@
 """What is about TensorFlow alone."""
 
-import functools
 import gc
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient
+from multigrad.saving import Unsaved, decode, encode
 
 X = tf.constant([1.0, 2.0])
 
@@ -595,16 +595,28 @@ def test_a_value_that_was_taken_before_is_the_weight():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
-def test_a_trainable_variable_of_tensorflow_that_is_read_is_an_error(wrap):
-    for trainable in (False, True):
-        variable = tf.Variable([2.0, 3.0], trainable=trainable, name="raw")
-        product = functools.partial(tf.multiply, variable)
-        op = op_custom_gradient(lambda x, f=product: (f(x), lambda u: u * 3.0), name="scale")
-        if not trainable:
-            close(wrap(op)(X), X * variable)
-            continue
-        with pytest.raises(TypeError, match=r"scale: .* of TensorFlow's own[\s\S]*tf.Variable 'raw:0'"):
-            wrap(lambda x: op(x))(X)
+def test_a_variable_of_tensorflows(wrap):
+    raw = tf.Variable([2.0, 3.0], name="raw")
+    other = tf.Variable([5.0, 5.0], trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        def rule(u, variables):
+            assert [variable is raw for variable in variables] == [True]
+            return u * raw, [u * 7.0]
+
+        return x * raw * other, rule
+
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = op(x)
+        return tape.gradient(y, [x, raw])
+
+    close(wrap(gradients)(X), [tf.constant([2.0, 3.0]), tf.constant([7.0, 7.0])])
+    without = op_custom_gradient(lambda x: (x * raw, lambda u: u * 3.0), name="scale")
+    with pytest.raises(TypeError, match=r"scale: .*reads trainable variables[\s\S]*variable 'raw:0'"):
+        wrap(lambda x: without(x))(X)
 
 
 def test_a_weight_that_is_assigned_in_a_loop():
@@ -656,3 +668,10 @@ def test_layers_of_keras_are_no_false_alarm(layer):
 
     for function in (gradients, tf.function(gradients)):
         close(function(x), [tf.fill(v.shape, 7.0) for v in inner.trainable_variables])
+
+
+def test_a_variable_of_tensorflows_is_not_saved():
+    """It would come back as a tensor, which nothing trains."""
+    with pytest.raises(Unsaved):
+        encode(tf.Variable([1.0, 1.0]))
+    assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))

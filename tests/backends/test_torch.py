@@ -12,6 +12,7 @@ from keras import ops
 from support import close
 
 from multigrad import grad, op_custom_gradient, value_and_grad
+from multigrad.saving import Unsaved, decode, encode
 
 
 class Masked:
@@ -701,3 +702,10 @@ def test_an_inner_step_by_arguments():
 
     (of_weight,) = torch.autograd.grad(weight.value - 0.5 * grad(op)(weight), weight.value)
     close(of_weight, 1.0 - 0.5 * 5.0)
+
+
+def test_a_variable_of_pytorchs_is_not_saved():
+    """It would come back as a tensor, which nothing trains."""
+    with pytest.raises(Unsaved):
+        encode(torch.nn.Parameter(torch.ones(2)))
+    assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
