@@ -18,7 +18,7 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 # What each backend's environment gets beside Keras, which brings NumPy.
 REQUIREMENTS = {
     "tensorflow": ["tensorflow-cpu"],
-    "jax": ["jax"],
+    "jax": ["jax", "flatbuffers"],  # in which jax.export writes
     "torch": ["torch"],
     "numpy": ["jax"],  # Keras's NumPy backend takes its convolutions and pooling from JAX
     "openvino": ["openvino", "scipy"],  # which Keras's OpenVINO backend imports
