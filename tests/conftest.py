@@ -5,7 +5,10 @@ import pytest
 from support import BACKEND, DIFFERENTIATES
 
 # What is about one framework lives in a file of its own, which the others do not collect.
-collect_ignore = [f"backends/test_{name}.py" for name in ("tensorflow", "jax", "torch") if name != BACKEND]
+others = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]
+collect_ignore = [f"backends/test_{name}.py" for name in others]
+# Named so that no folder on the path of modules has the name of a framework.
+collect_ignore += [f"transforms/on_{name}" for name in others]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

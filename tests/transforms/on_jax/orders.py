@@ -1,0 +1,32 @@
+"""A function of two arrays beside its first and second derivatives."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CASES
+from support import array, close
+
+X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
+XS, WS = jnp.stack([X, X * 0.5, 0.25 - X, -X]), jnp.stack([W, W + 1.0, -W, W * W])
+
+EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def weighted(tree):
+    """A sum of all numbers, each with a weight of its own."""
+    weights = [jnp.cos(jnp.arange(leaf.size, dtype="float32")) for leaf in jax.tree.leaves(tree)]
+    return sum((w * leaf.ravel()).sum() for w, leaf in zip(weights, jax.tree.leaves(tree), strict=True))
+
+
+def first(function):
+    """The gradients of a weighted sum."""
+    return jax.grad(lambda x, w: weighted(function(x, w)), (0, 1))
+
+
+def orders(function):
+    return lambda x, w: (function(x, w), first(function)(x, w), first(first(function))(x, w))
+
+
+def same(function, meant, x=X, w=W):
+    """Assert that two functions have the same value and derivatives."""
+    close(jax.jit(orders(function))(x, w), orders(meant)(x, w), 1e-4)

@@ -1,0 +1,94 @@
+"""`jax.checkpoint` with each of its policies."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CASES
+from jax.ad_checkpoint import checkpoint_name
+from orders import EACH, W, X, orders, same
+from support import close
+
+from multigrad import op_custom_gradient
+
+save = jax.checkpoint_policies
+POLICIES = {
+    "everything": save.everything_saveable,
+    "nothing": save.nothing_saveable,
+    "dots": save.dots_saveable,
+    "dots without batch": save.dots_with_no_batch_dims_saveable,
+    "these names": save.save_only_these_names("result"),
+    "any names but": save.save_any_names_but_these("result"),
+    "anything except": save.save_anything_except_these_names("result"),
+    "of two": save.save_from_both_policies(save.dots_saveable, save.save_only_these_names("result")),
+    "offload dots": save.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "offload names": save.save_and_offload_only_these_names(
+        names_which_can_be_saved=["result"],
+        names_which_can_be_offloaded=["other"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+def block(function):
+    """A layer, say: the op between other operations, its result with a name."""
+    return lambda x, w: checkpoint_name(function(jnp.sin(x), w), "result") * jnp.cos(w)
+
+
+@EACH
+def test_compiled(case):
+    same(jax.checkpoint(block(case.op)), block(case.meant))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("name", ["intermediate", "output"])
+def test_policies(name, policy):
+    case = CASES[name]
+    same(jax.checkpoint(block(case.op), policy=policy), block(case.meant))
+
+
+@EACH
+def test_eagerly(case):
+    close(orders(jax.checkpoint(block(case.op)))(X, W), orders(block(case.meant))(X, W), 1e-4)
+
+
+@EACH
+def test_within_a_scan(case):
+    def scanned(x, w):
+        body = jax.checkpoint(lambda carry, _: (0.1 * case.op(carry, w), None), prevent_cse=False)
+        return jax.lax.scan(body, x, None, 3)[0]
+
+    def meant(x, w):
+        for _ in range(3):
+            x = 0.1 * case.meant(x, w)
+        return x
+
+    same(scanned, meant)
+
+
+@EACH
+def test_within_an_op(case):
+    def outer(function):
+        @op_custom_gradient
+        def op(x, w):
+            y = jax.checkpoint(function)(x, w)
+            return y, lambda u: (u * 3.0 * y, u * 5.0 * x)
+
+        return op
+
+    same(outer(case.op), outer(case.meant))
+
+
+@pytest.mark.parametrize(("policy", "saved"), [(None, []), (save.save_only_these_names("e"), ["named 'e'"])])
+def test_what_is_saved(policy, saved, capsys):
+    """A residual of the rule is saved where the policy says so, and nothing beside it."""
+
+    @op_custom_gradient
+    def op(x):
+        e = checkpoint_name(jnp.exp(x), "e")
+        return e * 2.0, lambda u: u * e * 7.0
+
+    jax.ad_checkpoint.print_saved_residuals(lambda x: jax.checkpoint(op, policy=policy)(x).sum(), X)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    assert len(lines) == len(saved), lines
+    assert all(name in line for name, line in zip(saved, lines, strict=True)), lines

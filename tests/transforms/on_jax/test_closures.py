@@ -1,0 +1,73 @@
+"""Tracers that an op closes over: of an outer jit, grad, vmap or loop.
+
+A differentiated one has no gradient through the op, for which its rule does not answer; what the rule
+computes from it has one, in a second derivative.
+"""
+
+import jax
+import jax.numpy as jnp
+from orders import EACH, WS, XS, W, X, first
+from support import close
+
+from multigrad import op_custom_gradient
+
+
+def closing_over(w, case):
+    @op_custom_gradient
+    def op(x):
+        y = case.op(x, w)
+        return y, lambda u: u * 7.0 * jnp.cos(x) * w
+
+    return op
+
+
+def gradients(case):
+    return first(lambda x, w: closing_over(w, case)(x))
+
+
+def meant_gradients(x, w):
+    upstream = first(lambda y, _: y)(x, w)[0]
+    return upstream * 7.0 * jnp.cos(x) * w, jnp.zeros_like(w)
+
+
+@EACH
+def test_of_grad_and_jit(case):
+    got = gradients(case)
+    close(got(X, W), meant_gradients(X, W))
+    close(jax.jit(got)(X, W), meant_gradients(X, W))
+    close(jax.jit(first(got))(X, W), first(meant_gradients)(X, W))
+    within = jax.jit(lambda x, w: first(jax.jit(lambda x, _: closing_over(w, case)(x)))(x, w)[0])
+    close(within(X, W), meant_gradients(X, W)[0])
+
+
+@EACH
+def test_of_vmap(case):
+    wanted = jax.tree.map(
+        lambda *parts: jnp.stack(parts), *[meant_gradients(x, w) for x, w in zip(XS, WS, strict=True)]
+    )
+    close(jax.vmap(gradients(case))(XS, WS), wanted)
+    close(jax.jit(jax.vmap(gradients(case)))(XS, WS), wanted)
+    # The op itself maps over x alone, and closes over what the outer one maps.
+    inner = jax.vmap(lambda w: jax.vmap(lambda x: closing_over(w, case)(x))(XS))(WS)
+    close(inner, jnp.stack([jnp.stack([case.meant(x, w) for x in XS]) for w in WS]), 1e-4)
+
+
+@EACH
+def test_of_a_loop(case):
+    def scanned(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.sin(closing_over(w, case)(x)), None), x, ws)[0]
+
+    def unrolled(x, ws):
+        for w in ws:
+            x = jnp.sin(closing_over(w, case)(x))
+        return x
+
+    close(jax.jit(first(scanned))(X, WS[:3]), first(unrolled)(X, WS[:3]), 1e-4)
+
+
+@EACH
+def test_of_checkpoint(case):
+    def function(x, w):
+        return jax.checkpoint(lambda x, w: closing_over(w, case)(x))(x, w)
+
+    close(first(function)(X, W), meant_gradients(X, W))

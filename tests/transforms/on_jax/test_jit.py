@@ -1,0 +1,75 @@
+"""`jax.jit`: inside and outside of derivatives, ahead of time, and with donated buffers."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CASES
+from orders import EACH, W, X, first, orders, same
+from support import close
+
+from multigrad import op_custom_gradient
+
+
+@EACH
+def test_around_derivatives(case):
+    same(case.op, case.meant)
+
+
+@EACH
+def test_within_derivatives(case):
+    close(orders(jax.jit(jax.jit(case.op)))(X, W), orders(case.meant)(X, W), 1e-4)
+
+
+@EACH
+def test_shapes_alone(case):
+    vector = jax.ShapeDtypeStruct((3,), "float32")
+    assert jax.eval_shape(orders(case.op), vector, vector) == (vector, (vector,) * 2, (vector,) * 2)
+
+
+@EACH
+def test_ahead_of_time(case):
+    vector = jax.ShapeDtypeStruct((3,), "float32")
+    compiled = jax.jit(orders(case.op)).lower(vector, vector).compile()
+    close(compiled(X, W), orders(case.meant)(X, W), 1e-4)
+
+
+@EACH
+def test_donated_buffers(case):
+    donated = jnp.array(X), jnp.array(W)
+    # A float32 vector for each donated one, so that both buffers are used.
+    gradients = jax.jit(first(case.op), donate_argnums=(0, 1))(*donated)
+    assert [array.is_deleted() for array in donated] == [True, True]
+    close(gradients, first(case.meant)(X, W), 1e-4)
+
+
+def test_a_donated_buffer_that_the_rule_uses():
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * x * 7.0))
+
+    def train(x):
+        value, gradient = jax.value_and_grad(lambda x: op(x).sum())(x)
+        return x - gradient, value
+
+    donated = jnp.array(X)
+    moved, value = jax.jit(train, donate_argnums=0)(donated)
+    assert donated.is_deleted()
+    close((moved, value), (-6.0 * X, 2.0 * X.sum()))
+
+
+def test_the_function_and_its_rule_are_traced_once():
+    traced = []
+
+    @op_custom_gradient
+    def op(x):
+        traced.append("function")
+        return x * 2.0, lambda u: traced.append("rule") or u * 7.0
+
+    gradient = jax.jit(jax.grad(lambda x: op(x).sum()))
+    for _ in range(3):
+        close(gradient(X), jnp.full(3, 7.0))
+    assert traced == ["function", "rule"]
+
+
+@pytest.mark.parametrize("name", ["input", "intermediate"])
+def test_no_tracer_leaks(name):
+    with jax.checking_leaks():
+        close(jax.jit(orders(CASES[name].op))(X, W), orders(CASES[name].meant)(X, W), 1e-4)

@@ -1,0 +1,95 @@
+"""`jax.lax.scan`, `fori_loop` and `while_loop`, beside Python's own loop."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from orders import EACH, WS, XS, W, X, first, same
+from support import close
+
+
+def unrolled(function, x, ws):
+    """Three rounds, each on the last one's result."""
+    results = []
+    for w in ws:
+        x = 0.1 * function(x, w)
+        results.append(x)
+    return x, jnp.stack(results)
+
+
+@EACH
+def test_scan(case, reverse=True):
+    def scanned(x, ws):
+        def body(carry, w):
+            y = 0.1 * case.op(carry, w)
+            return y, y
+
+        return jax.lax.scan(body, x, ws, reverse=reverse)
+
+    def meant(x, ws):
+        last, results = unrolled(case.meant, x, ws[::-1] if reverse else ws)
+        return last, results[::-1] if reverse else results
+
+    same(scanned, meant, X, WS[:3])
+
+
+@EACH
+def test_scan_over_what_it_closes_over(case):
+    def scanned(x, w):
+        return jax.lax.scan(lambda carry, _: (0.1 * case.op(carry, w), None), x, None, 3)[0]
+
+    same(scanned, lambda x, w: unrolled(case.meant, x, [w] * 3)[0])
+
+
+@EACH
+def test_fori_loop(case):
+    """With a number of rounds that is known, it is differentiable."""
+
+    def looped(x, w):
+        return jax.lax.fori_loop(0, 3, lambda i, x: 0.1 * case.op(x, w), x)
+
+    same(looped, lambda x, w: unrolled(case.meant, x, [w] * 3)[0])
+
+
+@EACH
+def test_while_loop(case):
+    def looped(x, w):
+        def body(state):
+            rounds, x = state
+            return rounds + 1, 0.1 * case.op(x, w)
+
+        return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+
+    close(looped(X, W), unrolled(case.meant, X, [W] * 3)[0])
+    many = jnp.stack([unrolled(case.meant, x, [w] * 3)[0] for x, w in zip(XS, WS, strict=True)])
+    close(jax.jit(jax.vmap(looped))(XS, WS), many)
+    # JAX has no reverse mode for a loop whose length it does not know, with or without an op in it.
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work for lax.while_loop"):
+        first(looped)(X, W)
+
+
+@EACH
+def test_gradients_within_a_while_loop(case):
+    """Descent until it is done, by the rule's own gradients."""
+
+    def step(function, x, w):
+        return x - 0.01 * first(function)(x, w)[0]
+
+    def descend(state):
+        rounds, x, w = state
+        return rounds + 1, step(case.op, x, w), w
+
+    got = jax.lax.while_loop(lambda state: state[0] < 3, descend, (0, X, W))[1]
+    wanted = X
+    for _ in range(3):
+        wanted = step(case.meant, wanted, W)
+    close(got, wanted)
+
+
+@EACH
+def test_map(case):
+    same(
+        lambda xs, ws: jax.lax.map(lambda both: case.op(*both), (xs, ws)),
+        lambda xs, ws: jnp.stack([case.meant(x, w) for x, w in zip(xs, ws, strict=True)]),
+        XS,
+        WS,
+    )

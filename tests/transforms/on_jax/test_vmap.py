@@ -1,0 +1,75 @@
+"""`jax.vmap`, with every kind of axis, beside the loop."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from orders import EACH, WS, XS, W, X, first, orders, same, weighted
+from support import close
+
+AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None), 1)]
+
+
+def along(axes):
+    """Arguments that `vmap` is to map along these axes."""
+    pairs = ((X, XS, axes[0]), (W, WS, axes[1]))
+    return [one if axis is None else jnp.moveaxis(many, 0, axis) for one, many, axis in pairs]
+
+
+def loop(function, axes, out_axes):
+    """What `jax.vmap` is to give."""
+
+    def mapped(x, w):
+        def slice_of(value, axis, i):
+            return value if axis is None else jnp.moveaxis(value, axis, 0)[i]
+
+        answers = [function(slice_of(x, axes[0], i), slice_of(w, axes[1], i)) for i in range(len(XS))]
+        return jax.tree.map(lambda *parts: jnp.stack(parts, out_axes), *answers)
+
+    return mapped
+
+
+@EACH
+@pytest.mark.parametrize("axes", [(0, None), (1, -1)], ids=str)
+def test_derivatives_within(case, axes):
+    """Each element's own derivatives."""
+    got = jax.jit(jax.vmap(orders(case.op), axes))(*along(axes))
+    close(got, loop(orders(case.meant), axes, 0)(*along(axes)), 1e-4)
+
+
+@EACH
+@pytest.mark.parametrize(("axes", "out_axes"), AXES, ids=str)
+def test_gradients_of_the_whole(case, axes, out_axes):
+    """An argument that is not mapped gets the sum over the elements."""
+    got = jax.value_and_grad(lambda x, w: weighted(jax.vmap(case.op, axes, out_axes)(x, w)), (0, 1))
+    wanted = jax.value_and_grad(lambda x, w: weighted(loop(case.meant, axes, out_axes)(x, w)), (0, 1))
+    for wrap in (lambda f: f, jax.jit):
+        close(wrap(got)(*along(axes)), wanted(*along(axes)), 1e-4)
+
+
+@EACH
+def test_second_derivatives_of_the_whole(case):
+    same(jax.vmap(case.op), loop(case.meant, (0, 0), 0), XS, WS)
+
+
+@EACH
+def test_one_within_another(case):
+    def all_pairs(function):
+        return jax.vmap(jax.vmap(function, (None, 0)), (0, None), 1)
+
+    close(
+        jax.jit(first(all_pairs(case.op)))(XS, WS),
+        first(loop(loop(case.meant, (None, 0), 0), (0, None), 1))(XS, WS),
+        1e-4,
+    )
+
+
+@EACH
+def test_named_axes(case):
+    """The mean over the mapped axis, as in data-parallel training."""
+
+    def mean_gradients(function):
+        return lambda x, w: jax.lax.pmean(first(function)(x, w), "batch")
+
+    got = jax.vmap(mean_gradients(case.op), axis_name="batch", out_axes=None)(XS, WS)
+    each = loop(first(case.meant), (0, 0), 0)(XS, WS)
+    close(got, jax.tree.map(lambda gradients: gradients.mean(0), each), 1e-4)
