@@ -1,0 +1,177 @@
+"""Tests on eight devices, beside the same on one; `test_sharding.py` runs them."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from cases import CASES
+from jax.sharding import NamedSharding, PartitionSpec
+from orders import EACH, W, first, orders
+from support import close
+
+from multigrad import op_custom_gradient
+
+DEVICES = 8
+MESH = jax.make_mesh((DEVICES,), ("rows",), (jax.sharding.AxisType.Auto,))
+EXPLICIT = jax.make_mesh((DEVICES,), ("rows",), (jax.sharding.AxisType.Explicit,))
+ROWS = NamedSharding(MESH, PartitionSpec("rows"))
+EVERYWHERE = NamedSharding(MESH, PartitionSpec())
+
+XS = jnp.linspace(-1.0, 1.5, 3 * DEVICES).reshape(DEVICES, 3)
+WS = jnp.linspace(0.5, -1.0, 3 * DEVICES).reshape(DEVICES, 3)
+
+
+def test_there_are_eight_devices():
+    assert len(jax.devices()) == DEVICES
+
+
+def whole(function):
+    """Of a batch whose rows share `w`."""
+    return jax.vmap(function, (0, None))
+
+
+def on_one(function, *arrays):
+    return jax.jit(function)(*arrays)
+
+
+@EACH
+def test_jit_with_shardings(case):
+    function = orders(whole(case.op))
+    x, w = jax.device_put(XS, ROWS), jax.device_put(W, EVERYWHERE)
+    results = ROWS, (ROWS, EVERYWHERE), (ROWS, EVERYWHERE)
+    got = jax.jit(function, in_shardings=(ROWS, EVERYWHERE), out_shardings=results)(x, w)
+    assert got[1][0].sharding.is_equivalent_to(ROWS, 2)
+    close(got, on_one(orders(whole(case.meant)), XS, W), 1e-4)
+
+
+@EACH
+def test_jit_as_the_arguments_lie(case):
+    """Without a word about shardings, columns of the one and rows of the other."""
+    x = jax.device_put(XS.T, NamedSharding(MESH, PartitionSpec(None, "rows")))
+    w = jax.device_put(WS, ROWS)
+    mapped = jax.vmap(case.op, (1, 0))
+    got = jax.jit(first(mapped))(x, w)
+    close(got, on_one(first(jax.vmap(case.meant, (1, 0))), XS.T, WS), 1e-4)
+
+
+@EACH
+def test_jit_with_explicit_axes(case):
+    """Shardings in the types, which every operation checks."""
+    with jax.set_mesh(EXPLICIT):
+        x = jax.device_put(XS, PartitionSpec("rows"))
+        w = jax.device_put(WS, PartitionSpec("rows"))
+        got = jax.jit(first(jax.vmap(case.op)))(x, w)
+        assert jax.typeof(got[0]).sharding.spec[0] == "rows"
+    close(jax.device_get(got), jax.device_get(on_one(first(jax.vmap(case.meant)), XS, WS)), 1e-4)
+
+
+def by_shards(function, w_spec, check_vma):
+    rows = PartitionSpec("rows")
+    return jax.shard_map(function, mesh=MESH, in_specs=(rows, w_spec), out_specs=rows, check_vma=check_vma)
+
+
+@EACH
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_of_rows(case, check_vma):
+    got = by_shards(jax.vmap(case.op), PartitionSpec("rows"), check_vma)
+    close(jax.jit(orders(got))(XS, WS), on_one(orders(jax.vmap(case.meant)), XS, WS), 1e-4)
+
+
+@EACH
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_of_rows_that_share(case, check_vma):
+    """The gradient of what every device has is the sum over devices."""
+    got = by_shards(whole(case.op), PartitionSpec(), check_vma)
+    close(jax.jit(first(got))(XS, W), on_one(first(whole(case.meant)), XS, W), 1e-4)
+
+
+@EACH
+def test_gradients_within_shard_map(case):
+    """Each device's own gradient, and their mean, as in data-parallel training."""
+
+    def mean(x, w):
+        w = jax.lax.pcast(w, "rows", to="varying")
+        return jax.lax.pmean(first(whole(case.op))(x, w)[1], "rows")
+
+    got = jax.jit(
+        jax.shard_map(
+            mean, mesh=MESH, in_specs=(PartitionSpec("rows"), PartitionSpec()), out_specs=PartitionSpec()
+        )
+    )(XS, W)
+    each = [first(whole(case.meant))(x[None], W)[1] for x in XS]
+    close(got, sum(each) / DEVICES, 1e-4)
+
+
+def test_collectives_within_an_op():
+    @op_custom_gradient
+    def normalise(x):
+        total = jax.lax.psum(x.sum(), "rows")
+        return x / total, lambda u: u * 7.0 * total
+
+    rows = PartitionSpec("rows")
+    op = jax.shard_map(normalise, mesh=MESH, in_specs=rows, out_specs=rows)
+    close(jax.jit(op)(XS), XS / XS.sum())
+    close(jax.jit(jax.grad(lambda x: op(x).sum()))(XS), jnp.full_like(XS, 7.0 * XS.sum()))
+
+
+# ---------------------------------------------------------------------------------------- Keras
+
+
+class Scaled(keras.layers.Layer):
+    """A layer with a rule and a weight of its own."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
+
+    def call(self, x):
+        @op_custom_gradient
+        def op(x):
+            y = keras.ops.tanh(x * self.scale)
+
+            def rule(u, variables):
+                return 3.0 * u * (1.0 - y), [keras.ops.sum(0.5 * u * x, 0) for _ in variables]
+
+            return y, rule
+
+        return op(x)
+
+
+def trained(distribution, jit_compile):
+    """The losses of three epochs, and the weights after them."""
+    keras.utils.set_random_seed(0)
+    keras.distribution.set_distribution(distribution)
+    try:
+        inputs = keras.Input((3,))
+        hidden = CASES["input"].op(keras.layers.Dense(4)(inputs), keras.layers.Dense(4)(inputs))
+        model = keras.Model(inputs, keras.layers.Dense(1)(Scaled()(hidden)))
+        model.compile(keras.optimizers.Adam(0.05), "mse", jit_compile=jit_compile)
+        data = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+        history = model.fit(data, data.sum(1, keepdims=True), 16, 3, shuffle=False, verbose=0)
+        kinds = {len(variable.value.sharding.device_set) for variable in model.trainable_variables}
+        return kinds, history.history["loss"], model.get_weights()
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def test_data_parallel_fit():
+    devices, *alone = trained(None, True)
+    assert devices == {1}
+    devices, *together = trained(keras.distribution.DataParallel(), True)
+    assert devices == {DEVICES}
+    close(together, alone, 1e-4)
+    assert alone[0][-1] < alone[0][0]
+
+
+def test_arrays_are_freed():
+    op = jax.jit(first(whole(CASES["intermediate"].op)))
+    x, w = jax.device_put(XS, ROWS), jax.device_put(W, EVERYWHERE)
+    op(x, w)
+    gc.collect()
+    before = len(jax.live_arrays())
+    for _ in range(10):
+        op(x, w)
+    gc.collect()
+    assert len(jax.live_arrays()) == before

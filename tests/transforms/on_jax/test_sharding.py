@@ -1,0 +1,18 @@
+"""Eight devices, which JAX makes of one processor when it starts: so a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).with_name("eight_devices.py")
+
+
+def test_on_eight_devices():
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *options, str(TESTS)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout
+    assert " skipped" not in ran.stdout
