@@ -5,10 +5,11 @@ import pytest
 from support import BACKEND, DIFFERENTIATES
 
 # What is about one framework lives in a file of its own, which the others do not collect.
-others = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]
-collect_ignore = [f"backends/test_{name}.py" for name in others]
-# Named so that no folder on the path of modules has the name of a framework.
-collect_ignore += [f"transforms/on_{name}" for name in others]
+_OTHERS = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]
+# The folders are not called by the framework's name alone: `tests/transforms` is in the path of imports.
+collect_ignore = [
+    path.format(name) for name in _OTHERS for path in ("backends/test_{}.py", "transforms/on_{}")
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

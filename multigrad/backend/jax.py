@@ -1,12 +1,14 @@
 """JAX.
 
 The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns outputs and residuals,
-`bwd` maps residuals and cotangents to gradients. It deviates here in three things.
+`bwd` maps residuals and cotangents to gradients. It deviates here in four things.
 
 - A function that closes over tracers is an error in JAX. Here they are lifted and become arguments, for
   which the rule has no gradient, as on the other backends.
 - An outer derivative differentiates `fwd` as it stands, and loses the rule. So an `fwd` that runs on
   tracers ties its outputs to the rule again (`_tie`).
+- An output that does not depend on a mapped argument is one for the whole batch in `jax.vmap`, and the
+  argument would get the sum of all gradients. Here outputs are mapped wherever an input is.
 - Cotangents of complex arrays are the conjugates of what TensorFlow and PyTorch call gradients, and
   the rule sees the latter.
 """
@@ -18,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from multigrad.backend import Call, F, Ran, Spec
 from multigrad.closure import TypeSet, lift, restore
@@ -286,7 +290,8 @@ def _op(
     """
 
     def primal(inputs: list[Any], rest: Any) -> list[Any]:
-        return step(inputs, rest, False)[0]
+        outputs, _ = step(inputs, rest, False)
+        return _mapped_alike(inputs, outputs) if _any_traced(inputs) else outputs
 
     def differentiated(inputs: list[Any], rest: Any, needed: list[bool]) -> tuple[list[Any], _Residuals]:
         outputs, residuals = step(inputs, rest, True)
@@ -309,7 +314,56 @@ def _op(
 
     op = jax.custom_vjp(primal)
     op.defvjp(fwd, bwd, symbolic_zeros=True)
-    return op
+    return lambda inputs, rest: op(_varying_alike(inputs), rest)
+
+
+def _mapped_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The outputs, mapped wherever an input that has a gradient is."""
+    own = [x for x in inputs if is_differentiable(x)]
+    return _mapped_alike_p.bind(*own, *outputs, inputs=len(own))
+
+
+# A primitive, because only that has a say in batching at no cost: it is gone from the compiled program.
+# `jax.extend` and `jax.interpreters` are for this, but may change from one version to another (JAX 0.10).
+_mapped_alike_p = Primitive("mapped_alike")
+_mapped_alike_p.multiple_results = True
+_mapped_alike_p.def_impl(lambda *arrays, inputs: list(arrays[inputs:]))
+_mapped_alike_p.def_abstract_eval(lambda *avals, inputs: list(avals[inputs:]))
+mlir.register_lowering(_mapped_alike_p, lambda _, *values, inputs: values[inputs:])
+
+
+def _map_alike(
+    axis: Any, arrays: Sequence[Any], places: Sequence[int | None], *, inputs: int
+) -> tuple[list[Any], Sequence[int | None]]:
+    own = list(zip(arrays[inputs:], places[inputs:], strict=True))
+    if isinstance(axis.name, str):
+        # An output that is not mapped along an axis with a name may be a sum along it, by `jax.lax.psum`.
+        mapped, to = [array for array, _ in own], places[inputs:]
+    else:
+        mapped = [
+            jnp.broadcast_to(array, (axis.size, *array.shape)) if at is None else jnp.moveaxis(array, at, 0)
+            for array, at in own
+        ]
+        to = [0] * len(own)
+    return _mapped_alike_p.bind(*arrays[:inputs], *mapped, inputs=inputs), to
+
+
+batching.fancy_primitive_batchers[_mapped_alike_p] = _map_alike
+
+
+def _varying_alike(arrays: list[Any]) -> list[Any]:
+    """The arrays, each varying along every axis of `jax.shard_map` along which one of them does.
+
+    JAX's own operations do so with theirs, too. Its transpose is the sum over devices.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
+    varying = [jax.typeof(array).mat.varying for array in arrays]  # JAX 0.10; earlier it was `.vma`
+    everywhere = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(everywhere - own), to="varying")
+        for array, own in zip(arrays, varying, strict=True)
+    ]
 
 
 def _with_jvp(
@@ -340,7 +394,7 @@ def _with_jvp(
 
     op = jax.custom_jvp(primal)
     op.defjvp(jvp)
-    return op
+    return lambda inputs, rest: op(_varying_alike(inputs), rest)
 
 
 def value_and_grad(

@@ -30,13 +30,15 @@ def test_jacobians(case):
 
 
 def test_linearize_asks_for_forward_mode():
-    """It goes by forward mode; an op without it is an error of JAX's, as one of `jax.custom_vjp` is."""
+    """Its linear function is of forward mode: without it that is JAX's error, as for a `jax.custom_vjp`."""
 
     def function(x):
         e = x**2
         return e * x, lambda u: u * 21.0 * e
 
+    value, push = jax.linearize(op_custom_gradient(function), X)
+    close(value, X**3)
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.linearize(op_custom_gradient(function), X)
+        push(W)
     value, push = jax.linearize(op_custom_gradient(function, forward_mode=True), X)
     close((value, push(W)), (X**3, 21.0 * X**2 * W))

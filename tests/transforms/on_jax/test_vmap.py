@@ -6,6 +6,8 @@ import pytest
 from orders import EACH, WS, XS, W, X, first, orders, same, weighted
 from support import close
 
+from multigrad import op_custom_gradient
+
 AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None), 1)]
 
 
@@ -73,3 +75,39 @@ def test_named_axes(case):
     got = jax.vmap(mean_gradients(case.op), axis_name="batch", out_axes=None)(XS, WS)
     each = loop(first(case.meant), (0, 0), 0)(XS, WS)
     close(got, jax.tree.map(lambda gradients: gradients.mean(0), each), 1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_output_that_is_one_for_all(compiled):
+    """It does not depend on what is mapped; the rule's gradients all the same, as in vector quantization."""
+
+    @op_custom_gradient
+    def quantized(code, x):
+        return code, lambda u: (u, 7.0 * u)
+
+    def total(code, xs):
+        op = jax.jit(quantized) if compiled else quantized
+        ys = jax.vmap(jax.vmap(op, (None, 0)), (None, 1))(code, xs)
+        return weighted(ys)
+
+    xs = jnp.zeros((3, 4, 2))
+    of_code, of_xs = jax.grad(total, (0, 1))(X[:2], xs)
+    upstream = jnp.cos(jnp.arange(24.0)).reshape(4, 3, 2)
+    close(of_code, upstream.sum((0, 1)))
+    close(of_xs, 7.0 * upstream.swapaxes(0, 1))
+    lowered = jax.jit(total).lower(X[:2], xs).as_text()
+    assert "mapped_alike" not in lowered
+
+
+def test_an_output_that_is_a_sum_along_a_named_axis():
+    """It is one for all because it depends on all."""
+
+    @op_custom_gradient
+    def total(x):
+        return jax.lax.psum(x, "batch"), lambda u: 7.0 * u
+
+    summed = jax.vmap(total, axis_name="batch", out_axes=None)
+    close(
+        jax.value_and_grad(lambda xs: (summed(xs) * W).sum())(XS),
+        ((XS.sum(0) * W).sum(), jnp.stack([7.0 * W] * 4)),
+    )

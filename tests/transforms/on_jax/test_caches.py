@@ -1,0 +1,47 @@
+"""What JAX keeps for later calls: an op that is defined anew in every call leaves nothing behind."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+from orders import X, first
+from support import close
+
+from multigrad import op_custom_gradient
+
+USES = {
+    "grad": lambda f: lambda x: jax.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f: lambda x: jax.vjp(f, x)[1](jnp.ones_like(x))[0],
+    "jit": lambda f: jax.jit(USES["grad"](f)),
+    "vmap": lambda f: lambda x: jax.vmap(USES["grad"](f))(x[None])[0],
+    "checkpoint": lambda f: USES["grad"](jax.checkpoint(f)),
+    "grad of grad": lambda f: lambda x: first(lambda x, _: USES["grad"](f)(x))(x, x)[0] * 0.0 + 7.0,
+}
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_an_op_that_is_defined_in_every_call(use, forward_mode):
+    alive = weakref.WeakSet()
+
+    def call(scale):
+        def f(x):
+            e = jnp.exp(x)
+            return e * scale, lambda u: u * 7.0 + 0.0 * e
+
+        alive.add(f)
+        close(use(op_custom_gradient(f, forward_mode=forward_mode))(X), jnp.full(3, 7.0))
+
+    def objects_after(calls):
+        for scale in range(calls):
+            call(float(scale))
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(10)
+    # JAX itself keeps a weak reference or two for each transform of a new function. A leak would leave the
+    # function, its cells, and what was traced of it.
+    assert objects_after(20) - before < 20 * 3
+    assert len(alive) <= 1
