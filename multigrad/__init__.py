@@ -8,17 +8,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multigrad.calculus import grad, value_and_grad
+    from multigrad.calculus import grad, jvp, value_and_grad, vjp
     from multigrad.custom_gradient import op_custom_gradient
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "grad", "op_custom_gradient", "value_and_grad"]
+__all__ = ["__version__", "grad", "jvp", "op_custom_gradient", "value_and_grad", "vjp"]
 
 _ROOMS = {
     "grad": "calculus",
+    "jvp": "calculus",
     "op_custom_gradient": "custom_gradient",
     "value_and_grad": "calculus",
+    "vjp": "calculus",
 }
 
 

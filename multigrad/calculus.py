@@ -2,15 +2,17 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import describe, message, shape_text
+from multigrad.leaves import split
 from multigrad.variables import Pinned
 
 
@@ -108,11 +110,7 @@ def value_and_grad(
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         positions = [_position(name, place, len(args)) for place in places]
         structures = [args[position] for position in positions]
-        tensors = [
-            _differentiable(name, f"number {position}", leaf)
-            for position, structure in zip(positions, structures, strict=True)
-            for leaf in tree.flatten(structure)
-        ]
+        tensors = _leaves(name, positions, structures)
         count = len(tensors)
         tensors += [_differentiable(name, f"variable {v.path!r}", v) for v in by]
         assigned: list[keras.Variable] = []
@@ -121,11 +119,9 @@ def value_and_grad(
             own = list(args)
             for position, part in zip(positions, _parts(structures, tensors), strict=True):
                 own[position] = part
-            with Pinned(by, tensors[count:], keep=False) as scope:
-                answer = f(*own, **kwargs)
-            assigned[:] = [variable for variable, _ in scope.assigned.values()]
+            answer, assigned[:], news = _run(f, own, kwargs, by, tensors[count:])
             value, aux = _pair(name, answer) if has_aux else (answer, None)
-            return _scalar(name, value), (aux, [new for _, new in scope.assigned.values()])
+            return _scalar(name, value), (aux, news)
 
         (value, (aux, news)), gradients = backend.active.value_and_grad(scalar, tensors, len(by))
         for variable, new in zip(assigned, news, strict=True):
@@ -138,6 +134,254 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), gradient
 
     return functools.update_wrapper(backend.active.library_code(value_and_gradient), f)
+
+
+def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """The output of a function, and its vector-Jacobian product.
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    y, pullback = multigrad.vjp(lambda x, w: x * w, ops.array([1.0, 2.0]), ops.array([3.0, 4.0]))
+    of_x, of_w = pullback(ops.array([1.0, 10.0]))  # grad(L) by x and w, for a dL/dy
+    print(y, of_x, of_w)  # [3., 8.], [3., 40.], [1., 20.]
+    ```
+
+    Arguments:
+        f: a function of tensors, NumPy arrays, Python floats, Keras Variables and nested structures of
+            them. It may return any structure. What it assigns to variables is kept.
+        primals: the arguments of `f`. It is differentiated by all of them.
+        has_aux: whether `f` returns a pair `(output, aux)`, of which only the first is differentiated.
+
+    Returns:
+        `(output, pullback)`, or `(output, pullback, aux)` with `has_aux`. `pullback` takes the upstream
+        gradient in the structure of the output: None stands for zero, and what has no gradient (integers,
+        strings, None) is ignored. It returns a tuple with the gradient of each primal, and can be called
+        any number of times.
+
+    Raises:
+        TypeError: when a primal holds something other than floating or complex tensors, or an upstream
+            gradient has another structure than the output.
+        ValueError: when an upstream gradient has another shape than its output.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+    """
+    name = name_of(f)
+    inputs, output, pull, *aux = _flat_vjp(name, f, primals, has_aux)
+
+    def pullback(upstream: Any) -> tuple[Any, ...]:
+        return inputs.whole(pull(output.alike(name, "the upstream gradient", upstream)))
+
+    return output.whole(output.own), backend.active.library_code(pullback), *aux
+
+
+def jvp(
+    f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
+) -> tuple[Any, ...]:
+    """The output of a function, and its Jacobian-vector product: forward mode, on every backend.
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    x, direction = ops.array([1.0, 2.0]), ops.array([1.0, 0.5])
+    print(multigrad.jvp(lambda x: x**3, (x,), (direction,)))  # [1., 8.], [3., 6.]
+    by_x = multigrad.grad(lambda x: multigrad.jvp(lambda x: x**3, (x,), (1.0,))[1])
+    print(by_x(2.0))  # 12.0
+    ```
+
+    It is the transpose of `vjp`, and costs two reverse passes more than `f`. So an op is differentiated by
+    its rule, which must be linear in its upstream gradient, as every true vector-Jacobian product is.
+
+    Arguments:
+        f: a function as for `vjp`.
+        primals: a tuple or list of the arguments of `f`. It is differentiated by all of them.
+        tangents: the direction, one for each primal, in its structure and shapes. None stands for zero.
+        has_aux: whether `f` returns a pair `(output, aux)`, of which only the first is differentiated.
+
+    Returns:
+        `(output, tangent)`, or `(output, tangent, aux)` with `has_aux`. The tangent has the structure of
+        the output, with None for what has no gradient (integers, strings, None).
+
+    Raises:
+        TypeError: when a primal holds something other than floating or complex tensors, or the tangents
+            have another structure.
+        ValueError: when a tangent has another shape than its primal; or when a rule turns out not to be
+            linear in its upstream gradient, such as one that clips it. That is found out by a further
+            reverse pass, where values are at hand: not in compiled code, where such a rule is linearised
+            at an upstream gradient of ones.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+    """
+    name = name_of(f)
+    if not isinstance(primals, (tuple, list)):
+        raise TypeError(
+            message(
+                name,
+                "the primals are no sequence of arguments",
+                required="a tuple or list with one primal for each argument",
+                got=describe(primals),
+                mend="write jvp(f, (x,), (tangent,))",
+            )
+        )
+    inputs, output, pull, *aux = _flat_vjp(name, f, primals, has_aux)
+    directions = inputs.alike(name, "the tangents", tuple(tangents))
+    anywhere = [ops.ones_like(tensor) for tensor in output.own]  # the pullback is linear
+    _, push = backend.active.vjp(lambda *upstream: (pull(upstream), None), anywhere)
+    tangent = push(directions)
+    _require_linear(name, pull, output, directions, tangent)
+    return output.whole(output.own), output.with_none(tangent), *aux
+
+
+def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
+    """The primals and the output of `f`, and its pullback from flat to flat; and its aux, where it has one."""
+    tensors = _leaves(name, range(len(primals)), primals)
+    inputs = _Structure(tuple(_parts(primals, tensors)))
+    outputs: list[_Structure] = []
+    assigned: list[keras.Variable] = []
+
+    def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
+        answer, assigned[:], news = _run(f, _parts(primals, tensors), {})
+        output, aux = _pair(name, answer) if has_aux else (answer, None)
+        outputs[:] = [structure := _Structure(output)]
+        return structure.own, (structure.others, aux, news)
+
+    (own, (others, aux, news)), pull = backend.active.vjp(flat, tensors)
+    for variable, new in zip(assigned, news, strict=True):
+        variable.assign(new)
+    output = outputs[0]
+    output.own, output.others = own, others
+    return (inputs, output, pull, aux) if has_aux else (inputs, output, pull)
+
+
+class _Structure:
+    """A structure of tensors: its `own`, which have a gradient, and `others`, which have none."""
+
+    def __init__(self, structure: Any) -> None:
+        tensors, self._layout = split(structure)
+        self._floating = [backend.active.is_differentiable(tensor) for tensor in tensors]
+        both = list(zip(tensors, self._floating, strict=True))
+        self.own: Sequence[Any] = [tensor for tensor, floating in both if floating]
+        self.others: Sequence[Any] = [tensor for tensor, floating in both if not floating]
+
+    def whole(self, own: Sequence[Any]) -> Any:
+        """The structure with `own` in place of its own."""
+        return self._layout.join(self._merged(own, self.others))
+
+    def with_none(self, own: Sequence[Any]) -> Any:
+        """The same, with None for all that has no gradient."""
+        return self._layout.join_tensors_only(self._merged(own, [None] * len(self.others)))
+
+    def _merged(self, own: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        floating, rest = iter(own), iter(others)
+        return [next(floating) if f else next(rest) for f in self._floating]
+
+    def alike(self, name: str, argument: str, given: Any) -> list[Any]:
+        """The flat tensors of what has the same structure: one for each of its own, zeros for None."""
+        template = self.with_none(self.own)
+        try:
+            tree.assert_same_structure(template, given)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                message(
+                    name,
+                    "the structures differ",
+                    argument=argument,
+                    required=describe(tree.map_structure(_kind, template)),
+                    got=describe(tree.map_structure(_kind, given)),
+                    mend="give it the same structure, with None where there is nothing",
+                )
+            ) from error
+        pairs = zip(tree.flatten(template), tree.flatten(given), strict=True)
+        return [_like(name, argument, tensor, leaf) for tensor, leaf in pairs if tensor is not None]
+
+
+def _kind(leaf: Any) -> Any:
+    return None if leaf is None else type(leaf)
+
+
+def _like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
+    """A leaf as a tensor in the dtype of another, whose shape it must have."""
+    if leaf is None:
+        return ops.zeros_like(tensor)
+    if not (_holds_numbers(leaf) or isinstance(leaf, int)):
+        raise TypeError(
+            message(
+                name,
+                "there is something that is no number of a direction",
+                argument=argument,
+                required="tensors, arrays or numbers, and None for zero",
+                got=describe(leaf),
+                mend="give it a number for each element",
+            )
+        )
+    given = ops.cast(backend.active.as_tensor(leaf), tensor.dtype)
+    wanted, got = backend.active.sizes(tensor.shape), backend.active.sizes(given.shape)
+    if wanted is not None and got is not None:
+        unlike = [w != g for w, g in zip(wanted, got, strict=False) if w is not None and g is not None]
+        if len(wanted) != len(got) or any(unlike):
+            raise ValueError(
+                message(
+                    name,
+                    "the shapes differ",
+                    argument=argument,
+                    required=shape_text(wanted),
+                    got=describe(given),
+                    mend="give it a number for each element",
+                )
+            )
+    return given
+
+
+_ROUNDING = 0.05
+"""How much two sums may differ by rounding alone, relative to their parts: in half precision, too."""
+
+
+def _require_linear(
+    name: str, pull: Callable[..., Any], output: _Structure, directions: Sequence[Any], tangent: Sequence[Any]
+) -> None:
+    """See that a pullback is linear, where values are at hand.
+
+    Then `sum(pull(u) * directions)` is `sum(u * tangent)`, whatever `u` is. Here its numbers are of either
+    sign, and large and small, so that they meet limits and branches.
+    """
+    with backend.active.unrecorded():
+        if any(backend.active.concrete(ops.sum(t)) is None for t in tangent):
+            return
+        random = np.random.default_rng(0)
+        upstream = [ops.cast(random.normal(0.0, 100.0, tuple(t.shape)), t.dtype) for t in tangent]
+        got, of_got = _product(pull(upstream), directions)
+        wanted, of_wanted = _product(upstream, tangent)
+    if abs(got - wanted) > _ROUNDING * (of_got + of_wanted):  # not where one is NaN or infinite
+        raise ValueError(
+            message(
+                name,
+                "it has no derivative in forward mode, because a rule is not linear in its upstream gradient",
+                required="rules that multiply their upstream gradient by what does not depend on it",
+                got=f"a gradient whose part along the tangents is {got:.6g}, where a linear rule gives "
+                f"{wanted:.6g}",
+                mend="take the derivative by `grad` or `vjp`, or make the rule linear",
+            )
+        )
+
+
+def _product(left: Sequence[Any], right: Sequence[Any]) -> tuple[float, float]:
+    """The inner product of two lists of tensors, and that of their absolute values."""
+    parts = [ops.cast(ops.real(ops.conj(a) * b), "float32") for a, b in zip(left, right, strict=True)]
+    return sum(float(ops.sum(part)) for part in parts), sum(float(ops.sum(ops.abs(part))) for part in parts)
+
+
+def _run(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    variables: Sequence[keras.Variable] = (),
+    values: Sequence[Any] = (),
+) -> tuple[Any, list[keras.Variable], list[Any]]:
+    """What `f` returns where variables have these values, and what it assigns to variables."""
+    with Pinned(variables, values, keep=False) as scope:
+        answer = f(*args, **kwargs)
+    assigned = list(scope.assigned.values())
+    return answer, [variable for variable, _ in assigned], [new for _, new in assigned]
 
 
 def _distinct(name: str, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
@@ -185,10 +429,23 @@ def _position(name: str, place: int, count: int) -> int:
     )
 
 
+def _leaves(name: str, positions: Sequence[int], structures: Sequence[Any]) -> list[Any]:
+    """The leaves of the arguments at these positions, as tensors that have a gradient."""
+    return [
+        _differentiable(name, f"number {position}", leaf)
+        for position, structure in zip(positions, structures, strict=True)
+        for leaf in tree.flatten(structure)
+    ]
+
+
+def _holds_numbers(leaf: Any) -> bool:
+    kind = type(leaf)
+    return backend.active.CONVERTIBLE[kind] or isinstance(leaf, (float, complex)) or ops.is_tensor(leaf)
+
+
 def _differentiable(name: str, argument: str, leaf: Any) -> Any:
     """A leaf of an argument as a tensor that has a gradient."""
-    numbers = backend.active.CONVERTIBLE[type(leaf)] or isinstance(leaf, (float, complex))
-    if numbers or ops.is_tensor(leaf):
+    if _holds_numbers(leaf):
         tensor = backend.active.as_tensor(leaf)
         if _is_inexact(tensor):
             return tensor

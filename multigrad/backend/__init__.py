@@ -7,6 +7,7 @@ the active Keras backend is ever imported.
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import keras
@@ -150,6 +151,18 @@ class Backend(Protocol):
 
         So many of the tensors, the last, are the values of variables.
         """
+
+    @staticmethod
+    def vjp(
+        function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+    ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+        """`(outputs, aux)` of `function(*tensors)`, and the map from gradients of the outputs to those of
+        the tensors. It can be called again, and is differentiated like the function itself.
+        """
+
+    @staticmethod
+    def unrecorded() -> AbstractContextManager[Any]:
+        """A context for what nobody differentiates. It need do nothing where that costs nothing."""
 
 
 def _load() -> Backend:

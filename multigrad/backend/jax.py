@@ -13,6 +13,7 @@ The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns ou
   the rule sees the latter.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -403,3 +404,14 @@ def value_and_grad(
     places = tuple(range(len(tensors)))
     answer, gradients = jax.value_and_grad(function, places, has_aux=True)(*tensors)
     return answer, _conjugate(gradients)
+
+
+def vjp(
+    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+    outputs, pull, aux = jax.vjp(function, *tensors, has_aux=True)
+    return (outputs, aux), lambda upstream: _conjugate(pull(_conjugate(upstream)))
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()

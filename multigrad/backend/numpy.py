@@ -67,6 +67,14 @@ def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any], variabl
     raise _no_gradients()
 
 
+def vjp(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+    raise _no_gradients()
+
+
+def unrecorded() -> NoReturn:
+    raise _no_gradients()
+
+
 def _no_gradients() -> NotImplementedError:
     return NotImplementedError(
         f"Keras's {keras.backend.backend()} backend computes no gradients. Those that do are "

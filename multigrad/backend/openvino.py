@@ -16,7 +16,9 @@ from multigrad.backend.numpy import (
     sizes,
     snapshot,
     specs_of,
+    unrecorded,
     value_and_grad,
+    vjp,
 )
 from multigrad.closure import TypeSet
 
@@ -35,7 +37,9 @@ __all__ = [
     "sizes",
     "snapshot",
     "specs_of",
+    "unrecorded",
     "value_and_grad",
+    "vjp",
 ]
 
 # Keras's own class, which has no public name.

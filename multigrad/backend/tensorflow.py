@@ -279,3 +279,22 @@ def value_and_grad(
         value, aux = function(*own)
     gradients = tape.gradient(value, own, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     return (value, aux), [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+
+def vjp(
+    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+    own = [tf.identity(tensor) for tensor in tensors]
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(own)
+        outputs, aux = function(*own)
+
+    def pull(upstream: Sequence[Any]) -> list[Any]:
+        gradients = tape.gradient(outputs, own, list(upstream), tf.UnconnectedGradients.ZERO)
+        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+    return (outputs, aux), pull
+
+
+def unrecorded() -> Any:
+    return record.stop_recording()

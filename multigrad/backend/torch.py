@@ -473,14 +473,14 @@ class _Transformed(torch.autograd.Function):
         needed = [i in given for i in range(count)]
         floating = [is_differentiable(output) for output in outputs]
 
-        def vjp(*upstream: torch.Tensor) -> list[torch.Tensor]:
+        def rule_of(*upstream: torch.Tensor) -> list[torch.Tensor]:
             every = iter(upstream)
             own = [next(every) if f else None for f in floating]
             gradients = ctx.found.back.pull(rule, own, needed, ctx.found.specs)
             return [torch.zeros_like(saved[i]) if gradients[i] is None else gradients[i] for i in given]
 
         _, transpose = torch.func.vjp(
-            vjp, *[torch.zeros_like(o) for o, f in zip(outputs, floating, strict=True) if f]
+            rule_of, *[torch.ones_like(o) for o, f in zip(outputs, floating, strict=True) if f]
         )
         pushed = iter(transpose([tangents[2 + i] for i in given]))
         none = [] if ctx.found.standing else [None] * (len(saved) - count - len(outputs))
@@ -600,7 +600,7 @@ def value_and_grad(
     _DEPTH.value = nested + 1
     try:
         with torch.enable_grad():
-            own = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+            own = _apart(tensors)
             value, aux = function(*own)
         if not value.requires_grad:
             return (value, aux), [torch.zeros_like(t) for t in tensors]
@@ -617,6 +617,50 @@ def value_and_grad(
         return (answer[0], aux), answer[1:]
     finally:
         _DEPTH.value = nested
+
+
+def vjp(
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
+    if _transforming() or torch.compiler.is_dynamo_compiling():
+        outputs, transpose, aux = torch.func.vjp(function, *tensors, has_aux=True)
+        return (outputs, aux), lambda upstream: transpose(list(upstream))
+    nested = getattr(_DEPTH, "value", 0)
+    _DEPTH.value = nested + 1
+    try:
+        with torch.enable_grad():
+            own = _apart(tensors)
+            ends, aux = function(*own)
+    finally:
+        _DEPTH.value = nested
+    # As above; and where there is a derivative by the upstream gradients, as in forward mode.
+    others = any([_depends_on_others(end, own) for end in ends])
+    outputs = ends if torch.is_grad_enabled() and (nested > 0 or others) else [end.detach() for end in ends]
+
+    def pull(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        given = [(end, u) for end, u in zip(ends, upstream, strict=True) if end.requires_grad]
+        if not given:
+            return [torch.zeros_like(tensor) for tensor in tensors]
+        inside = others or getattr(_DEPTH, "value", 0) > 0 or any([u.requires_grad for u in upstream])
+        return torch.autograd.grad(
+            [end for end, _ in given],
+            own,
+            [u for _, u in given],
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled() and inside,
+            materialize_grads=True,
+        )
+
+    return (outputs, aux), pull
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors as variables of a derivative of its own."""
+    return [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    return torch.no_grad()
 
 
 class _Unrecorded(torch.autograd.Function):
@@ -646,7 +690,7 @@ _DEPTH = threading.local()
 def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool:
     """Whether `value`, or its gradient, depends on a leaf that is not one of `own`."""
     seen = set()
-    nodes = [value.grad_fn]
+    nodes = [_node_of(value) if value.requires_grad else None]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
