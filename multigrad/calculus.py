@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
@@ -225,15 +224,15 @@ def jvp(
         )
     inputs, output, pull, *aux = _flat_vjp(name, f, primals, has_aux)
     directions = inputs.alike(name, "the tangents", tuple(tangents))
-    anywhere = [ops.ones_like(tensor) for tensor in output.own]  # the pullback is linear
-    _, push = backend.active.vjp(lambda *upstream: (pull(upstream), None), anywhere)
+    ones = [ops.ones_like(tensor) for tensor in output.own]  # anything would do: the pullback is linear
+    (of_ones, _), push = backend.active.vjp(lambda *upstream: (pull(upstream), None), ones)
     tangent = push(directions)
-    _require_linear(name, pull, output, directions, tangent)
+    _require_linear(name, pull, ones, of_ones, directions, tangent)
     return output.whole(output.own), output.with_none(tangent), *aux
 
 
 def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
-    """The primals and the output of `f`, and its pullback from flat to flat; and its aux, where it has one."""
+    """The primals and the output of `f`, its pullback from flat to flat, and its aux where it has one."""
     tensors = _leaves(name, range(len(primals)), primals)
     inputs = _Structure(tuple(_parts(primals, tensors)))
     outputs: list[_Structure] = []
@@ -337,31 +336,41 @@ _ROUNDING = 0.05
 
 
 def _require_linear(
-    name: str, pull: Callable[..., Any], output: _Structure, directions: Sequence[Any], tangent: Sequence[Any]
+    name: str,
+    pull: Callable[..., Any],
+    ones: Sequence[Any],
+    of_ones: Sequence[Any],
+    directions: Sequence[Any],
+    tangent: Sequence[Any],
 ) -> None:
-    """See that a pullback is linear, where values are at hand.
+    """See that a pullback, whose transpose at `ones` gave the tangent, is linear, where values are at hand.
 
-    Then `sum(pull(u) * directions)` is `sum(u * tangent)`, whatever `u` is. Here its numbers are of either
-    sign, and large and small, so that they meet limits and branches.
+    Then `sum(pull(u) * directions)` is `sum(u * tangent)`, whatever `u` is. It is tried on ones, where an
+    offset shows, and far out on their other side, where limits and branches do.
     """
     with backend.active.unrecorded():
-        if any(backend.active.concrete(ops.sum(t)) is None for t in tangent):
+        sums = [ops.sum(ops.real(t)) for t in tangent]
+        if any(backend.active.concrete(s) is None for s in sums):
             return
-        random = np.random.default_rng(0)
-        upstream = [ops.cast(random.normal(0.0, 100.0, tuple(t.shape)), t.dtype) for t in tangent]
-        got, of_got = _product(pull(upstream), directions)
-        wanted, of_wanted = _product(upstream, tangent)
-    if abs(got - wanted) > _ROUNDING * (of_got + of_wanted):  # not where one is NaN or infinite
-        raise ValueError(
-            message(
-                name,
-                "it has no derivative in forward mode, because a rule is not linear in its upstream gradient",
-                required="rules that multiply their upstream gradient by what does not depend on it",
-                got=f"a gradient whose part along the tangents is {got:.6g}, where a linear rule gives "
-                f"{wanted:.6g}",
-                mend="take the derivative by `grad` or `vjp`, or make the rule linear",
-            )
+        signs = [ops.where(ops.real(t) * s < 0, 1.0, -1.0) for t, s in zip(tangent, sums, strict=True)]
+        far = [ops.cast(300.0 * sign, t.dtype) for sign, t in zip(signs, tangent, strict=True)]
+        for upstream, pulled in ((ones, of_ones), (far, pull(far))):
+            got, of_got = _product(pulled, directions)
+            wanted, of_wanted = _product(upstream, tangent)
+            if abs(got - wanted) > _ROUNDING * (of_got + of_wanted):  # not where one is NaN or infinite
+                raise _not_linear(name, got, wanted)
+
+
+def _not_linear(name: str, got: float, wanted: float) -> ValueError:
+    return ValueError(
+        message(
+            name,
+            "it has no derivative in forward mode, because a rule is not linear in its upstream gradient",
+            required="rules that multiply their upstream gradient by what does not depend on it",
+            got=f"a gradient that is {got:.6g} along the tangents, where that of a linear rule is {wanted:.6g}",
+            mend="take the derivative by `grad` or `vjp`, or make the rule linear",
         )
+    )
 
 
 def _product(left: Sequence[Any], right: Sequence[Any]) -> tuple[float, float]:

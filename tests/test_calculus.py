@@ -1,12 +1,12 @@
-"""grad and value_and_grad."""
+"""grad, value_and_grad, vjp and jvp."""
 
 import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import array, close, compiled, numpy
+from support import BACKEND, array, close, compiled, numpy
 
-from multigrad import grad, op_custom_gradient, value_and_grad
+from multigrad import grad, jvp, op_custom_gradient, value_and_grad, vjp
 
 ONES = np.ones(2, "float32")
 
@@ -97,3 +97,234 @@ def test_a_gradient_inside_a_rule():
     close(grad(op)(3.0), array(15.0))
     close(grad(grad(op))(3.0), array(5.0))
     assert float(numpy(op(array(3.0)))) == 9.0
+
+
+def test_vjp():
+    y, pullback = vjp(lambda x, w: x * w, array(1.0, 2.0), array(3.0, 4.0))
+    close(y, array(3.0, 8.0))
+    close(pullback(array(1.0, 10.0)), (array(3.0, 40.0), array(1.0, 20.0)))
+    close(pullback(np.float32([0.0, 1.0])), (array(0.0, 4.0), array(0.0, 2.0)))
+    y, pullback = vjp(lambda x: x**2, 3.0)
+    close((y, pullback(1), pullback(None)), (array(9.0), (array(6.0),), (array(0.0),)))
+
+
+def test_jvp():
+    close(jvp(lambda x: x**3, (2.0,), (1.0,)), (array(8.0), array(12.0)))
+    close(jvp(lambda x, w: x * w, [ONES, 2 * ONES], [3 * ONES, None]), (2 * ONES, 6 * ONES))
+    close(jvp(lambda x: x**2, (keras.Variable(ONES),), (1.0 * ONES,)), (ONES, 2 * ONES))
+
+
+def of_structures(tree, x):
+    y = tree["a"] ** 2 * tree["b"][0]
+    return {"y": y, "more": [ops.argmax(y), "text", None, (x * 3.0, 2)]}
+
+
+PRIMALS = {"a": 3 * ONES, "b": [2 * ONES]}, 1.0
+
+
+def test_vjp_of_structures():
+    output, pullback = vjp(of_structures, *PRIMALS)
+    close(output["y"], 18 * ONES)
+    close(output["more"][3][0], array(3.0))
+    assert output["more"][1:3] == ["text", None]
+    assert output["more"][3][1] == 2
+    assert int(numpy(output["more"][0])) == 0
+    upstream = {"y": ONES, "more": [None, "ignored", None, (2.0, 0)]}
+    close(pullback(upstream), ({"a": 12 * ONES, "b": [9 * ONES]}, array(6.0)))
+    upstream = {"y": None, "more": [None, None, None, (2.0, None)]}
+    close(pullback(upstream), ({"a": 0 * ONES, "b": [0 * ONES]}, array(6.0)))
+
+
+def test_jvp_of_structures():
+    output, tangent = jvp(of_structures, PRIMALS, ({"a": ONES, "b": [None]}, 5.0))
+    close(output["y"], 18 * ONES)
+    close(tangent["y"], 12 * ONES)
+    assert tangent["more"][:3] == [None, None, None]
+    close(tangent["more"][3][0], array(15.0))
+    assert tangent["more"][3][1] is None
+
+
+def test_vjp_and_jvp_with_aux():
+    output, pullback, aux = vjp(lambda x: (x**2, {"twice": 2.0 * x}), ONES, has_aux=True)
+    close((output, pullback(ONES), aux), (ONES, (2 * ONES,), {"twice": 2 * ONES}))
+    close(jvp(lambda x: (x**2, x), (ONES,), (ONES,), has_aux=True), (ONES, 2 * ONES, ONES))
+    with pytest.raises(TypeError, match="has_aux"):
+        jvp(lambda x: x, (ONES,), (ONES,), has_aux=True)
+
+
+def test_what_does_not_depend_has_zeros():
+    constant = array(1.0, 2.0)
+    close(vjp(lambda x, w: constant, ONES, 1.0)[1](ONES), (0 * ONES, array(0.0)))
+    close(jvp(lambda x, w: (constant, w), (ONES, 1.0), (ONES, 1.0))[1], (0 * ONES, array(1.0)))
+    assert jvp(lambda x: ops.argmax(x), (ONES,), (ONES,))[1] is None
+
+
+def test_an_output_that_is_an_input_or_comes_twice():
+    close(jvp(lambda x, w: (x, w, x), (ONES, 2.0), (3 * ONES, 5.0))[1], (3 * ONES, array(5.0), 3 * ONES))
+    close(vjp(lambda x: (x, x), ONES)[1]((ONES, 2 * ONES)), (3 * ONES,))
+
+
+def test_vjp_and_jvp_nest():
+    cube = lambda x: x**3  # noqa: E731
+    along = lambda f: lambda x: jvp(f, (x,), (1.0,))[1]  # noqa: E731
+    close(along(along(along(cube)))(2.0), array(6.0))
+    close(grad(along(grad(cube)))(2.0), array(6.0))
+    close(along(lambda x: vjp(cube, x)[1](x)[0])(2.0), array(36.0))  # 3 x^3
+    # The same tensor inside and outside is two variables.
+    close(along(lambda x: along(lambda y: x * y)(x))(3.0), array(1.0))
+    close(grad(lambda x: jvp(lambda y: x * y, (x,), (x,))[1])(3.0), array(6.0))
+
+
+def test_a_pullback_that_is_called_outside():
+    _, pullback, _ = vjp(lambda x: (x**3, None), array(2.0), has_aux=True)
+    close(grad(lambda u: pullback(u)[0] * u)(5.0), array(120.0))
+    close(jvp(pullback, (1.0,), (2.0,)), ((array(12.0),), (array(24.0),)))
+
+
+def test_the_output_is_differentiated():
+    close(grad(lambda x: vjp(lambda y: y**2 * x, x)[0])(3.0), array(27.0))
+    close(grad(lambda x: jvp(lambda y: y**2 * x, (x,), (1.0,))[0])(3.0), array(27.0))
+
+
+def test_what_is_assigned_is_kept():
+    count = keras.Variable(0.0, trainable=False)
+
+    def f(x):
+        count.assign(count + ops.sum(x))
+        return x * count
+
+    close(vjp(f, ONES)[1](ONES), (4 * ONES,))
+    close(count.value, array(2.0))
+    close(jvp(f, (ONES,), (ONES,)), (4 * ONES, 6 * ONES))
+    close(count.value, array(4.0))
+
+
+def test_complex_numbers():
+    """The gradient of a real loss along the tangent is the real part of their product."""
+    z, along = array(1.0 + 2.0j, dtype="complex64"), array(0.5 - 1.0j, dtype="complex64")
+    turn = op_custom_gradient(
+        lambda z: (z * 1.0, lambda u: u * ops.conj(array(2.0 + 3.0j, dtype="complex64")))
+    )
+    close(jvp(lambda z: z**2, (z,), (along,))[1], 2 * z * along)
+    close(jvp(turn, (z,), (along,))[1], array(2.0 + 3.0j, dtype="complex64") * along)
+    close(jvp(lambda z: ops.real(z * ops.conj(z)), (z,), (along,))[1], array(-3.0))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_dtype_is_kept(dtype):
+    x = array(1.0, 2.0, dtype=dtype)
+    output, tangent = jvp(lambda x: x**2, (x,), (ONES,))
+    assert x.dtype == output.dtype == tangent.dtype
+    (gradient,) = vjp(lambda x: x**2, x)[1](ONES)
+    assert gradient.dtype == x.dtype
+    close(ops.cast(tangent, "float32"), array(2.0, 4.0))
+
+
+@pytest.mark.parametrize("argument", [3, array([1, 2], dtype="int32"), "text", True])
+def test_no_primal(argument):
+    with pytest.raises(TypeError, match="floating or complex"):
+        vjp(lambda x: x, argument)
+    with pytest.raises(TypeError, match="floating or complex"):
+        jvp(lambda x: x, (argument,), (1.0,))
+
+
+@pytest.mark.parametrize("tangents", [(ONES,), (ONES, [ONES]), (ONES, 1.0, 1.0)])
+def test_other_tangents(tangents):
+    with pytest.raises(TypeError, match="the structures differ") as error:
+        jvp(lambda x, w: x * w, (ONES, 1.0), tangents)
+    assert "the tangents" in str(error.value)
+
+
+@pytest.mark.parametrize("tangent", [array(1.0), array(1.0, 2.0, 3.0), np.ones((1, 2), "float32")])
+def test_a_tangent_of_another_shape(tangent):
+    with pytest.raises(ValueError, match="the shapes differ"):
+        jvp(lambda x: x, (ONES,), (tangent,))
+
+
+def test_other_arguments_of_vjp_and_jvp():
+    with pytest.raises(TypeError, match="no sequence of arguments"):
+        jvp(lambda x: x, ONES, ONES)
+    with pytest.raises(TypeError, match="no number"):
+        jvp(lambda x: x, (1.0,), ("text",))
+    with pytest.raises(TypeError, match="the structures differ"):
+        vjp(lambda x: (x, x), 1.0)[1](1.0)
+    with pytest.raises(ValueError, match="the shapes differ"):
+        vjp(lambda x: x, 1.0)[1](ONES)
+
+
+RULES = {
+    "clipped": lambda u: ops.clip(u, -1.0, 1.0),
+    "clipped far out": lambda u: ops.clip(u, -50.0, 50.0),
+    "guided": ops.relu,
+    "sign": ops.sign,
+    "squared": lambda u: u * u,
+    "with an offset": lambda u: u + 1.0,
+    "of unit length": lambda u: u / ops.sqrt(ops.sum(u * u)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("x", [1.0, np.float32([0.5, 1.0, 2.5])], ids=["scalar", "vector"])
+def test_a_rule_that_is_not_linear(rule, x):
+    op = op_custom_gradient(lambda x: (x * 2.0, rule))
+    with pytest.raises(ValueError, match="not linear in its upstream"):
+        jvp(op, (x,), (x,))
+    with pytest.raises(ValueError, match="not linear in its upstream"):
+        jvp(lambda x: ops.sin(op(x * 2.0)), (x,), (x,))
+
+
+LINEAR_RULES = {
+    "guarded": lambda u: ops.where(u == 0.0, 0.0, 3.0 * u),
+    "turned": lambda u: -7.0 * ops.flip(u),
+    "centred": lambda u: u - ops.mean(u),
+    "none": lambda u: None,
+}
+
+
+@pytest.mark.parametrize("rule", LINEAR_RULES.values(), ids=LINEAR_RULES)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_linear_rule_is_not_refused(rule, dtype):
+    op = op_custom_gradient(lambda x: (x * 2.0, rule))
+    x, along = array(1.0, 2.0, 4.0, dtype=dtype), array(1.0, -1.0, 3.0, dtype=dtype)
+    wanted = rule(along)
+    got = jvp(op, (x,), (along,))[1]
+    close(ops.cast(got, "float32"), ops.cast(0.0 * along if wanted is None else wanted, "float32"), 1e-2)
+
+
+def test_infinity_and_nan_are_passed_on():
+    tangent = jvp(ops.sqrt, (array(0.0, 1.0),), (ONES,))[1]
+    assert numpy(tangent).tolist() == [np.inf, 0.5]
+    assert np.isnan(numpy(jvp(lambda x: x * np.nan, (1.0,), (1.0,))[1]))
+
+
+def test_a_rule_that_cannot_be_seen_to_be_linear_is_linearised_in_compiled_code():
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: 3.0 * ops.clip(u, -5.0, 5.0)))
+    forward = compiled(lambda x: jvp(op, (x,), (10.0 * x,))[1])
+    if BACKEND == "torch":
+        with pytest.raises(ValueError, match="not linear"):
+            forward(array(1.0))
+    else:
+        close(forward(array(1.0)), array(30.0))
+
+
+def test_how_often_the_function_and_the_rule_run():
+    counts = {"function": 0, "rule": 0}
+
+    @op_custom_gradient
+    def op(x):
+        counts["function"] += 1
+
+        def rule(u):
+            counts["rule"] += 1
+            return u * 7.0
+
+        return x * 2.0, rule
+
+    _, pullback = vjp(op, ONES)
+    assert counts == {"function": 1, "rule": 0}
+    close(pullback(ONES), (7 * ONES,))
+    close(pullback(2 * ONES), (14 * ONES,))
+    assert counts == {"function": 1, "rule": 2}
+    counts.update(function=0, rule=0)
+    close(jvp(op, (ONES,), (ONES,))[1], 7 * ONES)
+    assert counts == {"function": 1, "rule": 2}  # the second time to see that it is linear

@@ -104,7 +104,7 @@ def conform(gradient: Any, spec: Spec) -> Any:
 
 
 def concrete(tensor: Any) -> np.ndarray | None:
-    return np.asarray(tensor) if hasattr(tensor, "numpy") else None
+    return np.asarray(tensor.numpy()) if hasattr(tensor, "numpy") else None
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:

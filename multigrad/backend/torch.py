@@ -473,14 +473,14 @@ class _Transformed(torch.autograd.Function):
         needed = [i in given for i in range(count)]
         floating = [is_differentiable(output) for output in outputs]
 
-        def rule_of(*upstream: torch.Tensor) -> list[torch.Tensor]:
+        def vjp(*upstream: torch.Tensor) -> list[torch.Tensor]:
             every = iter(upstream)
             own = [next(every) if f else None for f in floating]
             gradients = ctx.found.back.pull(rule, own, needed, ctx.found.specs)
             return [torch.zeros_like(saved[i]) if gradients[i] is None else gradients[i] for i in given]
 
         _, transpose = torch.func.vjp(
-            rule_of, *[torch.ones_like(o) for o, f in zip(outputs, floating, strict=True) if f]
+            vjp, *[torch.zeros_like(o) for o, f in zip(outputs, floating, strict=True) if f]
         )
         pushed = iter(transpose([tangents[2 + i] for i in given]))
         none = [] if ctx.found.standing else [None] * (len(saved) - count - len(outputs))
