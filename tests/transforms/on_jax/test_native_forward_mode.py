@@ -1,0 +1,55 @@
+"""`jax.jvp` and what is made of it: refused, or the rule's, as the op says."""
+
+import runpy
+
+import cases
+import jax
+import jax.numpy as jnp
+import pytest
+from support import close
+
+import multigrad
+
+X, W = jnp.asarray([0.5, -1.25, 1.5]), jnp.asarray([0.75, 1.0, -0.5])
+ALONG = jnp.asarray([1.0, -0.5, 2.0]), jnp.asarray([0.25, 1.5, -1.0])
+
+
+def in_both_modes():
+    """The cases, of ops that are defined with `forward_mode=True`."""
+    define = multigrad.op_custom_gradient
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multigrad, "op_custom_gradient", lambda f: define(f, forward_mode=True))
+        return runpy.run_path(cases.__file__)["CASES"]
+
+
+BOTH_MODES = in_both_modes()
+each_case = pytest.mark.parametrize("name", BOTH_MODES)
+
+
+@each_case
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_without_forward_mode_it_is_refused(name, wrap):
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(wrap(cases.CASES[name].op), (X, W), ALONG)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jacfwd(wrap(cases.CASES[name].op))(X, W)
+
+
+def total(function):
+    return lambda x, w: (function(x, w) * jnp.asarray([1.0, -2.0, 0.5])).sum()
+
+
+TRANSFORMS = {
+    "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), ALONG),
+    "jvp of jvp": lambda f: TRANSFORMS["jvp"](TRANSFORMS["jvp"](f)),
+    "grad of jvp": lambda f: jax.grad(total(lambda x, w: TRANSFORMS["jvp"](f)(x, w)[1]), (0, 1)),
+    "hessian": lambda f: jax.hessian(total(f), (0, 1)),
+    "linearize": lambda f: lambda x, w: jax.vmap(jax.linearize(f, x, w)[1])(jnp.eye(3), jnp.eye(3)),
+}
+
+
+@each_case
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_with_forward_mode_it_is_the_rules(name, transform):
+    got = jax.jit(transform(BOTH_MODES[name].op))(X, W)
+    close(got, jax.jit(transform(BOTH_MODES[name].meant))(X, W), 1e-4)
