@@ -337,7 +337,7 @@ def _map_alike(
     axis: Any, arrays: Sequence[Any], places: Sequence[int | None], *, inputs: int
 ) -> tuple[list[Any], Sequence[int | None]]:
     own = list(zip(arrays[inputs:], places[inputs:], strict=True))
-    if isinstance(axis.name, str):
+    if isinstance(axis.name, str) or all(place is None for place in places[:inputs]):
         # An output that is not mapped along an axis with a name may be a sum along it, by `jax.lax.psum`.
         mapped, to = [array for array, _ in own], places[inputs:]
     else:

@@ -77,11 +77,12 @@ def test_named_axes(case):
     close(got, jax.tree.map(lambda gradients: gradients.mean(0), each), 1e-4)
 
 
+@pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_output_that_is_one_for_all(compiled):
+def test_an_output_that_is_one_for_all(compiled, forward_mode):
     """It does not depend on what is mapped; the rule's gradients all the same, as in vector quantization."""
 
-    @op_custom_gradient
+    @op_custom_gradient(forward_mode=forward_mode)
     def quantized(code, x):
         return code, lambda u: (u, 7.0 * u)
 
