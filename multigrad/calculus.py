@@ -367,7 +367,7 @@ def _not_linear(name: str, got: float, wanted: float) -> ValueError:
             name,
             "it has no derivative in forward mode, because a rule is not linear in its upstream gradient",
             required="rules that multiply their upstream gradient by what does not depend on it",
-            got=f"a gradient that is {got:.6g} along the tangents, where that of a linear rule is {wanted:.6g}",
+            got=f"a gradient of {got:.6g} along the tangents, where that of a linear rule is {wanted:.6g}",
             mend="take the derivative by `grad` or `vjp`, or make the rule linear",
         )
     )
