@@ -1,0 +1,22 @@
+"""Derivatives by TensorFlow's own tapes, of a function of two vectors to a vector."""
+
+import tensorflow as tf
+
+X, W = tf.constant([0.5, -1.25, 1.5]), tf.constant([0.75, 1.0, -0.5])
+
+
+def value_and_gradients(function, x, w):
+    """The value in a larger graph, and its gradients."""
+    with tf.GradientTape() as tape:
+        tape.watch([x, w])
+        y = tf.sin(function(x, w))
+    return y, tape.gradient(y, [x, w])
+
+
+def derivatives(function, x, w):
+    """The same, and the second derivatives."""
+    with tf.GradientTape() as tape:
+        tape.watch([x, w])
+        y, (of_x, of_w) = value_and_gradients(function, x, w)
+        slope = tf.reduce_sum(of_x**2) + tf.reduce_sum(of_w)
+    return y, [of_x, of_w], tape.gradient(slope, [x, w])

@@ -1,0 +1,112 @@
+"""`tf.function`: with and without XLA, with shapes that are known or not, from inside and from outside."""
+
+import pytest
+import tensorflow as tf
+from cases import CASES
+from support import close
+from tapes import W, X, derivatives, value_and_gradients
+
+from multigrad import op_custom_gradient
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+ways = pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "xla"])
+
+
+@cases
+@ways
+def test_derivatives_inside(case, options):
+    function = tf.function(lambda x, w: derivatives(case.op, x, w), **options)
+    close(function(X, W), derivatives(case.meant, X, W), 1e-4)
+
+
+@cases
+@ways
+def test_derivatives_from_outside(case, options):
+    close(derivatives(tf.function(case.op, **options), X, W), derivatives(case.meant, X, W), 1e-4)
+
+
+@cases
+@ways
+def test_a_gradient_inside_and_one_from_outside(case, options):
+    def slope(function):
+        return lambda x, w: value_and_gradients(function, x, w)[1][0]
+
+    got = value_and_gradients(tf.function(slope(case.op), **options), X, W)
+    close(got, value_and_gradients(slope(case.meant), X, W), 1e-4)
+
+
+@cases
+@ways
+def test_functions_in_functions(case, options):
+    inner = tf.function(case.op)
+    function = tf.function(lambda x, w: derivatives(tf.function(lambda x, w: inner(x, w)), x, w), **options)
+    close(function(X, W), derivatives(case.meant, X, W), 1e-4)
+
+
+@cases
+@pytest.mark.parametrize("shape", [[None], None], ids=["dimension", "rank"])
+def test_input_signatures(case, shape):
+    signature = [tf.TensorSpec(shape, "float32")] * 2
+    inside = tf.function(lambda x, w: derivatives(case.op, x, w), input_signature=signature)
+    outside = tf.function(case.op, input_signature=signature)
+    for count in (3, 2):
+        x, w = X[:count], W[:count]
+        wanted = derivatives(case.meant, x, w)
+        close(inside(x, w), wanted, 1e-4)
+        close(derivatives(outside, x, w), wanted, 1e-4)
+
+
+@ways
+def test_the_function_and_the_rule_are_traced_once(options):
+    """They are defined anew in the function; it is traced once, as are they."""
+    runs = []
+
+    def define(factor):
+        @op_custom_gradient
+        def op(x):
+            runs.append("function")
+
+            def rule(u):
+                runs.append("rule")
+                return u * factor * x
+
+            return x**2, rule
+
+        return op
+
+    @tf.function(**options)
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = define(7.0)(x)
+        return tape.gradient(y, x)
+
+    for factor in (1.0, 2.0, 3.0):
+        close(gradients(factor * X), 7.0 * factor * X)
+    assert runs == ["function", "rule"]
+
+
+@ways
+def test_autograph(options):
+    """Python's `if` and `for` over tensors, in a function around an op; in the op's own they are refused."""
+    scale = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
+
+    @tf.function(**options)
+    def around(x):
+        for _ in tf.range(2):
+            if tf.reduce_sum(x) > 0.0:  # noqa: SIM108
+                x = scale(x)
+            else:
+                x = -x
+        return x
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = around(x)
+        return y, tape.gradient(y, x)
+
+    if not options:
+        close(gradient(X), (4.0 * X, tf.fill([3], 49.0)))
+    else:
+        close(around(X), 4.0 * X)
