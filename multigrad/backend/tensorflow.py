@@ -133,7 +133,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         return back.pull(tied_rule, whole, needed, specs)
 
     if eager:
-        record.record_operation(call.name, own, list(tensors), backward)
+        _record(call.name, own, list(tensors), backward)
     else:
         guards = own[0].op.inputs[len(outputs) + len(tensors) :]
 
@@ -228,6 +228,17 @@ def _graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
+def _record(
+    name: str, own: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., Sequence[Any]]
+) -> None:
+    """Give `own` its gradient on the tapes, and by its transpose a derivative in forward mode.
+
+    The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
+    """
+    record.record_operation_backprop_only(name, own, inputs, backward)
+    record.record_operation_forwardprop_only(name, own, inputs, backward, None)
+
+
 def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
     """Tensors that are this call's alone, so that they can be given its gradient."""
     with record.stop_recording():
@@ -258,7 +269,7 @@ def _record_in_graph(
     gradient = op.get_attr("_gradient_op_type").decode()
     rules[gradient] = backward
     tf.RegisterGradient(gradient)(functools.partial(_gradient, gradient, weakref.ref(op.graph)))
-    record.record_operation(name, own, inputs, backward)
+    _record(name, own, inputs, backward)
 
 
 @library_code
