@@ -1,0 +1,76 @@
+"""`tf.map_fn`, which keeps the rule, and `tf.vectorized_map`, which keeps that of a gradient inside of it."""
+
+import pytest
+import tensorflow as tf
+from cases import CASES
+from support import close
+from tapes import W, X, derivatives, value_and_gradients
+
+XS, WS = tf.stack([X, 2.0 * X]), tf.stack([W, -W])
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+wraps = pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
+
+
+def loop(function):
+    """What a map of it means."""
+    return lambda xs, ws: tf.stack([function(x, w) for x, w in zip(XS, WS, strict=True)])
+
+
+def stacked(function):
+    """What a map of derivatives means."""
+    rows = [function(x, w) for x, w in zip(XS, WS, strict=True)]
+    return tf.nest.map_structure(lambda *parts: tf.stack(parts), *rows)
+
+
+def mapped(function):
+    return lambda xs, ws: tf.map_fn(lambda row: function(*row), (xs, ws), fn_output_signature="float32")
+
+
+def vectorized(function):
+    return lambda xs, ws: tf.vectorized_map(lambda row: function(*row), (xs, ws), fallback_to_while_loop=False)
+
+
+@cases
+@wraps
+def test_map_fn(case, wrap):
+    def meant(xs, ws):
+        return tf.stack([case.meant(xs[i], ws[i]) for i in range(2)])
+
+    close(wrap(lambda: derivatives(mapped(case.op), XS, WS))(), derivatives(meant, XS, WS), 1e-3)
+
+
+def vector_derivatives(function):
+    return lambda x, w: [*value_and_gradients(function, x, w)[1], derivatives(function, x, w)[2][0]]
+
+
+@pytest.mark.filterwarnings("ignore:.*while_loop for converting")
+@cases
+@wraps
+def test_vectorized_map_of_derivatives(case, wrap):
+    def inside():
+        return tf.vectorized_map(lambda row: vector_derivatives(case.op)(*row), (XS, WS))
+
+    close(wrap(inside)(), stacked(vector_derivatives(case.meant)), 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*while_loop for converting")
+@cases
+@wraps
+def test_a_gradient_of_vectorized_map_is_refused(case, wrap):
+    """It copies operations without their gradients, and says nothing where the rule is tf.custom_gradient's."""
+
+    def map_of(function):
+        return lambda xs, ws: tf.vectorized_map(lambda row: function(*row), (xs, ws))
+
+    close(wrap(map_of(case.op))(XS, WS), loop(case.meant)(XS, WS), 1e-4)
+    with pytest.raises(LookupError, match="the rule of an op was lost"):
+        wrap(lambda: value_and_gradients(map_of(case.op), XS, WS))()
+
+
+def test_a_rule_of_tensorflows_is_lost_in_vectorized_map():
+    """The reason of the refusal above, to be looked at again when this fails."""
+    rule = tf.custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
+    with tf.GradientTape() as tape:
+        tape.watch(XS)
+        y = tf.vectorized_map(rule, XS)
+    close(tape.gradient(y, XS), tf.fill(XS.shape, 2.0))
