@@ -116,20 +116,17 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     if not any([is_differentiable(tensor) for tensor in tensors]):
         return back.output.join([tf.stop_gradient(output) for output in outputs])  # of what it closes over
     residuals, template, _ = lift(rule, TENSORS, call.f)
-    if eager:
-        here, own = tensors, _own_eagerly(outputs)
-    else:
-        here, own = _here(tensors), _own_in_graph(outputs, tensors)
+    own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, Any] = {}
     for output, replacement in zip(outputs, own, strict=False):
         places.setdefault(id(output), replacement)
-    places.update(zip(map(id, tensors), here, strict=True))
+    places.update(zip(map(id, tensors), tensors, strict=True))
     tied = [places.get(id(residual), residual) for residual in residuals]
-    tied_rule = restore(template, tied if eager else _here(tied))
+    tied_rule = restore(template, _here(tied))
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
-    specs = specs_of(here)
+    specs = specs_of(_here(tensors))
 
     def backward(*upstream: Any) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
@@ -244,12 +241,12 @@ def _record(
 
 
 def _here(tensors: Sequence[Any]) -> Sequence[Any]:
-    """The tensors as the graph that is being built has them, if some come from around it.
+    """The tensors as the graph that is being built has them, where some come from around it.
 
-    A gradient of a branch or a loop is built around the function in which it stands, too, where TensorFlow
-    finds what the graph of the branch or loop has, and nothing else. A plain `tf.Graph` has none around it.
+    The gradient of a branch or a loop is built in a graph beside its own, and what it takes from there must
+    be there. A plain `tf.Graph` has none around it.
     """
-    capture = getattr(tf.compat.v1.get_default_graph(), "capture", None)
+    capture = getattr(_graph(), "capture", None)
     return tensors if capture is None else [capture(tensor) for tensor in tensors]
 
 

@@ -50,18 +50,29 @@ def test_private_names_are_there():
 
 
 def test_names_of_graphs_are_there():
-    """Public in name, but nowhere described: how the graph of a branch is told from that of a function."""
-    graphs = []
+    """Public in name, but nowhere described: how the graph of a branch is told from that of a function.
+
+    And what a graph makes of a tensor that comes from around it.
+    """
+    graphs, captured = [], []
 
     @tf.function
     def function(x):
+        def positive():
+            graph = tf.compat.v1.get_default_graph()
+            graphs.append(graph)
+            captured[:] = graph.capture(x), graph.capture(x)
+            return x
+
         graphs.append(tf.compat.v1.get_default_graph())
-        return tf.cond(x > 0, lambda: graphs.append(tf.compat.v1.get_default_graph()) or x, lambda: x)
+        return tf.cond(x > 0, positive, lambda: x)
 
     function(tf.constant(1.0))
     outer, branch = graphs
     assert branch.outer_graph is outer
     assert (branch.is_control_flow_graph, outer.is_control_flow_graph) == (True, False)
+    assert captured[0].graph is branch
+    assert captured[0] is captured[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"autograph": False}])
