@@ -59,7 +59,7 @@ def test_vectorized_map_of_derivatives(case, wrap):
 @cases
 @wraps
 def test_a_gradient_of_vectorized_map_is_refused(case, wrap):
-    """It copies operations without their gradients, and says nothing where the rule is tf.custom_gradient's."""
+    """It copies operations without their gradients, and says nothing of a rule of TensorFlow's."""
 
     def map_of(function):
         return lambda xs, ws: tf.vectorized_map(lambda row: function(*row), (xs, ws))

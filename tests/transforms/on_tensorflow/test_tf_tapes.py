@@ -1,4 +1,4 @@
-"""`tf.GradientTape`: nested, persistent, watching in part, and its Jacobians, by `tf.vectorized_map` or not."""
+"""`tf.GradientTape`: nested, persistent, watching in part, and its Jacobians."""
 
 import pytest
 import tensorflow as tf
