@@ -1,0 +1,95 @@
+"""Training on two virtual devices is training on one: a process of its own, as devices are made once."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from cases import CASES
+from keras import ops
+from support import close
+
+from multigrad import op_custom_gradient
+
+ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+
+
+@op_custom_gradient
+def scaled(x, w):
+    y = ops.tanh(x @ w)
+
+    def rule(u):
+        slope = u * (1.0 - y**2)
+        return 7.0 * slope @ ops.transpose(w), 3.0 * ops.transpose(x) @ slope
+
+    return y, rule
+
+
+class Scaled(keras.layers.Layer):
+    """Its weight is an argument of the op."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(3, 3), initializer=keras.initializers.RandomNormal(seed=1))
+
+    def call(self, x):
+        return scaled(x, self.w)
+
+
+class Read(keras.layers.Layer):
+    """Its weights are read by the function."""
+
+    def build(self, shape):
+        self.inner = keras.layers.Dense(2, kernel_initializer=keras.initializers.RandomNormal(seed=2))
+        self.inner.build(shape)
+
+    def call(self, x):
+        @op_custom_gradient(name="read")
+        def op(x):
+            def rule(u, variables):
+                return 5.0 * u @ ops.transpose(self.inner.kernel), [
+                    11.0 * ops.transpose(x) @ u if v is self.inner.kernel else 13.0 * ops.sum(u, 0)
+                    for v in variables
+                ]
+
+            return self.inner(x), rule
+
+        return op(x)
+
+
+def fit(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), Scaled(), Read()])
+        model.compile("sgd", "mse")
+    history = model.fit(ROWS, ROWS[:, :2], batch_size=8, epochs=3, shuffle=False, verbose=0)
+    return history.history["loss"], model.get_weights()
+
+
+def gradients(strategy, function):
+    """Of a sum over all rows, by what is common to them; each replica has its share."""
+
+    def step(rows):
+        shift, w = tf.zeros(3), tf.constant([0.75, 1.0, -0.5])
+        with tf.GradientTape() as tape:
+            tape.watch([shift, w])
+            y = tf.reduce_sum([function(row + shift, w) for row in tf.unstack(rows)])
+        return tape.gradient(y, [shift, w])
+
+    shares = np.split(ROWS[:4], strategy.num_replicas_in_sync)
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(shares[context.replica_id_in_sync_group])
+    )
+    each = tf.function(lambda: strategy.run(step, (rows,)))()
+    return [strategy.reduce("SUM", gradient, axis=None) for gradient in each]
+
+
+def main():
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    one, two = tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert two.num_replicas_in_sync == 2
+    for case in CASES.values():
+        close(gradients(two, case.op), gradients(one, case.meant), 1e-4)
+    close(fit(two), fit(one))
+    print("the same on two devices")
+
+
+if __name__ == "__main__":
+    main()
