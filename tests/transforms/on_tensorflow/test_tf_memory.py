@@ -1,0 +1,178 @@
+"""What is kept: nothing after a step, of a dead function, or without a tape; and nothing between threads."""
+
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+import tensorflow as tf
+from cases import CASES
+from support import close
+from tapes import W, X, derivatives, value_and_gradients
+
+from multigrad import grad, op_custom_gradient
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+class Marker:
+    """Something that a rule holds, whose end can be watched."""
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def live_tensors():
+    return sum(issubclass(type(thing), tf.Tensor) for thing in gc.get_objects())
+
+
+@cases
+@pytest.mark.parametrize("step", [value_and_gradients, derivatives])
+def test_a_step_leaves_no_tensor(case, step, no_collector):
+    """Not even to the collector."""
+    step(case.op, X, W)
+    before = live_tensors()
+    for _ in range(5):
+        step(case.op, X, W)
+    assert live_tensors() == before
+
+
+def resident():
+    """The memory of this process in KiB."""
+    with open("/proc/self/status") as status:
+        (line,) = [line for line in status if line.startswith("VmRSS")]
+    return int(line.split()[1])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it asks Linux how large the process is")
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
+def test_many_steps_leave_the_process_as_it_was(wrap, no_collector):
+    """Each step holds 4 MB of residuals; what is allowed in all is less than eight steps'."""
+    op, x, w = CASES["intermediate"].op, tf.ones(2**20), tf.ones(2**20)
+    step = wrap(lambda: tf.reduce_sum(value_and_gradients(op, x, w)[1][0]))
+    for _ in range(5):
+        step()
+    before = resident()
+    for _ in range(40):
+        step()
+    assert resident() - before < 32 * 1024
+
+
+@cases
+def test_the_graph_of_a_dead_function_is_freed(case):
+    """By the collector, which TensorFlow's graphs wait for without an op, too."""
+    functions = {
+        "inside": tf.function(lambda x, w: value_and_gradients(case.op, x, w)),
+        "outside": tf.function(lambda x, w: case.op(x, w)),
+        "loop": tf.function(
+            lambda x, w: tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, case.op(x, w)), (0, x))[1]
+        ),
+    }
+    value_and_gradients(functions["outside"], X, W)
+    value_and_gradients(functions["loop"], X, W)
+    graphs = {name: weakref.ref(f.get_concrete_function(X, W).graph) for name, f in functions.items()}
+    functions.clear()
+    gc.collect()
+    assert {name: graph() for name, graph in graphs.items()} == dict.fromkeys(graphs)
+
+
+def test_what_a_rule_holds_is_freed_with_its_function():
+    """What is a tensor and what is not, and in a graph that is compiled."""
+
+    def define():
+        marker = Marker()
+
+        def f(x):
+            def rule(u):
+                assert marker is not None
+                return u * 7.0
+
+            return x * 1.0, rule
+
+        op = op_custom_gradient(f)
+        function = tf.function(
+            lambda x: value_and_gradients(lambda x, w: op(x), x, W)[1][0], jit_compile=True
+        )
+        close(function(X), 7.0 * tf.cos(X))
+        return weakref.ref(marker)
+
+    marker = define()
+    gc.collect()
+    assert marker() is None
+
+
+def test_nothing_is_recorded_without_a_tape(no_collector):
+    """What the rule holds is gone when the call ends; on a tape, with the tape."""
+    markers = []
+
+    @op_custom_gradient
+    def op(x):
+        marker = Marker()
+        markers.append(weakref.ref(marker))
+
+        def rule(u):
+            assert marker is not None
+            return u * 7.0
+
+        return x * 1.0, rule
+
+    kept = [op(X)]
+    with tf.GradientTape() as tape, tape.stop_recording():
+        tape.watch(X)
+        kept.append(op(X))
+    assert [marker() for marker in markers] == [None, None]
+    with tf.GradientTape() as tape:
+        tape.watch(X)
+        kept.append(op(X))
+    assert markers[2]() is not None
+    del tape
+    assert markers[2]() is None
+
+
+def test_eight_threads():
+    """Each takes its own gradients and traces its own functions, of ops that all share."""
+    wanted = {name: derivatives(case.meant, X, W) for name, case in CASES.items()}
+    failures, shared = [], {name: tf.function(case.op) for name, case in CASES.items()}
+    start = threading.Barrier(8)
+
+    def work(traced):
+        try:
+            start.wait()
+            for name, case in CASES.items():
+                function = tf.function(case.op) if traced else case.op
+                close(derivatives(case.op, X, W), wanted[name], 1e-4)
+                close(value_and_gradients(function, X, W), wanted[name][:2], 1e-4)
+                close(value_and_gradients(shared[name], X, W), wanted[name][:2], 1e-4)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(i < 2,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_rule_that_takes_a_gradient():
+    """Of another op, and of its own, with a tape and without one around."""
+
+    @op_custom_gradient
+    def op(x, depth):
+        def rule(u):
+            if depth == 0:
+                return u * 7.0, None
+            return u * grad(lambda x: tf.reduce_sum(op(x, depth - 1)))(x) * 2.0, None
+
+        return x * 1.0, rule
+
+    for wrap in (lambda f: f, tf.function):
+        function = wrap(lambda x: value_and_gradients(lambda x, w: op(x, 3), x, W)[1][0])
+        close(function(X), 56.0 * tf.cos(X), 1e-4)
