@@ -46,9 +46,14 @@ SECOND = [derivative_of_derivative, gradient_of_derivative, derivative_of_gradie
 
 
 @cases
-@pytest.mark.parametrize("get", [derivative, *SECOND])
+@pytest.mark.parametrize("get", [derivative, gradient_of_derivative, derivative_of_gradient])
 def test_eagerly(case, get):
     close(get(case.op), get(case.meant), 1e-4)
+
+
+@pytest.mark.parametrize("case", [CASES[name] for name in ("output", "two outputs")])
+def test_a_derivative_of_a_derivative(case):
+    close(derivative_of_derivative(case.op), derivative_of_derivative(case.meant), 1e-4)
 
 
 @cases
@@ -96,7 +101,7 @@ def test_the_rule_runs_where_there_is_a_direction():
 
 
 def test_a_rule_that_is_not_linear():
-    """Its transpose is the one at an upstream gradient of ones. Its gradient is its own."""
+    """It has no transpose. TensorFlow takes that of its derivative where the upstream gradient is one."""
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: 7.0 * u**2))
     with tf.autodiff.ForwardAccumulator(X, W) as forward:
         y = op(X)
