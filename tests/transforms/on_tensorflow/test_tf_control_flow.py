@@ -8,6 +8,7 @@ from tapes import W, X, derivatives, value_and_gradients
 
 from multigrad import op_custom_gradient
 
+some = pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "two outputs")])
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -77,7 +78,7 @@ def test_eagerly(case, place):
     close(derivatives(place(case.op), X, W), derivatives(place(case.meant), X, W), 1e-3)
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "two outputs")])
+@some
 @pytest.mark.parametrize("place", PLACES)
 def test_from_outside(case, place):
     """The gradient is taken outside of the function, of the whole."""
@@ -91,7 +92,7 @@ def test_second_derivatives(place):
     close(derivatives(tf.function(place(case.op)), X, W), derivatives(place(case.meant), X, W), 1e-3)
 
 
-@cases
+@some
 @pytest.mark.parametrize("place", SIMPLE)
 def test_compiled(case, place):
     """XLA takes the gradient of a loop inside of the function."""
