@@ -1,0 +1,172 @@
+"""torch.func: its transforms, and their nestings, on every op."""
+
+import pytest
+import torch
+from cases import CASES
+from support import close
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+
+X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
+XS, WS = torch.stack([X, W, V, X + W]), torch.stack([W, V, X, X - V])  # four times three
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def weighted(f):
+    return lambda x, w: (f(x, w) * V).sum()
+
+
+def slope(f, argument=0):
+    return lambda x, w: (grad(f, argument)(x, w) * W).sum()
+
+
+def every_vjp(f):
+    y, pull = vjp(f, X, W)
+    return y, vmap(pull)(torch.eye(3)), pull(V)
+
+
+def linear(f):
+    y, push = linearize(f, X, W)
+    return y, push(V, X), push(W, V)
+
+
+TRANSFORMS = {
+    "grad": lambda f: grad(weighted(f), (0, 1))(X, W),
+    "vjp": every_vjp,
+    "jvp": lambda f: jvp(f, (X, W), (V, X)),
+    "jvp by one argument": lambda f: jvp(lambda w: f(X, w), (W,), (V,)),
+    "linearize": linear,
+    "jacrev": lambda f: jacrev(f, (0, 1))(X, W),
+    "jacrev in chunks": lambda f: jacrev(f, (0, 1), chunk_size=2)(X, W),
+    "jacfwd": lambda f: jacfwd(f, (0, 1))(X, W),
+    "jacfwd, randomness": lambda f: jacfwd(f, 1, randomness="same")(X, W),
+    "hessian": lambda f: hessian(f, (0, 1))(X, W),
+    "grad of grad": lambda f: grad(slope(weighted(f), 1), (0, 1))(X, W),
+    "grad of grad of grad": lambda f: grad(slope(slope(weighted(f))), (0, 1))(X, W),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(f, (0, 1)), (0, 1))(X, W),
+    "jacrev of jacfwd": lambda f: jacrev(jacfwd(f, (0, 1)), (0, 1))(X, W),
+    "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(f, (0, 1)), (0, 1))(X, W),
+    "jacfwd of hessian": lambda f: jacfwd(hessian(f))(X, W),
+    "jvp of grad": lambda f: jvp(grad(weighted(f), (0, 1)), (X, W), (V, X)),
+    "grad of jvp": lambda f: grad(lambda x, w: jvp(f, (x, w), (V, X))[1].sum(), (0, 1))(X, W),
+    "vjp of vjp": lambda f: vjp(lambda u: vjp(f, X, W)[1](u), V)[1]((X, W)),
+    "functional_call": lambda f: grad(lambda w: functional_call(Module(f), {"weight": w}, (X,)).sum())(W),
+}
+
+
+class Module(torch.nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return self.f(x, self.weight)
+
+
+@cases
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_transform(case, transform):
+    close(transform(case.op), transform(case.meant), 1e-4)
+
+
+# ----------------------------------------------------------------------------------------- vmap
+
+IN_DIMS = {
+    "one for all": (0, (XS, WS)),
+    "the first": ((0, None), (XS, W)),
+    "the second": ((None, 0), (X, WS)),
+    "other axes": ((1, -1), (XS.T, WS.T)),
+    "two axes": ((0, 1), (XS, WS.T)),
+    "the last, and none": ((-1, None), (XS.T, W)),
+}
+MAPPED = {
+    "the op": lambda f: f,
+    "grad": lambda f: grad(weighted(f), (0, 1)),
+    "vjp": lambda f: lambda x, w: vjp(f, x, w)[1](V),
+    "jvp": lambda f: lambda x, w: jvp(f, (x, w), (V, X)),
+    "jacrev": lambda f: jacrev(f, (0, 1)),
+    "jacfwd": lambda f: jacfwd(f, (0, 1)),
+    "hessian": lambda f: hessian(f),
+    "grad of grad": lambda f: grad(slope(weighted(f), 1), (0, 1)),
+}
+
+
+def loop(f, in_dims, args):
+    """What `vmap` is to give: the function on one slice after the other."""
+    dims = (in_dims,) * len(args) if isinstance(in_dims, int) else in_dims
+    slices = [[a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)] for i in range(4)]
+    leaves = [torch.utils._pytree.tree_flatten(f(*own)) for own in slices]
+    columns = zip(*[flat for flat, _ in leaves], strict=True)
+    return torch.utils._pytree.tree_unflatten([torch.stack(column) for column in columns], leaves[0][1])
+
+
+@cases
+@pytest.mark.parametrize(("in_dims", "args"), IN_DIMS.values(), ids=IN_DIMS)
+@pytest.mark.parametrize("mapped", MAPPED.values(), ids=MAPPED)
+def test_vmap(case, in_dims, args, mapped):
+    close(vmap(mapped(case.op), in_dims)(*args), loop(mapped(case.meant), in_dims, args), 1e-4)
+
+
+@cases
+def test_vmap_within_vmap(case):
+    def every_pair(f):
+        return vmap(vmap(f, (None, 0)), (0, None))(XS, WS)
+
+    close(every_pair(case.op), torch.stack([loop(case.meant, (None, 0), (x, WS)) for x in XS]), 1e-4)
+    close(every_pair(grad(weighted(case.op))), every_pair(grad(weighted(case.meant))), 1e-4)
+
+
+@cases
+def test_grad_around_vmap(case):
+    def total(f, mapped):
+        return lambda xs, w: (mapped(f, (0, None), (xs, w)) ** 2).sum()
+
+    def by_vmap(f, in_dims, args):
+        return vmap(f, in_dims)(*args)
+
+    for transform in (lambda f: grad(f, (0, 1)), hessian):
+        close(transform(total(case.op, by_vmap))(XS, W), transform(total(case.meant, loop))(XS, W), 1e-3)
+
+
+@cases
+def test_vmap_of_structures_in_chunks_to_another_axis(case):
+    def f(given):
+        return {"y": case.op(given["x"], given["w"])}
+
+    got = vmap(f, ({"x": 0, "w": 1},), out_dims={"y": 1}, chunk_size=3)({"x": XS, "w": WS.T})
+    close(got, {"y": loop(case.meant, 0, (XS, WS)).T}, 1e-4)
+
+
+@cases
+def test_plain_backward_around_vmap(case):
+    def gradients(f):
+        xs, w = XS.clone().requires_grad_(), W.clone().requires_grad_()
+        return torch.autograd.grad((vmap(f, (0, None))(xs, w) ** 2).sum(), (xs, w))
+
+    close(gradients(case.op), gradients(case.meant), 1e-4)
+
+
+def test_a_function_runs_once_under_a_transform():
+    """And once more, recorded, for a second derivative through what it computed on the way."""
+    from multigrad import op_custom_gradient
+
+    runs = []
+
+    @op_custom_gradient
+    def op(x):
+        runs.append(1)
+        e = x**2
+        return e * x, lambda u: u * 21.0 * e
+
+    def runs_of(transform):
+        runs.clear()
+        transform(X)
+        return len(runs)
+
+    assert runs_of(vmap(op)) == 1
+    assert runs_of(grad(lambda x: op(x).sum())) == 1
+    assert runs_of(vmap(grad(op))) == 1
+    assert runs_of(jacrev(op)) == 1
+    assert runs_of(lambda x: jvp(op, (x,), (x,))) == 1
+    assert runs_of(jacrev(jacrev(op))) == 2
