@@ -385,11 +385,12 @@ def _of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor 
 
 def _apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     found = _Found()
-    if not call.may_read():
+    if not (lift(call.f, TENSORS)[0] or call.may_read()):
         outputs = _Transformed.apply(call, found, *tensors)
         return found.back.output.join(outputs[: found.outputs])
-    # The values of variables may be wrapped for a transform, and then have no place inside of the Function.
-    # So the function runs outside of it, recorded, and its outputs are tied to the inputs.
+    # The values of variables, and what is closed over, may be wrapped for a transform, and then have no
+    # place inside of the Function. So the function runs outside of it, recorded, and its outputs are tied
+    # to the inputs.
     ran = outputs, _, inputs, back = call.run(tensors)
     others = found.note(call, ran)
     found.standing = True
@@ -422,16 +423,25 @@ class _Found:
         everything = [*inputs, *outputs]
         # Of an output that is an input, the input's place.
         known = {id(tensor): i for i, tensor in reversed(list(enumerate(everything)))}
-        others = [residual for residual in residuals if id(residual) not in known]
+        others = list({id(other): other for other in residuals if id(other) not in known}.values())
         known |= {id(other): len(everything) + i for i, other in enumerate(others)}
         self.autocast, self.specs = _autocast(), specs_of(inputs)
         self.inputs, self.outputs = len(inputs), len(outputs)
         self.places = [known[id(residual)] for residual in residuals]
         return others
 
+    def parts(self, saved: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], ...]:
+        """The inputs, the outputs and the other residuals."""
+        places = self.inputs, self.inputs + self.outputs
+        return saved[: places[0]], saved[places[0] : places[1]], saved[places[1] :]
+
 
 class _Transformed(torch.autograd.Function):
-    """A Function that the transforms can take apart: residuals are outputs of it, too."""
+    """A Function that the transforms can take apart: residuals are outputs of it, too.
+
+    Those have derivatives of their own, through the function, which runs again for them. In reverse mode
+    that is when somebody asks, which a first derivative never does.
+    """
 
     generate_vmap_rule = True
 
@@ -451,50 +461,124 @@ class _Transformed(torch.autograd.Function):
         saved = (*tensors[:count], *output, *tensors[count + ctx.found.outputs :])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
-        _mark_integers(ctx, output[: ctx.found.outputs], *output[ctx.found.outputs :])
+        ctx.set_materialize_grads(False)  # to see which residuals are asked for
+        _mark_integers(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        count, outputs = ctx.found.inputs, ctx.found.outputs
-        needed = ctx.needs_input_grad[2:]
-        with _autocasting(ctx.found.autocast):
-            rule = _transformed_rule(ctx, ctx.saved_tensors)
-            own = _of_floating(upstream[:outputs])
-            gradients = ctx.found.back.pull(rule, own, needed[:count], ctx.found.specs)
-        return None, None, *gradients, *[None] * (len(needed) - count)
+        found, saved, all_needed = ctx.found, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        inputs, outputs, _ = found.parts(saved)
+        needed = all_needed[: len(inputs)]
+        gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        with _autocasting(found.autocast):
+            own, computed = upstream[: len(outputs)], upstream[len(outputs) :]
+            if any([u is not None for u in own]):
+                zeros = [torch.zeros_like(o) if u is None else u for u, o in zip(own, outputs, strict=True)]
+                rule = _transformed_rule(ctx, saved)
+                gradients = found.back.pull(rule, _of_floating(zeros), needed, found.specs)
+            if any([u is not None for u in computed]):
+                by = [i for i, need in enumerate(needed) if need]
+                more = dict(zip(by, _pull_residuals(ctx, inputs, computed, by), strict=True))
+                gradients = [_sum(gradient, more.get(i)) for i, gradient in enumerate(gradients)]
+        return None, None, *gradients, *[None] * (len(all_needed) - len(inputs))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The transpose of the rule, which must be linear in the upstream gradient."""
-        saved, count = ctx.saved_tensors, ctx.found.inputs
-        rule = _transformed_rule(ctx, saved)
-        outputs = saved[count : count + ctx.found.outputs]
-        given = [i for i, tangent in enumerate(tangents[2 : 2 + count]) if tangent is not None]
-        needed = [i in given for i in range(count)]
-        floating = [is_differentiable(output) for output in outputs]
+        found = ctx.found
+        given = [i for i, tangent in enumerate(tangents[2 : 2 + found.inputs]) if tangent is not None]
+        # PyTorch (2.13) turns forward mode off here, and that of outer levels with it, whose derivative of
+        # a tangent would be zero. So turn it on again, which only a private name can, for the primals.
+        with forward_ad._set_fwd_grad_enabled(True), _autocasting(found.autocast):
+            saved = list(map(_primal, ctx.saved_tensors))
+            inputs, outputs, others = found.parts(saved)
+            rule = _transformed_rule(ctx, saved)
+            needed = [i in given for i in range(len(inputs))]
 
-        def vjp(*upstream: torch.Tensor) -> list[torch.Tensor]:
-            every = iter(upstream)
-            own = [next(every) if f else None for f in floating]
-            gradients = ctx.found.back.pull(rule, own, needed, ctx.found.specs)
-            return [torch.zeros_like(saved[i]) if gradients[i] is None else gradients[i] for i in given]
+            def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
+                gradients = found.back.pull(rule, upstream, needed, found.specs)
+                return [torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in given]
 
-        _, transpose = torch.func.vjp(
-            vjp, *[torch.zeros_like(o) for o, f in zip(outputs, floating, strict=True) if f]
-        )
-        pushed = iter(transpose([tangents[2 + i] for i in given]))
-        none = [] if ctx.found.standing else [None] * (len(saved) - count - len(outputs))
-        return *[next(pushed) if f else None for f in floating], *none
+            own = [tangents[2 + i] for i in given]
+            pushed = _transposed(vjp, outputs, own)
+            if found.standing:
+                return tuple(pushed)
+
+            def pull(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
+                return _pull_residuals(ctx, inputs, upstream, given)
+
+            return *pushed, *_transposed(pull, others, own)
+
+
+def _transposed(
+    linear: Callable[..., list[torch.Tensor]], like: Sequence[torch.Tensor], tangents: list[Any]
+) -> list[torch.Tensor | None]:
+    """The transpose of a map from tensors like these, None for an integer one, applied to `tangents`."""
+    floating = [is_differentiable(tensor) for tensor in like]
+    if not (tangents and any(floating)):
+        return [torch.zeros_like(tensor) if f else None for tensor, f in zip(like, floating, strict=True)]
+
+    def function(*of_floating: torch.Tensor) -> list[torch.Tensor]:
+        every = iter(of_floating)
+        return linear(*[next(every) if f else None for f in floating])
+
+    zeros = [torch.zeros_like(tensor) for tensor, f in zip(like, floating, strict=True) if f]
+    pushed = iter(torch.func.vjp(function, *zeros)[1](tangents))
+    return [next(pushed) if f else None for f in floating]
+
+
+def _primal(tensor: torch.Tensor) -> torch.Tensor:
+    """A dual number's value, which has no tangent at the level at which a `jvp` runs."""
+    if torch.func.debug_unwrap(tensor, recurse=False).ndim > tensor.ndim:
+        return _PrimalOfBatch.apply(tensor)
+    return forward_ad.unpack_dual(tensor, level=0).primal
+
+
+class _PrimalOfBatch(torch.autograd.Function):
+    """It tells vmap what PyTorch (2.13) does not: to unpack a batch of dual numbers."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor) -> NoReturn:
+        raise NotImplementedError
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> NoReturn:
+        raise NotImplementedError
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int, ...], tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return _primal(tensor), dims[0]
+
+
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    found, others = ctx.found, ctx.found.inputs + ctx.found.outputs
-    residuals = [saved[place] for place in found.places]
-    known = [slot for slot, place in enumerate(found.places) if place < others]
-    whole = found.standing or (len(known) == len(residuals) and not found.opaque)
-    if whole or not torch.is_grad_enabled():
-        return restore(found.template, residuals)
-    return restore(*_run_again(ctx.call, found.back, residuals, saved[: found.inputs], known))
+    residuals = [saved[place] for place in ctx.found.places]
+    if ctx.found.standing or not ctx.found.opaque:
+        return restore(ctx.found.template, residuals)
+    # What the rule reaches through an object belongs to another level. It has its like in a second run.
+    others = ctx.found.inputs + ctx.found.outputs
+    known = [slot for slot, place in enumerate(ctx.found.places) if place < others]
+    return restore(*_run_again(ctx.call, ctx.found.back, residuals, ctx.found.parts(saved)[0], known))
+
+
+def _pull_residuals(
+    ctx: Any, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], by: Sequence[int]
+) -> list[torch.Tensor]:
+    """The gradients, with respect to the inputs `by`, of what the function computed on the way."""
+    call, found = ctx.call, ctx.found
+    wanted = [i for i, u in enumerate(upstream) if u is not None]
+
+    def computed(*own: torch.Tensor) -> list[torch.Tensor]:
+        every = list(inputs)
+        for i, tensor in zip(by, own, strict=True):
+            every[i] = tensor
+        _, residuals = _run_again(call, found.back, found.places, every, ())
+        return [residuals[found.places.index(found.inputs + found.outputs + i)] for i in wanted]
+
+    return list(torch.func.vjp(computed, *[inputs[i] for i in by])[1]([upstream[i] for i in wanted]))
 
 
 # -------------------------------------------------------------------------------- torch.compile
