@@ -93,14 +93,20 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         type(function) is not types.FunctionType
         or function.__dict__  # may hold __wrapped__ or __signature__
         or function.__defaults__  # belong to the function, not to its code
-        or function.__kwdefaults__
+        or (function.__code__.co_kwonlyargcount and function.__kwdefaults__)
     ):
         return Signature(function)
-    found = _SIGNATURES.get(function.__code__)
+    return _signature_of_code(function.__code__)
+
+
+def _signature_of_code(code: types.CodeType) -> Signature:
+    """The signature of every function that has this code and no defaults."""
+    found = _SIGNATURES.get(code)
     if found is None:
         if len(_SIGNATURES) >= _KEPT:
             _SIGNATURES.clear()
-        _SIGNATURES[function.__code__] = found = Signature(function)
+        cells = tuple([types.CellType() for _ in code.co_freevars])
+        _SIGNATURES[code] = found = Signature(types.FunctionType(code, {}, None, None, cells))
     return found
 
 

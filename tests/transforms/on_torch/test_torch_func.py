@@ -194,8 +194,8 @@ CLOSED_OVER = {
     "jvp": lambda f: jvp(f, (X, W), (V, X)),
     "jvp by it alone": lambda f: jvp(lambda w: f(X, w), (W,), (V,)),
     "vmap": lambda f: vmap(f, (None, 0))(X, WS),
-    "hessian": lambda f: hessian(f, (0, 1))(X, W),
-    "jacrev of jacrev": lambda f: jacrev(jacrev(f, (0, 1)), (0, 1))(X, W),
+    "jacfwd of jacrev": lambda f: jacfwd(jacrev(f), (0, 1))(X, W),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(f), (0, 1))(X, W),
     "grad of vmap of grad": lambda f: grad(lambda w: vmap(grad(weighted(f)), (0, None))(XS, w).sum())(W),
 }
 
