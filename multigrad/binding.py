@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from multigrad import backend
 from multigrad.closure import HoldsNoTensor
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -99,6 +100,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     return _signature_of_code(function.__code__)
 
 
+@backend.active.constant
 def _signature_of_code(code: types.CodeType) -> Signature:
     """The signature of every function that has this code and no defaults."""
     found = _SIGNATURES.get(code)
