@@ -204,7 +204,8 @@ class _Reader:
         if not self._is_differentiable(template):
             if not _is_ignorable(template, entry):
                 raise _Misfit(path, "None or zero, because it has no gradient", entry)
-        elif callable(entry) and not _TENSORS[type(entry)]:
+        # Dynamo (PyTorch 2.13) can tell neither of a dict nor of a list whether it is callable.
+        elif not (isinstance(entry, (dict, list)) or _TENSORS[type(entry)]) and callable(entry):
             lazy = _Lazy(entry, self, path, template)
             gradients.update((slot, lazy) for _, slot in slot_paths([(path, template)]))
         elif type(template) is Slot:
