@@ -1,0 +1,90 @@
+"""torch.utils.checkpoint: what is recomputed has the rule."""
+
+import pytest
+import torch
+from cases import CASES
+from support import close
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from multigrad import op_custom_gradient
+
+X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+ways = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+def block(f):
+    """The op with something before and behind it, whose intermediates are recomputed too."""
+    return lambda x, w: torch.sin(f(x * w, w + 1.0)) * x
+
+
+@cases
+@ways
+def test_a_checkpoint(case, reentrant):
+    def gradients(f, around):
+        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+        (around(block(f), x, w) * V).sum().backward()
+        return x.grad, w.grad
+
+    def checkpointed(f, *args):
+        return checkpoint(f, *args, use_reentrant=reentrant)
+
+    got = gradients(case.op, checkpointed)
+    close(got, gradients(case.meant, lambda f, *args: f(*args)), 1e-4)
+
+
+@cases
+def test_a_second_derivative_of_a_checkpoint(case):
+    """Which PyTorch has where a checkpoint is not reentrant."""
+
+    def second(f, around):
+        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+        y = around(block(f), x, w)
+        slopes = torch.autograd.grad((y * V).sum(), (x, w), create_graph=True)
+        return torch.autograd.grad(sum([(slope**2).sum() for slope in slopes]), (x, w))
+
+    got = second(case.op, lambda f, *args: checkpoint(f, *args, use_reentrant=False))
+    close(got, second(case.meant, lambda f, *args: f(*args)), 1e-3)
+
+
+@ways
+def test_checkpoints_in_sequence_and_within_each_other(reentrant):
+    op = CASES["intermediate"].op
+    layers = [lambda x: torch.sin(op(x, W)), lambda x: op(torch.cos(x), W), lambda x: op(x, x)]
+
+    def gradient(function):
+        x = X.clone().requires_grad_()
+        (function(x) * V).sum().backward()
+        return x.grad
+
+    def plain(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    def checkpointed(function):
+        return lambda x: checkpoint(function, x, use_reentrant=reentrant)
+
+    wanted = gradient(plain)
+    close(gradient(lambda x: checkpoint_sequential(layers, 2, x, use_reentrant=reentrant)), wanted)
+    close(gradient(checkpointed(checkpointed(plain))), wanted)
+
+
+@ways
+def test_a_function_runs_once_more_for_a_checkpoint(reentrant):
+    """And nothing is kept of what the rule uses, between."""
+    runs, kept = [], []
+
+    @op_custom_gradient
+    def op(x):
+        runs.append(1)
+        e = x**2
+        return e * x, lambda u: u * 21.0 * e
+
+    x = X.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        y = checkpoint(lambda x: op(x * 1.0), x, use_reentrant=reentrant)
+    assert all(t is x for t in kept)
+    y.sum().backward()
+    close((x.grad, torch.tensor(len(runs))), (21.0 * X**2, torch.tensor(2)))

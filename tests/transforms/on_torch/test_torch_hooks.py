@@ -1,0 +1,178 @@
+"""Hooks on saved tensors, tensors, nodes and modules; and anomaly mode."""
+
+import re
+
+import pytest
+import torch
+from cases import CASES
+from support import close
+from torch.autograd import graph
+
+from multigrad import op_custom_gradient
+
+X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def leaves():
+    return X.clone().requires_grad_(), W.clone().requires_grad_()
+
+
+# ----------------------------------------------------------------------------------- saved tensors
+
+
+def packed_in_double(tensor):
+    return tensor.detach().double(), tensor.dtype
+
+
+def unpacked(packed):
+    tensor, dtype = packed
+    return tensor.to(dtype)
+
+
+@cases
+def test_every_residual_goes_through_the_hooks(case):
+    """What is saved is packed away; the gradients are made of what the hooks give back, and nothing else."""
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.detach().clone())
+        return len(kept) - 1
+
+    x, w = leaves()
+    with graph.saved_tensors_hooks(pack, lambda place: kept[place]):
+        y = case.op(x, w)
+    wanted = torch.autograd.grad(case.meant(x, w), (x, w), V)
+    close(torch.autograd.grad(y, (x, w), V, retain_graph=True), wanted, 1e-4)
+    for tensor in kept:
+        tensor.fill_(float("nan"))
+    spoilt = torch.autograd.grad(y, (x, w), V)
+    if kept:
+        assert any(slope.isnan().any() for slope in spoilt)
+    else:
+        close(spoilt, wanted)
+
+
+@cases
+def test_saved_tensors_on_the_cpu_or_in_another_precision(case):
+    x, w = leaves()
+    wanted = torch.autograd.grad(case.meant(x, w), (x, w), V)
+    with graph.save_on_cpu():
+        close(torch.autograd.grad(case.op(x, w), (x, w), V), wanted, 1e-4)
+    with graph.saved_tensors_hooks(packed_in_double, unpacked):
+        close(torch.autograd.grad(case.op(x, w), (x, w), V), wanted, 1e-4)
+
+
+def test_saved_tensors_may_be_forbidden():
+    x, w = leaves()
+    with graph.disable_saved_tensors_hooks("no hooks here"):
+        CASES["intermediate"].op(x, w).sum().backward()
+    assert x.grad is not None
+
+
+# ------------------------------------------------------------------------- tensors, nodes, modules
+
+
+@cases
+def test_a_hook_on_the_result_and_on_an_input(case):
+    """One sees the upstream gradient, the other one the rule's; each may put another in its place."""
+
+    def gradients(f):
+        seen = []
+        x, w = leaves()
+        inner = x * 1.0
+        inner.register_hook(lambda g: (seen.append(g), g * 2.0)[1])
+        inner.retain_grad()
+        y = f(inner, w)
+        y.register_hook(lambda g: (seen.append(g), g * V)[1])
+        y.retain_grad()
+        x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
+        y.sum().backward()
+        return seen, inner.grad, y.grad, x.grad, w.grad
+
+    close(gradients(case.op), gradients(case.meant), 1e-4)
+
+
+def test_a_hook_on_the_node():
+    x, w = leaves()
+    y = CASES["input"].op(x, w)
+    seen = []
+    y.grad_fn.register_prehook(lambda upstream: (seen.append(upstream), (upstream[0] * 2.0,))[1])
+    y.grad_fn.register_hook(lambda gradients, upstream: seen.append(gradients))
+    y.backward(V)
+    close(seen[0], (V,))
+    wanted = torch.autograd.grad(CASES["input"].meant(x, w), (x, w), 2.0 * V)
+    close([g for g in seen[1] if g is not None], list(wanted), 1e-4)
+    close((x.grad, w.grad), wanted, 1e-4)
+
+
+@cases
+def test_hooks_on_several_tensors(case):
+    def gradients(f):
+        seen = []
+        x, w = leaves()
+        inner = x * 1.0, w * 1.0
+        handle = graph.register_multi_grad_hook(inner, lambda slopes: seen.extend(slopes))
+        f(*inner).backward(V)
+        handle.remove()
+        return [torch.zeros(3) if slope is None else slope for slope in seen]
+
+    close(gradients(case.op), gradients(case.meant), 1e-4)
+
+
+@cases
+def test_backward_hooks_of_a_module(case):
+    class Module(torch.nn.Module):
+        def __init__(self, f):
+            super().__init__()
+            self.f, self.weight = f, torch.nn.Parameter(W.clone())
+
+        def forward(self, x):
+            return self.f(x, self.weight)
+
+    def gradients(f):
+        seen, module, x = [], Module(f), X.clone().requires_grad_()
+        module.register_full_backward_pre_hook(lambda module, upstream: (upstream[0] * V,))
+        module.register_full_backward_hook(
+            lambda module, of_inputs, upstream: seen.append((of_inputs, upstream))
+        )
+        module(x).sum().backward()
+        return seen, x.grad, module.weight.grad
+
+    close(gradients(case.op), gradients(case.meant), 1e-4)
+
+
+# ------------------------------------------------------------------------------------- anomaly mode
+
+
+# It says of itself that it is slow.
+anomaly = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+
+
+@anomaly
+@cases
+def test_anomaly_mode_leaves_gradients_as_they_are(case):
+    def second(f):
+        x, w = leaves()
+        slopes = torch.autograd.grad(f(torch.sin(x), w**2), (x, w), V, create_graph=True)
+        return slopes, torch.autograd.grad(sum([(slope**2).sum() for slope in slopes]), (x, w))
+
+    with torch.autograd.detect_anomaly(check_nan=True):
+        got = second(case.op)
+    close(got, second(case.meant), 1e-3)
+
+
+@anomaly
+def test_anomaly_mode_finds_a_rule_that_gives_nan():
+    @op_custom_gradient
+    def op(x):
+        return x * 1.0, lambda u: u * float("nan")
+
+    x = X.clone().requires_grad_()
+    with (
+        torch.autograd.detect_anomaly(),
+        pytest.warns(UserWarning, match=re.escape("test_torch_hooks.py")),
+        pytest.raises(RuntimeError, match="returned nan values"),
+    ):
+        op(x).sum().backward()

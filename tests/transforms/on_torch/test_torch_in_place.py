@@ -1,0 +1,111 @@
+"""In-place changes of a result, of an argument, and of what a rule uses: right, or an error."""
+
+import pytest
+import torch
+from cases import CASES
+from support import close
+
+from multigrad import op_custom_gradient
+
+X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def leaves():
+    return X.clone().requires_grad_(), W.clone().requires_grad_()
+
+
+def multiplied(y):
+    return y.mul_(2.0)
+
+
+def with_an_element_set(y):
+    y[1] = 5.0
+    return y
+
+
+def in_part(y):
+    y[:2].add_(1.0).mul_(V[:2])
+    return y
+
+
+def added_to(y):
+    return torch.zeros(3).add_(y)
+
+
+CHANGES = {f.__name__: f for f in (multiplied, with_an_element_set, in_part, added_to)}
+
+
+@cases
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_result_that_is_changed(case, change, order):
+    def gradients(f):
+        x, w = leaves()
+        y = change(f(torch.sin(x), w**2))
+        slopes = torch.autograd.grad(y, (x, w), V, create_graph=order == 2)
+        if order == 1:
+            return slopes
+        return torch.autograd.grad(sum([(slope**2).sum() for slope in slopes]), (x, w))
+
+    if case is CASES["output"] and change is not added_to:  # its rule uses the result
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(case.op)
+    else:
+        close(gradients(case.op), gradients(case.meant), 1e-3)
+
+
+@cases
+def test_an_argument_that_is_changed(case):
+    """Before the backward pass: an error, where the rule uses it."""
+    x, w = leaves()
+    inner = x * 1.0
+    y = case.op(inner, w)
+    inner.mul_(3.0)
+    if case is CASES["nothing"]:
+        close(torch.autograd.grad(y, (x, w), V), (-1.1 * V, 0.5 * V))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y, (x, w), V)
+
+
+@cases
+def test_a_leaf_that_is_changed_between_two_steps(case):
+    def steps(f):
+        x, w = leaves()
+        for _ in range(3):
+            f(x, w).backward(V)
+            with torch.no_grad():
+                w.sub_(0.01 * w.grad)
+                w.grad = None
+        return x.grad, w.detach()
+
+    close(steps(case.op), steps(case.meant), 1e-3)
+
+
+def test_one_of_two_results_that_is_changed():
+    @op_custom_gradient
+    def op(x):
+        return (x**2, x**3), lambda u, v: u * 5.0 * x + v * 7.0 * x**2
+
+    x = X.clone().requires_grad_()
+    a, b = op(x)
+    a.mul_(2.0)
+    (a + b).sum().backward()
+    close(x.grad, 10.0 * X + 7.0 * X**2)
+
+
+def test_a_function_that_changes_its_own_tensors():
+    @op_custom_gradient
+    def op(x):
+        e = x**2
+        y = torch.zeros(3)
+        y[:2] = e[:2]
+        y.add_(e)
+        return y, lambda u: u * 7.0 * e
+
+    x = X.clone().requires_grad_()
+    slopes = torch.autograd.grad(op(x), x, V, create_graph=True)
+    (second,) = torch.autograd.grad(slopes[0].sum(), x)
+    close((*slopes, second), (7.0 * V * X**2, 14.0 * V * X))
