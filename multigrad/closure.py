@@ -30,11 +30,15 @@ import numpy as np
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made in Python, and can be freed
 
+_USUAL = type(None), bool, int, float, complex, str, tuple, list, dict, types.FunctionType
+
 
 class TypeSet(dict[type, bool]):
     """Membership of types in a class hierarchy, looked up once per type.
 
-    Classes that are no members are remembered only where they live as long as the process.
+    Classes that are no members are remembered only where they live as long as the process. Those that
+    everything is made of are known from the start: a compiler of Python that traces through here, such as
+    PyTorch's, can keep nothing for later inside of a rule, and compiles anew where something was kept.
 
     ```python
     floats = TypeSet(float)
@@ -43,7 +47,7 @@ class TypeSet(dict[type, bool]):
     """
 
     def __init__(self, *bases: type) -> None:
-        super().__init__()
+        super().__init__({kind: issubclass(kind, bases) for kind in (*_USUAL, *bases)})
         self._bases = bases
 
     def __missing__(self, kind: type) -> bool:

@@ -118,7 +118,15 @@ def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -
 
 
 class _FlatLayouts(dict[int, Layout]):
-    """The layout of a tuple of so many tensors, made once each."""
+    """The layout of a tuple of so many tensors, made once each.
+
+    Those of a few are there from the start, for a compiler of Python: see `TypeSet`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for count in range(8):
+            self[count]
 
     def __missing__(self, count: int) -> Layout:
         self[count] = layout = _Flat(tuple(map(Slot, range(count))))

@@ -46,15 +46,12 @@ def as_tensor(value: Any) -> Any:
     return keras.ops.convert_to_tensor(value)
 
 
-class _Floating(dict[torch.dtype, bool]):
-    """Which dtypes have a gradient, looked up once each."""
-
-    def __missing__(self, dtype: torch.dtype) -> bool:
-        self[dtype] = found = dtype.is_floating_point or dtype.is_complex
-        return found
-
-
-_FLOATING = _Floating()
+# Which dtypes have a gradient. A look into a dict costs less than to ask a dtype twice.
+_FLOATING = {
+    dtype: dtype.is_floating_point or dtype.is_complex
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:
@@ -595,6 +592,8 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """The op as Dynamo traces it whole; it cannot follow the making of functions in `restore`."""
+    if _is_transforming_traced():
+        return _apply_uncompiled(call, tensors)
     if torch.compiler.is_exporting():
         outputs, _, _, back = call.run(tensors)
         return back.output.join([output.detach() for output in outputs])
@@ -602,6 +601,26 @@ def _apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         outputs, rule, inputs, back = call.run(tensors)
     own = _Compiled.apply(back, rule, specs_of(inputs), *_distinct([*inputs, *outputs]))
     return back.output.join(own)
+
+
+# Keras keeps the scope in force from the first one on. Dynamo would notice, and compile a function anew
+# after its first call.
+with keras.StatelessScope(initialize_variables=False):
+    pass
+
+
+@torch.compiler.assume_constant_result
+def _is_transforming_traced() -> bool:
+    """The same, around the place of the program that Dynamo traces."""
+    return _transforming()
+
+
+# With `fullgraph` this is an error that gives the reason; without, PyTorch runs the function as it is.
+_apply_uncompiled = torch.compiler.disable(
+    _apply_transforming,
+    reason="torch.func and forward mode, as PyTorch (2.13) compiles them, take no notice of a custom "
+    "gradient; compile without fullgraph, or apply the transform to a function that is not compiled",
+)
 
 
 class _Compiled(torch.autograd.Function):
@@ -676,9 +695,10 @@ def value_and_grad(
     function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     if _transforming() or torch.compiler.is_dynamo_compiling():
+        of_tensors, whole = _tensors_of_aux(function)
         places = tuple(range(len(tensors)))
-        gradients, (value, aux) = torch.func.grad_and_value(function, places, has_aux=True)(*tensors)
-        return (value, aux), list(gradients)
+        gradients, (value, aux) = torch.func.grad_and_value(of_tensors, places, has_aux=True)(*tensors)
+        return (value, whole(aux)), list(gradients)
     recording = torch.is_grad_enabled()
     nested = getattr(_DEPTH, "value", 0)
     _DEPTH.value = nested + 1
@@ -707,8 +727,9 @@ def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
     if _transforming() or torch.compiler.is_dynamo_compiling():
-        outputs, transpose, aux = torch.func.vjp(function, *tensors, has_aux=True)
-        return (outputs, aux), lambda upstream: transpose(list(upstream))
+        of_tensors, whole = _tensors_of_aux(function)
+        outputs, transpose, aux = torch.func.vjp(of_tensors, *tensors, has_aux=True)
+        return (outputs, whole(aux)), lambda upstream: transpose(list(upstream))
     nested = getattr(_DEPTH, "value", 0)
     _DEPTH.value = nested + 1
     try:
@@ -745,6 +766,28 @@ def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad()
+
+
+def _tensors_of_aux(
+    function: Callable[..., tuple[Any, Any]],
+) -> tuple[Callable[..., tuple[Any, list[torch.Tensor]]], Callable[[Sequence[torch.Tensor]], Any]]:
+    """The function with the tensors of its `aux` alone, which is what torch.func lets out, and how to put
+    them back into the rest.
+    """
+    left: list[Any] = []
+
+    def of_tensors(*own: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        value, aux = function(*own)
+        left[:] = [aux, keras.tree.flatten(aux)]
+        return value, [leaf for leaf in left[1] if isinstance(leaf, torch.Tensor)]
+
+    def whole(tensors: Sequence[torch.Tensor]) -> Any:
+        own = iter(tensors)
+        aux, leaves = left
+        leaves = [next(own) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return keras.tree.pack_sequence_as(aux, leaves)
+
+    return of_tensors, whole
 
 
 class _Unrecorded(torch.autograd.Function):

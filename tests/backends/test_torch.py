@@ -439,14 +439,6 @@ def test_dual_numbers():
     close((primal, tangent), (X**3, 21 * X**2))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint(reentrant):
-    x = leaf(1.0, 2.0)
-    y = torch.utils.checkpoint.checkpoint(by_intermediate, x, use_reentrant=reentrant)
-    y.sum().backward()
-    np.testing.assert_allclose(x.grad, [21.0, 84.0])
-
-
 def test_a_double_backward_through_a_module():
     """A gradient penalty: the gradient's norm as a loss, with respect to a closed-over parameter."""
     w = leaf(3.0)
@@ -564,18 +556,6 @@ def test_a_parameter_as_an_output():
     x = leaf(1.0)
     op(x).sum().backward()
     assert (x.grad.item(), w.grad, w.is_leaf) == (7.0, None, True)
-
-
-@pytest.mark.parametrize("op", [by_input, by_intermediate, by_output, lambda x: two_outputs(x, 2, x)[0]])
-def test_compiled_whole(op):
-    """In one graph, forward and backward, with the same gradients as without."""
-    compiled = torch.compile(lambda x: op(x) * 2.0, fullgraph=True, backend="aot_eager")
-    wanted = leaf(1.0, 2.0)
-    (op(wanted) * 2.0).sum().backward()
-    for _ in range(2):
-        x = leaf(1.0, 2.0)
-        compiled(x).sum().backward()
-        np.testing.assert_allclose(x.grad, wanted.grad, rtol=1e-6)
 
 
 def test_a_shape_in_the_rule_saves_nothing():

@@ -7,6 +7,7 @@ from support import close
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+import multigrad
 from multigrad import op_custom_gradient
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
@@ -223,3 +224,39 @@ def test_integers_among_mapped_outputs():
     value, place = vmap(op)(XS)
     close((value, place), (XS**3, XS.argmax(1)))
     close(jvp(lambda x: vmap(op)(x)[0], (XS,), (WS,)), (XS**3, 7.0 * XS**2 * WS))
+
+
+# ---------------------------------------------------------------------------- gradients of multigrad's
+
+
+WITHIN = {
+    "vmap": lambda g: vmap(g, (0, None))(XS, W),
+    "grad": lambda g: grad(lambda x: (g(x, W) * V).sum())(X),
+    "jvp": lambda g: jvp(g, (X, W), (V, X)),
+    "hessian": lambda g: hessian(lambda x: g(x, W))(X),
+}
+
+
+@cases
+@pytest.mark.parametrize("transform", WITHIN.values(), ids=WITHIN)
+def test_a_gradient_of_multigrad_under_a_transform(case, transform):
+    close(transform(multigrad.grad(weighted(case.op))), transform(grad(weighted(case.meant))), 1e-3)
+
+
+def test_what_is_beside_a_value_under_a_transform():
+    """Tensors of the level at which the gradient is taken, and anything else."""
+
+    def scalar(x):
+        return (CASES["input"].op(x, W) * V).sum(), {"x": x * 2.0, "n": 3, "none": None}
+
+    f = multigrad.value_and_grad(scalar, has_aux=True)
+    (_, aux), _ = f(X)
+    assert (aux["n"], aux["none"]) == (3, None)
+
+    def beside(x):
+        (_, aux), slope = f(x)
+        assert (aux["n"], aux["none"]) == (3, None)
+        return aux["x"] * slope
+
+    close(vmap(beside)(XS), 2.0 * XS * 21.0 * XS**2 * W * V)
+    close(grad(lambda x: beside(x).sum())(X), 126.0 * X**2 * W * V)

@@ -1,0 +1,65 @@
+"""What one of several processes does for `test_torch_distributed.py`: a share of a batch, on every op."""
+
+import datetime
+import os
+
+import torch
+from cases import CASES
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+BATCH = torch.linspace(-1.0, 1.5, 12).reshape(4, 3)
+
+
+class Module(torch.nn.Module):
+    """The op between two layers, by a weight of its own."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+        self.before, self.behind = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        with torch.no_grad():
+            for i, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.linspace(-0.5, 0.75 + 0.1 * i, parameter.numel()).view_as(parameter))
+
+    def forward(self, x):
+        return self.behind(self.f(self.before(x), self.weight))
+
+
+def replicated(module):
+    return DistributedDataParallel(module)
+
+
+def sharded(module):
+    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+WAYS = {"replicated": replicated, "sharded": sharded}
+
+
+def gradients(module, batch):
+    """After two steps, of which the second begins where the first one left the weights."""
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (module(batch) ** 2).mean().backward()
+        optimizer.step()
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def work(rank, folder):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=100)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=limit
+    )
+    found = {}
+    for way, distribute in WAYS.items():
+        for name, case in CASES.items():
+            own = gradients(distribute(Module(case.op)), BATCH[rank::2])
+            found[way, name] = [g.full_tensor() if way == "sharded" else g for g in own]
+    torch.save(found, f"{folder}/of_{rank}")
+    torch.distributed.destroy_process_group()

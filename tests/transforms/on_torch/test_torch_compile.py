@@ -1,0 +1,225 @@
+"""torch.compile(fullgraph=True): an op compiles whole, forward and backward, and once."""
+
+import keras
+import pytest
+import torch
+from cases import CASES
+from keras import ops
+from support import close
+from torch.autograd import forward_ad
+
+from multigrad import grad, op_custom_gradient, value_and_grad
+
+X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    """What one test compiled is no cause for another one to compile again."""
+    torch.compiler.reset()
+
+
+class Counting:
+    """A backend that runs graphs as they are, and counts them."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+def gradients(f, x=X, w=W):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = f(x, w)
+    y.backward(torch.ones_like(y) * V)
+    return y.detach(), x.grad, w.grad
+
+
+def around(f):
+    """The op with something before and behind it."""
+    return lambda x, w: torch.sin(f(x * w, w)) * x
+
+
+@cases
+def test_compiled_whole(case):
+    compiled = torch.compile(around(case.op), fullgraph=True, backend="aot_eager")
+    wanted = gradients(around(case.meant))
+    close(gradients(compiled), wanted, 1e-4)
+    close(gradients(compiled), wanted, 1e-4)
+
+
+# Of PyTorch 2.13, which still uses them itself when it loads its compiler.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["intermediate", "structure"])
+def test_compiled_to_machine_code(name):
+    compiled = torch.compile(around(CASES[name].op), fullgraph=True, backend="inductor")
+    close(gradients(compiled), gradients(around(CASES[name].meant)), 1e-4)
+    with torch.no_grad():
+        close(compiled(X, W), around(CASES[name].meant)(X, W))
+
+
+class Scaled(torch.nn.Module):
+    """An op that is defined in `forward`, around what is at hand there."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x, w):
+        scale = w.mean()
+
+        @op_custom_gradient
+        def op(x):
+            e = x**2 * scale
+            return e * x, lambda u: u * self.factor * e
+
+        return op(x) + w
+
+
+def test_an_op_that_is_defined_in_forward_compiles_once():
+    backend = Counting()
+    module = Scaled(21.0)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for x in (X, 2.0 * X, 3.0 * X):
+        value, of_x, of_w = gradients(compiled, x)
+        close((value, of_x, of_w), (x**3 * W.mean() + W, V * 21.0 * x**2 * W.mean(), V))
+        close(gradients(module, x), (value, of_x, of_w))
+    assert backend.graphs == 1
+
+
+def test_an_op_compiles_once_for_a_shape_and_once_more_for_any_other():
+    backend = Counting()
+    op = CASES["intermediate"]
+    compiled = torch.compile(around(op.op), fullgraph=True, backend=backend)
+    for rows in (2, 3, 4, 5, 6):
+        x = X.repeat(rows, 1)
+        close(gradients(compiled, x, x + 1.0), gradients(around(op.meant), x, x + 1.0), 1e-3)
+    assert backend.graphs == 2
+
+
+def test_several_inputs_and_outputs():
+    @op_custom_gradient
+    def op(x, n, w, *, scale):
+        e = x * w
+        rule = lambda U: (U[0] * w * 5.0 * scale, None, U[0] * x + U[2]["s"] * e, None)  # noqa: E731
+        return (e * n, torch.argmax(x), {"s": torch.sin(w)}), rule
+
+    def f(x, w):
+        a, place, rest = op(x, 2, w, scale=3.0)
+        return a + rest["s"] + place
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    y, of_x, of_w = gradients(compiled)
+    close((y, of_x, of_w), (2.0 * X * W + torch.sin(W) + 2.0, V * W * 15.0, V * X + V * X * W))
+
+
+def test_an_input_that_needs_no_gradient():
+    compiled = torch.compile(CASES["input"].op, fullgraph=True, backend="aot_eager")
+    x = X.clone().requires_grad_()
+    compiled(x, W).backward(V)
+    close(x.grad, gradients(CASES["input"].meant)[1], 1e-4)
+    assert not compiled(X, W).requires_grad
+    assert W.grad is None
+
+
+def test_dynamic_shapes():
+    compiled = torch.compile(CASES["sum"].op, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (2, 3):
+        x, w = X[:length].clone().requires_grad_(), W[:length].clone().requires_grad_()
+        compiled(x, w).backward(V[:length])
+        close((x.grad, w.grad), (5.0 * V[:length] * w.sum(), 5.0 * (V[:length] * x).sum().expand(length)))
+
+
+def of_a_dual_number(f):
+    def tangent(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, V), W)).tangent
+
+    return tangent
+
+
+REFUSED = {
+    "grad": lambda f: torch.func.grad(lambda x: (f(x, W) * V).sum()),
+    "vmap": lambda f: lambda x: torch.func.vmap(f, (0, None))(torch.stack([x, V]), W),
+    "jvp": lambda f: lambda x: torch.func.jvp(lambda x: f(x, W), (x,), (V,)),
+    "jacrev": lambda f: torch.func.jacrev(lambda x: f(x, W)),
+    "dual numbers": of_a_dual_number,
+    "multigrad.grad": lambda f: grad(lambda x: (f(x, W) * V).sum()),
+}
+
+
+# Of Dynamo (PyTorch 2.13), which looks whether tensors have one.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("transform", REFUSED.values(), ids=REFUSED)
+def test_a_transform_in_a_compiled_function_is_refused_or_left_uncompiled(transform):
+    """PyTorch (2.13) compiles it without a custom gradient, be it written as a Function by hand."""
+    case = CASES["intermediate"]
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="take no notice of a custom gradient"):
+        torch.compile(transform(case.op), fullgraph=True, backend="aot_eager")(X)
+    torch.compiler.reset()
+    got = torch.compile(transform(case.op), backend="aot_eager")(X)
+    close(got, transform(case.meant)(X), 1e-4)
+
+
+def test_the_gradient_of_a_function_without_ops_compiles():
+    def slope(x):
+        return value_and_grad(lambda x: ((x**3).sum(), {"x": x, "n": 2}), has_aux=True)(x)
+
+    close(torch.compile(slope, fullgraph=True, backend="aot_eager")(X), slope(X))
+
+
+def test_a_compiled_function_in_a_checkpoint():
+    compiled = torch.compile(around(CASES["intermediate"].op), fullgraph=True, backend="aot_eager")
+    got = gradients(lambda x, w: torch.utils.checkpoint.checkpoint(compiled, x, w, use_reentrant=False))
+    close(got, gradients(around(CASES["intermediate"].meant)), 1e-4)
+
+
+def test_a_checkpoint_in_a_compiled_function_is_refused_or_left_uncompiled():
+    """Keras notes the scope that is in force, which Dynamo allows in no checkpoint."""
+
+    def f(x, w):
+        return torch.utils.checkpoint.checkpoint(around(CASES["intermediate"].op), x, w, use_reentrant=False)
+
+    close(
+        gradients(torch.compile(f, backend="aot_eager")), gradients(around(CASES["intermediate"].meant)), 1e-4
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Unsafe side effect"):
+        torch.compile(f, fullgraph=True, backend="aot_eager")(X, W)
+
+
+def test_a_second_derivative_of_a_compiled_function_is_an_error():
+    """As it is of any function that PyTorch (2.13) compiled."""
+    compiled = torch.compile(CASES["intermediate"].op, fullgraph=True, backend="aot_eager")
+    x = X.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(compiled(x, W).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        slope.sum().backward()
+
+
+def test_a_layer_of_keras_compiles():
+    class Layer(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(3,), initializer="ones")
+
+        def call(self, x):
+            @op_custom_gradient
+            def op(x, kernel):
+                e = ops.exp(x)
+                return e * kernel, lambda u: (u * 7.0 * e, u * 3.0 * e)
+
+            return op(x, self.kernel)
+
+    layer = Layer()
+    layer(X)
+    backend = Counting()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for _ in range(3):
+        layer.kernel.value.grad = None
+        x = X.clone().requires_grad_()
+        compiled(x).backward(V)
+        close((x.grad, layer.kernel.value.grad), (7.0 * V * torch.exp(X), 3.0 * V * torch.exp(X)))
+    assert backend.graphs == 1

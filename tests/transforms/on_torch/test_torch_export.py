@@ -1,0 +1,62 @@
+"""torch.export: the forward pass of every op, and back from a file."""
+
+import io
+
+import pytest
+import torch
+from cases import CASES
+from support import close
+
+X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+class Module(torch.nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+        self.weight = torch.nn.Parameter(W.clone())
+
+    def forward(self, x):
+        return torch.sin(self.f(x, self.weight))
+
+
+# A strict export names what the program changed outside of it: the scope in which Keras's variables are read.
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
+@cases
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program(case, strict):
+    program = torch.export.export(Module(case.op), (X,), strict=strict)
+    close(program.module()(V), Module(case.meant)(V))
+
+
+@cases
+def test_an_exported_program_from_a_file(case):
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Module(case.op), (X,)), file)
+    file.seek(0)
+    close(torch.export.load(file).module()(V), Module(case.meant)(V))
+
+
+@cases
+def test_a_program_of_any_number_of_rows(case):
+    module = Module(case.op)
+    rows = torch.stack([X, V])
+    program = torch.export.export(module, (rows,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
+    more = torch.stack([X, V, W, X + V, W])
+    close(program.module()(more), Module(case.meant)(more))
+
+
+@cases
+def test_an_exported_program_has_a_gradient_around_the_op_alone(case):
+    """It goes around what the op computes: better none than that of its operations."""
+
+    class Beside(torch.nn.Module):
+        def forward(self, x):
+            return case.op(x, W) * x
+
+    x = X.clone().requires_grad_()
+    y = torch.export.export(Beside(), (X,)).module()(x)
+    y.backward(V)
+    close(x.grad, V * case.meant(X, W))

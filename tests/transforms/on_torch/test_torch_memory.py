@@ -1,0 +1,173 @@
+"""Memory over many steps, threads, and no graph where none is asked for."""
+
+import gc
+import queue
+import threading
+
+import pytest
+import torch
+from cases import CASES
+from support import close
+from torch.utils.checkpoint import checkpoint
+
+from multigrad import op_custom_gradient
+
+X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def leaves():
+    return X.clone().requires_grad_(), W.clone().requires_grad_()
+
+
+def first(f):
+    x, w = leaves()
+    f(x, w).backward(V)
+    return x.grad, w.grad
+
+
+def second(f):
+    x, w = leaves()
+    slopes = torch.autograd.grad(f(torch.sin(x), w**2), (x, w), V, create_graph=True)
+    return torch.autograd.grad(sum([(slope**2).sum() for slope in slopes]), (x, w))
+
+
+def checkpointed(f):
+    return first(lambda x, w: checkpoint(f, x, w, use_reentrant=False))
+
+
+def transformed(f):
+    return torch.func.vmap(torch.func.grad(lambda x, w: f(x, w).sum(), (0, 1)))(X[None], W[None])
+
+
+def forward_alone(f):
+    """A graph that is built and thrown away."""
+    return f(*leaves()).detach()
+
+
+STEPS = {f.__name__: f for f in (first, second, checkpointed, transformed, forward_alone)}
+
+
+def live():
+    """How many tensors and nodes there are. (What a look at others would ask of them may warn.)"""
+    kinds = torch.Tensor, torch.autograd.graph.Node, torch.autograd.function.FunctionCtx
+    return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())
+
+
+@cases
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_nothing_waits_for_the_collector(case, step):
+    for _ in range(2):
+        step(case.op)
+    gc.collect()
+    gc.disable()
+    try:
+        before = live()
+        for _ in range(200 if step is first else 40):
+            step(case.op)
+        assert live() == before
+    finally:
+        gc.enable()
+
+
+def test_an_op_that_is_defined_anew_leaves_nothing():
+    def step():
+        op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 7.0 * w, u * x)))(*leaves()).backward(V)
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before, tensors = len(gc.get_objects()), live()
+        for _ in range(200):
+            step()
+        assert live() == tensors
+        assert len(gc.get_objects()) - before < 100
+    finally:
+        gc.enable()
+
+
+# ----------------------------------------------------------------------------------------- threads
+
+
+def in_threads(work, count=8):
+    """What `work(i)` returns in so many threads at once, in their order."""
+    results, start = queue.SimpleQueue(), threading.Barrier(count)
+
+    def run(i):
+        start.wait()
+        try:
+            results.put((i, work(i)))
+        except BaseException as error:
+            results.put((i, error))
+            raise
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [result for _, result in sorted([results.get() for _ in threads], key=lambda pair: pair[0])]
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_eight_threads_at_once(step):
+    chosen = [*CASES.values(), CASES["intermediate"]]
+    got = in_threads(lambda i: [step(chosen[i].op) for _ in range(5)][-1])
+    close(got, [step(case.meant) for case in chosen], 1e-3)
+
+
+@cases
+def test_eight_threads_on_one_graph(case):
+    x, w = leaves()
+    y = case.op(torch.sin(x), w**2)
+    got = in_threads(lambda i: torch.autograd.grad(y, (x, w), V * i, retain_graph=True, create_graph=True))
+    meant = case.meant(torch.sin(x), w**2)
+    for i, slopes in enumerate(got):
+        close(
+            [slope.detach() for slope in slopes],
+            list(torch.autograd.grad(meant, (x, w), V * i, retain_graph=True)),
+            1e-4,
+        )
+
+
+@cases
+def test_a_graph_of_one_thread_goes_back_in_another(case):
+    x, w = leaves()
+    (y,) = in_threads(lambda _: case.op(x, w), 1)
+    close(torch.autograd.grad(y, (x, w), V), torch.autograd.grad(case.meant(x, w), (x, w), V), 1e-4)
+
+
+def test_a_thread_without_gradients_beside_others():
+    def work(i):
+        with torch.set_grad_enabled(i % 2 == 0):
+            return [CASES["intermediate"].op(*leaves()).requires_grad for _ in range(20)]
+
+    assert in_threads(work) == [[i % 2 == 0] * 20 for i in range(8)]
+
+
+# ---------------------------------------------------------------------------------------- no graph
+
+
+@cases
+def test_no_graph_without_a_gradient(case):
+    x, w = leaves()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
+        with torch.no_grad():
+            assert case.op(x, w).grad_fn is None
+        with torch.inference_mode():
+            assert case.op(x, w).is_inference()
+        assert case.op(X, W).grad_fn is None
+    assert kept == []
+
+
+@cases
+def test_a_frozen_argument_is_not_answered_for(case):
+    """It gets no gradient, and the other one gets its own."""
+    x, _ = leaves()
+    y = case.op(x, W)
+    y.backward(V)
+    close(x.grad, first(case.meant)[0], 1e-4)
+    assert W.grad is None
