@@ -12,6 +12,11 @@ from multigrad import grad, op_custom_gradient, value_and_grad
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
+# Of Dynamo (PyTorch 2.13), which looks whether tensors have one.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -152,8 +157,6 @@ REFUSED = {
 }
 
 
-# Of Dynamo (PyTorch 2.13), which looks whether tensors have one.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("transform", REFUSED.values(), ids=REFUSED)
 def test_a_transform_in_a_compiled_function_is_refused_or_left_uncompiled(transform):
     """PyTorch (2.13) compiles it without a custom gradient, be it written as a Function by hand."""
@@ -189,6 +192,22 @@ def test_a_checkpoint_in_a_compiled_function_is_refused_or_left_uncompiled():
     )
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Unsafe side effect"):
         torch.compile(f, fullgraph=True, backend="aot_eager")(X, W)
+
+
+def test_an_op_that_reads_a_weight_is_refused_or_left_uncompiled():
+    weight = keras.Variable([2.0, 3.0, 4.0])
+
+    @op_custom_gradient
+    def op(x):
+        e = ops.exp(x)
+        return e * weight, lambda u, variables: (u * 7.0 * e, [u * 5.0 * e])
+
+    x = X.clone().requires_grad_()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Unsafe side effect"):
+        torch.compile(op, fullgraph=True, backend="aot_eager")(x)
+    torch.compiler.reset()
+    torch.compile(op, backend="aot_eager")(x).backward(V)
+    close((x.grad, weight.value.grad), (7.0 * V * torch.exp(X), 5.0 * V * torch.exp(X)))
 
 
 def test_a_second_derivative_of_a_compiled_function_is_an_error():
