@@ -12,6 +12,7 @@ from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import describe, message, shape_text
 from multigrad.leaves import split
+from multigrad.linear import FAR, agree, not_linear
 from multigrad.variables import Pinned
 
 
@@ -331,10 +332,6 @@ def _like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
     return given
 
 
-_ROUNDING = 0.05
-"""How much two sums may differ by rounding alone, relative to their parts: in half precision, too."""
-
-
 def _require_linear(
     name: str,
     pull: Callable[..., Any],
@@ -353,24 +350,14 @@ def _require_linear(
         if any(backend.active.concrete(s) is None for s in sums):
             return
         signs = [ops.where(ops.real(t) * s < 0, 1.0, -1.0) for t, s in zip(tangent, sums, strict=True)]
-        far = [ops.cast(300.0 * sign, t.dtype) for sign, t in zip(signs, tangent, strict=True)]
+        far = [ops.cast(-FAR * sign, t.dtype) for sign, t in zip(signs, tangent, strict=True)]
         for upstream, pulled in ((ones, of_ones), (far, pull(far))):
             got, of_got = _product(pulled, directions)
             wanted, of_wanted = _product(upstream, tangent)
-            if abs(got - wanted) > _ROUNDING * (of_got + of_wanted):  # not where one is NaN or infinite
-                raise _not_linear(name, got, wanted)
-
-
-def _not_linear(name: str, got: float, wanted: float) -> ValueError:
-    return ValueError(
-        message(
-            name,
-            "it has no derivative in forward mode, because a rule is not linear in its upstream gradient",
-            required="rules that multiply their upstream gradient by what does not depend on it",
-            got=f"a gradient of {got:.6g} along the tangents, where that of a linear rule is {wanted:.6g}",
-            mend="take the derivative by `grad` or `vjp`, or make the rule linear",
-        )
-    )
+            if not agree(got, wanted, of_got + of_wanted):
+                raise not_linear(
+                    name, f"a gradient of {got:.6g} along the tangents, of a linear rule {wanted:.6g}"
+                )
 
 
 def _product(left: Sequence[Any], right: Sequence[Any]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from rules import LINEAR, NOT_LINEAR
 from support import BACKEND, array, close, compiled, numpy
 
 from multigrad import grad, jvp, op_custom_gradient, value_and_grad, vjp
@@ -252,18 +253,7 @@ def test_other_arguments_of_vjp_and_jvp():
         vjp(lambda x: x, 1.0)[1](ONES)
 
 
-RULES = {
-    "clipped": lambda u: ops.clip(u, -1.0, 1.0),
-    "clipped far out": lambda u: ops.clip(u, -50.0, 50.0),
-    "guided": ops.relu,
-    "sign": ops.sign,
-    "squared": lambda u: u * u,
-    "with an offset": lambda u: u + 1.0,
-    "of unit length": lambda u: u / ops.sqrt(ops.sum(u * u)),
-}
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rule", NOT_LINEAR.values(), ids=NOT_LINEAR)
 @pytest.mark.parametrize("x", [1.0, np.float32([0.5, 1.0, 2.5])], ids=["scalar", "vector"])
 def test_a_rule_that_is_not_linear(rule, x):
     op = op_custom_gradient(lambda x: (x * 2.0, rule))
@@ -273,15 +263,7 @@ def test_a_rule_that_is_not_linear(rule, x):
         jvp(lambda x: ops.sin(op(x * 2.0)), (x,), (x,))
 
 
-LINEAR_RULES = {
-    "guarded": lambda u: ops.where(u == 0.0, 0.0, 3.0 * u),
-    "turned": lambda u: -7.0 * ops.flip(u),
-    "centred": lambda u: u - ops.mean(u),
-    "none": lambda u: None,
-}
-
-
-@pytest.mark.parametrize("rule", LINEAR_RULES.values(), ids=LINEAR_RULES)
+@pytest.mark.parametrize("rule", LINEAR.values(), ids=LINEAR)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_linear_rule_is_not_refused(rule, dtype):
     op = op_custom_gradient(lambda x: (x * 2.0, rule))

@@ -27,6 +27,7 @@ from jax.interpreters import batching, mlir
 from multigrad.backend import Call, F, Ran, Spec
 from multigrad.closure import TypeSet, lift, restore
 from multigrad.errors import message
+from multigrad.linear import FAR, not_linear, require_linear, trial
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
@@ -125,7 +126,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         layouts.append(back.output)
         return list(outputs), _residuals(call, ran) if differentiated else None
 
-    outputs = _op(run, call.forward_mode)(inputs, closed_over)
+    outputs = _op(run, call.name, call.forward_mode)(inputs, closed_over)
     return layouts[0].join(outputs)
 
 
@@ -141,7 +142,7 @@ def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
     if not any([_FLOATING[x.dtype] for x in inputs]):
         own = _without_gradient(outputs)
     elif _any_traced((inputs, own)):
-        own = _tie(inputs, own, _residuals(call, ran), call.forward_mode)
+        own = _tie(inputs, own, _residuals(call, ran), call.name, call.forward_mode)
     return back.output.join(own)
 
 
@@ -275,15 +276,17 @@ def _upstream(cotangents: Sequence[Any]) -> list[Any]:
     return _conjugate(upstream)
 
 
-def _tie(inputs: list[Any], outputs: list[Any], residuals: _Residuals, forward_mode: bool) -> list[Any]:
+def _tie(
+    inputs: list[Any], outputs: list[Any], residuals: _Residuals, name: str, forward_mode: bool
+) -> list[Any]:
     """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
-    op = _op(lambda inputs, rest, differentiated: rest, forward_mode)
+    op = _op(lambda inputs, rest, differentiated: rest, name, forward_mode)
     return op(inputs, (outputs, residuals.tied_to(outputs)))
 
 
 def _op(
-    step: Callable[[list[Any], Any, bool], _Step], forward_mode: bool
+    step: Callable[[list[Any], Any, bool], _Step], name: str, forward_mode: bool
 ) -> Callable[[list[Any], Any], list[Any]]:
     """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
 
@@ -299,11 +302,11 @@ def _op(
         assert residuals is not None
         if _any_traced((inputs, rest)):
             # This may itself be differentiated, in which the rule is to stay in force.
-            outputs = _tie(inputs, outputs, residuals, forward_mode)
+            outputs = _tie(inputs, outputs, residuals, name, forward_mode)
         return outputs, residuals.tied_to(outputs).needed_for(needed)
 
     if forward_mode:
-        return _with_jvp(primal, differentiated)
+        return _with_jvp(name, primal, differentiated)
 
     def fwd(inputs: list[Any], rest: Any) -> tuple[list[Any], _Residuals]:
         needed = [leaf.perturbed for leaf in inputs]
@@ -368,6 +371,7 @@ def _varying_alike(arrays: list[Any]) -> list[Any]:
 
 
 def _with_jvp(
+    name: str,
     primal: Callable[[list[Any], Any], list[Any]],
     differentiated: Callable[[list[Any], Any, list[bool]], tuple[list[Any], _Residuals]],
 ) -> Callable[[list[Any], Any], list[Any]]:
@@ -388,8 +392,15 @@ def _with_jvp(
             ]
 
         own = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
-        transpose = jax.linear_transpose(vjp, [o for o, f in zip(outputs, floating, strict=True) if f])
-        (pushed,) = transpose(own)
+        like = [o for o, f in zip(outputs, floating, strict=True) if f]
+        transpose = jax.linear_transpose(vjp, like)
+        if not _any_traced((inputs, outputs)):
+            tried = [jnp.asarray(trial(o.shape), o.dtype) for o in like]
+            require_linear(name, vjp(tried), vjp([FAR * u for u in tried]), concrete)
+        try:
+            (pushed,) = transpose(own)
+        except (AssertionError, NotImplementedError) as error:  # of a step that JAX cannot transpose
+            raise not_linear(name, "a step that has no transpose") from error
         whole = zip(_scatter(pushed, floating), outputs, strict=True)
         return outputs, [np.zeros(o.shape, jax.dtypes.float0) if t is None else t for t, o in whole]
 

@@ -32,6 +32,7 @@ from tensorflow.python.eager import record
 from multigrad.backend import Call, F, Spec
 from multigrad.closure import TypeSet, lift, restore
 from multigrad.errors import message
+from multigrad.linear import FAR, require_linear, trial
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
@@ -237,7 +238,19 @@ def _record(
     The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
     """
     record.record_operation_backprop_only(name, own, inputs, backward)
-    record.record_operation_forwardprop_only(name, own, inputs, backward, None)
+    record.record_operation_forwardprop_only(
+        name, own, inputs, functools.partial(_linear_backward, name, backward), None
+    )
+
+
+def _linear_backward(name: str, backward: Callable[..., Sequence[Any]], *upstream: Any) -> Sequence[Any]:
+    """`backward`, seen to be linear where values are at hand."""
+    if tf.executing_eagerly():
+        with record.stop_recording():
+            tried = [None if u is None else tf.constant(trial(u.shape), u.dtype) for u in upstream]
+            near, far = backward(*tried), backward(*[None if u is None else FAR * u for u in tried])
+            require_linear(name, near, far, concrete)
+    return backward(*upstream)
 
 
 def _here(tensors: Sequence[Any]) -> Sequence[Any]:

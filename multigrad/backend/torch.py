@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from multigrad.backend import Call, F, Pullback, Ran, Spec
 from multigrad.closure import TypeSet, lift, restore
 from multigrad.errors import message
+from multigrad.linear import FAR, require_linear, trial
 
 TENSORS = TypeSet(torch.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
@@ -497,6 +498,10 @@ class _Transformed(torch.autograd.Function):
                 return [torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in given]
 
             own = [tangents[2 + i] for i in given]
+            with torch.no_grad():
+                tried = _tried(outputs)
+                far = vjp(*[None if u is None else FAR * u for u in tried])
+                require_linear(ctx.call.name, vjp(*tried), far, _innermost)
             pushed = _transposed(vjp, outputs, own)
             if found.standing:
                 return tuple(pushed)
@@ -505,6 +510,19 @@ class _Transformed(torch.autograd.Function):
                 return _pull_residuals(ctx, inputs, upstream, given)
 
             return *pushed, *_transposed(pull, others, own)
+
+
+def _tried(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Upstream gradients to try a rule on."""
+    return [
+        torch.as_tensor(trial(o.shape), dtype=o.dtype, device=o.device) if is_differentiable(o) else None
+        for o in outputs
+    ]
+
+
+def _innermost(tensor: torch.Tensor) -> np.ndarray:
+    """The numbers in what torch.func wraps, which are read in no other way while it is at work."""
+    return np.asarray(torch.func.debug_unwrap(tensor, recurse=True).tolist())
 
 
 def _transposed(
@@ -519,8 +537,9 @@ def _transposed(
         every = iter(of_floating)
         return linear(*[next(every) if f else None for f in floating])
 
-    zeros = [torch.zeros_like(tensor) for tensor, f in zip(like, floating, strict=True) if f]
-    pushed = iter(torch.func.vjp(function, *zeros)[1](tangents))
+    # Not at zero, which a rule may set apart, as one does that divides by its upstream gradient's length.
+    tried = [u for u in _tried(like) if u is not None]
+    pushed = iter(torch.func.vjp(function, *tried)[1](tangents))
     return [next(pushed) if f else None for f in floating]
 
 

@@ -1,0 +1,62 @@
+"""Each framework's own forward mode: of a rule that is linear in its upstream gradient, or an error."""
+
+import pytest
+from keras import ops
+from rules import LINEAR, NOT_LINEAR
+from support import BACKEND, array, close
+
+from multigrad import op_custom_gradient
+
+X, ALONG = array(0.5, 1.0, 2.5), array(1.0, -1.0, 3.0)
+
+
+def native_jvp(function):
+    if BACKEND == "jax":
+        import jax
+
+        return jax.jvp(function, (X,), (ALONG,))[1]
+    if BACKEND == "torch":
+        import torch
+
+        return torch.func.jvp(function, (X,), (ALONG,))[1]
+    import tensorflow as tf
+
+    with tf.autodiff.ForwardAccumulator(X, ALONG) as forward:
+        y = function(X)
+    return forward.jvp(y, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+
+
+def op_with(rule):
+    return op_custom_gradient(lambda x: (x * 2.0, rule), forward_mode=True)
+
+
+@pytest.mark.parametrize("rule", NOT_LINEAR.values(), ids=NOT_LINEAR)
+def test_a_rule_that_is_not_linear_is_refused(rule):
+    with pytest.raises(ValueError, match="not linear in its upstream"):
+        native_jvp(op_with(rule))
+    with pytest.raises(ValueError, match="not linear in its upstream"):
+        native_jvp(lambda x: ops.sin(op_with(rule)(x * 2.0)))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_rule_is_not(name):
+    rule = LINEAR[name]
+    if (BACKEND, name) == ("jax", "guarded"):
+        # JAX transposes step by step, and a comparison has no transpose.
+        with pytest.raises(ValueError, match="a step that has no transpose"):
+            native_jvp(op_with(rule))
+        return
+    wanted = rule(ALONG)
+    close(native_jvp(op_with(rule)), 0.0 * ALONG if wanted is None else wanted)
+
+
+def test_a_projection_is_linear():
+    """Its gradients for ones are rounding errors."""
+
+    @op_custom_gradient(forward_mode=True)
+    def softmax(x):
+        y = ops.softmax(x)
+        return y, lambda u: 7.0 * y * (u - ops.sum(u * y))
+
+    y = ops.softmax(X)
+    close(native_jvp(softmax), 7.0 * y * (ALONG - ops.sum(ALONG * y)), 1e-4)
