@@ -8,15 +8,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multigrad.calculus import grad, jvp, value_and_grad, vjp
+    from multigrad.calculus import grad, hessian, jacobian, jvp, value_and_grad, vjp
     from multigrad.custom_gradient import op_custom_gradient
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "grad", "jvp", "op_custom_gradient", "value_and_grad", "vjp"]
+__all__ = [
+    "__version__",
+    "grad",
+    "hessian",
+    "jacobian",
+    "jvp",
+    "op_custom_gradient",
+    "value_and_grad",
+    "vjp",
+]
 
 _ROOMS = {
     "grad": "calculus",
+    "hessian": "calculus",
+    "jacobian": "calculus",
     "jvp": "calculus",
     "op_custom_gradient": "custom_gradient",
     "value_and_grad": "calculus",

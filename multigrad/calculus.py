@@ -1,19 +1,17 @@
 """Gradients of functions, the same on whichever backend is active, in the conventions of JAX."""
 
 import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-from keras import ops, tree
+from keras import ops
 
 from multigrad import backend
 from multigrad.binding import name_of
-from multigrad.errors import describe, message, shape_text
-from multigrad.leaves import split
+from multigrad.errors import describe, message
+from multigrad.flat import By, Structure, require_real, scalar_of
 from multigrad.linear import FAR, agree, not_linear
-from multigrad.variables import Pinned
 
 
 def grad(
@@ -96,42 +94,19 @@ def value_and_grad(
     Raises:
         TypeError, NotImplementedError: as for `grad`.
     """
-    name = name_of(f)
-    by = [] if variables is None else _distinct(name, variables)
-    if argnums is None and variables is None:
-        argnums = 0
-    single = not isinstance(argnums, Sequence)
-    places: list[int] = []
-    if isinstance(argnums, Sequence):
-        places = list(argnums)
-    elif argnums is not None:
-        places = [operator.index(argnums)]
+    by = By(f, argnums, variables)
 
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        positions = [_position(name, place, len(args)) for place in places]
-        structures = [args[position] for position in positions]
-        tensors = _leaves(name, positions, structures)
-        count = len(tensors)
-        tensors += [_differentiable(name, f"variable {v.path!r}", v) for v in by]
-        assigned: list[keras.Variable] = []
+        call = by.call(args, kwargs, has_aux)
 
         def scalar(*tensors: Any) -> tuple[Any, Any]:
-            own = list(args)
-            for position, part in zip(positions, _parts(structures, tensors), strict=True):
-                own[position] = part
-            answer, assigned[:], news = _run(f, own, kwargs, by, tensors[count:])
-            value, aux = _pair(name, answer) if has_aux else (answer, None)
-            return _scalar(name, value), (aux, news)
+            output, rest = call(*tensors)
+            return scalar_of(by.name, output), rest
 
-        (value, (aux, news)), gradients = backend.active.value_and_grad(scalar, tensors, len(by))
-        for variable, new in zip(assigned, news, strict=True):
-            variable.assign(new)
-        parts = _parts(structures, gradients)
-        gradient = parts[0] if single and parts else tuple(parts)
-        if variables is not None:
-            of_variables = list(gradients[count:])
-            gradient = of_variables if argnums is None else (gradient, of_variables)
-        return ((value, aux) if has_aux else value), gradient
+        answer, gradients = backend.active.value_and_grad(scalar, call.tensors, len(by.variables or ()))
+        value, (aux, assigned) = answer
+        call.keep(assigned)
+        return ((value, aux) if has_aux else value), call.whole(gradients)
 
     return functools.update_wrapper(backend.active.library_code(value_and_gradient), f)
 
@@ -234,102 +209,97 @@ def jvp(
 
 def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
     """The primals and the output of `f`, its pullback from flat to flat, and its aux where it has one."""
-    tensors = _leaves(name, range(len(primals)), primals)
-    inputs = _Structure(tuple(_parts(primals, tensors)))
-    outputs: list[_Structure] = []
-    assigned: list[keras.Variable] = []
+    call = By(f, range(len(primals)), None).call(primals, {}, has_aux)
+    outputs: list[Structure] = []
 
     def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
-        answer, assigned[:], news = _run(f, _parts(primals, tensors), {})
-        output, aux = _pair(name, answer) if has_aux else (answer, None)
-        outputs[:] = [structure := _Structure(output)]
-        return structure.own, (structure.others, aux, news)
+        output, rest = call(*tensors)
+        outputs[:] = [structure := Structure(output)]
+        return structure.own, (structure.others, rest)
 
-    (own, (others, aux, news)), pull = backend.active.vjp(flat, tensors)
-    for variable, new in zip(assigned, news, strict=True):
-        variable.assign(new)
+    (own, (others, (aux, assigned))), pull = backend.active.vjp(flat, call.tensors)
+    call.keep(assigned)
     output = outputs[0]
     output.own, output.others = own, others
+    inputs = Structure(tuple(call.parts(call.tensors)))
     return (inputs, output, pull, aux) if has_aux else (inputs, output, pull)
 
 
-class _Structure:
-    """A structure of tensors: its `own`, which have a gradient, and `others`, which have none."""
+def jacobian(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    variables: Sequence[keras.Variable] | None = None,
+) -> Callable[..., Any]:
+    """The Jacobian of a function, in reverse mode: all derivatives of all numbers that it returns.
 
-    def __init__(self, structure: Any) -> None:
-        tensors, self._layout = split(structure)
-        self._floating = [backend.active.is_differentiable(tensor) for tensor in tensors]
-        both = list(zip(tensors, self._floating, strict=True))
-        self.own: Sequence[Any] = [tensor for tensor, floating in both if floating]
-        self.others: Sequence[Any] = [tensor for tensor, floating in both if not floating]
+    ```python
+    from keras import ops
+    import multigrad
 
-    def whole(self, own: Sequence[Any]) -> Any:
-        """The structure with `own` in place of its own."""
-        return self._layout.join(self._merged(own, self.others))
+    print(multigrad.jacobian(lambda x: x ** 2)(ops.array([1.0, 2.0])))  # [[2., 0.], [0., 4.]]
+    ```
 
-    def with_none(self, own: Sequence[Any]) -> Any:
-        """The same, with None for all that has no gradient."""
-        return self._layout.join_tensors_only(self._merged(own, [None] * len(self.others)))
+    Arguments:
+        f: a function as for `grad`, which returns any structure of tensors.
+        argnums, has_aux, variables: as for `grad`.
 
-    def _merged(self, own: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        floating, rest = iter(own), iter(others)
-        return [next(floating) if f else next(rest) for f in self._floating]
+    Returns:
+        A function of the same arguments. It returns the structure of the output, with None for what has no
+        gradient; in the place of each tensor stands what `grad` returns for a scalar, whose tensors have
+        the output's shape followed by the argument's.
 
-    def alike(self, name: str, argument: str, given: Any) -> list[Any]:
-        """The flat tensors of what has the same structure: one for each of its own, zeros for None."""
-        template = self.with_none(self.own)
-        try:
-            tree.assert_same_structure(template, given)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                message(
-                    name,
-                    "the structures differ",
-                    argument=argument,
-                    required=describe(tree.map_structure(_kind, template)),
-                    got=describe(tree.map_structure(_kind, given)),
-                    mend="give it the same structure, with None where there is nothing",
-                )
-            ) from error
-        pairs = zip(tree.flatten(template), tree.flatten(given), strict=True)
-        return [_like(name, argument, tensor, leaf) for tensor, leaf in pairs if tensor is not None]
+    Raises:
+        TypeError: as for `grad`, and for a complex argument or output.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+    """
+    by = By(f, argnums, variables)
 
+    def jacobian_of(*args: Any, **kwargs: Any) -> Any:
+        call = by.call(args, kwargs, has_aux)
+        require_real(by.name, call.tensors)
+        outputs: list[Structure] = []
 
-def _kind(leaf: Any) -> Any:
-    return None if leaf is None else type(leaf)
+        def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
+            output, rest = call(*tensors)
+            outputs[:] = [structure := Structure(output)]
+            require_real(by.name, structure.own)
+            return structure.own, rest
+
+        (aux, assigned), rows = backend.active.jacobian(flat, call.tensors)
+        call.keep(assigned)
+        whole = outputs[0].with_none([call.whole(row) for row in rows])
+        return (whole, aux) if has_aux else whole
+
+    return functools.update_wrapper(backend.active.library_code(jacobian_of), f)
 
 
-def _like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
-    """A leaf as a tensor in the dtype of another, whose shape it must have."""
-    if leaf is None:
-        return ops.zeros_like(tensor)
-    if not (_holds_numbers(leaf) or isinstance(leaf, int)):
-        raise TypeError(
-            message(
-                name,
-                "there is something that is no number of a direction",
-                argument=argument,
-                required="tensors, arrays or numbers, and None for zero",
-                got=describe(leaf),
-                mend="give it a number for each element",
-            )
-        )
-    given = ops.cast(backend.active.as_tensor(leaf), tensor.dtype)
-    wanted, got = backend.active.sizes(tensor.shape), backend.active.sizes(given.shape)
-    if wanted is not None and got is not None:
-        unlike = [w != g for w, g in zip(wanted, got, strict=False) if w is not None and g is not None]
-        if len(wanted) != len(got) or any(unlike):
-            raise ValueError(
-                message(
-                    name,
-                    "the shapes differ",
-                    argument=argument,
-                    required=shape_text(wanted),
-                    got=describe(given),
-                    mend="give it a number for each element",
-                )
-            )
-    return given
+def hessian(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    variables: Sequence[keras.Variable] | None = None,
+) -> Callable[..., Any]:
+    """The Hessian of a function: the Jacobian of its Jacobian.
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    print(multigrad.hessian(lambda x: ops.sum(x ** 3))(ops.array([1.0, 2.0])))  # [[6., 0.], [0., 12.]]
+    ```
+
+    Arguments:
+        f, argnums, has_aux, variables: as for `jacobian`.
+
+    Returns:
+        A function of the same arguments. It returns what `jacobian` returns, and in the place of each of
+        its tensors the same once more.
+
+    Raises:
+        TypeError, NotImplementedError: as for `jacobian`.
+    """
+    return jacobian(jacobian(f, argnums, has_aux, variables), argnums, has_aux, variables)
 
 
 def _require_linear(
@@ -364,120 +334,3 @@ def _product(left: Sequence[Any], right: Sequence[Any]) -> tuple[float, float]:
     """The inner product of two lists of tensors, and that of their absolute values."""
     parts = [ops.cast(ops.real(ops.conj(a) * b), "float32") for a, b in zip(left, right, strict=True)]
     return sum(float(ops.sum(part)) for part in parts), sum(float(ops.sum(ops.abs(part))) for part in parts)
-
-
-def _run(
-    f: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    variables: Sequence[keras.Variable] = (),
-    values: Sequence[Any] = (),
-) -> tuple[Any, list[keras.Variable], list[Any]]:
-    """What `f` returns where variables have these values, and what it assigns to variables."""
-    with Pinned(variables, values, keep=False) as scope:
-        answer = f(*args, **kwargs)
-    assigned = list(scope.assigned.values())
-    return answer, [variable for variable, _ in assigned], [new for _, new in assigned]
-
-
-def _distinct(name: str, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
-    for i, variable in enumerate(variables):
-        other = not isinstance(variable, keras.Variable)
-        if other or any(variable is earlier for earlier in variables[:i]):
-            raise TypeError(
-                message(
-                    name,
-                    "there is something in `variables` by which a gradient cannot be taken",
-                    argument=f"'variables'[{i}]",
-                    required="Keras Variables, each of them once",
-                    got=describe(variable) if other else f"variable {variable.path!r} a second time",
-                    mend="pass, for example, the trainable_variables of a model",
-                )
-            )
-    return list(variables)
-
-
-def _pair(name: str, answer: Any) -> tuple[Any, Any]:
-    if isinstance(answer, (tuple, list)) and len(answer) == 2:
-        return answer[0], answer[1]
-    raise TypeError(
-        message(
-            name,
-            "has_aux=True, and the function returned no pair",
-            required="(scalar, aux)",
-            got=describe(answer),
-            mend="return a pair, or leave has_aux out",
-        )
-    )
-
-
-def _position(name: str, place: int, count: int) -> int:
-    if -count <= place < count:
-        return place % count
-    raise TypeError(
-        message(
-            name,
-            "there is no such argument to differentiate by",
-            required=f"a position among the {count} positional argument(s) of the call",
-            got=f"argnums {place}",
-            mend="pass the argument by position, or correct argnums",
-        )
-    )
-
-
-def _leaves(name: str, positions: Sequence[int], structures: Sequence[Any]) -> list[Any]:
-    """The leaves of the arguments at these positions, as tensors that have a gradient."""
-    return [
-        _differentiable(name, f"number {position}", leaf)
-        for position, structure in zip(positions, structures, strict=True)
-        for leaf in tree.flatten(structure)
-    ]
-
-
-def _holds_numbers(leaf: Any) -> bool:
-    kind = type(leaf)
-    return backend.active.CONVERTIBLE[kind] or isinstance(leaf, (float, complex)) or ops.is_tensor(leaf)
-
-
-def _differentiable(name: str, argument: str, leaf: Any) -> Any:
-    """A leaf of an argument as a tensor that has a gradient."""
-    if _holds_numbers(leaf):
-        tensor = backend.active.as_tensor(leaf)
-        if _is_inexact(tensor):
-            return tensor
-    raise TypeError(
-        message(
-            name,
-            "a gradient was asked for by something that has none",
-            argument=argument,
-            required="floating or complex tensors, arrays or numbers",
-            got=describe(leaf),
-            mend="pass floats, or leave it out of what is differentiated by",
-        )
-    )
-
-
-def _is_inexact(tensor: Any) -> bool:
-    return keras.backend.standardize_dtype(tensor.dtype).startswith(("float", "bfloat", "complex"))
-
-
-def _parts(structures: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    # Not tree.map_structure: on PyTorch (Keras 3.15) it goes through a dict in another order than flatten.
-    remaining = iter(leaves)
-    return [tree.pack_sequence_as(s, [next(remaining) for _ in tree.flatten(s)]) for s in structures]
-
-
-def _scalar(name: str, value: Any) -> Any:
-    tensor = backend.active.as_tensor(value)
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    if tuple(ops.shape(tensor)) == () and dtype.startswith(("float", "bfloat")):
-        return tensor
-    raise TypeError(
-        message(
-            name,
-            "the gradient of something that is no real scalar was asked for",
-            required="a floating value of shape ()",
-            got=f"{dtype} of shape {shape_text(ops.shape(tensor))}",
-            mend="reduce the output, for example with ops.sum or ops.mean",
-        )
-    )

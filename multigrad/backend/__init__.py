@@ -161,6 +161,14 @@ class Backend(Protocol):
         """
 
     @staticmethod
+    def jacobian(
+        function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+    ) -> tuple[Any, list[list[Any]]]:
+        """The aux of `function(*tensors) -> (outputs, aux)`, and for each output its derivatives by each of
+        the tensors, of the output's shape followed by the tensor's.
+        """
+
+    @staticmethod
     def unrecorded() -> AbstractContextManager[Any]:
         """A context for what nobody differentiates. It need do nothing where that costs nothing."""
 

@@ -424,5 +424,22 @@ def vjp(
     return (outputs, aux), lambda upstream: _conjugate(pull(_conjugate(upstream)))
 
 
+def jacobian(
+    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+) -> tuple[Any, list[list[Any]]]:
+    (outputs, aux), pull = vjp(function, tensors)
+    zeros = [jnp.zeros_like(output) for output in outputs]
+    rows = []
+    for place, output in enumerate(outputs):
+
+        def row(upstream: Any, place: int = place) -> Sequence[Any]:
+            return pull([*zeros[:place], upstream, *zeros[place + 1 :]])
+
+        basis = jnp.eye(output.size, dtype=output.dtype).reshape(output.size, *output.shape)
+        gradients = jax.vmap(row)(basis)
+        rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
+    return aux, rows
+
+
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()

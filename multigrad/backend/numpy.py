@@ -71,6 +71,10 @@ def vjp(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
     raise _no_gradients()
 
 
+def jacobian(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+    raise _no_gradients()
+
+
 def unrecorded() -> NoReturn:
     raise _no_gradients()
 

@@ -331,5 +331,16 @@ def vjp(
     return (outputs, aux), pull
 
 
+def jacobian(
+    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+) -> tuple[Any, list[list[Any]]]:
+    own = [tf.identity(tensor) for tensor in tensors]
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(own)
+        outputs, aux = function(*own)
+    zero = tf.UnconnectedGradients.ZERO
+    return aux, [list(tape.jacobian(output, own, unconnected_gradients=zero)) for output in outputs]
+
+
 def unrecorded() -> Any:
     return record.stop_recording()

@@ -359,6 +359,8 @@ def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
     """Whether two runs of one function gave the same, up to the order of sums."""
     if first is None or again is None or first is again:
         return first is again
+    if _is_functorch_active():  # vmap around a backward pass, as a Jacobian is computed
+        first, again = torch.func.debug_unwrap(first), torch.func.debug_unwrap(again)
     if first.shape != again.shape or first.dtype != again.dtype:
         return False
     if not is_differentiable(first) or first.numel() == 0:
@@ -776,6 +778,24 @@ def vjp(
         )
 
     return (outputs, aux), pull
+
+
+def jacobian(
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
+) -> tuple[Any, list[list[torch.Tensor]]]:
+    (outputs, aux), pull = vjp(function, tensors)
+    zeros = [torch.zeros_like(output) for output in outputs]
+    rows = []
+    for place, output in enumerate(outputs):
+
+        def row(upstream: torch.Tensor, place: int = place) -> tuple[torch.Tensor, ...]:
+            return tuple(pull([*zeros[:place], upstream, *zeros[place + 1 :]]))
+
+        count = output.numel()
+        basis = torch.eye(count, dtype=output.dtype, device=output.device).reshape(count, *output.shape)
+        gradients = torch.func.vmap(row)(basis)
+        rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
+    return aux, rows
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,281 @@
+"""A function of any structure as a function of flat tensors, for the calculus."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from multigrad import backend
+from multigrad.binding import name_of
+from multigrad.errors import describe, message, shape_text
+from multigrad.leaves import split
+from multigrad.variables import Pinned
+
+
+class By:
+    """What a function is differentiated by: some of its arguments, and variables.
+
+    Arguments:
+        f, argnums, variables: as for `multigrad.grad`.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        argnums: int | Sequence[int] | None,
+        variables: Sequence[keras.Variable] | None,
+    ) -> None:
+        self.f, self.name = f, name_of(f)
+        self.variables = None if variables is None else _distinct(self.name, variables)
+        if argnums is None and variables is None:
+            argnums = 0
+        self.single = argnums is not None and not isinstance(argnums, Sequence)
+        self.arguments = argnums is not None
+        several = argnums if isinstance(argnums, Sequence) else () if argnums is None else (argnums,)
+        self.places = [operator.index(place) for place in several]
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], has_aux: bool) -> "FlatCall":
+        """One call of the function."""
+        return FlatCall(self, args, kwargs, has_aux)
+
+
+class FlatCall:
+    """One call of a function, as a function of the tensors that it is differentiated by.
+
+    It returns the output, and beside it the aux and the values of variables that the function assigned.
+    """
+
+    def __init__(self, by: By, args: Sequence[Any], kwargs: Mapping[str, Any], has_aux: bool) -> None:
+        self._by, self._args, self._kwargs, self._has_aux = by, args, kwargs, has_aux
+        self._variables = by.variables or []
+        self._positions = [_position(by.name, place, len(args)) for place in by.places]
+        self.structures = [args[position] for position in self._positions]
+        leaves = _leaves(by.name, self._positions, self.structures)
+        self._count = len(leaves)
+        of_variables = [_differentiable(by.name, f"variable {v.path!r}", v) for v in self._variables]
+        self.tensors = leaves + of_variables
+        self._assigned: list[keras.Variable] = []
+
+    def __call__(self, *tensors: Any) -> tuple[Any, tuple[Any, list[Any]]]:
+        args = list(self._args)
+        for position, part in zip(self._positions, self.parts(tensors), strict=True):
+            args[position] = part
+        with Pinned(self._variables, tensors[self._count :], keep=False) as scope:
+            answer = self._by.f(*args, **self._kwargs)
+        assigned = list(scope.assigned.values())
+        self._assigned = [variable for variable, _ in assigned]
+        output, aux = _pair(self._by.name, answer) if self._has_aux else (answer, None)
+        return output, (aux, [new for _, new in assigned])
+
+    def keep(self, values: Sequence[Any]) -> None:
+        """Assign what the function assigned."""
+        for variable, value in zip(self._assigned, values, strict=True):
+            variable.assign(value)
+
+    def parts(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments that are differentiated by, of other leaves."""
+        # Not tree.map_structure: on PyTorch (Keras 3.15) it goes through a dict in another order.
+        remaining = iter(leaves)
+        return [tree.pack_sequence_as(s, [next(remaining) for _ in tree.flatten(s)]) for s in self.structures]
+
+    def whole(self, gradients: Sequence[Any]) -> Any:
+        """What is returned to the caller, of something for each of the tensors."""
+        parts, by = self.parts(gradients), self._by
+        gradient = parts[0] if by.single else tuple(parts)
+        if by.variables is None:
+            return gradient
+        of_variables = list(gradients[self._count :])
+        return (gradient, of_variables) if by.arguments else of_variables
+
+
+class Structure:
+    """A structure of tensors: its `own`, which have a gradient, and `others`, which have none."""
+
+    def __init__(self, structure: Any) -> None:
+        tensors, self._layout = split(structure)
+        self._floating = [backend.active.is_differentiable(tensor) for tensor in tensors]
+        both = list(zip(tensors, self._floating, strict=True))
+        self.own: Sequence[Any] = [tensor for tensor, floating in both if floating]
+        self.others: Sequence[Any] = [tensor for tensor, floating in both if not floating]
+
+    def whole(self, own: Sequence[Any]) -> Any:
+        """The structure with `own` in place of its own."""
+        return self._layout.join(self._merged(own, self.others))
+
+    def with_none(self, own: Sequence[Any]) -> Any:
+        """The same, with None for all that has no gradient."""
+        return self._layout.join_tensors_only(self._merged(own, [None] * len(self.others)))
+
+    def _merged(self, own: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        floating, rest = iter(own), iter(others)
+        return [next(floating) if f else next(rest) for f in self._floating]
+
+    def alike(self, name: str, argument: str, given: Any) -> list[Any]:
+        """The flat tensors of what has the same structure: one for each of its own, zeros for None."""
+        template = self.with_none(self.own)
+        try:
+            tree.assert_same_structure(template, given)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                message(
+                    name,
+                    "the structures differ",
+                    argument=argument,
+                    required=describe(tree.map_structure(_kind, template)),
+                    got=describe(tree.map_structure(_kind, given)),
+                    mend="give it the same structure, with None where there is nothing",
+                )
+            ) from error
+        pairs = zip(tree.flatten(template), tree.flatten(given), strict=True)
+        return [_like(name, argument, tensor, leaf) for tensor, leaf in pairs if tensor is not None]
+
+
+def _kind(leaf: Any) -> Any:
+    return None if leaf is None else type(leaf)
+
+
+def _like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
+    """A leaf as a tensor in the dtype of another, whose shape it must have."""
+    if leaf is None:
+        return ops.zeros_like(tensor)
+    if not (_holds_numbers(leaf) or isinstance(leaf, int)):
+        raise TypeError(
+            message(
+                name,
+                "there is something that is no number of a direction",
+                argument=argument,
+                required="tensors, arrays or numbers, and None for zero",
+                got=describe(leaf),
+                mend="give it a number for each element",
+            )
+        )
+    given = ops.cast(backend.active.as_tensor(leaf), tensor.dtype)
+    wanted, got = backend.active.sizes(tensor.shape), backend.active.sizes(given.shape)
+    if wanted is not None and got is not None:
+        unlike = [w != g for w, g in zip(wanted, got, strict=False) if w is not None and g is not None]
+        if len(wanted) != len(got) or any(unlike):
+            raise ValueError(
+                message(
+                    name,
+                    "the shapes differ",
+                    argument=argument,
+                    required=shape_text(wanted),
+                    got=describe(given),
+                    mend="give it a number for each element",
+                )
+            )
+    return given
+
+
+def scalar_of(name: str, value: Any) -> Any:
+    tensor = backend.active.as_tensor(value)
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    if tuple(ops.shape(tensor)) == () and dtype.startswith(("float", "bfloat")):
+        return tensor
+    raise TypeError(
+        message(
+            name,
+            "the gradient of something that is no real scalar was asked for",
+            required="a floating value of shape ()",
+            got=f"{dtype} of shape {shape_text(ops.shape(tensor))}",
+            mend="reduce the output, for example with ops.sum or ops.mean",
+        )
+    )
+
+
+def require_real(name: str, tensors: Sequence[Any]) -> None:
+    """See that a Jacobian is not asked for complex numbers, for which it would not be one matrix."""
+    for tensor in tensors:
+        if keras.backend.standardize_dtype(tensor.dtype).startswith("complex"):
+            raise TypeError(
+                message(
+                    name,
+                    "the Jacobian of something complex was asked for",
+                    required="real arguments and outputs",
+                    got=describe(tensor),
+                    mend="take the real and the imaginary part for two arguments or outputs",
+                )
+            )
+
+
+def _distinct(name: str, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    for i, variable in enumerate(variables):
+        other = not isinstance(variable, keras.Variable)
+        if other or any(variable is earlier for earlier in variables[:i]):
+            raise TypeError(
+                message(
+                    name,
+                    "there is something in `variables` by which a gradient cannot be taken",
+                    argument=f"'variables'[{i}]",
+                    required="Keras Variables, each of them once",
+                    got=describe(variable) if other else f"variable {variable.path!r} a second time",
+                    mend="pass, for example, the trainable_variables of a model",
+                )
+            )
+    return list(variables)
+
+
+def _pair(name: str, answer: Any) -> tuple[Any, Any]:
+    if isinstance(answer, (tuple, list)) and len(answer) == 2:
+        return answer[0], answer[1]
+    raise TypeError(
+        message(
+            name,
+            "has_aux=True, and the function returned no pair",
+            required="(scalar, aux)",
+            got=describe(answer),
+            mend="return a pair, or leave has_aux out",
+        )
+    )
+
+
+def _position(name: str, place: int, count: int) -> int:
+    if -count <= place < count:
+        return place % count
+    raise TypeError(
+        message(
+            name,
+            "there is no such argument to differentiate by",
+            required=f"a position among the {count} positional argument(s) of the call",
+            got=f"argnums {place}",
+            mend="pass the argument by position, or correct argnums",
+        )
+    )
+
+
+def _leaves(name: str, positions: Sequence[int], structures: Sequence[Any]) -> list[Any]:
+    """The leaves of the arguments at these positions, as tensors that have a gradient."""
+    return [
+        _differentiable(name, f"number {position}", leaf)
+        for position, structure in zip(positions, structures, strict=True)
+        for leaf in tree.flatten(structure)
+    ]
+
+
+def _holds_numbers(leaf: Any) -> bool:
+    kind = type(leaf)
+    return backend.active.CONVERTIBLE[kind] or isinstance(leaf, (float, complex)) or ops.is_tensor(leaf)
+
+
+def _differentiable(name: str, argument: str, leaf: Any) -> Any:
+    """A leaf of an argument as a tensor that has a gradient."""
+    if _holds_numbers(leaf):
+        tensor = backend.active.as_tensor(leaf)
+        if _is_inexact(tensor):
+            return tensor
+    raise TypeError(
+        message(
+            name,
+            "a gradient was asked for by something that has none",
+            argument=argument,
+            required="floating or complex tensors, arrays or numbers",
+            got=describe(leaf),
+            mend="pass floats, or leave it out of what is differentiated by",
+        )
+    )
+
+
+def _is_inexact(tensor: Any) -> bool:
+    return keras.backend.standardize_dtype(tensor.dtype).startswith(("float", "bfloat", "complex"))
