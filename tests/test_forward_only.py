@@ -4,7 +4,7 @@ import pytest
 from keras import ops
 from support import BACKEND, DIFFERENTIATES, array, numpy
 
-from multigrad import grad, op_custom_gradient, value_and_grad
+from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 
 pytestmark = pytest.mark.forward
 
@@ -29,7 +29,17 @@ def test_ops_nest():
     assert numpy(quadruple(array(1.0))) == 4.0
 
 
-@pytest.mark.parametrize("transform", [grad, value_and_grad])
+TRANSFORMS = {
+    "grad": grad,
+    "value_and_grad": value_and_grad,
+    "vjp": lambda f: lambda x: vjp(f, x),
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x,)),
+    "jacobian": jacobian,
+    "hessian": hessian,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_a_gradient(transform):
     function = transform(lambda x: ops.sum(double(x)["y"]))
     if DIFFERENTIATES:
