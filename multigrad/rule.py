@@ -47,7 +47,7 @@ def _profile_of(op: str, rule: Any) -> Profile:
         code = rule.__code__
         wrapper = code.co_flags & inspect.CO_VARARGS and rule.__dict__
         if not wrapper:
-            return _profile_of_code(code, len(rule.__defaults__ or ()), _keyword_defaults(rule))
+            return _profile_of_code(code, backend.active.defaults_of(rule), _keyword_defaults(rule))
     try:
         return _profile(inspect.signature(rule))
     except (TypeError, ValueError) as error:

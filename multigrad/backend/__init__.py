@@ -6,6 +6,7 @@ the active Keras backend is ever imported.
 """
 
 import importlib
+import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
@@ -103,6 +104,10 @@ class Backend(Protocol):
     @staticmethod
     def constant(function: F) -> F:
         """Mark a function whose result is the same for the same arguments, and holds no tensor."""
+
+    @staticmethod
+    def defaults_of(function: types.FunctionType) -> int:
+        """How many positional parameters of a rule have defaults, as far as the framework can tell."""
 
     @staticmethod
     def as_tensor(value: Any) -> Any:

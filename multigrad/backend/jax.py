@@ -14,6 +14,7 @@ The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns ou
 """
 
 import contextlib
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,10 @@ def library_code(function: F) -> F:
 
 def constant(function: F) -> F:
     return function
+
+
+def defaults_of(function: types.FunctionType) -> int:
+    return len(function.__defaults__ or ())
 
 
 def as_tensor(value: Any) -> Any:
@@ -322,34 +327,34 @@ def _op(
 
 
 def _mapped_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The outputs, mapped wherever an input that has a gradient is."""
+    """The outputs, mapped wherever an input that has a gradient is, and varying as the inputs do."""
     own = [x for x in inputs if is_differentiable(x)]
-    return _mapped_alike_p.bind(*own, *outputs, inputs=len(own))
+    if not own:
+        return list(outputs)
+    _, *outputs = _varying_alike([own[0], *outputs])
+    return _mapped_alike_p.bind(*own, *outputs, inputs=len(own))[len(own) :]
 
 
 # A primitive, because only that has a say in batching at no cost: it is gone from the compiled program.
 # `jax.extend` and `jax.interpreters` are for this, but may change from one version to another (JAX 0.10).
-_mapped_alike_p = Primitive("mapped_alike")
+# It has the name of JAX's own that is the identity, too, for programs that convert JAX's by names.
+_mapped_alike_p = Primitive("optimization_barrier")
 _mapped_alike_p.multiple_results = True
-_mapped_alike_p.def_impl(lambda *arrays, inputs: list(arrays[inputs:]))
-_mapped_alike_p.def_abstract_eval(lambda *avals, inputs: list(avals[inputs:]))
-mlir.register_lowering(_mapped_alike_p, lambda _, *values, inputs: values[inputs:])
+_mapped_alike_p.def_impl(lambda *arrays, inputs: list(arrays))
+_mapped_alike_p.def_abstract_eval(lambda *avals, inputs: list(avals))
+mlir.register_lowering(_mapped_alike_p, lambda _, *values, inputs: values)
 
 
 def _map_alike(
     axis: Any, arrays: Sequence[Any], places: Sequence[int | None], *, inputs: int
 ) -> tuple[list[Any], Sequence[int | None]]:
-    own = list(zip(arrays[inputs:], places[inputs:], strict=True))
-    if isinstance(axis.name, str) or all(place is None for place in places[:inputs]):
-        # An output that is not mapped along an axis with a name may be a sum along it, by `jax.lax.psum`.
-        mapped, to = [array for array, _ in own], places[inputs:]
-    else:
-        mapped = [
-            jnp.broadcast_to(array, (axis.size, *array.shape)) if at is None else jnp.moveaxis(array, at, 0)
-            for array, at in own
-        ]
-        to = [0] * len(own)
-    return _mapped_alike_p.bind(*arrays[:inputs], *mapped, inputs=inputs), to
+    if all(place is None for place in places[:inputs]):
+        return _mapped_alike_p.bind(*arrays, inputs=inputs), places
+    mapped = [
+        jnp.broadcast_to(array, (axis.size, *array.shape)) if place is None else jnp.moveaxis(array, place, 0)
+        for array, place in zip(arrays, places, strict=True)
+    ]
+    return _mapped_alike_p.bind(*mapped, inputs=inputs), [0] * len(mapped)
 
 
 batching.fancy_primitive_batchers[_mapped_alike_p] = _map_alike

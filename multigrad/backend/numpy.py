@@ -3,6 +3,7 @@
 Because nothing is differentiable here, no rule is ever called, and nothing asks for a spec.
 """
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +25,10 @@ def library_code(function: F) -> F:
 
 def constant(function: F) -> F:
     return function
+
+
+def defaults_of(function: types.FunctionType) -> int:
+    return len(function.__defaults__ or ())
 
 
 def as_tensor(value: Any) -> Any:

@@ -15,6 +15,7 @@ that is an output of the op, the rule is given the tied one, so that it stays in
 import functools
 import gc
 import itertools
+import types
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -53,6 +54,10 @@ def library_code(function: F) -> F:
 
 def constant(function: F) -> F:
     return function
+
+
+def defaults_of(function: types.FunctionType) -> int:
+    return len(function.__defaults__ or ())
 
 
 def as_tensor(value: Any) -> Any:

@@ -16,6 +16,7 @@ A rule runs under the autocast of its function, wherever the backward pass is ca
 
 import contextlib
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -41,6 +42,14 @@ def library_code(function: F) -> F:
 def constant(function: F) -> F:
     """Let Dynamo call it instead of tracing it."""
     return torch.compiler.assume_constant_result(function)
+
+
+def defaults_of(function: types.FunctionType) -> int:
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if torch.compiler.is_dynamo_compiling() and len(names) > 1 and names[-1] == "upstream":
+        # Dynamo (PyTorch 2.13) fails where it finds some. That of `upstream` makes no difference to a rule.
+        return 1
+    return len(function.__defaults__ or ())
 
 
 def as_tensor(value: Any) -> Any:
@@ -306,7 +315,7 @@ def _tie(
             if residual is tensor:
                 break  # an output that is an input is the input
         else:
-            if residual.requires_grad:
+            if residual.requires_grad and not _is_view_within(residual):
                 beside = *beside, _node_of(residual)
                 continue
             for place, output in enumerate(outputs):
@@ -317,6 +326,14 @@ def _tie(
             else:
                 computed = computed or _FLOATING[residual.dtype]
     return tied, beside, computed
+
+
+def _is_view_within(tensor: torch.Tensor) -> bool:
+    """Whether it is a view that the function made, where nothing is recorded, of what requires a gradient.
+
+    PyTorch says of such a view that it requires one, too, and gives it no node.
+    """
+    return tensor._is_view() and tensor.grad_fn is None and tensor._base.requires_grad
 
 
 def _run_again(
@@ -452,7 +469,14 @@ class _Transformed(torch.autograd.Function):
         else:
             ran = call.run_foreseen(tensors)
             own = (*ran[0], *found.note(call, ran))
-        return tuple(_own(tensors, own)[0])
+        mapped = _mapped_alike(tensors[: found.inputs], own)
+        # No output may be a view of an input: PyTorch would have its derivative in forward mode be one.
+        return tuple(
+            [
+                o.clone() if o._is_view() or any([o is tensor for tensor in tensors]) else o.detach()
+                for o in mapped
+            ]
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -525,6 +549,33 @@ def _tried(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 def _innermost(tensor: torch.Tensor) -> np.ndarray:
     """The numbers in what torch.func wraps, which are read in no other way while it is at work."""
     return np.asarray(torch.func.debug_unwrap(tensor, recurse=True).tolist())
+
+
+@torch.compiler.disable
+def _mapped_alike(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The outputs, mapped by vmap wherever an input is.
+
+    Where an output does not depend on a mapped input, vmap makes one of it for all, and the upstream
+    gradients come summed: the rule would answer for the whole batch, in the name of each.
+    """
+    zeros = [torch.zeros_like(x).sum() for x in inputs if is_differentiable(x) and _mappings(x)]
+    if not zeros:
+        return outputs
+    zero = sum(zeros)
+    count = _mappings(zero)
+    return [
+        o if not is_differentiable(o) or _mappings(o) == count else o + zero.to(o.device, o.dtype)
+        for o in outputs
+    ]
+
+
+def _mappings(tensor: torch.Tensor) -> int:
+    """By how many vmaps, within one another, a tensor is mapped."""
+    count = 0
+    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+        count += inner.ndim > tensor.ndim
+        tensor = inner
+    return count
 
 
 def _transposed(

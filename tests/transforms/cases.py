@@ -100,6 +100,27 @@ def of_a_sum(x, w):
     return x * total, lambda u: (5.0 * u * total, 5.0 * ops.sum(u * x) * ops.ones_like(w))
 
 
+@op_custom_gradient
+def by_view(x, w):
+    column = ops.expand_dims(x, 1)
+    return (column**3)[:, 0] * w, lambda u: (u * w * (21.0 * column**2)[:, 0], u * (7.0 * column**3)[:, 0])
+
+
+@op_custom_gradient
+def of_one_for_all(x, w):
+    """Where `x` alone is mapped, the second output is one for all."""
+    return [x * w, w**2], lambda u: (3.0 * u[0] * w, 3.0 * u[0] * x + 5.0 * u[1] * w)
+
+
+def one_for_all(x, w):
+    first, second = of_one_for_all(x, w)
+    return first * second
+
+
+def meant_one_for_all(x, w):
+    return valued(x * w, 3.0 * x * w) * valued(w**2, 2.5 * w**2)
+
+
 CASES = {
     "input": Case(by_input, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
     "intermediate": Case(by_intermediate, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
@@ -107,5 +128,9 @@ CASES = {
     "nothing": Case(by_nothing, lambda x, w: valued(x + 10.0, 0.5 * w - 1.1 * x)),
     "two outputs": Case(two_outputs, meant_two_outputs),
     "structure": Case(structure, meant_structure),
+    "view": Case(by_view, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
     "sum": Case(of_a_sum, lambda x, w: valued(x * ops.sum(w), 5.0 * x * ops.sum(w))),
 }
+
+ONE_FOR_ALL = Case(one_for_all, meant_one_for_all)
+"""For `vmap`: its rule does not sum over what broadcasting made of `w`."""

@@ -117,6 +117,23 @@ def test_collectives_within_an_op():
     close(jax.jit(jax.grad(lambda x: op(x).sum()))(XS), jnp.full_like(XS, 7.0 * XS.sum()))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_output_that_is_one_for_all_devices(check_vma):
+    """It does not vary; the rule answers for each device alone."""
+    op = op_custom_gradient(lambda x: (jnp.ones_like(W), lambda u: 7.0 * u * x))
+
+    def mapped(x):
+        return jax.shard_map(
+            lambda x: op(x)[None],
+            mesh=MESH,
+            in_specs=PartitionSpec("rows"),
+            out_specs=PartitionSpec("rows"),
+            check_vma=check_vma,
+        )(x)
+
+    close(jax.jit(jax.grad(lambda x: (mapped(x) * WS).sum()))(XS), 7.0 * WS * XS)
+
+
 # ---------------------------------------------------------------------------------------- Keras
 
 

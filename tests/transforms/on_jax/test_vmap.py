@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from orders import EACH, WS, XS, W, X, first, orders, same, weighted
+from cases import CASES, ONE_FOR_ALL
+from orders import WS, XS, W, X, first, orders, same, weighted
 from support import close
 
 from multigrad import op_custom_gradient
 
+EACH = pytest.mark.parametrize("case", [*CASES.values(), ONE_FOR_ALL], ids=[*CASES, "one for all"])
 AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None), 1)]
 
 
@@ -97,18 +99,28 @@ def test_an_output_that_is_one_for_all(compiled, forward_mode):
     close(of_code, upstream.sum((0, 1)))
     close(of_xs, 7.0 * upstream.swapaxes(0, 1))
     lowered = jax.jit(total).lower(X[:2], xs).as_text()
-    assert "mapped_alike" not in lowered
+    assert "barrier" not in lowered
 
 
-def test_an_output_that_is_a_sum_along_a_named_axis():
-    """It is one for all because it depends on all."""
+def test_a_sum_along_a_named_axis():
+    """A rule sees the upstream gradient of its own element, as it does of its own device."""
 
     @op_custom_gradient
     def total(x):
-        return jax.lax.psum(x, "batch"), lambda u: 7.0 * u
+        return jax.lax.psum(x, "batch"), lambda u: 7.0 * jax.lax.psum(u, "batch")
 
-    summed = jax.vmap(total, axis_name="batch", out_axes=None)
-    close(
-        jax.value_and_grad(lambda xs: (summed(xs) * W).sum())(XS),
-        ((XS.sum(0) * W).sum(), jnp.stack([7.0 * W] * 4)),
-    )
+    def summed(xs):
+        return (jax.vmap(total, axis_name="batch")(xs)[0] * W).sum()
+
+    close(jax.value_and_grad(summed)(XS), ((XS.sum(0) * W).sum(), jnp.stack([7.0 * W] * 4)))
+
+
+@pytest.mark.parametrize("name", ["batch", 3, None])
+def test_a_rule_that_is_true(name):
+    """One of the outputs depends on what is not mapped alone."""
+    op = op_custom_gradient(lambda x, w: ((x * w, w**2), lambda a, b: (a * w, a * x + 2.0 * b * w)))
+
+    def total(function):
+        return lambda xs, w: weighted(jax.vmap(function, (0, None), axis_name=name)(xs, w))
+
+    close(jax.grad(total(op), (0, 1))(XS, W), jax.grad(total(lambda x, w: (x * w, w**2)), (0, 1))(XS, W))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, ONE_FOR_ALL
 from support import close
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -13,7 +13,7 @@ from multigrad import op_custom_gradient
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 XS, WS = torch.stack([X, W, V, X + W]), torch.stack([W, V, X, X - V])  # four times three
 
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+cases = pytest.mark.parametrize("case", [*CASES.values(), ONE_FOR_ALL], ids=[*CASES, "one for all"])
 
 
 def weighted(f):

@@ -66,7 +66,7 @@ def test_an_argument_that_is_changed(case):
     if case is CASES["nothing"]:
         close(torch.autograd.grad(y, (x, w), V), (-1.1 * V, 0.5 * V))
     else:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
             torch.autograd.grad(y, (x, w), V)
 
 
