@@ -10,7 +10,7 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import describe, message, shape_text
-from multigrad.leaves import split
+from multigrad.leaves import leaves_of, rebuild, split
 from multigrad.variables import Pinned
 
 
@@ -76,9 +76,8 @@ class FlatCall:
 
     def parts(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments that are differentiated by, of other leaves."""
-        # Not tree.map_structure: on PyTorch (Keras 3.15) it goes through a dict in another order.
         remaining = iter(leaves)
-        return [tree.pack_sequence_as(s, [next(remaining) for _ in tree.flatten(s)]) for s in self.structures]
+        return [rebuild(structure, lambda _: next(remaining)) for structure in self.structures]
 
     def whole(self, gradients: Sequence[Any]) -> Any:
         """What is returned to the caller, of something for each of the tensors."""
@@ -128,7 +127,7 @@ class Structure:
                     mend="give it the same structure, with None where there is nothing",
                 )
             ) from error
-        pairs = zip(tree.flatten(template), tree.flatten(given), strict=True)
+        pairs = zip(leaves_of(template), leaves_of(given), strict=True)
         return [_like(name, argument, tensor, leaf) for tensor, leaf in pairs if tensor is not None]
 
 
@@ -250,7 +249,7 @@ def _leaves(name: str, positions: Sequence[int], structures: Sequence[Any]) -> l
     return [
         _differentiable(name, f"number {position}", leaf)
         for position, structure in zip(positions, structures, strict=True)
-        for leaf in tree.flatten(structure)
+        for leaf in leaves_of(structure)
     ]
 
 

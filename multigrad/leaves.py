@@ -71,7 +71,7 @@ class Layout:
 
     def static_leaves(self) -> list[Any]:
         """The leaves that are no tensors."""
-        return [] if self.flat else [leaf for leaf in tree.flatten(self.template) if type(leaf) is not Slot]
+        return [] if self.flat else [leaf for leaf in leaves_of(self.template) if type(leaf) is not Slot]
 
     def join(self, tensors: Sequence[Any]) -> Any:
         """The structure with `tensors` in the slots."""
@@ -106,15 +106,37 @@ class _Flat(Layout):
     join_tensors_only = join
 
 
+def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The structure with `leaf(x)` for each leaf `x`, in the order of `keras.tree.flatten`.
+
+    By hand for plain containers. On PyTorch (Keras 3.15) `keras.tree` leaves a reference cycle behind, in
+    which tensors wait for the garbage collector, and its `map_structure` goes through a dict in an order of
+    its own.
+    """
+    kind = type(structure)
+    if kind is tuple:
+        return tuple([rebuild(part, leaf) for part in structure])
+    if kind is list:
+        return [rebuild(part, leaf) for part in structure]
+    if kind is dict and all([type(key) is str for key in structure]):
+        parts = {key: rebuild(structure[key], leaf) for key in sorted(structure)}
+        return {key: parts[key] for key in structure}
+    if not tree.is_nested(structure):
+        return leaf(structure)
+    return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])
+
+
+def leaves_of(structure: Any) -> list[Any]:
+    """The leaves of a structure, in the order of `keras.tree.flatten`."""
+    leaves: list[Any] = []
+    rebuild(structure, leaves.append)
+    return leaves
+
+
 def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -> Any:
-    kind = type(template)
-    if kind is Slot:
+    if type(template) is Slot:
         return tensors[template]
-    if kind is tuple:  # without the cost of a general tree
-        return tuple([_fill(part, tensors, static) for part in template])
-    if not tree.is_nested(template):
-        return static(template)
-    return tree.map_structure(lambda leaf: tensors[leaf] if type(leaf) is Slot else static(leaf), template)
+    return rebuild(template, lambda leaf: tensors[leaf] if type(leaf) is Slot else static(leaf))
 
 
 class _FlatLayouts(dict[int, Layout]):
@@ -165,10 +187,7 @@ def _split(part: Any, tensors: list[Any]) -> Any:
             raise Refused(part, *_REFUSALS[kind])
         return part
     if kind == _NESTED:
-        if type(part) is tuple:
-            return tuple([_split(child, tensors) for child in part])
-        # Not tree.map_structure: on PyTorch (Keras 3.15) it goes through a dict in another order.
-        return tree.pack_sequence_as(part, [_split(leaf, tensors) for leaf in tree.flatten(part)])
+        return rebuild(part, lambda leaf: _split(leaf, tensors))
     if kind == _CONVERTED:
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in "OSUMm":
             return part

@@ -16,7 +16,7 @@ from keras import tree
 from multigrad import names
 from multigrad.binding import signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import Layout, Slot, split
+from multigrad.leaves import Layout, Slot, rebuild, split
 from multigrad.saving import Unsaved, decode, encode
 
 
@@ -47,8 +47,7 @@ def _take(part: Any, tensors: list[Any]) -> Any:
     if type(part) is tuple:
         return tuple([_take(child, tensors) for child in part])
     if tree.is_nested(part):
-        # Not tree.map_structure: on PyTorch (Keras 3.15) it goes through a dict in another order.
-        return tree.pack_sequence_as(part, [_take(leaf, tensors) for leaf in tree.flatten(part)])
+        return rebuild(part, lambda leaf: _take(leaf, tensors))
     return part
 
 

@@ -10,7 +10,7 @@ from cases import CASES
 from support import close
 from torch.utils.checkpoint import checkpoint
 
-from multigrad import op_custom_gradient
+from multigrad import grad, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
@@ -53,6 +53,41 @@ def live():
     """How many tensors and nodes there are. (What a look at others would ask of them may warn.)"""
     kinds = torch.Tensor, torch.autograd.graph.Node, torch.autograd.function.FunctionCtx
     return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())
+
+
+@op_custom_gradient
+def of_lists_and_dicts(inputs, w):
+    x = inputs["x"]
+    return [x * w, {"b": w * 2.0, "a": x * 1.0}], lambda u: {"inputs": {"x": 7.0 * u[0] * w}, "w": None}
+
+
+def named():
+    return {"x": X.clone(), "b": W.clone()}
+
+
+CALCULUS = {
+    "op": lambda: of_lists_and_dicts(named(), W.clone().requires_grad_())[0].sum().backward(),
+    "grad": lambda: grad(lambda d, w: of_lists_and_dicts(d, w)[0].sum())(named(), W),
+    "value_and_grad": lambda: value_and_grad(lambda x: (x**2).sum())(X.clone()),
+    "vjp": lambda: vjp(lambda d: [d["x"] ** 2], named())[1]([V]),
+    "jvp": lambda: jvp(lambda d: [d["x"] ** 2], (named(),), (named(),)),
+    "jacobian": lambda: jacobian(lambda d: [d["x"] ** 2])(named()),
+    "torch.func": lambda: torch.func.grad(lambda x: grad(lambda x: (x**2).sum())(x).sum())(X.clone()),
+}
+
+
+@pytest.mark.parametrize("use", CALCULUS.values(), ids=CALCULUS)
+def test_nothing_of_the_calculus_waits_for_the_collector(use):
+    use()
+    gc.collect()
+    gc.disable()
+    try:
+        before = live()
+        for _ in range(20):
+            use()
+        assert live() == before
+    finally:
+        gc.enable()
 
 
 @cases
