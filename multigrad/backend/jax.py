@@ -415,3 +415,11 @@ def vjp(
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
+
+
+def compiled(function: F) -> F:
+    return jax.jit(function)
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    return jax.enable_x64(True)

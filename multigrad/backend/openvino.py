@@ -8,6 +8,7 @@ from multigrad.backend.numpy import (
     apply,
     as_tensor,
     assign,
+    compiled,
     concrete,
     conform,
     constant,
@@ -19,6 +20,7 @@ from multigrad.backend.numpy import (
     unrecorded,
     value_and_grad,
     vjp,
+    wide,
 )
 from multigrad.closure import TypeSet
 
@@ -29,6 +31,7 @@ __all__ = [
     "apply",
     "as_tensor",
     "assign",
+    "compiled",
     "concrete",
     "conform",
     "constant",
@@ -40,6 +43,7 @@ __all__ = [
     "unrecorded",
     "value_and_grad",
     "vjp",
+    "wide",
 ]
 
 # Keras's own class, which has no public name.

@@ -12,6 +12,7 @@ The function itself is recorded too: a second derivative goes through what the r
 that is an output of the op, the rule is given the tied one, so that it stays in force.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -320,3 +321,11 @@ def vjp(
 
 def unrecorded() -> Any:
     return record.stop_recording()
+
+
+def compiled(function: F) -> F:
+    return tf.function(function)
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()

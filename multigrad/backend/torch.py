@@ -768,6 +768,17 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad()
 
 
+def compiled(function: F) -> F:
+    # "aot_eager" traces both passes and generates no code, which would take many times as long. Functions of
+    # one code share their compilations, of which PyTorch makes a few and then runs the code as it is, in
+    # silence: so this one has its own.
+    return torch.compile(function, backend="aot_eager", dynamic=False, isolate_recompiles=True)
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
 def _tensors_of_aux(
     function: Callable[..., tuple[Any, Any]],
 ) -> tuple[Callable[..., tuple[Any, list[torch.Tensor]]], Callable[[Sequence[torch.Tensor]], Any]]:

@@ -1,0 +1,176 @@
+"""A function of structures as one of flat tensors: its differentiable inputs to its differentiable outputs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from multigrad import backend
+from multigrad.answer import slot_paths
+from multigrad.binding import name_of, signature_of
+from multigrad.errors import describe, message
+from multigrad.leaves import Layout, Refused, split
+from multigrad.variables import Pinned, Reads
+
+
+class Flat:
+    """A function, and the place at which it is looked at.
+
+    ```python
+    flat = Flat(lambda x, n: {"y": x**n}, (3.0, 2))
+    assert flat.input_names == ["'x'"] and flat.output_names == ["output['y']"]
+    (y,) = flat(*flat.inputs)
+    print(y)  # 9.0
+    ```
+
+    It is run once, to see what it returns and which trainable variables it reads: their values are inputs
+    behind those of the arguments. What it assigns to variables is lost, in every run.
+
+    Arguments:
+        fn, args: the function and its arguments. Floats among them are inputs, as arrays are.
+        variables: Keras Variables to take as inputs; those that are trainable and read, where it is None.
+        dtype: the floating dtype in which all inputs are to be, None where they keep their own.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        variables: Sequence[keras.Variable] | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        self.name = name_of(fn)
+        self._fn = fn
+        _, binding = signature_of(fn).bind(tuple(args), {})
+        named = list(zip(binding.names(), args, strict=False))
+        self._tensors, self._layout = self._split(tuple(map(_with_tensors, args)), named)
+        paths = _paths(self._layout, [name for name, _ in named])
+        self._places = [i for i, t in enumerate(self._tensors) if backend.active.is_differentiable(t)]
+        self._variables = list(_read_by(fn, self._layout.join(self._tensors)) if variables is None else variables)
+        own = [self._tensors[place] for place in self._places]
+        own += [backend.active.as_tensor(variable) for variable in self._variables]
+        self.inputs = [_cast(tensor, dtype) for tensor in own]
+        self.input_names = [paths[place] for place in self._places]
+        self.input_names += [f"variable {variable.path!r}" for variable in self._variables]
+        self._look()
+
+    def _look(self) -> None:
+        """Run it once, and name the outputs."""
+        with self._scope(self.inputs):
+            output = self._fn(*self._args(self.inputs))
+        tensors, layout = self._split(output, [("the output", output)])
+        paths = _paths(layout, ["output"], whole=True)
+        floating = [backend.active.is_differentiable(tensor) for tensor in tensors]
+        self.all_outputs = dict(zip(paths, tensors, strict=True))
+        self.output_names = [path for path, f in zip(paths, floating, strict=True) if f]
+        if not self.inputs or not self.output_names:
+            missing = "output" if self.inputs else "argument"
+            raise TypeError(
+                message(
+                    self.name,
+                    f"there is no {missing} that has a gradient",
+                    required=f"a floating or complex tensor in the {missing}s",
+                    got=describe(output) if self.inputs else describe(tuple(a for a in self._tensors)),
+                    mend="pass floats" if missing == "argument" else "return floats",
+                )
+            )
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """The differentiable outputs for these inputs."""
+        with self._scope(inputs):
+            return self._of_tensors(*inputs)
+
+    def compiled(self) -> Callable[..., list[Any]]:
+        """The same by the framework's compiler."""
+        run = backend.active.compiled(self._of_tensors)
+
+        def __call__(*inputs: Any) -> list[Any]:
+            with self._scope(inputs):
+                return run(*inputs)
+
+        return __call__
+
+    def _of_tensors(self, *inputs: Any) -> list[Any]:
+        tensors, _ = split(self._fn(*self._args(inputs)))
+        return [tensor for tensor in tensors if backend.active.is_differentiable(tensor)]
+
+    def _scope(self, inputs: Sequence[Any]) -> Pinned:
+        return Pinned(self._variables, inputs[len(self._places) :], keep=False)
+
+    def _args(self, inputs: Sequence[Any]) -> Any:
+        tensors = list(self._tensors)
+        for place, tensor in zip(self._places, inputs, strict=False):
+            tensors[place] = tensor
+        return self._layout.join(tensors)
+
+    def _split(self, structure: Any, named: Sequence[tuple[str, Any]]) -> tuple[Sequence[Any], Layout]:
+        try:
+            return split(structure)
+        except Refused as refused:
+            raise refused.error(self.name, named) from None
+
+
+def _with_tensors(argument: Any) -> Any:
+    """An argument with tensors in place of its floats."""
+    leaves = [
+        backend.active.as_tensor(leaf) if isinstance(leaf, (float, complex)) else leaf
+        for leaf in tree.flatten(argument)
+    ]
+    return tree.pack_sequence_as(argument, leaves)
+
+
+def _read_by(fn: Callable[..., Any], args: Sequence[Any]) -> Sequence[keras.Variable]:
+    """The trainable variables that a function reads."""
+    with Pinned((), (), keep=False), Reads() as scope:
+        fn(*args)
+    return [variable for variable in scope.read() if isinstance(variable, keras.Variable)]
+
+
+def _paths(layout: Layout, names: Sequence[str], whole: bool = False) -> list[str]:
+    """How messages call each tensor of a layout."""
+    parts = [layout.template] if whole else layout.template
+    found = sorted(slot_paths(zip(names, parts, strict=True)), key=lambda pair: pair[1])
+    return [path for path, _ in found]
+
+
+def _cast(tensor: Any, dtype: str | None) -> Any:
+    if dtype is None:
+        return tensor
+    if keras.backend.standardize_dtype(tensor.dtype).startswith("complex"):
+        dtype = "complex128" if dtype == "float64" else "complex64"
+    return ops.cast(tensor, dtype)
+
+
+def values(tensor: Any) -> np.ndarray:
+    """The numbers of a tensor, in double precision."""
+    found = backend.active.concrete(tensor)
+    assert found is not None, "a traced tensor has no value"
+    return np.array(found, np.complex128 if np.iscomplexobj(found) else np.float64)
+
+
+def resolution(tensor: Any) -> float:
+    """The distance from 1 to the next number in the tensor's dtype; 0 for integers."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return _RESOLUTIONS.get(dtype, 0.0)
+
+
+_RESOLUTIONS = {
+    "float64": 2.0**-52,
+    "complex128": 2.0**-52,
+    "float32": 2.0**-23,
+    "complex64": 2.0**-23,
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+}
+
+
+def directions(tensors: Sequence[Any], seed: int) -> Iterator[np.ndarray]:
+    """Fixed pseudo-random numbers like the tensors: of either sign, and none of them close to zero."""
+    generator = np.random.default_rng(seed)
+    for tensor in tensors:
+        shape = tuple(tensor.shape)
+        numbers = generator.uniform(1.0, 2.0, shape) * generator.choice((-1.0, 1.0), shape)
+        turn = np.exp(1j * generator.uniform(0.0, 1.0, shape)) if np.iscomplexobj(values(tensor)) else 1.0
+        yield np.asarray(numbers * turn)
