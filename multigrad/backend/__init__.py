@@ -165,7 +165,7 @@ class Backend(Protocol):
         """A context for what nobody differentiates. It need do nothing where that costs nothing."""
 
     @staticmethod
-    def compiled(function: F) -> F:
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of tensors as the framework's compiler has it, forward and backward."""
 
     @staticmethod

@@ -417,7 +417,7 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def compiled(function: F) -> F:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function)
 
 

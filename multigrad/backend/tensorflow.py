@@ -323,8 +323,11 @@ def unrecorded() -> Any:
     return record.stop_recording()
 
 
-def compiled(function: F) -> F:
-    return tf.function(function)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Without AutoGraph, as Keras's own training, and not called as it is: TensorFlow warns of many functions
+    # of one code.
+    whole = tf.function(function, autograph=False)
+    return lambda *tensors: whole.get_concrete_function(*tensors)(*tensors)
 
 
 def wide() -> contextlib.AbstractContextManager[Any]:

@@ -768,7 +768,7 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad()
 
 
-def compiled(function: F) -> F:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # "aot_eager" traces both passes and generates no code, which would take many times as long. Functions of
     # one code share their compilations, of which PyTorch makes a few and then runs the code as it is, in
     # silence: so this one has its own.

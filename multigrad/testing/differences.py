@@ -1,19 +1,18 @@
 """`check_gradients`: a rule against the differences of its function."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import keras
 import numpy as np
-from keras import ops
 
 from multigrad import backend
 from multigrad.calculus import vjp
-from multigrad.errors import message
-from multigrad.testing.flat import Flat, directions, resolution, values
-from multigrad.testing.table import Unlike, disagree, in_words, number_text, relative, table
+from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, values
+from multigrad.testing.laws import check_compiled, check_linear, noted
+from multigrad.testing.precision import Tolerance, precision
+from multigrad.testing.table import Unlike, disagree, fail, in_words, number_text, relative
 
 _Function = Callable[..., Sequence[Any]]
 
@@ -22,12 +21,12 @@ _Function = Callable[..., Sequence[Any]]
 class Checked:
     """What a check compared, all of which agreed."""
 
-    dtype: str
-    """The dtype with the fewest digits among the inputs and outputs, on which tolerances depend."""
+    precision: str
+    """The dtype that decided on tolerances: that of the fewest digits, of those on the way too."""
     elements: int
     """How many derivatives were compared with differences, those of all orders together."""
     largest: float
-    """The largest difference of one, relative to the largest derivative of its argument."""
+    """How far one was off at most, relative to the largest of its argument."""
 
 
 def check_gradients(
@@ -37,7 +36,7 @@ def check_gradients(
     rtol: float | None = None,
     atol: float | None = None,
     variables: Sequence[keras.Variable] | None = None,
-    dtype: str | None = "float64",
+    dtype: str | None = None,
     compiled: bool = True,
     max_elements: int = 100,
 ) -> Checked:
@@ -83,16 +82,18 @@ def check_gradients(
             and 0.2 in bfloat16.
         variables: Keras Variables by which it is differentiated too; if not given, the trainable ones that
             it reads.
-        dtype: the dtype to which all floating inputs are cast, complex ones to its complex counterpart.
-            None lets each keep its own. JAX has float64 for as long as the check runs. A function whose
-            outputs have fewer digits, such as a layer of float32, is judged by theirs.
+        dtype: the floating dtype to which the arguments are cast, complex ones to its complex counterpart. If
+            not given, it is float64, which JAX has for as long as the check runs; or their own, where the
+            function is differentiated by variables, which always keep theirs. What loses digits on the way
+            is judged by those that are left: a layer of float32 does, and so do some of Keras's ops on
+            JAX and PyTorch (3.15), where Keras prefers float32, such as `ops.sin` on JAX.
         compiled: whether the function is compiled, too. It takes the longest on PyTorch, about a second.
         max_elements: how many elements of an input are moved; of a larger one so many, which a generator
             with a fixed seed chooses.
 
     Returns:
-        What was compared: the `dtype` that decided on tolerances, the number of `elements` compared, and the
-        `largest` difference, relative to the gradient.
+        What was compared: the `precision` that decided on tolerances, the number of `elements` compared, and
+        the `largest` relative difference.
 
     Raises:
         AssertionError: where they disagree. It names the argument, the element and both values, and has a
@@ -107,59 +108,27 @@ def check_gradients(
     """
     __tracebackhide__ = True
     with backend.active.wide():
-        with _noted(f"check_gradients called the function with dtype={dtype!r}; see its argument `dtype`."):
+        with noted("check_gradients calls it with floats in float64, unless it is told another `dtype`."):
             flat = Flat(fn, args, variables, dtype)
-            outputs = flat(*flat.inputs)
-        lowest = max([*flat.inputs, *outputs], key=resolution)
-        rules = _Tolerance(resolution(lowest), rtol, atol)
-        found = Checked(keras.backend.standardize_dtype(lowest.dtype), 0, 0.0)
-        _check_linear(flat, rules)
+        found = Checked("float64", 0, 0.0)
         function: _Function = flat
         names = flat.output_names
         for nth in range(1, order + 1):
+            gradient = _gradient_of(function, flat.inputs)
+            rules = Tolerance(precision(flat.inputs, function, gradient), rtol, atol)
+            if nth == 1:
+                check_linear(flat, rules)
             found = _check_differences(flat, function, names, nth, rules, max_elements, found)
             if nth == 1 and compiled:
-                _check_compiled(flat, rules)
-            function, names = _gradient_of(function, flat.inputs), flat.input_names
+                check_compiled(flat, rules)
+            function, names = gradient, flat.input_names
         return found
-
-
-class _Tolerance:
-    """How far numbers may be apart, and how far an element is moved, in a precision."""
-
-    def __init__(self, eps: float, rtol: float | None, atol: float | None) -> None:
-        self.rounding = 5.0 * eps ** (2 / 3)
-        self.step = eps ** (1 / 3)
-        self.rtol = max(1e-4, self.rounding) if rtol is None else rtol
-        self._atol = atol
-
-    def atol(self, size: float) -> float:
-        """The absolute tolerance for differences of an output of this size."""
-        return self.rounding * size if self._atol is None else self._atol
-
-
-@contextlib.contextmanager
-def _noted(note: str) -> Iterator[None]:
-    """Add a note to an error of the function's own."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise
-
-
-def _like(numbers: Sequence[np.ndarray], tensors: Sequence[Any]) -> list[Any]:
-    """Arrays as tensors, in the dtypes of others."""
-    return [
-        ops.convert_to_tensor(array, dtype=keras.backend.standardize_dtype(tensor.dtype))
-        for array, tensor in zip(numbers, tensors, strict=True)
-    ]
 
 
 def _gradient_of(function: _Function, inputs: Sequence[Any]) -> _Function:
     """The gradient of all outputs together, weighted by fixed numbers."""
     outputs = function(*inputs)
-    weights = _like(list(directions(outputs, seed=0)), outputs)
+    weights = like(list(directions(outputs, seed=0)), outputs)
 
     def gradient(*inputs: Any) -> list[Any]:
         _, pullback = vjp(function, *inputs)
@@ -168,15 +137,12 @@ def _gradient_of(function: _Function, inputs: Sequence[Any]) -> _Function:
     return gradient
 
 
-# --------------------------------------------------------------------------------------- differences
-
-
 def _check_differences(
     flat: Flat,
     function: _Function,
     names: Sequence[str],
     nth: int,
-    rules: _Tolerance,
+    rules: Tolerance,
     max_elements: int,
     found: Checked,
 ) -> Checked:
@@ -204,8 +170,9 @@ def _check_differences(
             if len(elements) and not bad.any():
                 largest = max(largest, relative(np.abs(ruled - measured).max(), np.abs(measured).max()))
     if unlike:
-        _fail_differences(flat, unlike, nth, count - found.elements, found.dtype)
-    return Checked(found.dtype, count, largest)
+        _fail_differences(flat, unlike, nth, count - found.elements, rules.precision)
+    precision = max(found.precision, rules.precision, key=RESOLUTIONS.__getitem__)
+    return Checked(precision, count, largest)
 
 
 def _size(weight: np.ndarray, output: np.ndarray) -> float:
@@ -218,7 +185,7 @@ def _one_gradient(
 ) -> list[np.ndarray]:
     """The gradient of the output at this place alone, weighted."""
     upstream: list[Any] = [None] * len(outputs)
-    upstream[place : place + 1] = _like(weights[place : place + 1], outputs[place : place + 1])
+    upstream[place : place + 1] = like(weights[place : place + 1], outputs[place : place + 1])
     return [values(gradient) for gradient in pullback(upstream)]
 
 
@@ -239,7 +206,7 @@ def _difference(
     weights: Sequence[np.ndarray],
     step: float,
 ) -> list[Any]:
-    """How each weighted output changes with one element of an input: a number in the plane if it is complex."""
+    """How each weighted output changes with an element of an input; by both parts of a complex one."""
     whole = values(inputs[i])
     length = step * max(1.0, abs(whole[element]))
     parts = []
@@ -249,10 +216,12 @@ def _difference(
         )
         moved = abs(high - low)  # what rounding left of the step
         with np.errstate(invalid="ignore", over="ignore"):
-            parts.append([
-                direction * np.sum(np.real(np.conj(w) * (a - b))) / moved
-                for w, a, b in zip(weights, up, down, strict=True)
-            ])
+            parts.append(
+                [
+                    direction * np.sum(np.real(np.conj(w) * (a - b))) / moved
+                    for w, a, b in zip(weights, up, down, strict=True)
+                ]
+            )
     return [sum(own) for own in zip(*parts, strict=True)]
 
 
@@ -263,11 +232,11 @@ def _moved(
     there = list(inputs)
     whole = values(inputs[i])
     whole[element] += by
-    there[i : i + 1] = _like([whole], inputs[i : i + 1])
+    there[i : i + 1] = like([whole], inputs[i : i + 1])
     return values(there[i])[element], [values(output) for output in function(*there)]
 
 
-def _fail_differences(flat: Flat, unlike: list[Unlike], nth: int, count: int, dtype: str) -> NoReturn:
+def _fail_differences(flat: Flat, unlike: list[Unlike], nth: int, count: int, precision: str) -> NoReturn:
     __tracebackhide__ = True
     worst = max(unlike, key=Unlike.apart)
     got, wanted = worst.numbers
@@ -280,110 +249,14 @@ def _fail_differences(flat: Flat, unlike: list[Unlike], nth: int, count: int, dt
         mend = "check it at arguments around which the function is finite"
     if in_words([got]):
         problem = f"the {kind}{of} is {in_words([got])}"
-    _fail(
-        flat,
+    fail(
+        flat.name,
         problem,
         worst,
-        f"{number_text(wanted)}, by central differences in {dtype}",
+        f"{number_text(wanted)}, by central differences in {precision}",
         f"{number_text(got)}, by the rule",
         mend,
         ("output", "argument", "element", "rule", "differences", "relative"),
         unlike,
         count,
     )
-
-
-def _fail(
-    flat: Flat,
-    problem: str,
-    worst: Unlike,
-    required: str,
-    got: str,
-    mend: str,
-    headings: Sequence[str],
-    unlike: list[Unlike],
-    count: int,
-) -> NoReturn:
-    __tracebackhide__ = True
-    said = message(flat.name, problem, argument=worst.where(), required=required, got=got, mend=mend)
-    raise AssertionError(f"{said}\n{len(unlike)} of {count} disagree:\n{table(headings, unlike)}")
-
-
-# ---------------------------------------------------------------------------- linearity and compilers
-
-
-def _check_linear(flat: Flat, rules: _Tolerance) -> None:
-    """See that the pullback is linear in its upstream gradient, wherever it is finite."""
-    __tracebackhide__ = True
-    outputs, pullback = vjp(flat, *flat.inputs)
-    left, right = (list(directions(outputs, seed)) for seed in (1, 2))
-    a, b = 3.0, -40.0  # far enough from one another to meet a clip or an offset
-    both = [a * u + b * v for u, v in zip(left, right, strict=True)]
-    of_left, of_right, of_both = (
-        [values(gradient) for gradient in pullback(_like(upstream, outputs))] for upstream in (left, right, both)
-    )
-    unlike, count = [], 0
-    for name, u, v, got in zip(flat.input_names, of_left, of_right, of_both, strict=True):
-        count += got.size
-        with np.errstate(invalid="ignore"):
-            wanted = a * u + b * v
-            parts = np.abs(a * u) + np.abs(b * v)
-        finite = np.isfinite(got) & np.isfinite(wanted)
-        size = float(np.max(parts, where=finite, initial=0.0))
-        bad = finite & disagree(got, wanted, rules.rounding, rules.rounding * size)
-        unlike += [Unlike((name,), e, (got[e], wanted[e])) for e in _places(bad)]
-    if unlike:
-        worst = max(unlike, key=Unlike.apart)
-        _fail(
-            flat,
-            "the rule is not linear in its upstream gradient",
-            worst,
-            f"{number_text(worst.numbers[1])}, which is {a:g} * pullback(u) {b:+g} * pullback(v)",
-            f"{number_text(worst.numbers[0])}, which is pullback({a:g} * u {b:+g} * v)",
-            "multiply the upstream gradient by what does not depend on it, and add nothing",
-            ("argument", "element", "of the sum", "sum of both", "relative"),
-            unlike,
-            count,
-        )
-
-
-def _places(where: np.ndarray) -> list[tuple[int, ...]]:
-    return [tuple(int(i) for i in place) for place in np.argwhere(where)]
-
-
-def _check_compiled(flat: Flat, rules: _Tolerance) -> None:
-    """See that the outputs and gradients of the compiled function are those of the function."""
-    __tracebackhide__ = True
-    with _noted("check_gradients compiled the function; it does not with compiled=False."):
-        (eager, compiled) = (_all_of(flat, function) for function in (flat, flat.compiled()))
-    unlike, count = [], 0
-    for name, wanted in eager.items():
-        got = compiled[name]
-        count += got.size
-        finite = np.isfinite(wanted)
-        size = float(np.max(np.abs(wanted), where=finite, initial=0.0))
-        bad = disagree(got, wanted, rules.rounding, rules.rounding * size)
-        bad &= ~(np.isnan(got) & np.isnan(wanted)) & (got != wanted)
-        unlike += [Unlike((name,), e, (got[e], wanted[e])) for e in _places(bad)]
-    if unlike:
-        worst = max(unlike, key=Unlike.apart)
-        _fail(
-            flat,
-            "it is another function when it is compiled",
-            worst,
-            f"{number_text(worst.numbers[1])}, run as it is",
-            f"{number_text(worst.numbers[0])}, compiled",
-            "let it not depend on whether it is compiled, on Python's state, or on values it cannot see then",
-            ("what", "element", "compiled", "as it is", "relative"),
-            unlike,
-            count,
-        )
-
-
-def _all_of(flat: Flat, function: _Function) -> dict[str, np.ndarray]:
-    """The outputs and gradients of a function, by name."""
-    outputs, pullback = vjp(function, *flat.inputs)
-    gradients = pullback(_like(list(directions(outputs, seed=0)), outputs))
-    found = dict(zip(flat.output_names, map(values, outputs), strict=True))
-    own = zip(flat.input_names, map(values, gradients), strict=True)
-    return found | {f"gradient of {name}": gradient for name, gradient in own}

@@ -1,4 +1,4 @@
-"""A function of structures as one of flat tensors: its differentiable inputs to its differentiable outputs."""
+"""A function of structures as one of flat tensors: differentiable inputs to differentiable outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +31,9 @@ class Flat:
     Arguments:
         fn, args: the function and its arguments. Floats among them are inputs, as arrays are.
         variables: Keras Variables to take as inputs; those that are trainable and read, where it is None.
-        dtype: the floating dtype in which all inputs are to be, None where they keep their own.
+        dtype: the floating dtype in which the arguments are to be, complex ones in its complex counterpart.
+            None for float64; or, where there are variables, for "own": layers compute in a dtype of theirs.
+            With "own", all keep theirs; variables always do.
     """
 
     def __init__(
@@ -48,10 +50,13 @@ class Flat:
         self._tensors, self._layout = self._split(tuple(map(_with_tensors, args)), named)
         paths = _paths(self._layout, [name for name, _ in named])
         self._places = [i for i, t in enumerate(self._tensors) if backend.active.is_differentiable(t)]
-        self._variables = list(_read_by(fn, self._layout.join(self._tensors)) if variables is None else variables)
-        own = [self._tensors[place] for place in self._places]
-        own += [backend.active.as_tensor(variable) for variable in self._variables]
-        self.inputs = [_cast(tensor, dtype) for tensor in own]
+        self._variables = list(
+            _read_by(fn, self._layout.join(self._tensors)) if variables is None else variables
+        )
+        if dtype is None and not self._variables:
+            dtype = "float64"
+        self.inputs = [_cast(self._tensors[place], dtype) for place in self._places]
+        self.inputs += [backend.active.as_tensor(variable) for variable in self._variables]
         self.input_names = [paths[place] for place in self._places]
         self.input_names += [f"variable {variable.path!r}" for variable in self._variables]
         self._look()
@@ -86,11 +91,11 @@ class Flat:
         """The same by the framework's compiler."""
         run = backend.active.compiled(self._of_tensors)
 
-        def __call__(*inputs: Any) -> list[Any]:
+        def scoped(*inputs: Any) -> list[Any]:
             with self._scope(inputs):
                 return run(*inputs)
 
-        return __call__
+        return scoped
 
     def _of_tensors(self, *inputs: Any) -> list[Any]:
         tensors, _ = split(self._fn(*self._args(inputs)))
@@ -136,7 +141,7 @@ def _paths(layout: Layout, names: Sequence[str], whole: bool = False) -> list[st
 
 
 def _cast(tensor: Any, dtype: str | None) -> Any:
-    if dtype is None:
+    if dtype in (None, "own"):
         return tensor
     if keras.backend.standardize_dtype(tensor.dtype).startswith("complex"):
         dtype = "complex128" if dtype == "float64" else "complex64"
@@ -150,20 +155,25 @@ def values(tensor: Any) -> np.ndarray:
     return np.array(found, np.complex128 if np.iscomplexobj(found) else np.float64)
 
 
-def resolution(tensor: Any) -> float:
-    """The distance from 1 to the next number in the tensor's dtype; 0 for integers."""
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    return _RESOLUTIONS.get(dtype, 0.0)
+RESOLUTIONS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""The distance from 1 to the next number of a dtype."""
+
+_REAL = {"complex64": "float32", "complex128": "float64"}
 
 
-_RESOLUTIONS = {
-    "float64": 2.0**-52,
-    "complex128": 2.0**-52,
-    "float32": 2.0**-23,
-    "complex64": 2.0**-23,
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-}
+def precision_of(tensors: Sequence[Any]) -> str:
+    """The real dtype of the tensor with the fewest digits; float64 where none is floating."""
+    names = [keras.backend.standardize_dtype(tensor.dtype) for tensor in tensors]
+    dtypes = [_REAL.get(name, name) for name in names]
+    return max(["float64", *[dtype for dtype in dtypes if dtype in RESOLUTIONS]], key=RESOLUTIONS.__getitem__)
+
+
+def like(numbers: Sequence[np.ndarray], tensors: Sequence[Any]) -> list[Any]:
+    """Arrays as tensors, in the dtypes of others."""
+    return [
+        ops.convert_to_tensor(array, dtype=keras.backend.standardize_dtype(tensor.dtype))
+        for array, tensor in zip(numbers, tensors, strict=True)
+    ]
 
 
 def directions(tensors: Sequence[Any], seed: int) -> Iterator[np.ndarray]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+
+from multigrad.errors import message
 
 SHOWN = 10
 """How many disagreements a message shows."""
@@ -41,6 +43,11 @@ def disagree(left: np.ndarray, right: np.ndarray, rtol: float, atol: float) -> n
         return ~(np.abs(left - right) <= atol + rtol * np.abs(right))
 
 
+def places(where: np.ndarray) -> list[tuple[int, ...]]:
+    """The places of an array in which something is true."""
+    return [tuple(int(i) for i in place) for place in np.argwhere(where)]
+
+
 def element_text(element: Sequence[int]) -> str:
     """An element as it is indexed; nothing for a scalar."""
     return f"[{', '.join(map(str, element))}]" if element else ""
@@ -73,3 +80,19 @@ def table(headings: Sequence[str], found: Sequence[Unlike]) -> str:
     if len(ordered) > SHOWN:
         lines.append(f"and {len(ordered) - SHOWN} more")
     return "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+def fail(
+    name: str,
+    problem: str,
+    worst: Unlike,
+    required: str,
+    got: str,
+    mend: str,
+    headings: Sequence[str],
+    unlike: list[Unlike],
+    count: int,
+) -> NoReturn:
+    __tracebackhide__ = True
+    said = message(name, problem, argument=worst.where(), required=required, got=got, mend=mend)
+    raise AssertionError(f"{said}\n{len(unlike)} of {count} disagree:\n{table(headings, unlike)}")
