@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from multigrad import backend
-from multigrad.calculus import vjp
-from multigrad.testing.flat import Flat, directions, like, precision_of, values
+from multigrad.testing.flat import Flat, directions, like, precision_of, values, vjp
 
 
 def measure(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
     """The outputs of a function and its gradients, as arrays for `numpy.savez`."""
     flat = Flat(fn, args, dtype="own")
-    outputs, pullback = vjp(flat, *flat.inputs)
+    outputs, pullback = vjp(flat, flat.inputs)
     gradients = pullback(like(list(directions(outputs, seed=0)), outputs))
     # A gradient has no more digits than the outputs that it comes from.
     of_all = precision_of([*outputs, *flat.inputs])

@@ -8,11 +8,20 @@ import keras
 import numpy as np
 
 from multigrad import backend
-from multigrad.calculus import vjp
-from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, values
+from multigrad.errors import message
+from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, values, vjp
 from multigrad.testing.laws import check_compiled, check_linear, noted
 from multigrad.testing.precision import Tolerance, precision
-from multigrad.testing.table import Unlike, disagree, fail, in_words, number_text, relative
+from multigrad.testing.table import (
+    Unlike,
+    disagree,
+    element_text,
+    fail,
+    in_words,
+    number_text,
+    places,
+    relative,
+)
 
 _Function = Callable[..., Sequence[Any]]
 
@@ -117,6 +126,7 @@ def check_gradients(
             gradient = _gradient_of(function, flat.inputs)
             rules = Tolerance(precision(flat.inputs, function, gradient), rtol, atol)
             if nth == 1:
+                _require_finite(flat)
                 check_linear(flat, rules)
             found = _check_differences(flat, function, names, nth, rules, max_elements, found)
             if nth == 1 and compiled:
@@ -125,13 +135,30 @@ def check_gradients(
         return found
 
 
+def _require_finite(flat: Flat) -> None:
+    """See that there is something to take differences of."""
+    __tracebackhide__ = True
+    for name, output in zip(flat.output_names, map(values, flat(*flat.inputs)), strict=True):
+        for place in places(~np.isfinite(output)):
+            raise AssertionError(
+                message(
+                    flat.name,
+                    f"the function is {in_words([output[place]])} at these arguments",
+                    argument=name + element_text(place),
+                    required="finite outputs, of which there are differences",
+                    got=number_text(output[place]),
+                    mend="check it at arguments at which the function is finite",
+                )
+            )
+
+
 def _gradient_of(function: _Function, inputs: Sequence[Any]) -> _Function:
     """The gradient of all outputs together, weighted by fixed numbers."""
     outputs = function(*inputs)
     weights = like(list(directions(outputs, seed=0)), outputs)
 
     def gradient(*inputs: Any) -> list[Any]:
-        _, pullback = vjp(function, *inputs)
+        _, pullback = vjp(function, inputs)
         return list(pullback(weights))
 
     return gradient
@@ -148,7 +175,7 @@ def _check_differences(
 ) -> Checked:
     """See that the derivatives of `function`, whose outputs have these names, are its differences."""
     __tracebackhide__ = True
-    outputs, pullback = vjp(function, *flat.inputs)
+    outputs, pullback = vjp(function, flat.inputs)
     weights = list(directions(outputs, seed=0))
     sizes = [_size(weight, values(output)) for weight, output in zip(weights, outputs, strict=True)]
     gradients = [_one_gradient(pullback, outputs, weights, place) for place in range(len(outputs))]
@@ -184,9 +211,8 @@ def _one_gradient(
     pullback: Callable[..., Any], outputs: Sequence[Any], weights: Sequence[np.ndarray], place: int
 ) -> list[np.ndarray]:
     """The gradient of the output at this place alone, weighted."""
-    upstream: list[Any] = [None] * len(outputs)
-    upstream[place : place + 1] = like(weights[place : place + 1], outputs[place : place + 1])
-    return [values(gradient) for gradient in pullback(upstream)]
+    own = [weight * (i == place) for i, weight in enumerate(weights)]
+    return [values(gradient) for gradient in pullback(like(own, outputs))]
 
 
 def _chosen(shape: tuple[int, ...], most: int) -> list[tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """A function of structures as one of flat tensors: differentiable inputs to differentiable outputs."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,12 +48,10 @@ class Flat:
         self._fn = fn
         _, binding = signature_of(fn).bind(tuple(args), {})
         named = list(zip(binding.names(), args, strict=False))
-        self._tensors, self._layout = self._split(tuple(map(_with_tensors, args)), named)
+        self._variables, self._stateful = self._read(self._split(tuple(args), named), variables)
+        self._tensors, self._layout = self._split(_with_tensors(tuple(args)), named)
         paths = _paths(self._layout, [name for name, _ in named])
         self._places = [i for i, t in enumerate(self._tensors) if backend.active.is_differentiable(t)]
-        self._variables = list(
-            _read_by(fn, self._layout.join(self._tensors)) if variables is None else variables
-        )
         if dtype is None and not self._variables:
             dtype = "float64"
         self.inputs = [_cast(self._tensors[place], dtype) for place in self._places]
@@ -101,7 +100,21 @@ class Flat:
         tensors, _ = split(self._fn(*self._args(inputs)))
         return [tensor for tensor in tensors if backend.active.is_differentiable(tensor)]
 
-    def _scope(self, inputs: Sequence[Any]) -> Pinned:
+    def _read(
+        self, arguments: tuple[Sequence[Any], Layout], variables: Sequence[keras.Variable] | None
+    ) -> tuple[list[keras.Variable], bool]:
+        """The variables that are inputs, and whether the function has to do with variables at all."""
+        tensors, layout = arguments
+        with Pinned((), (), keep=False), Reads() as scope:
+            self._fn(*layout.join(tensors))
+        read = scope.read()
+        if variables is None:
+            variables = [variable for variable in read if isinstance(variable, keras.Variable)]
+        return list(variables), bool(variables or read or scope.assigned)
+
+    def _scope(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        if not self._stateful:  # under a scope, PyTorch (2.13) compiles no rule
+            return contextlib.nullcontext()
         return Pinned(self._variables, inputs[len(self._places) :], keep=False)
 
     def _args(self, inputs: Sequence[Any]) -> Any:
@@ -117,20 +130,18 @@ class Flat:
             raise refused.error(self.name, named) from None
 
 
-def _with_tensors(argument: Any) -> Any:
-    """An argument with tensors in place of its floats."""
-    leaves = [
-        backend.active.as_tensor(leaf) if isinstance(leaf, (float, complex)) else leaf
-        for leaf in tree.flatten(argument)
-    ]
-    return tree.pack_sequence_as(argument, leaves)
+def _with_tensors(args: tuple[Any, ...]) -> Any:
+    """The arguments with tensors in place of floats, in the dtype of the first floating array."""
+    leaves = tree.flatten(args)
+    dtypes = [keras.backend.standardize_dtype(leaf.dtype) for leaf in leaves if hasattr(leaf, "dtype")]
+    dtype = next((dtype for dtype in dtypes if dtype in RESOLUTIONS), keras.config.floatx())
+    return tree.pack_sequence_as(args, [_with_tensor(leaf, dtype) for leaf in leaves])
 
 
-def _read_by(fn: Callable[..., Any], args: Sequence[Any]) -> Sequence[keras.Variable]:
-    """The trainable variables that a function reads."""
-    with Pinned((), (), keep=False), Reads() as scope:
-        fn(*args)
-    return [variable for variable in scope.read() if isinstance(variable, keras.Variable)]
+def _with_tensor(leaf: Any, dtype: str) -> Any:
+    if type(leaf) is float:
+        return ops.convert_to_tensor(leaf, dtype=dtype)
+    return backend.active.as_tensor(leaf) if type(leaf) is complex else leaf
 
 
 def _paths(layout: Layout, names: Sequence[str], whole: bool = False) -> list[str]:
@@ -146,6 +157,14 @@ def _cast(tensor: Any, dtype: str | None) -> Any:
     if keras.backend.standardize_dtype(tensor.dtype).startswith("complex"):
         dtype = "complex128" if dtype == "float64" else "complex64"
     return ops.cast(tensor, dtype)
+
+
+def vjp(
+    function: Callable[..., Sequence[Any]], inputs: Sequence[Any]
+) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+    """The outputs of a function of flat tensors, and its pullback, without anything around it."""
+    (outputs, _), pullback = backend.active.vjp(lambda *own: (function(*own), None), list(inputs))
+    return outputs, pullback
 
 
 def values(tensor: Any) -> np.ndarray:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from multigrad.calculus import vjp
-from multigrad.testing.flat import Flat, directions, like, values
+from multigrad.testing.flat import Flat, directions, like, values, vjp
 from multigrad.testing.precision import Tolerance
 from multigrad.testing.table import Unlike, disagree, fail, number_text, places
 
@@ -25,7 +24,7 @@ def noted(note: str) -> Iterator[None]:
 def check_linear(flat: Flat, rules: Tolerance) -> None:
     """See that the pullback is linear in its upstream gradient, wherever it is finite."""
     __tracebackhide__ = True
-    outputs, pullback = vjp(flat, *flat.inputs)
+    outputs, pullback = vjp(flat, flat.inputs)
     left, right = (list(directions(outputs, seed)) for seed in (1, 2))
     a, b = 3.0, -40.0  # far enough from one another to meet a clip or an offset
     both = [a * u + b * v for u, v in zip(left, right, strict=True)]
@@ -89,7 +88,7 @@ def check_compiled(flat: Flat, rules: Tolerance) -> None:
 
 def _all_of(flat: Flat, function: Callable[..., Sequence[Any]]) -> dict[str, np.ndarray]:
     """The outputs and gradients of a function, by name."""
-    outputs, pullback = vjp(function, *flat.inputs)
+    outputs, pullback = vjp(function, flat.inputs)
     gradients = pullback(like(list(directions(outputs, seed=0)), outputs))
     found = dict(zip(flat.output_names, map(values, outputs), strict=True))
     own = zip(flat.input_names, map(values, gradients), strict=True)
