@@ -20,7 +20,7 @@ class Flat:
     """A function, and the place at which it is looked at.
 
     ```python
-    flat = Flat(lambda x, n: {"y": x**n}, (3.0, 2))
+    flat = Flat(lambda x, n: {"y": x**n}, (3.0, 2), dtype="own")
     assert flat.input_names == ["'x'"] and flat.output_names == ["output['y']"]
     (y,) = flat(*flat.inputs)
     print(y)  # 9.0
@@ -54,8 +54,9 @@ class Flat:
         self._places = [i for i, t in enumerate(self._tensors) if backend.active.is_differentiable(t)]
         if dtype is None and not self._variables:
             dtype = "float64"
-        self.inputs = [_cast(self._tensors[place], dtype) for place in self._places]
-        self.inputs += [backend.active.as_tensor(variable) for variable in self._variables]
+        own = [_cast(self._tensors[place], dtype) for place in self._places]
+        own += [backend.active.as_tensor(variable) for variable in self._variables]
+        self.inputs = [backend.active.snapshot(tensor) for tensor in own]  # without a history
         self.input_names = [paths[place] for place in self._places]
         self.input_names += [f"variable {variable.path!r}" for variable in self._variables]
         self._look()
