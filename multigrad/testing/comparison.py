@@ -175,9 +175,9 @@ def compare(
         largest[name] = 0.0
         for other in others:
             got = measured[other].arrays[name]
-            relative_to = (own.rounding if rtol is None else rtol, own.atol(size)) if own else (0.0, 0.0)
+            limits = (own.rounding if rtol is None else rtol, own.atol(size)) if own else (0.0, 0.0)
             alike = (np.isnan(got) & np.isnan(wanted)) | (got == wanted)
-            bad = disagree(got, wanted, *relative_to) & ~alike
+            bad = disagree(got, wanted, *limits) & ~alike
             pair = f"{other}, {first}"
             unlike += [Unlike((name, pair), place, (got[place], wanted[place])) for place in places(bad)]
             apart = np.abs(np.where(alike, 0.0, got - wanted))

@@ -72,7 +72,8 @@ def check_gradients(
       outputs so weighted takes the place of the function.
     - Compiled: the outputs and gradients of the function under `jax.jit`, `tf.function` or `torch.compile`
       are those of the function run as it is. On PyTorch, `torch.compile` traces the forward and the
-      backward pass (`backend="aot_eager"`), and generates no code.
+      backward pass (`backend="aot_eager"`), and generates no code; an op that reads variables runs
+      uncompiled there.
 
     A function that is not differentiable at the arguments, such as `relu` at zero, fails, and so does a rule
     that is no derivative on purpose, such as a straight-through estimator.
@@ -92,8 +93,8 @@ def check_gradients(
         variables: Keras Variables by which it is differentiated too; if not given, the trainable ones that
             it reads.
         dtype: the floating dtype to which the arguments are cast, complex ones to its complex counterpart. If
-            not given, it is float64, which JAX has for as long as the check runs; or their own, where the
-            function is differentiated by variables, which always keep theirs. What loses digits on the way
+            not given, it is float64, which JAX has for as long as the check runs; or "own", their own, where
+            the function is differentiated by variables, which always keep theirs. What loses digits on the way
             is judged by those that are left: a layer of float32 does, and so do some of Keras's ops on
             JAX and PyTorch (3.15), where Keras prefers float32, such as `ops.sin` on JAX.
         compiled: whether the function is compiled, too. It takes the longest on PyTorch, about a second.

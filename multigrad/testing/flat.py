@@ -26,8 +26,8 @@ class Flat:
     print(y)  # 9.0
     ```
 
-    It is run once, to see what it returns and which trainable variables it reads: their values are inputs
-    behind those of the arguments. What it assigns to variables is lost, in every run.
+    It is run twice, to see which trainable variables it reads, whose values are inputs behind those of the
+    arguments, and what it returns. What it assigns to variables is lost, in every run.
 
     Arguments:
         fn, args: the function and its arguments. Floats among them are inputs, as arrays are.
@@ -59,9 +59,9 @@ class Flat:
         self.inputs = [backend.active.snapshot(tensor) for tensor in own]  # without a history
         self.input_names = [paths[place] for place in self._places]
         self.input_names += [f"variable {variable.path!r}" for variable in self._variables]
-        self._look()
+        self._look(args)
 
-    def _look(self) -> None:
+    def _look(self, args: Sequence[Any]) -> None:
         """Run it once, and name the outputs."""
         with self._scope(self.inputs):
             output = self._fn(*self._args(self.inputs))
@@ -77,7 +77,7 @@ class Flat:
                     self.name,
                     f"there is no {missing} that has a gradient",
                     required=f"a floating or complex tensor in the {missing}s",
-                    got=describe(output) if self.inputs else describe(tuple(a for a in self._tensors)),
+                    got=describe(output) if self.inputs else describe(args),
                     mend="pass floats" if missing == "argument" else "return floats",
                 )
             )
