@@ -94,8 +94,8 @@ def check_gradients(
             it reads.
         dtype: the floating dtype to which the arguments are cast, complex ones to its complex counterpart. If
             not given, it is float64, which JAX has for as long as the check runs; or "own", their own, where
-            the function is differentiated by variables, which always keep theirs. What loses digits on the way
-            is judged by those that are left: a layer of float32 does, and so do some of Keras's ops on
+            the function is differentiated by variables, which always keep theirs. What loses digits on the
+            way is judged by those that are left: a layer of float32 does, and so do some of Keras's ops on
             JAX and PyTorch (3.15), where Keras prefers float32, such as `ops.sin` on JAX.
         compiled: whether the function is compiled, too. It takes the longest on PyTorch, about a second.
         max_elements: how many elements of an input are moved; of a larger one so many, which a generator
