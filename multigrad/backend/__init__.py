@@ -177,6 +177,14 @@ class Backend(Protocol):
     def unrecorded() -> AbstractContextManager[Any]:
         """A context for what nobody differentiates. It need do nothing where that costs nothing."""
 
+    @staticmethod
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of tensors as the framework's compiler has it, forward and backward."""
+
+    @staticmethod
+    def wide() -> AbstractContextManager[Any]:
+        """A context in which there are float64 and complex128, for this thread alone."""
+
 
 def _load() -> Backend:
     name = keras.backend.backend()

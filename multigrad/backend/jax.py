@@ -448,3 +448,11 @@ def jacobian(
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(function)
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    return jax.enable_x64(True)

@@ -84,6 +84,14 @@ def unrecorded() -> NoReturn:
     raise _no_gradients()
 
 
+def compiled(function: Callable[..., Any]) -> NoReturn:
+    raise _no_gradients()
+
+
+def wide() -> NoReturn:
+    raise _no_gradients()
+
+
 def _no_gradients() -> NotImplementedError:
     return NotImplementedError(
         f"Keras's {keras.backend.backend()} backend computes no gradients. Those that do are "

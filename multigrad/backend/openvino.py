@@ -8,6 +8,7 @@ from multigrad.backend.numpy import (
     apply,
     as_tensor,
     assign,
+    compiled,
     concrete,
     conform,
     constant,
@@ -21,6 +22,7 @@ from multigrad.backend.numpy import (
     unrecorded,
     value_and_grad,
     vjp,
+    wide,
 )
 from multigrad.closure import TypeSet
 
@@ -31,6 +33,7 @@ __all__ = [
     "apply",
     "as_tensor",
     "assign",
+    "compiled",
     "concrete",
     "conform",
     "constant",
@@ -44,6 +47,7 @@ __all__ = [
     "unrecorded",
     "value_and_grad",
     "vjp",
+    "wide",
 ]
 
 # Keras's own class, which has no public name.

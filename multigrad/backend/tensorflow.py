@@ -12,6 +12,7 @@ The function itself is recorded too: a second derivative goes through what the r
 that is an output of the op, the rule is given the tied one, so that it stays in force.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -349,3 +350,14 @@ def jacobian(
 
 def unrecorded() -> Any:
     return record.stop_recording()
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Without AutoGraph, as Keras's own training, and not called as it is: TensorFlow warns of many functions
+    # of one code.
+    whole = tf.function(function, autograph=False)
+    return lambda *tensors: whole.get_concrete_function(*tensors)(*tensors)
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()

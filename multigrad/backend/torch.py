@@ -17,6 +17,7 @@ A rule runs under the autocast of its function, wherever the backward pass is ca
 import contextlib
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -856,6 +857,26 @@ def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad()
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # "aot_eager" traces both passes and generates no code, which would take many times as long. Functions of
+    # one code share their compilations, of which PyTorch makes a few and then runs the code as it is, in
+    # silence: so this one has its own.
+    whole = torch.compile(function, backend="aot_eager", dynamic=False, isolate_recompiles=True)
+
+    def run(*tensors: torch.Tensor) -> Any:
+        # Dynamo (PyTorch 2.13) looks at `.grad` behind a graph break, and hides the warning of that only from
+        # those for whom it is no error.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+            return whole(*tensors)
+
+    return run
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
 
 
 def _tensors_of_aux(

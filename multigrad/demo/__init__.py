@@ -6,7 +6,6 @@ compared with what mathematics expects, and shown (`report`).
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,9 +15,7 @@ from tempfile import TemporaryDirectory
 
 from multigrad.demo.report import Measurements, problems_of, show
 from multigrad.frameworks import DIFFERENTIATING, how_to_add, is_installed
-
-# TensorFlow's notices about the processor's instructions would bury the demo's own lines.
-_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
+from multigrad.processes import run_on
 
 
 def demo(backend: str | None = None) -> int:
@@ -84,9 +81,8 @@ def measure(backend: str) -> Measurements:
         subprocess.CalledProcessError: where the process failed; its output has said why.
     """
     print(f"{backend}: starting", flush=True)
-    environment = _QUIET | os.environ | {"KERAS_BACKEND": backend}
     with TemporaryDirectory() as folder:
         answer = Path(folder, "measurements.json")
-        subprocess.run([sys.executable, "-m", __name__, str(answer)], env=environment, check=True)
+        run_on(backend, __name__, str(answer)).check_returncode()
         measurements: Measurements = json.loads(answer.read_text())
     return measurements

@@ -58,7 +58,11 @@ def live():
 @op_custom_gradient
 def of_lists_and_dicts(inputs, w):
     x = inputs["x"]
-    return [x * w, {"b": w * 2.0, "a": x * 1.0}], lambda u: {"inputs": {"x": 7.0 * u[0] * w}, "w": None}
+
+    def rule(u):
+        return {"inputs": {"x": 7.0 * u[0] * w, "b": None}, "w": 3.0 * u[0] * x}
+
+    return [x * w, {"b": w * 2.0, "a": x * 1.0}], rule
 
 
 def named():

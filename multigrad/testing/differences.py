@@ -1,0 +1,289 @@
+"""`check_gradients`: a rule against the differences of its function."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from multigrad import backend
+from multigrad.errors import message
+from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, values, vjp
+from multigrad.testing.laws import check_compiled, check_linear, noted
+from multigrad.testing.precision import Tolerance, precision
+from multigrad.testing.table import (
+    Unlike,
+    disagree,
+    element_text,
+    fail,
+    in_words,
+    number_text,
+    places,
+    relative,
+)
+
+_Function = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check compared, all of which agreed."""
+
+    precision: str
+    """The dtype that decided on tolerances: that of the fewest digits, of those on the way too."""
+    elements: int
+    """How many derivatives were compared with differences, those of all orders together."""
+    largest: float
+    """How far one was off at most, relative to the largest of its argument."""
+
+
+def check_gradients(
+    fn: Callable[..., Any],
+    *args: Any,
+    order: int = 1,
+    rtol: float | None = None,
+    atol: float | None = None,
+    variables: Sequence[keras.Variable] | None = None,
+    dtype: str | None = None,
+    compiled: bool = True,
+    max_elements: int = 100,
+) -> Checked:
+    """Compare the gradients of a function with its central differences.
+
+    ```python
+    from keras import ops
+    import multigrad
+    from multigrad.testing import check_gradients
+
+    @multigrad.op_custom_gradient
+    def log1pexp(x):
+        return ops.log1p(ops.exp(x)), lambda upstream: upstream * ops.sigmoid(x)
+
+    print(check_gradients(log1pexp, np.array([-1.0, 0.0, 2.0]), order=2).elements)  # 6
+    ```
+
+    Three checks, each of which has a message of its own:
+
+    - Linearity: `pullback(a * u + b * v)` is `a * pullback(u) + b * pullback(v)`, as of every
+      vector-Jacobian product.
+    - Differences: each element of each input is moved both ways, and each output, its elements weighted by
+      fixed pseudo-random numbers, must change as its gradient says. For the next order, the gradient of all
+      outputs so weighted takes the place of the function.
+    - Compiled: the outputs and gradients of the function under `jax.jit`, `tf.function` or `torch.compile`
+      are those of the function run as it is. On PyTorch, `torch.compile` traces the forward and the
+      backward pass (`backend="aot_eager"`), and generates no code; an op that reads variables runs
+      uncompiled there.
+
+    A function that is not differentiable at the arguments, such as `relu` at zero, fails, and so does a rule
+    that is no derivative on purpose, such as a straight-through estimator.
+
+    Arguments:
+        fn: a function of tensors and nested structures of them, which returns any such structure. It is run
+            many times; what it assigns to variables is lost, so each run sees the same seeds.
+        args: its arguments. It is differentiated by floating and complex arrays, tensors, Keras Variables
+            and Python floats; integers, strings and other static ones are passed as they are. For a
+            static float, pass a lambda or `functools.partial`.
+        order: the highest order of derivatives; the lower ones are checked first.
+        rtol, atol: a derivative `g` agrees with a difference `d` where `abs(g - d) <= atol + rtol * abs(d)`.
+            They depend on the precision where they are not given: with `e = 5 * eps ** (2/3)`, `rtol` is the
+            larger of `1e-4` and `e`, and `atol` is `e` times the size of the output, which is the
+            rounding error of a difference. That is 2e-10 in float64, 1e-4 in float32, 0.05 in float16
+            and 0.2 in bfloat16.
+        variables: Keras Variables by which it is differentiated too; if not given, the trainable ones that
+            it reads.
+        dtype: the floating dtype to which the arguments are cast, complex ones to its complex counterpart. If
+            not given, it is float64, which JAX has for as long as the check runs; or "own", their own, where
+            the function is differentiated by variables, which always keep theirs. What loses digits on the
+            way is judged by those that are left: a layer of float32 does, and so do some of Keras's ops on
+            JAX and PyTorch (3.15), where Keras prefers float32, such as `ops.sin` on JAX.
+        compiled: whether the function is compiled, too. It takes the longest on PyTorch, about a second.
+        max_elements: how many elements of an input are moved; of a larger one so many, which a generator
+            with a fixed seed chooses.
+
+    Returns:
+        What was compared: the `precision` that decided on tolerances, the number of `elements` compared, and
+        the `largest` relative difference.
+
+    Raises:
+        AssertionError: where they disagree. It names the argument, the element and both values, and has a
+            table of the worst.
+        TypeError: where there is nothing to differentiate.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+
+    References:
+        A central difference has an error of `O(h**2)` and one of rounding of `O(eps / h)`. Their sum is the
+        least for a step `h` of about `eps ** (1/3)`, here times the larger of 1 and the element
+        (Press et al., Numerical Recipes, section 5.7).
+    """
+    __tracebackhide__ = True
+    with backend.active.wide():
+        with noted("check_gradients calls it with floats in float64, unless it is told another `dtype`."):
+            flat = Flat(fn, args, variables, dtype)
+        found = Checked("float64", 0, 0.0)
+        function: _Function = flat
+        names = flat.output_names
+        for nth in range(1, order + 1):
+            gradient = _gradient_of(function, flat.inputs)
+            rules = Tolerance(precision(flat.inputs, function, gradient), rtol, atol)
+            if nth == 1:
+                _require_finite(flat)
+                check_linear(flat, rules)
+            found = _check_differences(flat, function, names, nth, rules, max_elements, found)
+            if nth == 1 and compiled:
+                check_compiled(flat, rules)
+            function, names = gradient, flat.input_names
+        return found
+
+
+def _require_finite(flat: Flat) -> None:
+    """See that there is something to take differences of."""
+    __tracebackhide__ = True
+    for name, output in zip(flat.output_names, map(values, flat(*flat.inputs)), strict=True):
+        for place in places(~np.isfinite(output)):
+            raise AssertionError(
+                message(
+                    flat.name,
+                    f"the function is {in_words([output[place]])} at these arguments",
+                    argument=name + element_text(place),
+                    required="finite outputs, of which there are differences",
+                    got=number_text(output[place]),
+                    mend="check it at arguments at which the function is finite",
+                )
+            )
+
+
+def _gradient_of(function: _Function, inputs: Sequence[Any]) -> _Function:
+    """The gradient of all outputs together, weighted by fixed numbers."""
+    outputs = function(*inputs)
+    weights = like(list(directions(outputs, seed=0)), outputs)
+
+    def gradient(*inputs: Any) -> list[Any]:
+        _, pullback = vjp(function, inputs)
+        return list(pullback(weights))
+
+    return gradient
+
+
+def _check_differences(
+    flat: Flat,
+    function: _Function,
+    names: Sequence[str],
+    nth: int,
+    rules: Tolerance,
+    max_elements: int,
+    found: Checked,
+) -> Checked:
+    """See that the derivatives of `function`, whose outputs have these names, are its differences."""
+    __tracebackhide__ = True
+    outputs, pullback = vjp(function, flat.inputs)
+    weights = list(directions(outputs, seed=0))
+    sizes = [_size(weight, values(output)) for weight, output in zip(weights, outputs, strict=True)]
+    gradients = [_one_gradient(pullback, outputs, weights, place) for place in range(len(outputs))]
+    count, largest, unlike = found.elements, found.largest, []
+    for i, (name, tensor) in enumerate(zip(flat.input_names, flat.inputs, strict=True)):
+        elements = _chosen(tuple(tensor.shape), max_elements)
+        differences = [_difference(function, flat.inputs, i, e, weights, rules.step) for e in elements]
+        for k, output in enumerate(names):
+            ruled = np.array([gradients[k][i][element] for element in elements])
+            measured = np.array([difference[k] for difference in differences])
+            bad = disagree(ruled, measured, rules.rtol, rules.atol(sizes[k]))
+            pairs = zip(elements, ruled, measured, strict=True)
+            unlike += [
+                Unlike((output, name), element, (got, wanted))
+                for (element, got, wanted), wrong in zip(pairs, bad, strict=True)
+                if wrong
+            ]
+            count += len(elements)
+            if len(elements) and not bad.any():
+                largest = max(largest, relative(np.abs(ruled - measured).max(), np.abs(measured).max()))
+    if unlike:
+        _fail_differences(flat, unlike, nth, count - found.elements, rules.precision)
+    precision = max(found.precision, rules.precision, key=RESOLUTIONS.__getitem__)
+    return Checked(precision, count, largest)
+
+
+def _size(weight: np.ndarray, output: np.ndarray) -> float:
+    with np.errstate(all="ignore"):
+        return float(np.linalg.norm(weight * output))
+
+
+def _one_gradient(
+    pullback: Callable[..., Any], outputs: Sequence[Any], weights: Sequence[np.ndarray], place: int
+) -> list[np.ndarray]:
+    """The gradient of the output at this place alone, weighted."""
+    own = [weight * (i == place) for i, weight in enumerate(weights)]
+    return [values(gradient) for gradient in pullback(like(own, outputs))]
+
+
+def _chosen(shape: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
+    """The elements that are moved."""
+    every = list(np.ndindex(shape))
+    if len(every) <= most:
+        return every
+    places = np.random.default_rng(0).choice(len(every), most, replace=False)
+    return [every[place] for place in sorted(places)]
+
+
+def _difference(
+    function: _Function,
+    inputs: Sequence[Any],
+    i: int,
+    element: tuple[int, ...],
+    weights: Sequence[np.ndarray],
+    step: float,
+) -> list[Any]:
+    """How each weighted output changes with an element of an input; by both parts of a complex one."""
+    whole = values(inputs[i])
+    length = step * max(1.0, abs(whole[element]))
+    parts = []
+    for direction in (1.0, 1j) if np.iscomplexobj(whole) else (1.0,):
+        (high, up), (low, down) = (
+            _moved(function, inputs, i, element, sign * length * direction) for sign in (1.0, -1.0)
+        )
+        moved = abs(high - low)  # what rounding left of the step
+        with np.errstate(invalid="ignore", over="ignore"):
+            parts.append(
+                [
+                    direction * np.sum(np.real(np.conj(w) * (a - b))) / moved
+                    for w, a, b in zip(weights, up, down, strict=True)
+                ]
+            )
+    return [sum(own) for own in zip(*parts, strict=True)]
+
+
+def _moved(
+    function: _Function, inputs: Sequence[Any], i: int, element: tuple[int, ...], by: complex
+) -> tuple[Any, list[np.ndarray]]:
+    """An element where it was moved to, and the outputs there."""
+    there = list(inputs)
+    whole = values(inputs[i])
+    whole[element] += by
+    there[i : i + 1] = like([whole], inputs[i : i + 1])
+    return values(there[i])[element], [values(output) for output in function(*there)]
+
+
+def _fail_differences(flat: Flat, unlike: list[Unlike], nth: int, count: int, precision: str) -> NoReturn:
+    __tracebackhide__ = True
+    worst = max(unlike, key=Unlike.apart)
+    got, wanted = worst.numbers
+    of = f" of {worst.place[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
+    kind = "gradient" if nth == 1 else f"derivative of order {nth}"
+    problem = f"the {kind}{of} is not that of the function"
+    mend = "correct the rule; or pass rtol and atol, where the function is too steep for differences"
+    if in_words([wanted]):
+        problem = f"the differences{of} are {in_words([wanted])}"
+        mend = "check it at arguments around which the function is finite"
+    if in_words([got]):
+        problem = f"the {kind}{of} is {in_words([got])}"
+    fail(
+        flat.name,
+        problem,
+        worst,
+        f"{number_text(wanted)}, by central differences in {precision}",
+        f"{number_text(got)}, by the rule",
+        mend,
+        ("output", "argument", "element", "rule", "differences", "relative"),
+        unlike,
+        count,
+    )

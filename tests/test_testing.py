@@ -1,0 +1,543 @@
+"""check_gradients and compare_backends: planted faults are found where they are, and right ops pass."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, DIFFERENTIATES, close
+
+from multigrad import backend, grad, op_custom_gradient
+from multigrad.frameworks import DIFFERENTIATING, is_installed
+from multigrad.testing import check_gradients, compare_backends
+from multigrad.testing.comparison import Measured, _source, compare, measure
+
+X = np.array([[0.3, -0.7], [1.2, 0.9]])
+W = np.array([[0.5, 2.0], [-1.5, 0.8]])
+
+
+def op(f, rule):
+    """An op of one argument, whose rule is also given the argument."""
+    return op_custom_gradient(lambda x: (f(x), lambda upstream: rule(x, upstream)))
+
+
+def fails(*args, **options):
+    """What check_gradients says of a function; it does not compile it unless it is asked to."""
+    with pytest.raises(AssertionError) as error:
+        check_gradients(*args, **{"compiled": False, **options})
+    return str(error.value)
+
+
+def passes(*args, **options):
+    return check_gradients(*args, **{"compiled": False, **options})
+
+
+def cube(factor=1.0):
+    return op(lambda x: x * x * x, lambda x, u: u * 3.0 * x * x * factor)
+
+
+# ------------------------------------------------------------------------------------ planted faults
+
+
+def test_a_tenth_of_a_percent():
+    said = fails(cube(1.001), X)
+    assert said.startswith("lambda: the gradient is not that of the function\n  argument: 'x'[")
+    assert "4 of 4 disagree" in said
+    (row,) = [line.split() for line in said.splitlines() if line.startswith("  output") and "[1, 0]" in line]
+    rule, difference, relative = map(float, row[-3:])
+    assert rule == pytest.approx(1.001 * difference, rel=1e-5)
+    assert abs(difference) == pytest.approx(3.0 * 1.2**2 * weight(1, 0), rel=1e-5)
+    assert relative == pytest.approx(0.001, rel=0.1)
+
+
+def weight(*element):
+    """The size of the weight of an element of the output."""
+    function = op(lambda x: x * 1.0, lambda x, u: u * 7.0)  # its differences are the weights
+    said = fails(function, X)
+    text = f"[{', '.join(map(str, element))}]"
+    (row,) = [line.split() for line in said.splitlines() if line.startswith("  output") and text in line]
+    return abs(float(row[-2]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_factor_in_few_digits(dtype):
+    factor = 1.002 if dtype == "float32" else 2.0
+    said = fails(cube(factor), X, dtype=dtype)
+    assert f"by central differences in {dtype}" in said
+
+
+def test_a_transposed_gradient():
+    @op_custom_gradient
+    def matmul(x, w):
+        return ops.matmul(x, w), lambda u: (ops.matmul(u, ops.transpose(w)), ops.matmul(ops.transpose(u), x))
+
+    said = fails(matmul, X, W)
+    assert "argument: 'w'[" in said
+    assert "'x'" not in said
+
+
+def test_a_missing_term():
+    said = fails(op(lambda x: x * ops.exp(x), lambda x, u: u * ops.exp(x)), X)
+    assert "the gradient is not that of the function" in said
+
+
+def test_a_wrong_sign_at_one_element():
+    signs = np.array([[1.0, 1.0], [-1.0, 1.0]])
+    said = fails(op(ops.exp, lambda x, u: u * ops.exp(x) * ops.cast(signs, x.dtype)), X)
+    assert "argument: 'x'[1, 0]" in said
+    assert "1 of 4 disagree" in said
+
+
+def test_nan_and_infinity():
+    said = fails(op(ops.exp, lambda x, u: u * (x - x) / (x - x)), X)
+    assert "the gradient is NaN" in said
+    assert "got: nan, by the rule" in said
+    said = fails(op(ops.exp, lambda x, u: u / (x - x)), X)
+    assert "the gradient is infinite" in said
+
+
+@pytest.mark.parametrize("function", [ops.log, op(ops.log, lambda x, u: u / x)])
+def test_a_function_that_is_not_finite(function):
+    said = fails(function, np.array([1.0, -1.0]))
+    assert "the function is NaN at these arguments" in said
+    assert "argument: output[1]" in said
+    assert "infinite" in fails(function, np.array([0.0, 1.0]))
+
+
+def test_differences_that_are_not_finite():
+    said = fails(op(ops.sqrt, lambda x, u: u / 2.0), np.array([1.0, 0.0]))
+    assert "the differences are NaN" in said
+    assert "argument: 'x'[1]" in said
+    assert "1 of 2 disagree" in said
+
+
+@pytest.mark.parametrize(
+    "rule", [lambda x, u: u * ops.abs(u) * x, lambda x, u: ops.clip(u, -3.0, 3.0), lambda x, u: u * x + 1.0]
+)
+def test_a_rule_that_is_not_linear(rule):
+    said = fails(op(lambda x: x * x / 2.0, rule), X)
+    assert said.startswith("lambda: the rule is not linear in its upstream gradient\n  argument: 'x'[")
+
+
+def under_a_compiler(x, upstream):
+    return upstream * 3.0 * x * x * (1.0 if backend.active.concrete(upstream) is not None else 1.001)
+
+
+def test_a_rule_that_is_wrong_under_a_compiler_alone():
+    function = op(lambda x: x * x * x, under_a_compiler)
+    passes(function, X)
+    said = fails(function, X, compiled=True)
+    assert "it is another function when it is compiled" in said
+    assert "argument: gradient of 'x'[" in said
+
+
+def test_a_function_that_is_another_one_under_a_compiler():
+    def changes(x):
+        return x * x * (1.0 if backend.active.concrete(x) is not None else 1.001)
+
+    said = fails(op(changes, lambda x, u: u * 2.0 * x), X, compiled=True)
+    assert "it is another function when it is compiled" in said
+    assert "argument: output[" in said
+
+
+def test_a_second_derivative():
+    """The rule's first derivative is right; what it is made of hides the second."""
+
+    def wrong_later(x, upstream):
+        slope = op(lambda x: 3.0 * x * x, lambda x, u: u * 6.006 * x)
+        return upstream * slope(x)
+
+    function = op(lambda x: x * x * x, wrong_later)
+    passes(function, X)
+    said = fails(function, X, order=2)
+    assert "the derivative of order 2 of 'x' is not that of the function" in said
+
+
+def test_a_third_derivative():
+    second = op(lambda x: 6.0 * x, lambda x, u: u * 6.006)
+    slope = op(lambda x: 3.0 * x * x, lambda x, u: u * second(x))
+    function = op(lambda x: x * x * x, lambda x, u: u * slope(x))
+    passes(function, X, order=2)
+    assert "the derivative of order 3" in fails(function, X, order=3)
+
+
+def test_a_small_output_beside_a_large_one():
+    @op_custom_gradient
+    def both(x):
+        return {"large": 1e6 * x, "small": [1e-3 * x]}, lambda u: 1e6 * u["large"] + 1.001e-3 * u["small"][0]
+
+    assert "the gradient of output['small'][0] is not" in fails(both, X)
+
+
+def test_the_conjugate_of_a_complex_gradient():
+    def right(z, u):
+        return u * ops.conj(2.0 * z)
+
+    z = X + 1j * W
+    passes(op(lambda z: z * z, right), z, order=2)
+    fails(op(lambda z: z * z, lambda z, u: u * 2.0 * z), z)
+    fails(op(lambda z: z * z, lambda z, u: right(z, u) + 0.001j * u), z)
+
+
+def test_the_place_is_named_in_a_structure():
+    @op_custom_gradient
+    def layer(parameters, n, x):
+        w, b = parameters["w"][0], parameters["b"]
+        rule = lambda u: {"parameters": {"w": [u * x], "b": u * 1.5}, "x": u * w}  # noqa: E731
+        return w * x + b, rule
+
+    said = fails(layer, {"w": [W], "b": X}, 3, X)
+    assert "argument: 'parameters'['b'][" in said
+    assert "4 of 12 disagree" in said
+
+
+def test_a_variable():
+    scale = keras.Variable(3.0, name="scale")
+
+    def steep(factor):
+        @op_custom_gradient
+        def steep(x):
+            rule = lambda u, variables: (u * scale, [ops.sum(u * x) * factor])  # noqa: E731
+            return x * scale, rule
+
+        return steep
+
+    x = X.astype("float32")
+    checked = passes(steep(1.0), x)
+    assert (checked.precision, checked.elements) == ("float32", 5)
+    said = fails(steep(1.01), x)
+    assert "argument: variable 'scale'" in said
+    assert "1 of 5 disagree" in said
+    assert passes(steep(1.01), x, variables=[]).elements == 4
+    close(scale.value, np.float32(3.0))
+
+
+def test_a_straight_through_estimator_fails():
+    assert "is not that of the function" in fails(op(ops.round, lambda x, u: u), X)
+
+
+def test_the_table_is_short():
+    said = fails(cube(1.1), np.linspace(1.0, 2.0, 30))
+    assert "30 of 30 disagree" in said
+    assert "and 20 more" in said
+    assert len(said.splitlines()) < 20
+
+
+def test_tolerances_are_obeyed():
+    passes(cube(1.001), X, rtol=2e-3)
+    passes(cube(1.001), X, atol=1.0)
+    fails(cube(1.00001), X, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------- right ones
+
+
+@op_custom_gradient
+def log1pexp(x):
+    e = ops.exp(x)
+    return ops.log(1.0 + e), lambda upstream: upstream * (1.0 - 1.0 / (1.0 + e))
+
+
+def test_a_right_op_compiled():
+    checked = check_gradients(log1pexp, X, order=3)
+    assert checked.elements == 12
+    assert checked.largest < 1e-3
+
+
+def test_a_right_op_with_a_variable_compiled():
+    scale = keras.Variable(3.0)
+
+    @op_custom_gradient
+    def steep(x):
+        return x * scale, lambda u, variables: (u * scale, [ops.sum(u * x)])
+
+    assert check_gradients(steep, X.astype("float32")).elements == 5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(dtype):
+    checked = passes(log1pexp, X, order=2, dtype=dtype)
+    assert checked.precision in (dtype, "float32")
+    if dtype != "float64":
+        x = ops.convert_to_tensor(X.astype("float32"), dtype=dtype)
+        assert passes(log1pexp, x).precision in ("float64", "float32")
+
+
+def test_float64_where_the_function_keeps_it():
+    checked = passes(lambda x: ops.exp(x), X)
+    assert checked.precision == "float64"
+    assert checked.largest < 1e-9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_complex(dtype):
+    z = X + 1j * W
+    passes(lambda z: ops.exp(z), z, dtype=dtype, order=2)
+    passes(lambda z: ops.real(z) ** 2 + ops.imag(z) ** 3, z, dtype=dtype)
+    passes(lambda z, x: {"z": z * ops.conj(z), "y": [ops.abs(z) * x]}, z, X, dtype=dtype)
+
+
+def test_structures_and_what_is_static():
+    seen = []
+
+    @op_custom_gradient
+    def function(tree, index, axis, text, n=2):
+        seen.append((index, text, n))
+        x, y = tree["a"], tree["b"][0]
+        taken = ops.take(x, index, axis=axis)
+        out = {"taken": taken * y, "index": index, "text": [text, None]}
+
+        def rule(u):
+            at = ops.transpose(ops.one_hot(index, 2, dtype=x.dtype))
+            return {"tree": {"a": ops.matmul(at, u["taken"] * y), "b": [u["taken"] * taken]}}
+
+        return out, rule
+
+    index = np.array([1, 0, 1], "int32")
+    checked = passes(function, {"a": X, "b": [np.arange(6.0).reshape(3, 2)]}, index, 0, "text", order=2)
+    assert checked.elements == (4 + 6) * 1 + (4 + 6) * 2
+    for given, text, n in seen:
+        assert (np.array(given).tolist(), text, n) == ([1, 0, 1], "text", 2)
+
+
+def test_python_floats_are_inputs_and_integers_are_not():
+    assert passes(lambda x, n, y: x**n * y, 2.0, 3, 0.5, order=3).elements == 2 * (1 + 2 + 2)
+
+
+def test_a_layer():
+    layer = keras.layers.Dense(3, activation="tanh")
+    layer.build((2, 2))
+    before = [np.array(w) for w in layer.get_weights()]
+    assert passes(lambda x: layer(x), X.astype("float32"), order=2).precision == "float32"
+    close([np.array(w) for w in layer.get_weights()], before)
+
+
+def test_what_a_function_assigns_is_lost():
+    count = keras.Variable(0.0, trainable=False)
+
+    def function(x):
+        count.assign_add(1.0)
+        return x * x
+
+    passes(function, X)
+    assert float(count.value) == 0.0
+
+
+def test_a_large_tensor_is_sampled():
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        return x * x
+
+    assert passes(function, np.ones((50, 50))).elements == 100
+    assert len(calls) < 250
+    assert passes(function, np.ones((50, 50)), max_elements=7).elements == 7
+
+
+def test_digits_lost_on_the_way_are_seen():
+    def rounded(x):
+        return x * ops.cast(ops.cast(x * x, "float32"), x.dtype)
+
+    checked = passes(rounded, X)
+    assert checked.precision == "float32"
+
+
+def test_empty_tensors():
+    assert passes(lambda x, y: ops.sum(x) + y, np.zeros((0, 3)), 2.0).elements == 1
+
+
+# -------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("arguments", [(3,), ("text",), (np.array([1, 2]),)])
+def test_nothing_to_differentiate(arguments):
+    with pytest.raises(TypeError, match="no argument that has a gradient"):
+        check_gradients(lambda x: x, *arguments)
+
+
+def test_nothing_that_has_a_gradient_comes_out():
+    with pytest.raises(TypeError, match="no output that has a gradient"):
+        check_gradients(lambda x: ops.argmax(x), X)
+
+
+def test_an_error_of_the_function_has_a_note():
+    def function(x):
+        raise RuntimeError("its own")
+
+    with pytest.raises(RuntimeError, match="its own") as error:
+        check_gradients(function, X)
+    assert "in float64" in error.value.__notes__[0]
+
+
+def test_the_caller_keeps_its_precision():
+    before = ops.convert_to_tensor(X.astype("float32")) * 1.0
+    passes(cube(), X)
+    after = ops.convert_to_tensor(X.astype("float32")) * 1.0
+    assert before.dtype == after.dtype
+    if BACKEND == "jax":
+        assert str(ops.convert_to_tensor([1.0]).dtype) == "float32"
+
+
+@pytest.mark.forward
+def test_a_backend_without_gradients():
+    if DIFFERENTIATES:
+        passes(cube(), X)
+        return
+    with pytest.raises(NotImplementedError, match="computes no gradients"):
+        check_gradients(cube(), X)
+
+
+# -------------------------------------------------------------------------------------- compared
+
+CODE = """
+    import keras
+    import multigrad
+    import numpy as np
+    from keras import ops
+
+    scale = keras.Variable(2.0, name="scale")
+    factor = 1.001 if keras.backend.backend() == {wrong!r} else 1.0
+
+    @multigrad.op_custom_gradient
+    def fn(x, n):
+        def rule(upstream, variables):
+            return upstream["y"] * scale * n * factor, [ops.sum(upstream["y"] * x * n)]
+
+        return {{"y": x * n * scale, "most": ops.argmax(x), "name": "text"}}, rule
+
+    args = (np.array([-1.0, 0.5, 2.0], "float32"), 3)
+"""
+
+
+def test_installed_backends_are_compared(tmp_path):
+    """Where there is only one of them, that is said."""
+    others = [name for name in DIFFERENTIATING if name != BACKEND and is_installed(name)]
+    path = tmp_path / "compared.py"
+    path.write_text("if True:" + CODE.format(wrong=BACKEND))
+    if not others:
+        with pytest.raises(ValueError, match="two or more") as none:
+            compare_backends(path)
+        assert BACKEND in str(none.value)
+        return
+    with pytest.raises(AssertionError, match="the backends disagree") as error:
+        compare_backends(path, backends=(others[0], BACKEND))
+    said = str(error.value)
+    assert "argument: gradient of 'x'" in said
+    assert f"on {BACKEND}" in said
+    assert "gradient of variable" not in said
+    assert "output" not in said
+
+
+def test_a_process_measures(tmp_path):
+    path = tmp_path / "compared.py"
+    path.write_text("if True:" + CODE.format(wrong="none"))
+    measured = measure(BACKEND, path, tmp_path)
+    assert measured.arrays["output['y']"].tolist() == [-6.0, 3.0, 12.0]
+    assert measured.arrays["output['most']"] == 2
+    assert np.abs(measured.arrays["gradient of 'x'"]).min() >= 6.0  # 6 and a weight between 1 and 2
+    assert measured.precisions == {
+        "output['most']": "exact",
+        "output['y']": "float32",
+        "gradient of 'x'": "float32",
+        "gradient of variable 'scale'": "float32",
+    }
+    assert set(compare({"a": measured, "b": measured}, ()).values()) == {0.0}
+
+
+@pytest.mark.forward
+def test_a_process_that_fails(tmp_path):
+    said = "does not define args" if DIFFERENTIATES else "computes no gradients"
+    path = tmp_path / "compared.py"
+    path.write_text("fn = abs")
+    with pytest.raises(RuntimeError, match=f"the process on {BACKEND} failed") as error:
+        measure(BACKEND, path, tmp_path)
+    assert said in str(error.value)
+    assert "Traceback" in str(error.value)
+
+
+def measured(number=1.0, name="output", shape=(2,), precision="float32"):
+    array = np.ones(shape)
+    array[-1] = number
+    return Measured({name: array}, {name: precision})
+
+
+@pytest.mark.forward
+def test_agreement():
+    assert compare({"jax": measured(), "torch": measured(1.0 + 1e-6)}, ()) == {
+        "output": pytest.approx(1e-6, rel=1e-3)
+    }
+    nan = measured(np.nan)
+    assert compare({"jax": nan, "torch": nan}, ()) == {"output": 0.0}
+    compare({"jax": measured(), "torch": measured(1.5)}, (), rtol=1.0)
+    compare({"jax": measured(), "torch": measured(1.5)}, (), atol=1.0)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (measured(1.001), "the backends disagree"),
+        (measured(np.nan), "got: nan on torch"),
+        (measured(np.inf), "got: inf on torch"),
+        (measured(1.0 + 1e-9, precision="exact"), "the backends disagree"),
+        (measured(1.0, shape=(3,)), "different structures or shapes"),
+        (measured(1.0, name="another"), "different structures or shapes"),
+    ],
+)
+def test_disagreement(other, said):
+    first = measured(precision=next(iter(other.precisions.values())))
+    with pytest.raises(AssertionError) as error:
+        compare({"jax": first, "torch": other}, ["tensorflow"])
+    assert said in str(error.value)
+    if "disagree" in said:
+        assert "argument: output" in str(error.value)
+        assert "not installed: tensorflow" in str(error.value)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("backends", [["jax"], ["jax", "jax"], ["jax", "numpy"], ["jax", "theano"]])
+def test_backends_that_cannot_be_compared(backends):
+    with pytest.raises(ValueError, match="no such backends to compare"):
+        compare_backends("fn = abs\nargs = (1.0,)", backends=backends)
+
+
+@pytest.mark.forward
+def test_a_backend_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("multigrad.testing.comparison.is_installed", lambda name: name == "jax")
+    with pytest.raises(ValueError, match="not installed: tensorflow, torch") as error:
+        compare_backends("fn = abs\nargs = (1.0,)")
+    assert 'pip install "multigrad[torch]"' in str(error.value)
+
+
+@pytest.mark.forward
+def test_a_file_and_code(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        _source("nowhere.py", tmp_path)
+    file = tmp_path / "there.py"
+    file.touch()
+    assert _source(str(file), tmp_path) == _source(file, tmp_path) == file
+    assert _source("\n    fn = abs\n    args = ()", tmp_path).read_text() == "\nfn = abs\nargs = ()"
+
+
+@pytest.mark.forward
+def test_importing_multigrad_does_not_import_it():
+    import subprocess
+    import sys
+
+    code = "import sys, multigrad; print('multigrad.testing' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
+def test_it_hides_its_own_frames():
+    with pytest.raises(AssertionError) as error:
+        check_gradients(cube(1.1), X, compiled=False)
+    own = [entry for entry in error.traceback if "multigrad" in str(entry.path.parent)]
+    assert [entry for entry in own if "testing" in str(entry.path)]
+    assert all(entry.ishidden(error) for entry in own if "testing" in entry.path.parts)
+
+
+def test_the_gradient_is_that_of_grad():
+    """What is compared is what a user gets."""
+    close(grad(lambda x: ops.sum(cube(7.0)(x)))(X.astype("float32")), (21.0 * X**2).astype("float32"))
+    fails(cube(7.0), X)
