@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multigrad.calculus import grad, jvp, value_and_grad, vjp
     from multigrad.custom_gradient import op_custom_gradient
+    from multigrad.trace import trace_gradients
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "grad", "jvp", "op_custom_gradient", "value_and_grad", "vjp"]
+__all__ = ["__version__", "grad", "jvp", "op_custom_gradient", "trace_gradients", "value_and_grad", "vjp"]
 
 _ROOMS = {
     "grad": "calculus",
     "jvp": "calculus",
     "op_custom_gradient": "custom_gradient",
+    "trace_gradients": "trace",
     "value_and_grad": "calculus",
     "vjp": "calculus",
 }

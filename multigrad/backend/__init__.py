@@ -30,6 +30,10 @@ class Pullback(Protocol):
     def output(self) -> Any:
         """The layout of the output, whose `join` makes it of flat tensors."""
 
+    @property
+    def untraced(self) -> "Pullback":
+        """The same for forward mode, which calls a rule to transpose it: no gradient comes back by it."""
+
     def pull(
         self,
         rule: Callable[..., Any],
@@ -163,6 +167,18 @@ class Backend(Protocol):
     @staticmethod
     def unrecorded() -> AbstractContextManager[Any]:
         """A context for what nobody differentiates. It need do nothing where that costs nothing."""
+
+    @staticmethod
+    def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+        """Call `callback` with the values of the tensors, copied to NumPy, as soon as they are there.
+
+        That is at once, but for what is traced; several times, where each is one of several; and never,
+        where what is traced is not run.
+        """
+
+    @staticmethod
+    def uncompiled() -> AbstractContextManager[Any]:
+        """A context in which compiled functions run as they are written, so that there are values."""
 
 
 def _load() -> Backend:

@@ -3,6 +3,7 @@
 Because nothing is differentiable here, no rule is ever called, and nothing asks for a spec.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -73,6 +74,14 @@ def vjp(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
 
 def unrecorded() -> NoReturn:
     raise _no_gradients()
+
+
+def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+    callback(*[np.array(keras.ops.convert_to_numpy(tensor)) for tensor in tensors])
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
 
 
 def _no_gradients() -> NotImplementedError:

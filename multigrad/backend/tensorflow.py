@@ -12,12 +12,13 @@ The function itself is recorded too: a second derivative goes through what the r
 that is an output of the op, the rule is given the tied one, so that it stays in force.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -29,9 +30,10 @@ import tensorflow as tf
 # variables that are read, which is how `tf.custom_gradient` knows them.
 from tensorflow.python.eager import record
 
-from multigrad.backend import Call, F, Spec
+from multigrad.backend import Call, F, Pullback, Spec
 from multigrad.closure import TypeSet, lift, restore
 from multigrad.errors import message
+from multigrad.shared import Shared
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
@@ -128,13 +130,14 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     needed = [True] * len(tensors)
     specs = specs_of(_here(tensors))
 
-    def backward(*upstream: Any) -> Sequence[Any]:
+    def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
         whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
         return back.pull(tied_rule, whole, needed, specs)
 
     if eager:
-        _record(call.name, own, list(tensors), backward)
+        forward = functools.partial(backward, back=back.untraced)
+        _record(call.name, own, list(tensors), backward, forward)
     else:
         guards = own[0].op.inputs[len(outputs) + len(tensors) :]
 
@@ -230,14 +233,18 @@ def _graph() -> Any:
 
 
 def _record(
-    name: str, own: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., Sequence[Any]]
+    name: str,
+    own: Sequence[Any],
+    inputs: Sequence[Any],
+    backward: Callable[..., Sequence[Any]],
+    forward: Callable[..., Sequence[Any]],
 ) -> None:
-    """Give `own` its gradient on the tapes, and by its transpose a derivative in forward mode.
+    """Give `own` its gradient on the tapes, and by the transpose of `forward` a derivative in forward mode.
 
     The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
     """
     record.record_operation_backprop_only(name, own, inputs, backward)
-    record.record_operation_forwardprop_only(name, own, inputs, backward, None)
+    record.record_operation_forwardprop_only(name, own, inputs, forward, None)
 
 
 def _here(tensors: Sequence[Any]) -> Sequence[Any]:
@@ -280,7 +287,7 @@ def _record_in_graph(
     gradient = op.get_attr("_gradient_op_type").decode()
     rules[gradient] = backward
     tf.RegisterGradient(gradient)(functools.partial(_gradient, gradient, weakref.ref(op.graph)))
-    _record(name, own, inputs, backward)
+    _record(name, own, inputs, backward, backward)
 
 
 @library_code
@@ -320,3 +327,26 @@ def vjp(
 
 def unrecorded() -> Any:
     return record.stop_recording()
+
+
+def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+    # What is in a graph while `uncompiled` is in force is written down for later, or elsewhere.
+    if all([hasattr(tensor, "numpy") for tensor in tensors]):
+        callback(*[np.array(tensor.numpy()) for tensor in tensors])
+
+
+@contextlib.contextmanager
+def _eagerly() -> Iterator[None]:
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+_EAGERLY = Shared(_eagerly)  # TensorFlow's switch is one for all threads
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    return _EAGERLY
