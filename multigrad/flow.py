@@ -88,7 +88,7 @@ class Call:
     @cached_property
     def flags(self) -> list[str]:
         """What is wrong with the values, in words."""
-        return [*_not_finite("input", self.inputs), *_not_finite("output", self.outputs)]
+        return [*_not_finite("input ", self.inputs), *_not_finite("", self.outputs)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class Step:
     @cached_property
     def flags(self) -> list[str]:
         """What is wrong with the gradients, in words, with the measure that says so."""
-        flags = [*_not_finite("upstream", self.upstream), *_not_finite("downstream", self.downstream)]
+        flags = [*_not_finite("upstream of ", self.upstream), *_not_finite("downstream of ", self.downstream)]
         before, after = largest_of(self.upstream), largest_of(self.downstream)
         if before == 0.0:
             flags.append("all zero: every upstream gradient that arrives")
@@ -154,8 +154,7 @@ def _not_finite(what: str, values: Values) -> Iterator[str]:
             summary = summary_of(array)
             for word, count in (("NaN", summary.nans), ("Inf", summary.infinities)):
                 if count:
-                    name = path if path == what else f"{what} {path}"
-                    yield f"{word}: {count} of {summary.size} in {name}"
+                    yield f"{word}: {count} of {summary.size} in {what}{path}"
 
 
 def as_dict(calls: Sequence[Call], steps: Sequence[Step]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A trace as a picture: the calls one below the other, values down on the left, gradients up on the right."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _GREY, _BOX = "#263238", "#90a4ae", "#eceff1"
-_WRONG, _NONE = "#d32f2f", "#b0bec5"
+_INK, _GREY, _BOX, _WRONG = "#263238", "#90a4ae", "#eceff1", "#d32f2f"
 _COLOURS = "viridis_r"
-_DOWN, _UP, _HALF = -0.55, 0.55, 1.0  # where the arrows run, and half the width of a box
-_BOX_HEIGHT, _PITCH = 0.62, 1.9
-_INCHES = 0.62
-_WIDEST, _THINNEST = 11.0, 1.5
+
+# In inches, and a picture's coordinates are inches.
+_BOX_HEIGHT, _GAP = 0.4, 0.95
+_DOWN, _UP = -0.3, 0.3  # where the arrows run
+_SHAFT, _THINNEST, _WIDEST = 0.03, 0.04, 0.26
+_LETTER, _SMALL, _BOLD = 0.082, 0.062, 0.1  # about the width of a letter at these sizes:
+_SIZE, _SMALL_SIZE, _BOLD_SIZE = 10, 8, 11
 
 
 @dataclass(frozen=True)
@@ -47,19 +50,30 @@ def picture_of(calls: Sequence[Call], steps: Sequence[Step], numbers: Sequence[i
         firsts.setdefault(step.of.number, step)
     own = [firsts.get(call.number) for call in shown]
     links = _links(shown, own)
-    height = (len(shown) * _PITCH + 1.7) * _INCHES
-    figure, axes = plt.subplots(figsize=(6.4, max(height, 2.4)), layout="constrained")
+    half = 0.5 * max(1.2, 0.25 + _BOLD * max(len(call.title) for call in shown))
+    flags = [[*call.flags, *(back.flags if back else [])] for call, back in zip(shown, own, strict=True)]
+    left = max(
+        1.1,
+        _width([link.down for link in links], _LETTER) + 0.5,
+        half + 0.1 + _width(list(itertools.chain(*flags)), _SMALL),
+    )
+    right = max(_width([link.up for link in links], _LETTER) + 0.6, half + 1.0)
+    height = len(shown) * (_BOX_HEIGHT + _GAP) + _GAP + 0.35
+    figure = plt.figure(figsize=(left + right + 0.2, height + 0.2))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-left - 0.1, right + 0.1), ylim=(-height - 0.1, 0.1))
     axes.set_axis_off()
-    axes.set_xlim(-4.2, 4.2)
-    axes.set_ylim(-(len(shown) - 0.5) * _PITCH - 0.45, 0.5 * _PITCH + 0.85)
+    head: dict[str, Any] = {"color": _GREY, "fontsize": _BOLD_SIZE, "va": "top"}
+    axes.text(_DOWN, 0, "values ↓", ha="right", **head)
+    axes.text(_UP, 0, "gradients ↑", ha="left", **head)
     _draw_links(axes, links, plt.get_cmap(_COLOURS))
-    for place, (call, step) in enumerate(zip(shown, own, strict=True)):
-        _draw_call(axes, -place * _PITCH, call, step)
-    top = 0.5 * _PITCH + 0.55
-    style: dict[str, Any] = {"color": _GREY, "fontsize": 11, "va": "bottom"}
-    axes.text(_DOWN - 0.35, top, "values", ha="right", **style)
-    axes.text(_UP + 0.35, top, "gradients", ha="left", **style)
-    return figure  # type: ignore[no-any-return]
+    for place, call in enumerate(shown):
+        y = -0.35 - _GAP - place * (_BOX_HEIGHT + _GAP)
+        _draw_call(axes, y, half, call.title, own[place], flags[place])
+    return figure
+
+
+def _width(texts: Sequence[str], letter: float) -> float:
+    return letter * max([len(line) for text in texts for line in text.splitlines()], default=0)
 
 
 def _pyplot() -> Any:
@@ -104,7 +118,7 @@ def _links(calls: Sequence[Call], steps: Sequence[Step | None]) -> list[_Link]:
         (None, None),
     ]
     links = []
-    for (above, back_above), (below, back_below) in zip(ends, ends[1:], strict=False):
+    for (above, back_above), (below, back_below) in itertools.pairwise(ends):
         down = [above.outputs if above else None, below.inputs if below else None]
         up = [back_below.downstream if back_below else None, back_above.upstream if back_above else None]
         gradients = [values for values in up if values is not None]
@@ -129,7 +143,7 @@ def _joined(ends: Sequence[Values | None]) -> bool:
     if ends[0] is None or ends[1] is None:
         return True
     one, other = [[array for array in end.values() if array is not None] for end in ends if end is not None]
-    return any(a.shape == b.shape and np.array_equal(a, b) for a in one for b in other)
+    return any(a.shape == b.shape and a.tobytes() == b.tobytes() for a in one for b in other)  # NaN, too
 
 
 def _text(ends: Sequence[Values | None]) -> str:
@@ -148,61 +162,70 @@ def _draw_links(axes: "Axes", links: Sequence[_Link], colours: Any) -> None:
     sizes = [math.log10(link.size) for link in links if link.size and math.isfinite(link.size)]
     low, high = min(sizes, default=0.0), max(sizes, default=0.0)
     for place, link in enumerate(links):
-        top = (0.5 - place) * _PITCH + 0.5 * (_PITCH - _BOX_HEIGHT) - 0.06
-        bottom = (0.5 - place) * _PITCH - 0.5 * (_PITCH - _BOX_HEIGHT) + 0.06
+        top = -0.35 - place * (_BOX_HEIGHT + _GAP) - 0.04
+        bottom = top - _GAP + 0.08
         middle = 0.5 * (top + bottom)
-        _arrow(axes, _DOWN, top, bottom, _GREY, 2.0, link.joined_down)
-        axes.text(_DOWN - 0.35, middle, link.down, ha="right", va="center", color=_INK, fontsize=10)
-        colour, width = _NONE, _THINNEST
+        _draw_arrow(axes, _DOWN, top, bottom, _GREY, _SHAFT, link.joined_down)
+        axes.text(_DOWN - 0.15, middle, link.down, ha="right", va="center", color=_INK, fontsize=_SIZE)
+        if link.size is None:
+            continue
+        colour, width, ink = _GREY, _THINNEST, _INK  # all zero
         if not link.finite:
-            colour, width = _WRONG, _WIDEST / 2
+            colour, width, ink = _WRONG, _WIDEST / 2, _WRONG
         elif link.size:
             share = (math.log10(link.size) - low) / (high - low) if high > low else 0.5
-            colour, width = (
-                colours(0.15 + 0.75 * share),
-                _THINNEST + 1.5 + share * (_WIDEST - _THINNEST - 1.5),
-            )
-        if link.size is not None:
-            _arrow(axes, _UP, bottom, top, colour, width, link.joined_up)
-            ink = _INK if link.finite else _WRONG
-            axes.text(_UP + 0.35, middle, link.up, ha="left", va="center", color=ink, fontsize=10)
+            colour, width = colours(0.1 + 0.8 * share), _THINNEST + share * (_WIDEST - _THINNEST)
+        _draw_arrow(axes, _UP, bottom, top, colour, width, link.joined_up)
+        axes.text(_UP + 0.3, middle, link.up, ha="left", va="center", color=ink, fontsize=_SIZE)
 
 
-def _arrow(axes: "Axes", x: float, start: float, end: float, colour: Any, width: float, whole: bool) -> None:
-    style = {
-        "arrowstyle": f"-|>,head_length={0.35 + width / 18},head_width={0.2 + width / 22}",
-        "mutation_scale": 16,
-        "shrinkA": 0,
-        "shrinkB": 0,
-        "color": colour,
-        "linewidth": width,
-        "linestyle": "-" if whole else (0, (1, 1)),
-        "joinstyle": "miter",
-        "capstyle": "butt",
-    }
-    axes.annotate("", (x, end), (x, start), arrowprops=style)
+def _draw_arrow(
+    axes: "Axes", x: float, start: float, end: float, colour: Any, width: float, joined: bool
+) -> None:
+    """An arrow, with a gap in it where something other than an op lies between its ends."""
+    from matplotlib.patches import FancyArrow, Rectangle
+
+    length = end - start
+    head = min(0.12 + width, 0.32)
+    if not joined:
+        axes.add_patch(Rectangle((x - width / 2, start), width, 0.35 * length, color=colour, linewidth=0))
+        start += 0.48 * length
+    arrow = FancyArrow(
+        x,
+        start,
+        0,
+        end - start,
+        width=width,
+        head_width=1.6 * width + 0.1,
+        head_length=head,
+        length_includes_head=True,
+        color=colour,
+        linewidth=0,
+    )
+    axes.add_patch(arrow)
 
 
-def _draw_call(axes: "Axes", y: float, call: Call, step: Step | None) -> None:
+def _draw_call(
+    axes: "Axes", top: float, half: float, title: str, step: Step | None, flags: Sequence[str]
+) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    flags = [*call.flags, *(step.flags if step else [])]
-    edge = _WRONG if flags else _INK
     box = FancyBboxPatch(
-        (-_HALF, y - _BOX_HEIGHT / 2),
-        2 * _HALF,
+        (-half, top - _BOX_HEIGHT),
+        2 * half,
         _BOX_HEIGHT,
-        boxstyle="round,pad=0,rounding_size=0.12",
+        boxstyle="round,pad=0,rounding_size=0.08",
         facecolor=_BOX,
-        edgecolor=edge,
+        edgecolor=_WRONG if flags else _INK,
         linewidth=1.2,
     )
     axes.add_patch(box)
-    axes.text(0, y, call.title, ha="center", va="center", color=_INK, fontsize=11, weight="bold")
+    middle = top - _BOX_HEIGHT / 2
+    axes.text(0, middle, title, ha="center", va="center", color=_INK, fontsize=_BOLD_SIZE, weight="bold")
     if step is not None and len(step.current) == 1:
         (current,) = step.current.values()
-        axes.text(_HALF + 0.15, y, f"× {number_text(current)}", va="center", color=_GREY, fontsize=11)
+        text = f"× {number_text(current)}"
+        axes.text(half + 0.1, middle, text, va="center", color=_GREY, fontsize=_BOLD_SIZE)
     if flags:
-        axes.text(
-            -_HALF - 0.15, y, "\n".join(flags), ha="right", va="center", color=_WRONG, fontsize=8, wrap=True
-        )
+        text = "\n".join(flags)
+        axes.text(-half - 0.1, middle, text, ha="right", va="center", color=_WRONG, fontsize=_SMALL_SIZE)

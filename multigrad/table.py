@@ -82,7 +82,7 @@ def value_text(values: Values, path: str) -> str:
         lines.append(f"mean {number_text(summary.mean)}")
     if summary.largest is not None:
         lines.append(f"largest {number_text(summary.largest)}")
-    if summary.zeros:
+    if summary.zeros is not None:
         lines.append(f"{100 * summary.zeros:.3g} % zeros")
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from multigrad import backend, custom_gradient
 from multigrad.answer import slot_paths
+from multigrad.errors import message
 from multigrad.flow import Call, Step, Values, as_dict, largest_of
 from multigrad.shared import Shared
 from multigrad.table import table_of
@@ -88,7 +89,7 @@ class Trace:
         square = multigrad.op_custom_gradient(lambda x: (x * x, lambda upstream: upstream * 2.0 * x))
         with multigrad.trace_gradients() as trace:
             multigrad.grad(lambda x: square(square(x)))(3.0)
-        # trace.plot().savefig("chain.png")
+        figure = trace.plot()
         ```
 
         Arguments:
@@ -109,7 +110,7 @@ class Trace:
 
 
 _OPEN: ContextVar[tuple[Trace, ...]] = ContextVar("open traces", default=())
-_WITHIN: ContextVar[str | None] = ContextVar("the op whose function or rule runs", default=None)
+_WITHIN: ContextVar["_Record | _Again | None"] = ContextVar("whose function or rule runs", default=None)
 
 
 @contextlib.contextmanager
@@ -126,8 +127,10 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
     with trace_gradients() as trace:
         grad(lambda x: square(square(square(x))))(2.0)
     print(trace)
-    #  call      x    output   upstream   current   downstream
-    #  3 square   16      256          1        32           32
+    # call        x   output   upstream   current   downstream
+    # 3 square   16      256          1        32           32
+    # 2 square    4       16         32         8          256
+    # 1 square    2        4        256         4         1024
     ```
 
     `current` is the op's own derivative, `downstream / upstream`, where both are scalars.
@@ -149,19 +152,33 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
       uncompiled in it, whenever they were compiled. So they can be seen, are slower, and may differ by
       rounding. TensorFlow's and PyTorch's switches for this are for all threads.
     - Where one trace is open inside another, both record.
-    - A call with a symbolic tensor, or in a program that is written down for elsewhere, is not recorded.
+    - Not recorded is what has no values: a call with a symbolic tensor, what is exported, and what
+      TensorFlow vectorizes (`tf.vectorized_map`, `tape.jacobian`).
     - Under `jax.vmap`, each example is a call of its own; under `torch.func.vmap`, the batch is one. In
-      forward mode no gradient comes back: on JAX there are no steps of an op with `forward_mode=True`.
+      forward mode no gradient comes back; and on JAX none is seen of an op with `forward_mode=True`.
+      `multigrad.jvp` asks the rules for what it transposes: those runs are steps, too.
     - All values are copied to the host's memory and kept as long as the trace. Outside of the context
       nothing is recorded, and nothing costs.
 
     Raises:
-        Whatever is raised inside. What was recorded before remains.
+        RuntimeError: inside of a function that is being compiled.
+
+    What is raised inside of the context passes through, and what was recorded before it remains.
     """
+    if backend.active.is_compiling():
+        raise RuntimeError(
+            message(
+                "trace_gradients",
+                "it was called inside of a function that is being compiled, where there are no values",
+                required="a place in which the program runs",
+                got="a function under jax.jit, tf.function or torch.compile",
+                mend="open the trace around the call of the compiled function",
+            )
+        )
     trace = Trace(exploding)
     token = _OPEN.set((*_OPEN.get(), trace))
     try:
-        with _OBSERVING, backend.active.uncompiled():
+        with backend.active.uncompiled(), _OBSERVING:
             yield trace
     finally:
         trace.open = False
@@ -192,7 +209,8 @@ def _new_call(
 class _Call(custom_gradient.Call):
     """A call that is recorded."""
 
-    __slots__ = ()
+    __slots__ = ("_record",)
+    _record: "_Record"
 
     def run(
         self,
@@ -201,13 +219,19 @@ class _Call(custom_gradient.Call):
         again: Any = None,
         place: Any = None,
     ) -> custom_gradient.Ran:
-        """Run the function and record it; not where it runs for a second derivative, as it does once more."""
+        """Run the function and record it.
+
+        Where it runs once more, for a second derivative, the ops in it are those of the first run.
+        """
         if again is not None:
-            return super().run(tensors, f, again, place)
-        record = _Record(self.name)
-        with _within(self.name):
+            with _within(_Again(self._record)):
+                return super().run(tensors, f, again, place)
+        around = _WITHIN.get()
+        record = self._record = around.inner(self.name) if around else _Record(self.name)
+        with _within(_Again(record) if record.ran else record):
             outputs, rule, inputs, back = super().run(tensors, f, place=place)
-        record.note_run(back, inputs, outputs)
+        if not record.ran:
+            record.note_run(back, inputs, outputs)
         return outputs, rule, inputs, _Pullback(back, record)
 
 
@@ -229,15 +253,15 @@ class _Pullback(custom_gradient.Pullback):
         needed: Sequence[bool],
         specs: Sequence[backend.Spec | None],
     ) -> Sequence[Any]:
-        with _within(self.name):
+        with _within(self._record):
             gradients = super().pull(rule, upstream, needed, specs)
         self._record.note_step(upstream, gradients)
         return gradients
 
 
 @contextlib.contextmanager
-def _within(op: str) -> Iterator[None]:
-    token = _WITHIN.set(op)
+def _within(record: "_Record | _Again") -> Iterator[None]:
+    token = _WITHIN.set(record)
     try:
         yield
     finally:
@@ -251,21 +275,30 @@ class _Record:
     trace, and the steps come back in the same order.
     """
 
-    def __init__(self, op: str) -> None:
-        self._op, self._within = op, _WITHIN.get()
+    def __init__(self, op: str, within: str | None = None) -> None:
+        self.op, self._within = op, within
+        self.ran = False
+        self.others: list[_Record] = []
+        """Those of the ops that were called in its function, and behind them, in its rule."""
         self._calls: list[tuple[Trace, list[Call], Iterator[int]]] = [
             (trace, [], itertools.count()) for trace in _OPEN.get()
         ]
 
+    def inner(self, op: str) -> "_Record":
+        """The record of an op that is called in this one."""
+        self.others.append(_Record(op, self.op))
+        return self.others[-1]
+
     def note_run(self, back: custom_gradient.Pullback, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """The function has run, though there may be no values yet."""
+        self.ran = True
         self._inputs, self._outputs = _input_paths(back), _output_paths(back)
 
         def add(values: Sequence[np.ndarray | None]) -> None:
             own, others = self._by_path(values)
             for trace, calls, _ in self._calls:
                 if trace.open:
-                    calls.append(trace.add_call(self._op, self._within, own, others))
+                    calls.append(trace.add_call(self.op, self._within, own, others))
 
         _observe(add, [*inputs, *outputs])
 
@@ -284,6 +317,17 @@ class _Record:
         count = len(self._inputs)
         inputs = zip(self._inputs, values[:count], strict=True)
         return dict(inputs), dict(zip(self._outputs, values[count:], strict=True))
+
+
+class _Again:
+    """The second run of a recorded function, in which the same ops are called once more."""
+
+    def __init__(self, record: _Record) -> None:
+        self._record, self._others = record, iter(tuple(record.others))
+
+    def inner(self, op: str) -> _Record:
+        """The record that the op has of the first run."""
+        return next(self._others, None) or self._record.inner(op)
 
 
 def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: Sequence[Any]) -> None:

@@ -177,6 +177,10 @@ class Backend(Protocol):
         """
 
     @staticmethod
+    def is_compiling() -> bool:
+        """Whether this place of the program is in a function that is being compiled."""
+
+    @staticmethod
     def uncompiled() -> AbstractContextManager[Any]:
         """A context in which compiled functions run as they are written, so that there are values."""
 

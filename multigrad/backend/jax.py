@@ -424,5 +424,9 @@ def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
     jax.debug.callback(lambda *values: callback(*map(np.array, values)), *tensors)
 
 
+def is_compiling() -> bool:
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return jax.disable_jit()

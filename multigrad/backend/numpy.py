@@ -80,6 +80,10 @@ def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
     callback(*[np.array(keras.ops.convert_to_numpy(tensor)) for tensor in tensors])
 
 
+def is_compiling() -> bool:
+    return False
+
+
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 

@@ -335,6 +335,10 @@ def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
         callback(*[np.array(tensor.numpy()) for tensor in tensors])
 
 
+def is_compiling() -> bool:
+    return not tf.executing_eagerly()
+
+
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
     before = tf.config.functions_run_eagerly()

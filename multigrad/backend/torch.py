@@ -770,7 +770,7 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 
 
 def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
-    if not (torch.compiler.is_compiling() or _is_tracing() or any([tensor.is_meta for tensor in tensors])):
+    if not (is_compiling() or _is_tracing() or any([tensor.is_meta for tensor in tensors])):
         callback(*map(_value, tensors))
 
 
@@ -780,6 +780,10 @@ def _value(tensor: torch.Tensor) -> np.ndarray:
     # Under a transform an operation on what is wrapped gives what is wrapped again, and to list it is none.
     values = torch.func.debug_unwrap(tensor, recurse=True).tolist()
     return np.array(values, keras.backend.standardize_dtype(tensor.dtype))
+
+
+def is_compiling() -> bool:
+    return torch.compiler.is_compiling()
 
 
 _UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # it is one for all threads
