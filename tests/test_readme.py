@@ -11,11 +11,14 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_python_blocks_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # one of them saves a model
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     shown = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), shown)
-    assert capsys.readouterr().out.splitlines()[0] == "1.0"
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == "1.0"
+    (table,) = re.findall(r"^```\n(call .*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert table in printed
     slope_of_x, parameters = shown["gradients"]
     assert float(slope_of_x) == 3.0
     assert {name: float(g) for name, g in parameters.items()} == {"slope": 2.0, "offset": 1.0}
