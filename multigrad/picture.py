@@ -20,7 +20,8 @@ _INK, _GREY, _BOX, _WRONG = "#263238", "#90a4ae", "#eceff1", "#d32f2f"
 _COLOURS = "viridis_r"
 
 # In inches, and a picture's coordinates are inches.
-_BOX_HEIGHT, _GAP = 0.4, 0.95
+_BOX_HEIGHT, _GAP, _LINE = 0.4, 0.95, 0.17
+_HEAD = 0.35
 _DOWN, _UP = -0.3, 0.3  # where the arrows run
 _SHAFT, _THINNEST, _WIDEST = 0.03, 0.04, 0.26
 _LETTER, _SMALL, _BOLD = 0.082, 0.062, 0.1  # about the width of a letter at these sizes:
@@ -34,7 +35,7 @@ class _Link:
     down: str
     up: str
     size: float | None
-    """The largest absolute value of the gradient, None where there is no gradient."""
+    """The largest absolute value of the gradient along the chain, None where there is no gradient."""
     finite: bool
     joined_down: bool
     joined_up: bool
@@ -58,16 +59,18 @@ def picture_of(calls: Sequence[Call], steps: Sequence[Step], numbers: Sequence[i
         half + 0.1 + _width(list(itertools.chain(*flags)), _SMALL),
     )
     right = max(_width([link.up for link in links], _LETTER) + 0.6, half + 1.0)
-    height = len(shown) * (_BOX_HEIGHT + _GAP) + _GAP + 0.35
+    lines = max(1 + text.count("\n") for link in links for text in (link.down, link.up))
+    gap = max(_GAP, 0.1 + lines * _LINE)
+    height = len(shown) * (_BOX_HEIGHT + gap) + gap + _HEAD
     figure = plt.figure(figsize=(left + right + 0.2, height + 0.2))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-left - 0.1, right + 0.1), ylim=(-height - 0.1, 0.1))
     axes.set_axis_off()
     head: dict[str, Any] = {"color": _GREY, "fontsize": _BOLD_SIZE, "va": "top"}
     axes.text(_DOWN, 0, "values ↓", ha="right", **head)
     axes.text(_UP, 0, "gradients ↑", ha="left", **head)
-    _draw_links(axes, links, plt.get_cmap(_COLOURS))
+    _draw_links(axes, links, gap, plt.get_cmap(_COLOURS))
     for place, call in enumerate(shown):
-        y = -0.35 - _GAP - place * (_BOX_HEIGHT + _GAP)
+        y = -_HEAD - gap - place * (_BOX_HEIGHT + gap)
         _draw_call(axes, y, half, call.title, own[place], flags[place])
     return figure
 
@@ -121,21 +124,22 @@ def _links(calls: Sequence[Call], steps: Sequence[Step | None]) -> list[_Link]:
     for (above, back_above), (below, back_below) in itertools.pairwise(ends):
         down = [above.outputs if above else None, below.inputs if below else None]
         up = [back_below.downstream if back_below else None, back_above.upstream if back_above else None]
-        gradients = [values for values in up if values is not None]
-        sizes = [largest_of(values) for values in gradients]
-        known = [size for size in sizes if size is not None]
-        arrays = [array for values in gradients for array in values.values() if array is not None]
-        links.append(
-            _Link(
-                _text(down),
-                _text(up),
-                max(known, default=None) if known else (math.nan if arrays else None),
-                all([bool(np.isfinite(array).all()) for array in arrays]),
-                _joined(down),
-                _joined(up),
-            )
-        )
+        links.append(_link(down, up))
     return links
+
+
+def _link(down: Sequence[Values | None], up: Sequence[Values | None]) -> _Link:
+    gradients = [values for values in up if values is not None]
+    arrays = [array for values in gradients for array in values.values() if array is not None]
+    return _Link(
+        _text(down),
+        _text(up),
+        # What arrives at the call above is of the chain alone, without the gradients of parameters.
+        (largest_of(gradients[-1]) or 0.0) if arrays else None,
+        all([bool(np.isfinite(array).all()) for array in arrays]),
+        _joined(down),
+        _joined(up),
+    )
 
 
 def _joined(ends: Sequence[Values | None]) -> bool:
@@ -158,12 +162,13 @@ def _values_text(values: Values) -> str:
     return "\n".join(line.replace("\n", "  ") for line in lines) or "none"
 
 
-def _draw_links(axes: "Axes", links: Sequence[_Link], colours: Any) -> None:
+def _draw_links(axes: "Axes", links: Sequence[_Link], gap: float, colours: Any) -> None:
     sizes = [math.log10(link.size) for link in links if link.size and math.isfinite(link.size)]
-    low, high = min(sizes, default=0.0), max(sizes, default=0.0)
+    low = min(sizes, default=0.0)
+    high = max([low + 1.0, *sizes])  # a factor of less than ten does not look like one of a thousand
     for place, link in enumerate(links):
-        top = -0.35 - place * (_BOX_HEIGHT + _GAP) - 0.04
-        bottom = top - _GAP + 0.08
+        top = -_HEAD - place * (_BOX_HEIGHT + gap) - 0.04
+        bottom = top - gap + 0.08
         middle = 0.5 * (top + bottom)
         _draw_arrow(axes, _DOWN, top, bottom, _GREY, _SHAFT, link.joined_down)
         axes.text(_DOWN - 0.15, middle, link.down, ha="right", va="center", color=_INK, fontsize=_SIZE)
@@ -173,7 +178,7 @@ def _draw_links(axes: "Axes", links: Sequence[_Link], colours: Any) -> None:
         if not link.finite:
             colour, width, ink = _WRONG, _WIDEST / 2, _WRONG
         elif link.size:
-            share = (math.log10(link.size) - low) / (high - low) if high > low else 0.5
+            share = (math.log10(link.size) - low) / (high - low)
             colour, width = colours(0.1 + 0.8 * share), _THINNEST + share * (_WIDEST - _THINNEST)
         _draw_arrow(axes, _UP, bottom, top, colour, width, link.joined_up)
         axes.text(_UP + 0.3, middle, link.up, ha="left", va="center", color=ink, fontsize=_SIZE)

@@ -97,8 +97,9 @@ class Trace:
 
         Returns:
             A `matplotlib.figure.Figure`. Values flow down on the left. On the right flows the gradient of
-            the first step of each call, up, in an arrow that is the wider the larger it is. An arrow is
-            dotted where something other than an op lies between two calls.
+            the first step of each call, up, in an arrow that is the wider the larger it is, by the logarithm
+            of its largest absolute value. An arrow has a gap where something other than an op lies
+            between two calls. Red is what has a flag.
 
         Raises:
             ImportError: where matplotlib is not installed.
@@ -150,7 +151,8 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
       adds one more.
     - Compiled functions (`jax.jit`, `tf.function`, `torch.compile`, and a `fit` that uses them) run
       uncompiled in it, whenever they were compiled. So they can be seen, are slower, and may differ by
-      rounding. TensorFlow's and PyTorch's switches for this are for all threads.
+      rounding. TensorFlow's and PyTorch's switches for this are for all threads. Of functions in
+      `tf.data`, TensorFlow warns that they stay as they are.
     - Where one trace is open inside another, both record.
     - Not recorded is what has no values: a call with a symbolic tensor, what is exported, and what
       TensorFlow vectorizes (`tf.vectorized_map`, `tape.jacobian`).
