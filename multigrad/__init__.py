@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multigrad.calculus import grad, hessian, jacobian, jvp, value_and_grad, vjp
     from multigrad.custom_gradient import op_custom_gradient
+    from multigrad.trace import trace_gradients
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "jacobian",
     "jvp",
     "op_custom_gradient",
+    "trace_gradients",
     "value_and_grad",
     "vjp",
 ]
@@ -30,6 +32,7 @@ _ROOMS = {
     "jacobian": "calculus",
     "jvp": "calculus",
     "op_custom_gradient": "custom_gradient",
+    "trace_gradients": "trace",
     "value_and_grad": "calculus",
     "vjp": "calculus",
 }

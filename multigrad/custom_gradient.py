@@ -166,7 +166,7 @@ def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[.
                 tensors, back = _prepare(title, signature, args, kwargs)
             except Symbolic:
                 return symbolic.apply(_define(f, title, forward_mode), title, args, kwargs)
-        return _framework.apply(Call(f, back, forward_mode), tensors)
+        return _framework.apply(new_call(f, back, forward_mode), tensors)
 
     return functools.update_wrapper(_framework.library_code(op), f)
 
@@ -348,6 +348,11 @@ class Pullback(HoldsNoTensor):
     def __init__(self, name: str, binding: Binding, arguments: Layout) -> None:
         self.name, self.binding, self.arguments = name, binding, arguments
 
+    @property
+    def untraced(self) -> "Pullback":
+        """The same, of which no trace takes notice."""
+        return self
+
     def pull(
         self,
         rule: Callable[..., Any],
@@ -395,3 +400,7 @@ class Pullback(HoldsNoTensor):
 
 Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
 """What a run gives: outputs, rule, inputs, and how the rule is called."""
+
+new_call: Callable[[Callable[..., Any], Pullback, bool], Call] = Call
+"""What an op makes of a call. While a trace is open it is another one (`trace.py`), so that nothing has to be
+asked while none is."""

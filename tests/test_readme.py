@@ -15,11 +15,14 @@ def test_the_python_blocks_run(capsys, tmp_path, monkeypatch):
     shown = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), shown)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "1.0"
-    place = printed.index("6")
-    assert printed[place + 1] == "wrong: the gradient is not that of the function"
-    assert printed[place + 2].startswith("  argument: 'x'[")
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[0] == "1.0"
+    (table,) = re.findall(r"^```\n(call .*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert table in printed
+    place = lines.index("6")
+    assert lines[place + 1] == "wrong: the gradient is not that of the function"
+    assert lines[place + 2].startswith("  argument: 'x'[")
     slope_of_x, parameters = shown["gradients"]
     assert float(slope_of_x) == 3.0
     assert {name: float(g) for name, g in parameters.items()} == {"slope": 2.0, "offset": 1.0}

@@ -31,6 +31,10 @@ class Pullback(Protocol):
     def output(self) -> Any:
         """The layout of the output, whose `join` makes it of flat tensors."""
 
+    @property
+    def untraced(self) -> "Pullback":
+        """The same for forward mode, which calls a rule to transpose it: no gradient comes back by it."""
+
     def pull(
         self,
         rule: Callable[..., Any],
@@ -184,6 +188,22 @@ class Backend(Protocol):
     @staticmethod
     def wide() -> AbstractContextManager[Any]:
         """A context in which there are float64 and complex128, for this thread alone."""
+
+    @staticmethod
+    def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+        """Call `callback` with the values of the tensors, copied to NumPy, as soon as they are there.
+
+        That is at once, but for what is traced; several times, where each is one of several; and never,
+        where what is traced is not run.
+        """
+
+    @staticmethod
+    def is_compiling() -> bool:
+        """Whether this place of the program is in a function that is being compiled."""
+
+    @staticmethod
+    def uncompiled() -> AbstractContextManager[Any]:
+        """A context in which compiled functions run as they are written, so that there are values."""
 
 
 def _load() -> Backend:

@@ -209,11 +209,13 @@ _Step = tuple[list[Any], _Residuals | None]
 
 def _residuals(call: Call, ran: Ran) -> _Residuals:
     outputs, rule, inputs, back = ran
+    if call.forward_mode:
+        back = back.untraced  # in reverse mode, too, it is the transpose of a transpose that runs
     arrays, template, opaque = lift(rule, TENSORS, call.f)
     everything = (True,) * len(inputs)
     specs = specs_of(inputs)
     if opaque and _any_traced((list(inputs), list(outputs))):
-        return _Residuals(*_traced(ran, specs), (), everything)
+        return _Residuals(*_traced((outputs, rule, inputs, back), specs), (), everything)
 
     def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
         return back.pull(restore(template, arrays), upstream, needed, specs)
@@ -456,3 +458,16 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def wide() -> contextlib.AbstractContextManager[Any]:
     return jax.enable_x64(True)
+
+
+def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+    # At once where nothing is traced, and where it is for a derivative or a batch: per example of that.
+    jax.debug.callback(lambda *values: callback(*map(np.array, values)), *tensors)
+
+
+def is_compiling() -> bool:
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    return jax.disable_jit()

@@ -3,6 +3,7 @@
 Because nothing is differentiable here, no rule is ever called, and nothing asks for a spec.
 """
 
+import contextlib
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -90,6 +91,18 @@ def compiled(function: Callable[..., Any]) -> NoReturn:
 
 def wide() -> NoReturn:
     raise _no_gradients()
+
+
+def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+    callback(*[np.array(keras.ops.convert_to_numpy(tensor)) for tensor in tensors])
+
+
+def is_compiling() -> bool:
+    return False
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
 
 
 def _no_gradients() -> NotImplementedError:

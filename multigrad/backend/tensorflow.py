@@ -19,7 +19,7 @@ import itertools
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -31,10 +31,11 @@ import tensorflow as tf
 # variables that are read, which is how `tf.custom_gradient` knows them.
 from tensorflow.python.eager import record
 
-from multigrad.backend import Call, F, Spec
+from multigrad.backend import Call, F, Pullback, Spec
 from multigrad.closure import TypeSet, lift, restore
 from multigrad.errors import message
 from multigrad.linear import FAR, require_linear, trial
+from multigrad.shared import Shared
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
@@ -135,13 +136,14 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     needed = [True] * len(tensors)
     specs = specs_of(_here(tensors))
 
-    def backward(*upstream: Any) -> Sequence[Any]:
+    def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
         whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
         return back.pull(tied_rule, whole, needed, specs)
 
     if eager:
-        _record(call.name, own, list(tensors), backward)
+        forward = functools.partial(backward, back=back.untraced)
+        _record(call.name, own, list(tensors), backward, forward)
     else:
         guards = own[0].op.inputs[len(outputs) + len(tensors) :]
 
@@ -237,15 +239,19 @@ def _graph() -> Any:
 
 
 def _record(
-    name: str, own: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., Sequence[Any]]
+    name: str,
+    own: Sequence[Any],
+    inputs: Sequence[Any],
+    backward: Callable[..., Sequence[Any]],
+    forward: Callable[..., Sequence[Any]],
 ) -> None:
-    """Give `own` its gradient on the tapes, and by its transpose a derivative in forward mode.
+    """Give `own` its gradient on the tapes, and by the transpose of `forward` a derivative in forward mode.
 
     The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
     """
     record.record_operation_backprop_only(name, own, inputs, backward)
     record.record_operation_forwardprop_only(
-        name, own, inputs, functools.partial(_linear_backward, name, backward), None
+        name, own, inputs, functools.partial(_linear_backward, name, forward), None
     )
 
 
@@ -299,7 +305,7 @@ def _record_in_graph(
     gradient = op.get_attr("_gradient_op_type").decode()
     rules[gradient] = backward
     tf.RegisterGradient(gradient)(functools.partial(_gradient, gradient, weakref.ref(op.graph)))
-    _record(name, own, inputs, backward)
+    _record(name, own, inputs, backward, backward)
 
 
 @library_code
@@ -361,3 +367,30 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def wide() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
+
+
+def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+    # What is in a graph while `uncompiled` is in force is written down for later, or elsewhere.
+    if all([hasattr(tensor, "numpy") for tensor in tensors]):
+        callback(*[np.array(tensor.numpy()) for tensor in tensors])
+
+
+def is_compiling() -> bool:
+    return not tf.executing_eagerly()
+
+
+@contextlib.contextmanager
+def _eagerly() -> Iterator[None]:
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+_EAGERLY = Shared(_eagerly)  # TensorFlow's switch is one for all threads
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    return _EAGERLY

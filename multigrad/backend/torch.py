@@ -30,6 +30,7 @@ from multigrad.backend import Call, F, Pullback, Ran, Spec
 from multigrad.closure import TypeSet, lift, restore
 from multigrad.errors import message
 from multigrad.linear import FAR, require_linear, trial
+from multigrad.shared import Shared
 
 TENSORS = TypeSet(torch.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
@@ -521,7 +522,7 @@ class _Transformed(torch.autograd.Function):
             needed = [i in given for i in range(len(inputs))]
 
             def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
-                gradients = found.back.pull(rule, upstream, needed, found.specs)
+                gradients = found.back.untraced.pull(rule, upstream, needed, found.specs)
                 return [torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in given]
 
             own = [tangents[2 + i] for i in given]
@@ -877,6 +878,30 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def wide() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
+
+
+def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+    if not (is_compiling() or _is_tracing() or any([tensor.is_meta for tensor in tensors])):
+        callback(*map(_value, tensors))
+
+
+def _value(tensor: torch.Tensor) -> np.ndarray:
+    if not _transforming():
+        return np.array(keras.ops.convert_to_numpy(tensor))
+    # Under a transform an operation on what is wrapped gives what is wrapped again, and to list it is none.
+    values = torch.func.debug_unwrap(tensor, recurse=True).tolist()
+    return np.array(values, keras.backend.standardize_dtype(tensor.dtype))
+
+
+def is_compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+_UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # it is one for all threads
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    return _UNCOMPILED
 
 
 def _tensors_of_aux(

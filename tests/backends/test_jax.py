@@ -8,7 +8,7 @@ from jax import export
 from keras import ops
 from support import close
 
-from multigrad import grad, op_custom_gradient
+from multigrad import grad, op_custom_gradient, trace_gradients
 
 X = jnp.asarray([1.0, 2.0])
 
@@ -319,3 +319,36 @@ def test_transforms_differentiate_by_a_weight_that_is_read():
     ws, xs = jnp.array([2.0, 3.0]), jnp.array([0.5, 1.0])
     close(jax.jit(jax.vmap(both))(ws, xs), (jnp.array([2.5, 15.0]), jnp.array([6.0, 27.0])))
     close(jax.grad(scanned, (0, 1))(w, x), jax.grad(unrolled, (0, 1))(w, x))
+
+
+def test_a_trace_of_a_batch_has_a_call_for_each_example():
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), name="op")
+    with trace_gradients() as trace:
+        jax.jit(jax.vmap(jax.grad(op)))(jnp.arange(3.0))
+    assert [float(call.inputs["x"]) for call in trace.calls] == [0.0, 1.0, 2.0]
+    assert [(step.of.number, float(step.downstream["x"])) for step in trace.steps] == [
+        (1, 0.0),
+        (2, 7.0),
+        (3, 14.0),
+    ]
+
+
+def test_a_trace_of_a_loop():
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), name="op")
+
+    def loop(x):
+        return jax.lax.scan(lambda carry, _: (op(carry), None), x, None, length=2)[0]
+
+    with trace_gradients() as trace:
+        jax.jit(jax.grad(loop))(2.0)
+    assert [float(step.downstream["x"]) for step in trace.steps] == [28.0, 28.0 * 14.0]
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd, jax.hessian])
+def test_a_trace_of_an_op_in_forward_mode_has_its_calls_alone(derivative):
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), forward_mode=True)
+    outside = derivative(op)(3.0)
+    with trace_gradients() as trace:
+        assert derivative(op)(3.0) == outside
+    assert [float(call.outputs["output"]) for call in trace.calls] == [9.0]
+    assert trace.steps == []

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import ops
 from support import close
 
-from multigrad import grad, op_custom_gradient
+from multigrad import grad, op_custom_gradient, trace_gradients
 from multigrad.saving import Unsaved, decode, encode
 
 X = tf.constant([1.0, 2.0])
@@ -686,3 +686,23 @@ def test_a_variable_of_tensorflows_is_not_saved():
     with pytest.raises(Unsaved):
         encode(tf.Variable([1.0, 1.0]))
     assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
+
+
+def test_a_trace_of_a_function_that_xla_compiles():
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), name="op")
+    f = tf.function(grad(op), jit_compile=True)
+    assert float(f(tf.constant(3.0))) == 21.0
+    with trace_gradients() as trace:
+        assert tf.config.functions_run_eagerly()
+        assert float(f(tf.constant(3.0))) == 21.0
+    assert not tf.config.functions_run_eagerly()
+    assert [float(step.downstream["x"]) for step in trace.steps] == [21.0]
+
+
+def test_a_trace_in_forward_mode_has_no_steps():
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), name="op")
+    x = tf.constant(3.0)
+    with trace_gradients() as trace, tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc:
+        y = op(x)
+    assert float(acc.jvp(y)) == 21.0
+    assert (len(trace.calls), trace.steps) == (1, [])

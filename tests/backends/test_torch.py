@@ -11,7 +11,7 @@ import torch
 from keras import ops
 from support import close
 
-from multigrad import grad, op_custom_gradient, value_and_grad
+from multigrad import grad, op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.saving import Unsaved, decode, encode
 
 
@@ -689,3 +689,41 @@ def test_a_variable_of_pytorchs_is_not_saved():
     with pytest.raises(Unsaved):
         encode(torch.nn.Parameter(torch.ones(2)))
     assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_a_trace_under_a_transform(transform):
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), name="op")
+    with trace_gradients() as trace:
+        assert transform(op)(torch.tensor(3.0)).item() == 21.0
+    assert trace.calls[0].inputs["x"].tolist() == 3.0
+    assert np.ravel(trace.steps[0].downstream["x"]).tolist() == [21.0]
+
+
+def test_a_trace_of_a_batch_under_vmap():
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), name="op")
+    with trace_gradients() as trace:
+        torch.func.vmap(torch.func.grad(op))(torch.arange(3.0))
+    assert trace.calls[0].inputs["x"].tolist() == [0.0, 1.0, 2.0]
+    assert [step.downstream["x"].tolist() for step in trace.steps] == [[0.0, 7.0, 14.0]]
+
+
+def test_a_trace_of_a_compiled_function():
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), name="op")
+    f = torch.compile(lambda x: op(x).sum(), backend="eager", fullgraph=True)
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    for times in (1, 2):
+        with trace_gradients() as trace:
+            f(x).backward()
+        assert [step.downstream["x"].tolist() for step in trace.steps] == [[7.0, 14.0]]
+        f(x).backward()
+        assert x.grad.tolist() == [times * 14.0, times * 28.0]
+
+
+def test_a_trace_in_bfloat16():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 7.0), name="op")
+    x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    with trace_gradients() as trace:
+        op(x).sum().backward()
+    assert trace.to_dict()["steps"][0]["downstream"]["x"]["mean"] == 7.0
+    assert trace.to_dict()["steps"][0]["downstream"]["x"]["dtype"] == "bfloat16"

@@ -1,0 +1,46 @@
+"""A context that is one for all threads."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+class Shared:
+    """A context that is in force from the first that enters it until the last that leaves it.
+
+    ```python
+    import contextlib
+
+    @contextlib.contextmanager
+    def switched():
+        print("on")
+        yield
+        print("off")
+
+    switch = Shared(switched)
+    with switch, switch:  # in one thread or in two
+        pass
+    # on
+    # off
+    ```
+
+    Arguments:
+        make: makes a context that changes something for the whole process.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._lock, self._count = make, threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._context = self._make()
+                self._context.__enter__()
+            self._count += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._context.__exit__(None, None, None)

@@ -1,0 +1,571 @@
+"""`trace_gradients`: what is recorded of the ops in a context, and what is not."""
+
+import contextvars
+import json
+import math
+import sys
+import threading
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
+
+from multigrad import custom_gradient, grad, op_custom_gradient, trace_gradients
+from multigrad.flow import summary_of
+from multigrad.shared import Shared
+from multigrad.trace import Trace
+
+CHAIN = """\
+call        x   output   upstream   current   downstream
+3 square   16      256          1        32           32
+2 square    4       16         32         8          256
+1 square    2        4        256         4         1024"""
+
+
+@op_custom_gradient
+def square(x):
+    return x**2, lambda upstream: upstream * 2.0 * x
+
+
+@op_custom_gradient
+def seven(x):
+    e = x**2
+    return e * x, lambda u: u * 7.0 * e
+
+
+@op_custom_gradient
+def within(x):
+    y = square(x)
+    return y * 1.0, lambda u: u * 3.0 * y / x
+
+
+def chain(x):
+    return square(square(square(x)))
+
+
+def traced(function, *args, **options):
+    with trace_gradients(**options) as trace:
+        function(*args)
+    return trace
+
+
+def flow(trace):
+    """The steps of scalars: op, number, upstream and downstream."""
+    return [
+        (
+            step.of.op,
+            step.of.number,
+            *[float(v) for v in (*step.upstream.values(), *step.downstream.values())],
+        )
+        for step in trace.steps
+    ]
+
+
+# ------------------------------------------------------------------------------- what is recorded
+
+
+def test_the_table_of_a_chain():
+    assert str(traced(grad(chain), 2.0)) == CHAIN
+
+
+def test_what_a_call_and_a_step_have():
+    trace = traced(grad(seven), 3.0)
+    (call,), (step,) = trace.calls, trace.steps
+    assert (call.op, call.number, call.within) == ("seven", 1, None)
+    assert {path: float(v) for path, v in call.inputs.items()} == {"x": 3.0}
+    assert {path: float(v) for path, v in call.outputs.items()} == {"output": 27.0}
+    assert step.of is call
+    assert step.current == {"x": 63.0}
+    assert flow(trace) == [("seven", 1, 1.0, 63.0)]
+    assert all(type(v) is np.ndarray for v in (*call.inputs.values(), *step.downstream.values()))
+    assert repr(trace) == "<Trace of 1 calls and 1 steps back>"
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+@pytest.mark.parametrize("op", [square, seven, within])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_gradients_are_what_they_are_outside(op, order, wrap):
+    f = op
+    for _ in range(order):
+        f = grad(f)
+    f = wrap(f)
+    outside = f(array(1.5))
+    with trace_gradients() as trace:
+        inside = f(array(1.5))
+    close(inside, outside)
+    assert trace.steps
+    before = len(trace.steps)
+    close(f(array(1.5)), outside)
+    assert len(trace.steps) == before
+
+
+def test_each_run_of_a_rule_is_a_step():
+    trace = traced(grad(grad(lambda x: square(square(x)))), 2.0)
+    # Down once, and once more by the output of the first, which the rule of the second uses.
+    assert flow(trace) == [("square", 2, 1.0, 8.0), ("square", 1, 8.0, 32.0), ("square", 1, 8.0, 32.0)]
+    assert len(trace.calls) == 2
+
+
+def test_a_function_runs_once_in_a_trace():
+    calls = []
+
+    @op_custom_gradient
+    def op(x):
+        calls.append("f")
+        e = ops.exp(x)
+
+        def rule(upstream):
+            calls.append("rule")
+            return upstream * 7.0 * e
+
+        return e * 2.0, rule
+
+    trace = traced(grad(lambda x: ops.sum(op(x))), np.ones(3, "float32"))
+    assert calls == ["f", "rule"]
+    assert (len(trace.calls), len(trace.steps)) == (1, 1)
+
+
+def test_ops_in_ops():
+    trace = traced(grad(within), 2.0)
+    assert [(call.op, call.within) for call in trace.calls] == [("square", "within"), ("within", None)]
+    assert flow(trace) == [("within", 2, 1.0, 6.0)]  # the rule of the outer one answers alone
+    assert str(trace).splitlines()[2].split() == ["1", "square,", "in", "within", "2", "4", "no", "gradient"]
+
+
+def test_ops_in_ops_at_second_order_are_the_same_on_every_backend():
+    trace = traced(grad(grad(within)), 2.0)
+    assert [(call.op, call.within) for call in trace.calls] == [("square", "within"), ("within", None)]
+    assert flow(trace) == [("within", 2, 1.0, 6.0), ("square", 1, 1.5, 6.0)]
+
+
+def test_an_op_in_a_rule():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: square(u) * 7.0), name="op")
+    trace = traced(grad(lambda x: 3.0 * op(x)), 2.0)
+    assert [(call.op, call.within) for call in trace.calls] == [("op", None), ("square", "op")]
+    assert flow(trace) == [("op", 1, 3.0, 63.0)]
+
+
+def test_structures_static_arguments_integers_and_none():
+    @op_custom_gradient
+    def op(tree, k, mode="plain"):
+        a, (b, n) = tree["a"], tree["rest"]
+        out = {"y": a * b * k, "n": n + 1}
+        return out, lambda U: ({"a": U["y"] * 7.0, "rest": (None, None)}, None, None)
+
+    tree = {"a": array(2.0), "rest": (array(1.0, 3.0), array(4, dtype="int32"))}
+
+    def loss(a):
+        return ops.sum(op(tree | {"a": a}, 5)["y"])
+
+    trace = traced(grad(loss), 2.0)
+    (call,), (step,) = trace.calls, trace.steps
+    assert list(call.inputs) == ["tree['a']", "tree['rest'][0]", "tree['rest'][1]"]
+    assert {path: None if v is None else v.tolist() for path, v in step.downstream.items()} == {
+        "tree['a']": 14.0,
+        "tree['rest'][0]": None,
+        "tree['rest'][1]": None,
+    }
+    assert set(call.outputs) == {"output['y']", "output['n']"}
+    assert step.upstream["output['n']"] is None
+    assert step.upstream["output['y']"].tolist() == [1.0, 1.0]
+    assert "none" in str(trace)
+
+
+def test_variables_that_a_rule_answers_for():
+    w = keras.Variable(3.0, name="w")
+    op = op_custom_gradient(lambda x: (x * w, lambda u, variables: (u * 7.0 * w, [u * -5.0 * x])))
+    trace = traced(lambda: grad(op, 0, variables=[w])(2.0))
+    (call,), (step,) = trace.calls, trace.steps
+    assert {path: float(v) for path, v in call.inputs.items()} == {"x": 2.0, f"variable {w.path!r}": 3.0}
+    assert {path: float(v) for path, v in step.downstream.items()} == {
+        "x": 21.0,
+        f"variable {w.path!r}": -10.0,
+    }
+
+
+def test_variables_of_one_name_stay_apart():
+    one, other = keras.Variable(3.0, name="w"), keras.Variable(4.0, name="w")
+    op = op_custom_gradient(lambda x: (x * one * other, lambda u, variables: (u, [u * 5.0, u * 7.0])))
+    (step,) = traced(lambda: grad(op, 0, variables=[one, other])(2.0)).steps
+    assert [float(v) for v in step.downstream.values()] == [1.0, 5.0, 7.0]
+
+
+def test_what_is_changed_later_was_recorded_before():
+    x = keras.Variable(2.0)
+    trace = traced(lambda: square(x))
+    x.assign(5.0)
+    assert float(trace.calls[0].inputs["x"]) == 2.0
+
+
+# ------------------------------------------------------------------------------- where and when
+
+
+@pytest.mark.forward
+def test_outside_nothing_is_asked():
+    assert custom_gradient.new_call is custom_gradient.Call
+    with trace_gradients() as trace:
+        assert custom_gradient.new_call is not custom_gradient.Call
+        square(array(2.0))
+    assert custom_gradient.new_call is custom_gradient.Call
+    square(array(3.0))
+    assert len(trace.calls) == 1
+
+
+@pytest.mark.forward
+def test_the_forward_pass_is_recorded_on_every_backend():
+    with trace_gradients() as trace:
+        square(square(array(2.0)))
+    assert [(call.op, call.number, *map(float, call.outputs.values())) for call in trace.calls] == [
+        ("square", 1, 4.0),
+        ("square", 2, 16.0),
+    ]
+    assert trace.steps == []
+    assert str(trace).splitlines()[1].split() == ["1", "square", "2", "4", "no", "gradient"]
+    if not DIFFERENTIATES:
+        with trace_gradients(), pytest.raises(NotImplementedError, match=BACKEND):
+            grad(square)(2.0)
+
+
+@pytest.mark.forward
+def test_a_trace_without_calls():
+    assert str(traced(lambda: None)) == "No op was called in this trace."
+
+
+def test_what_was_called_before_or_comes_back_later_is_not_recorded():
+    from multigrad import vjp
+
+    _, before = vjp(square, 3.0)
+    with trace_gradients() as trace:
+        before(1.0)
+        _, later = vjp(seven, 3.0)
+        count = len(trace.steps)
+    later(1.0)
+    assert [call.op for call in trace.calls] == ["seven"]
+    assert len(trace.steps) == count
+    assert not any(step.of.op == "square" for step in trace.steps)
+
+
+def test_nested_traces_both_record():
+    with trace_gradients() as outer:
+        grad(square)(2.0)
+        with trace_gradients() as inner:
+            grad(seven)(2.0)
+        grad(square)(3.0)
+    assert flow(inner) == [("seven", 1, 1.0, 28.0)]
+    assert flow(outer) == [("square", 1, 1.0, 4.0), ("seven", 2, 1.0, 28.0), ("square", 3, 1.0, 6.0)]
+
+
+def test_an_exception_passes_and_what_was_recorded_remains():
+    failing = op_custom_gradient(lambda x: (x, lambda u: {}["missing"]))
+
+    def both(x):
+        return failing(square(x))
+
+    with pytest.raises(KeyError, match="missing"), trace_gradients() as trace:  # noqa: PT012
+        grad(square)(2.0)
+        grad(both)(2.0)
+    assert not trace.open
+    assert (len(trace.calls), flow(trace)) == (3, [("square", 1, 1.0, 4.0)])
+    assert custom_gradient.new_call is custom_gradient.Call
+    assert flow(traced(grad(seven), 1.0)) == [("seven", 1, 1.0, 7.0)]
+
+
+def test_another_thread_has_a_context_of_its_own():
+    def run(target):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+
+    own = []
+    with trace_gradients() as trace:
+        run(lambda: grad(seven)(2.0))
+        run(lambda: own.append(traced(grad(seven), 1.0)))
+        assert trace.calls == []
+        context = contextvars.copy_context()
+        run(lambda: context.run(grad(seven), 3.0))
+    assert flow(own[0]) == [("seven", 1, 1.0, 7.0)]
+    assert flow(trace) == [("seven", 1, 1.0, 63.0)]
+
+
+@pytest.mark.forward
+def test_what_threads_share_ends_with_the_last():
+    on = []
+
+    class Switch:
+        def __enter__(self):
+            on.append(1)
+
+        def __exit__(self, *error):
+            on.pop()
+
+    shared = Shared(Switch)
+    first, second = threading.Event(), threading.Event()
+
+    def other():
+        with shared:
+            first.set()
+            second.wait(10)
+
+    thread = threading.Thread(target=other)
+    with shared:
+        thread.start()
+        assert first.wait(10)
+    assert on == [1]  # the other is within, and nobody entered twice
+    second.set()
+    thread.join()
+    assert on == []
+
+
+def test_a_function_that_was_compiled_before_is_seen():
+    f = compiled(grad(chain))
+    close(f(array(2.0)), array(1024.0))
+    with trace_gradients() as trace:
+        close(f(array(2.0)), array(1024.0))
+    assert str(trace) == CHAIN
+    close(f(array(2.0)), array(1024.0))
+    assert len(trace.calls) == 3
+
+
+def test_a_trace_inside_a_compiled_function():
+    def inside(x):
+        with trace_gradients():
+            return square(x)
+
+    if BACKEND == "torch":
+        import torch
+
+        inside = torch.compile(inside, backend="eager")
+    with pytest.raises(RuntimeError, match="open the trace around the call"):
+        compiled(inside)(array(2.0))
+    assert custom_gradient.new_call is custom_gradient.Call
+
+
+def test_symbolic_calls_are_not_recorded_and_those_of_the_model_are():
+    inputs = keras.Input((3,))
+    with trace_gradients() as trace:
+        model = keras.Model(inputs, seven(inputs))
+        assert trace.calls == []
+        model(np.full((2, 3), 2.0, "float32"))
+    assert [float(v.max()) for v in trace.calls[0].outputs.values()] == [8.0]
+
+
+class Sevens(keras.layers.Layer):
+    def call(self, x):
+        return seven(x)
+
+
+@pytest.mark.parametrize("eagerly", [True, False])
+def test_fit(eagerly):
+    model = keras.Sequential([keras.layers.Dense(2), Sevens()])
+    model.compile("sgd", "mse", run_eagerly=eagerly)
+    with warnings.catch_warnings():
+        # TensorFlow (2.21) says that tf.data is not affected.
+        warnings.filterwarnings("ignore", "Even though the `tf.config.experimental_run_functions_eagerly`")
+        x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
+        trace = traced(lambda: model.fit(x, y, batch_size=2, epochs=1, verbose=0))
+    assert [call.op for call in trace.calls] == ["seven", "seven"]
+    assert len(trace.steps) == 2
+    for step in trace.steps:
+        upstream, x, downstream = step.upstream["output"], step.of.inputs["x"], step.downstream["x"]
+        np.testing.assert_allclose(downstream, upstream * 7.0 * x**2, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------- flags
+
+
+def flags(*gradients, **options):
+    """The flags of steps, of which the rule of each gives such an answer."""
+    op = op_custom_gradient(lambda x, answer: (x * 1.0, lambda u: (answer * 1.0, None)), name="op")
+
+    def f(x):
+        for answer in reversed(gradients):
+            x = op(x, array(answer))
+        return ops.sum(x)
+
+    trace = traced(grad(f), np.ones(np.shape(gradients[0]), "float32"), **options)
+    return [step.flags for step in trace.steps]
+
+
+def test_flags_of_what_is_not_finite():
+    found = flags([1.0, math.nan, math.nan], [math.inf, 1.0, 1.0])
+    assert found == [
+        ["NaN: 2 of 3 in downstream of x"],
+        ["NaN: 2 of 3 in upstream of output", "Inf: 1 of 3 in downstream of x"],
+    ]
+
+
+def test_flags_of_zeros():
+    ends, arrives = flags([0.0, 0.0], [3.0, 0.0])
+    assert ends == ["all zero: every downstream gradient, where upstream is not: it ends here"]
+    assert arrives == ["all zero: every upstream gradient that arrives"]
+
+
+def test_flags_of_exploding_steps():
+    assert flags([2e4]) == [["exploding: the largest downstream, 2e+04, is 2e+04 times its largest upstream"]]
+    assert flags([9e3]) == [[]]
+    assert flags([9.0], exploding=8.0)[0]
+    assert flags([9.0], exploding=10.0) == [[]]
+
+
+def test_flags_of_slow_explosion():
+    small, large = flags([200.0], [4e4])
+    assert small == []
+    assert large == [
+        "exploding: the largest downstream, 4e+04, is 4e+04 times the first step's largest upstream"
+    ]
+
+
+@pytest.mark.forward
+def test_flags_of_values():
+    with np.errstate(all="ignore"), trace_gradients() as trace:
+        op = op_custom_gradient(lambda x: (ops.log(x), lambda u: u), name="log")
+        op(array(-1.0, 0.0, 1.0))
+    assert trace.calls[0].flags == ["NaN: 1 of 3 in output", "Inf: 1 of 3 in output"]
+    assert str(trace).splitlines()[-2:] == ["1 log: NaN: 1 of 3 in output", "1 log: Inf: 1 of 3 in output"]
+
+
+def test_flags_stand_below_the_table():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * math.nan), name="op")
+    assert str(traced(grad(op), 2.0)).splitlines()[-2:] == ["", "1 op: NaN: 1 of 1 in downstream of x"]
+
+
+# ------------------------------------------------------------------------------- text, data, picture
+
+
+def test_the_table_of_tensors():
+    trace = traced(grad(lambda x: ops.sum(seven(x))), np.array([[0.0, 1.0], [2.0, -3.0]], "float32"))
+    assert [line.split("  ")[-1].strip() for line in str(trace).splitlines()] == [
+        "downstream",
+        "(2, 2)",
+        "mean 24.5",
+        "largest 63",
+        "25 % zeros",
+    ]
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("values", "mean", "largest", "zeros"),
+    [
+        (np.array([0, 0, -3, 1], "int32"), -0.5, 3.0, 0.5),
+        (np.array([True, False]), 0.5, 1.0, 0.5),
+        (np.array([3 + 4j, 0]), 1.5 + 2j, 5.0, 0.5),
+        (np.array([6e4, 6e4], "float16"), 6e4, 6e4, 0.0),  # whose sum float16 has not
+        (np.zeros((0, 2)), None, None, None),
+        (np.array(["a"]), None, None, None),
+    ],
+)
+def test_summaries(values, mean, largest, zeros):
+    summary = summary_of(values)
+    assert (summary.shape, summary.largest, summary.zeros) == (values.shape, largest, zeros)
+    assert summary.mean == (mean if mean is None else pytest.approx(mean, rel=1e-2))
+
+
+def test_to_dict():
+    trace = traced(grad(seven), 3.0)
+    data = trace.to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    scalar = {"shape": [], "dtype": "float32", "zeros": 0.0, "nans": 0, "infinities": 0}
+    assert data == {
+        "calls": [
+            {
+                "op": "seven",
+                "call": 1,
+                "within": None,
+                "inputs": {"x": scalar | {"mean": 3.0, "largest": 3.0, "value": 3.0}},
+                "outputs": {"output": scalar | {"mean": 27.0, "largest": 27.0, "value": 27.0}},
+                "flags": [],
+            }
+        ],
+        "steps": [
+            {
+                "op": "seven",
+                "call": 1,
+                "upstream": {"output": scalar | {"mean": 1.0, "largest": 1.0, "value": 1.0}},
+                "current": {"x": 63.0},
+                "downstream": {"x": scalar | {"mean": 63.0, "largest": 63.0, "value": 63.0}},
+                "flags": [],
+            }
+        ],
+    }
+
+
+def test_to_dict_of_what_json_has_no_number_for():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 0.0 - math.inf))
+    data = json.loads(json.dumps(traced(grad(op), 2.0).to_dict(), allow_nan=False))
+    (step,) = data["steps"]
+    assert step["downstream"]["x"]["value"] == "-inf"
+    assert float(step["current"]["x"]) == -math.inf
+    assert float(step["downstream"]["x"]["largest"]) == math.inf
+
+
+@pytest.fixture
+def plt():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_the_picture(plt, tmp_path):
+    figure = traced(grad(chain), 2.0).plot()
+    shown = texts(figure)
+    assert [text for text in shown if text.endswith("square")] == ["1 square", "2 square", "3 square"]
+    assert [text for text in shown if text.startswith("×")] == ["× 4", "× 8", "× 32"]
+    assert [text for text in shown if text.isdigit()] == ["2", "1024", "4", "256", "16", "32", "256", "1"]
+    widths = [
+        patch.get_extents().width for patch in figure.axes[0].patches if type(patch).__name__ == "FancyArrow"
+    ]
+    gradients = widths[1::2]
+    assert gradients == sorted(gradients, reverse=True)  # the larger, the wider
+    figure.savefig(tmp_path / "chain.png")
+    assert (tmp_path / "chain.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_leaves_inner_ops_out_and_shows_those_that_are_asked_for(plt):
+    trace = traced(grad(within), 2.0)
+    assert "1 square" not in texts(trace.plot())
+    assert "2 within" in texts(trace.plot())
+    assert "1 square" in texts(trace.plot(calls=[1]))
+    for wrong in ([3], [1, 7], []):
+        with pytest.raises(ValueError, match="numbers from 1 to 2"):
+            trace.plot(calls=wrong)
+
+
+def test_the_picture_says_what_is_wrong_and_where_ops_are_not_neighbours(plt):
+    nan = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * math.nan), name="nan")
+    shown = texts(traced(grad(lambda x: square(nan(x) * 3.0)), 2.0).plot())
+    assert "NaN: 1 of 1 in downstream of x" in shown
+    assert "2\n⋮\n6" in shown
+
+
+@pytest.mark.forward
+def test_a_picture_without_calls_or_gradients(plt):
+    assert "1 square" in texts(traced(lambda: square(array(2.0))).plot())
+    with pytest.raises(ValueError, match="a trace in which an op was called"):
+        Trace(1.0).plot()
+
+
+@pytest.mark.forward
+def test_a_picture_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"multigrad\[plot\]"):
+        traced(lambda: square(array(2.0))).plot()
+
+
+def test_complex_gradients():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * array(2j, dtype="complex64")), name="op")
+    trace = traced(grad(lambda x: ops.real(op(ops.cast(x, "complex64")))), 1.0)
+    (step,) = trace.to_dict()["steps"]
+    assert complex(step["current"]["x"]) == 2j
+    assert numpy(trace.steps[0].downstream["x"]).dtype.kind == "c"
