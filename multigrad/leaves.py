@@ -118,12 +118,19 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
         return tuple([rebuild(part, leaf) for part in structure])
     if kind is list:
         return [rebuild(part, leaf) for part in structure]
-    if kind is dict and all([type(key) is str for key in structure]):
-        parts = {key: rebuild(structure[key], leaf) for key in sorted(structure)}
+    if kind is dict:
+        parts = {key: rebuild(structure[key], leaf) for key in _in_order(structure)}
         return {key: parts[key] for key in structure}
     if not tree.is_nested(structure):
         return leaf(structure)
     return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])
+
+
+def _in_order(keys: Iterable[Any]) -> list[Any]:
+    try:
+        return sorted(keys)
+    except TypeError:  # of several kinds, which have an order each
+        return sorted(keys, key=lambda key: (type(key).__qualname__, repr(key)))
 
 
 def leaves_of(structure: Any) -> list[Any]:

@@ -44,11 +44,7 @@ def _take(part: Any, tensors: list[Any]) -> Any:
     if isinstance(part, keras.KerasTensor):
         tensors.append(part)
         return Slot(len(tensors) - 1)
-    if type(part) is tuple:
-        return tuple([_take(child, tensors) for child in part])
-    if tree.is_nested(part):
-        return rebuild(part, lambda leaf: _take(leaf, tensors))
-    return part
+    return rebuild(part, lambda leaf: _take(leaf, tensors)) if tree.is_nested(part) else part
 
 
 @keras.saving.register_keras_serializable("multigrad")  # for files of HDF5, where Keras builds it
