@@ -51,7 +51,7 @@ def leaf(*values):
 
 
 def test_private_names_are_there():
-    """Those that `backend/torch.py` needs; see there why."""
+    """Those that `backend/torch/` needs; see there why."""
     assert torch._C._are_functorch_transforms_active() is False
     assert torch.autograd.forward_ad._current_level == -1
     assert torch._C._is_any_autocast_enabled() is False

@@ -1,0 +1,188 @@
+"""Gradients of functions."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import keras
+import torch
+
+from multigrad.backend.torch.node import node_of
+from multigrad.backend.torch.state import (
+    is_transforming,
+)
+from multigrad.backend.torch.tensors import TENSORS
+from multigrad.closure import lift
+from multigrad.errors import message
+
+
+def value_and_grad(
+    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
+) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
+    if is_transforming() or torch.compiler.is_dynamo_compiling():
+        of_tensors, whole = _tensors_of_aux(function)
+        places = tuple(range(len(tensors)))
+        gradients, (value, aux) = torch.func.grad_and_value(of_tensors, places, has_aux=True)(*tensors)
+        return (value, whole(aux)), list(gradients)
+    recording = torch.is_grad_enabled()
+    nested = getattr(_DEPTH, "value", 0)
+    _DEPTH.value = nested + 1
+    try:
+        with torch.enable_grad():
+            own = _apart(tensors)
+            value, aux = function(*own)
+        if not value.requires_grad:
+            return (value, aux), [torch.zeros_like(t) for t in tensors]
+        # The backward pass is recorded where a second derivative can be asked for: inside another
+        # gradient, or where the value depends on what has a history, other than the variables themselves.
+        weights = [tensor for tensor in tensors[len(tensors) - variables :] if tensor.requires_grad]
+        recorded = recording and (nested > 0 or _depends_on_others(value, [*own, *weights]))
+        gradients = torch.autograd.grad(value, own, create_graph=recorded, materialize_grads=True)
+        answer = [value, *gradients]
+        if not recorded:
+            answer = [tensor.detach() for tensor in answer]
+            if recording and weights:
+                answer = [_Unrecorded.apply(tensor, *weights) for tensor in answer]
+        return (answer[0], aux), answer[1:]
+    finally:
+        _DEPTH.value = nested
+
+
+def vjp(
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
+    if is_transforming() or torch.compiler.is_dynamo_compiling():
+        of_tensors, whole = _tensors_of_aux(function)
+        outputs, transpose, aux = torch.func.vjp(of_tensors, *tensors, has_aux=True)
+        return (outputs, whole(aux)), lambda upstream: transpose(list(upstream))
+    nested = getattr(_DEPTH, "value", 0)
+    _DEPTH.value = nested + 1
+    try:
+        with torch.enable_grad():
+            own = _apart(tensors)
+            ends, aux = function(*own)
+    finally:
+        _DEPTH.value = nested
+    # As above; and where there is a derivative by the upstream gradients, as in forward mode.
+    others = any([_depends_on_others(end, own) for end in ends])
+    outputs = ends if torch.is_grad_enabled() and (nested > 0 or others) else [end.detach() for end in ends]
+
+    def pull(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        given = [(end, u) for end, u in zip(ends, upstream, strict=True) if end.requires_grad]
+        if not given:
+            return [torch.zeros_like(tensor) for tensor in tensors]
+        inside = others or getattr(_DEPTH, "value", 0) > 0 or any([u.requires_grad for u in upstream])
+        return torch.autograd.grad(
+            [end for end, _ in given],
+            own,
+            [u for _, u in given],
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled() and inside,
+            materialize_grads=True,
+        )
+
+    return (outputs, aux), pull
+
+
+def jacobian(
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
+) -> tuple[Any, list[list[torch.Tensor]]]:
+    (outputs, aux), pull = vjp(function, tensors)
+    zeros = [torch.zeros_like(output) for output in outputs]
+    rows = []
+    for place, output in enumerate(outputs):
+
+        def row(upstream: torch.Tensor, place: int = place) -> tuple[torch.Tensor, ...]:
+            return tuple(pull([*zeros[:place], upstream, *zeros[place + 1 :]]))
+
+        count = output.numel()
+        basis = torch.eye(count, dtype=output.dtype, device=output.device).reshape(count, *output.shape)
+        gradients = torch.func.vmap(row)(basis)
+        rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
+    return aux, rows
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors as variables of a derivative of its own."""
+    return [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    return torch.no_grad()
+
+
+def _tensors_of_aux(
+    function: Callable[..., tuple[Any, Any]],
+) -> tuple[Callable[..., tuple[Any, list[torch.Tensor]]], Callable[[Sequence[torch.Tensor]], Any]]:
+    """The function with the tensors of its `aux` alone, which is what torch.func lets out, and how to put
+    them back into the rest.
+    """
+    left: list[Any] = []
+
+    def of_tensors(*own: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        value, aux = function(*own)
+        left[:] = [aux, keras.tree.flatten(aux)]
+        return value, [leaf for leaf in left[1] if isinstance(leaf, torch.Tensor)]
+
+    def whole(tensors: Sequence[torch.Tensor]) -> Any:
+        own = iter(tensors)
+        aux, leaves = left
+        leaves = [next(own) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return keras.tree.pack_sequence_as(aux, leaves)
+
+    return of_tensors, whole
+
+
+class _Unrecorded(torch.autograd.Function):
+    """A result that depends on weights and has no history: a derivative of it is an error, and not zero."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            message(
+                "value_and_grad",
+                "a derivative of a gradient with respect to variables was asked for, which was not recorded",
+                required="a second derivative inside of the function that another gradient is taken of",
+                got="a backward pass through the result, as by `backward()`",
+                mend="take both by grad(...), or pass the values of the variables as arguments, by `argnums`",
+            )
+        )
+
+
+_DEPTH = threading.local()
+"""How many gradients of `value_and_grad` are being taken around this point of this thread."""
+
+
+def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool:
+    """Whether `value`, or its gradient, depends on a leaf that is not one of `own`."""
+    seen = set()
+    nodes = [node_of(value) if value.requires_grad else None]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # only the node of a leaf has one
+        if leaf is not None and not any([leaf is tensor for tensor in own]):
+            return True
+        nodes.extend(parent for parent, _ in node.next_functions)
+        nodes.extend(_beside_inputs(node))
+    return False
+
+
+def _beside_inputs(node: Any) -> list[Any]:
+    """The nodes of what the gradient of an op depends on beside its inputs: what the rule uses, and, where
+    that was computed by the function, what the function closes over.
+
+    Nothing is asked for its saved tensors: under a checkpoint that would run the function again.
+    """
+    if not hasattr(node, "multigrad"):
+        return []
+    *_, call, _, _, _, beside = node.multigrad
+    closed_over = [] if call is None else lift(call.f, TENSORS, call.f)[0]
+    return [*beside, *[node_of(tensor) for tensor in closed_over if tensor.requires_grad]]

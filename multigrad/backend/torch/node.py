@@ -1,0 +1,242 @@
+"""The node of a call in eager code."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from multigrad.backend import Call, Pullback, Ran
+from multigrad.backend.torch.state import (
+    autocast_here,
+    autocasting,
+    is_autocast_anywhere,
+    is_functorch_active,
+)
+from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
+from multigrad.closure import lift, restore
+from multigrad.errors import message
+
+
+class HasRun(NamedTuple):
+    """A call whose function ran already, and what that gave."""
+
+    call: Call
+    ran: Ran
+
+
+class MoreInputs(Exception):
+    """A function turned out to have more inputs than its node: a `HasRun`, and all of the inputs."""
+
+
+class _Node(torch.autograd.Function):
+    """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`.
+
+    The function runs inside, on the node's inputs. Where it turns out to have more of them, because it
+    read variables, this node is left, and one with all inputs is attached to what it gave.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *tensors: torch.Tensor) -> Sequence[Any]:
+        if type(call) is HasRun:
+            call, (outputs, rule, _, back) = call
+        else:
+            outputs, rule, inputs, back = ran = call.run(tensors)
+            if inputs is not tensors:
+                raise MoreInputs(HasRun(call, ran), *inputs)
+        residuals, template, opaque = lift(rule, TENSORS, call.f)
+        own, integers = own_outputs(tensors, outputs)
+        tied, beside, computed = _tie(tensors, outputs, own, residuals)
+        if integers:
+            mark_integers(ctx, own)
+        # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
+        # on the way, a second derivative runs the function again, and needs its inputs.
+        if computed or opaque:
+            ctx.save_for_backward(*residuals, *tensors)
+        else:
+            ctx.save_for_backward(*residuals)
+            call = None
+        autocast = autocast_here() if is_autocast_anywhere() else None
+        count = len(residuals)
+        ctx.multigrad = (
+            back,
+            template,
+            specs_of(tensors),
+            integers,
+            autocast,
+            call,
+            count,
+            tied,
+            opaque,
+            beside,
+        )
+        # Usually there is one output. For others their layout goes before them.
+        return own[0] if back.output.one else (back.output, *own)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        back, template, specs, integers, autocast, call, count, tied, opaque, _ = ctx.multigrad
+        if (autocast or is_autocast_anywhere()) and autocast != autocast_here():
+            with autocasting(autocast):
+                return _Node.backward(ctx, *upstream)
+        if not back.output.one:
+            upstream = upstream[1:]
+        saved = ctx.saved_tensors
+        if integers:
+            upstream = of_floating(upstream)
+        needed = ctx.needs_input_grad[1:]
+        if call is None or not torch.is_grad_enabled():
+            return None, *back.pull(restore(template, saved), upstream, needed, specs)
+        again, residuals = run_again(call, back, saved[:count], saved[count:], tied)
+        _require_alike(call, saved[:count], residuals)
+        if not opaque:
+            return None, *back.pull(restore(template, residuals), upstream, needed, specs)
+        # What the rule reaches through an object has its history in the second run's rule alone.
+        gradients = back.pull(restore(again, residuals), upstream, needed, specs)
+        with torch.no_grad():
+            first = back.pull(restore(template, saved), upstream, needed, specs)
+        _require_alike(call, first, gradients)
+        return None, *gradients
+
+
+# Function.apply, without what it does for a `setup_context`, and for transforms, before it comes to this.
+attach = super(torch.autograd.Function, _Node).apply
+
+
+def join_of(output: Any) -> Any:
+    """The op's output, of what `attach` gives: a tensor, or the layout and the tensors of several."""
+    if type(output) is not tuple:
+        return output
+    layout, *tensors = output
+    return layout.join(tensors)
+
+
+def own_outputs(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], bool]:
+    """The node's own tensors for the outputs, and whether there is one without a gradient.
+
+    The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
+    for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
+    public name for it.)
+    """
+    own: list[torch.Tensor] = []
+    integers = False
+    for output in outputs:
+        view = output._is_view()
+        for tensor in inputs:
+            if output is tensor:
+                view = True
+        own.append(output.view_as(output) if view else output.detach())
+        if not FLOATING[output.dtype]:
+            integers = True
+    return own, integers
+
+
+def _tie(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+    residuals: list[torch.Tensor],
+) -> tuple[Sequence[int], Sequence[Any], bool]:
+    """Put the node's own outputs for those that stand among the residuals.
+
+    Returns the slots of these, the nodes of residuals that were closed over with their history, and whether
+    a residual was computed on the way from inputs to outputs.
+    """
+    tied: tuple[int, ...] = ()
+    beside: tuple[Any, ...] = ()
+    computed = False
+    for slot, residual in enumerate(residuals):
+        for tensor in inputs:
+            if residual is tensor:
+                break  # an output that is an input is the input
+        else:
+            if residual.requires_grad and not _is_view_within(residual):
+                beside = *beside, node_of(residual)
+                continue
+            for place, output in enumerate(outputs):
+                if residual is output:
+                    residuals[slot] = own[place]
+                    tied = *tied, slot
+                    break
+            else:
+                computed = computed or FLOATING[residual.dtype]
+    return tied, beside, computed
+
+
+def _is_view_within(tensor: torch.Tensor) -> bool:
+    """Whether it is a view that the function made, where nothing is recorded, of what requires a gradient.
+
+    PyTorch says of such a view that it requires one, too, and gives it no node.
+    """
+    return tensor._is_view() and tensor.grad_fn is None and tensor._base.requires_grad
+
+
+def run_again(
+    call: Call,
+    first: Pullback,
+    residuals: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    known: Sequence[int],
+) -> tuple[Any, list[torch.Tensor]]:
+    """The template of a second run's rule, and residuals with the history of how they came from the inputs.
+
+    The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
+    `known` have their history already.
+    """
+    _, rule, _, _ = call.run_again(tensors, first)
+    again, template, _ = lift(rule, TENSORS, call.f)
+    if len(again) != len(residuals):
+        raise _not_repeatable(call)
+    return template, [residuals[slot] if slot in known else new for slot, new in enumerate(again)]
+
+
+def _require_alike(call: Call, first: Sequence[Any], again: Sequence[Any]) -> None:
+    if not all(map(_alike, first, again)):
+        raise _not_repeatable(call)
+
+
+def _not_repeatable(call: Call) -> RuntimeError:
+    return RuntimeError(
+        message(
+            call.name,
+            "the function gave other values when it ran again for a second derivative",
+            required="a function that gives the same values for the same arguments",
+            got="other values in what the rule uses",
+            mend="draw random numbers outside the function, and pass them and other state as arguments",
+        )
+    )
+
+
+def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
+    """Whether two runs of one function gave the same, up to the order of sums."""
+    if first is None or again is None or first is again:
+        return first is again
+    if is_functorch_active():  # vmap around a backward pass, as a Jacobian is computed
+        first, again = torch.func.debug_unwrap(first), torch.func.debug_unwrap(again)
+    if first.shape != again.shape or first.dtype != again.dtype:
+        return False
+    if not is_differentiable(first) or first.numel() == 0:
+        return torch.equal(first, again)
+    rounding = 1e3 * torch.finfo(first.dtype).eps
+    scale = first.detach().abs().nan_to_num(posinf=0.0).max().item()
+    return torch.allclose(first, again, rtol=rounding, atol=rounding * scale, equal_nan=True)
+
+
+def is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether an output is an input, or a view."""
+    return output._is_view() or any([output is tensor for tensor in inputs])
+
+
+def mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> None:
+    """Tell PyTorch which outputs have no gradient: the integer ones and `others`."""
+    ctx.mark_non_differentiable(*[o for o in outputs if not FLOATING[o.dtype]], *others)
+
+
+def of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The upstream gradients; PyTorch has zeros for an integer output, where the rule gets None."""
+    return tuple([u if u is not None and FLOATING[u.dtype] else None for u in upstream])
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor).node

@@ -1,0 +1,139 @@
+"""An op in a program: compiled by torch.compile, or written down by torch.export and torch.jit."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from multigrad.backend import Call, Pullback
+from multigrad.backend.torch.node import is_alias, mark_integers, of_floating
+from multigrad.backend.torch.state import autocast_here, autocasting, is_transforming
+from multigrad.backend.torch.tensors import specs_of
+from multigrad.backend.torch.transforms import apply_transforming
+from multigrad.shared import Shared
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Aliases where a tensor comes twice, which Dynamo (PyTorch 2.13) does not take."""
+    distinct: list[torch.Tensor] = []
+    for tensor in tensors:
+        twice = any([tensor is other for other in distinct])
+        distinct.append(tensor.view_as(tensor) if twice else tensor)
+    return distinct
+
+
+def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    """The op as Dynamo traces it whole; it cannot follow the making of functions in `restore`."""
+    if _is_transforming_traced():
+        return _apply_uncompiled(call, tensors)
+    if torch.compiler.is_exporting():
+        outputs, _, _, back = call.run(tensors)
+        return back.output.join([output.detach() for output in outputs])
+    with torch.no_grad():
+        outputs, rule, inputs, back = call.run(tensors)
+    own = _Compiled.apply(back, rule, specs_of(inputs), *_distinct([*inputs, *outputs]))
+    return back.output.join(own)
+
+
+# Keras keeps the scope in force from the first one on. Dynamo would notice, and compile a function anew
+# after its first call.
+with keras.StatelessScope(initialize_variables=False):
+    pass
+
+
+@torch.compiler.assume_constant_result
+def _is_transforming_traced() -> bool:
+    """The same, around the place of the program that Dynamo traces."""
+    return is_transforming()
+
+
+# With `fullgraph` this is an error that gives the reason; without, PyTorch runs the function as it is.
+_apply_uncompiled = torch.compiler.disable(
+    apply_transforming,
+    reason="torch.func and forward mode, as PyTorch (2.13) compiles them, take no notice of a custom "
+    "gradient; compile without fullgraph, or apply the transform to a function that is not compiled",
+)
+
+
+class _Compiled(torch.autograd.Function):
+    """A Function that ties outputs to inputs by a rule that is left as it is: compiled code has no cycles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, back: Pullback, rule: Callable[..., Any], specs: Any, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.back, ctx.rule, ctx.specs, ctx.autocast = back, rule, specs, autocast_here()
+        outputs = [output.view_as(output) for output in tensors[len(specs) :]]
+        mark_integers(ctx, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3 : 3 + len(ctx.specs)]
+        with autocasting(ctx.autocast):
+            gradients = ctx.back.pull(ctx.rule, of_floating(upstream), needed, ctx.specs)
+        return None, None, None, *gradients, *[None for _ in upstream]
+
+
+def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    """The op in a program that is written down for elsewhere.
+
+    What is written are the operations of the function, detached: better no gradient than theirs. For a
+    gradient inside of the program, the outputs get a node while nothing is written.
+    """
+    outputs, rule, inputs, back = call.run(tensors)
+    own = [output.clone().detach() if is_alias(output, inputs) else output.detach() for output in outputs]
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
+        writing = torch._C._get_tracing_state()
+        torch._C._set_tracing_state(None)
+        try:
+            _Exported.apply(back, rule, specs_of(inputs), *inputs, *own)
+        finally:
+            torch._C._set_tracing_state(writing)
+    return back.output.join(own)
+
+
+class _Exported(torch.autograd.Function):
+    """A Function that attaches itself to outputs that are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, back: Pullback, rule: Callable[..., Any], specs: Any, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.back, ctx.rule, ctx.specs = back, rule, specs
+        outputs = tensors[len(specs) :]
+        ctx.mark_dirty(*outputs)
+        mark_integers(ctx, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[3 : 3 + len(ctx.specs)]
+        gradients = ctx.back.pull(ctx.rule, of_floating(upstream), needed, ctx.specs)
+        return None, None, None, *gradients, *[None for _ in upstream]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # "aot_eager" traces both passes and generates no code, which would take many times as long. Functions of
+    # one code share their compilations, of which PyTorch makes a few and then runs the code as it is, in
+    # silence: so this one has its own.
+    whole = torch.compile(function, backend="aot_eager", dynamic=False, isolate_recompiles=True)
+
+    def run(*tensors: torch.Tensor) -> Any:
+        # Dynamo (PyTorch 2.13) looks at `.grad` behind a graph break, and hides the warning of that only from
+        # those for whom it is no error.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+            return whole(*tensors)
+
+    return run
+
+
+_UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # it is one for all threads
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    return _UNCOMPILED

@@ -1,0 +1,53 @@
+"""What PyTorch is doing at this place of the program: transforming, tracing, compiling, casting."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.autograd import forward_ad
+
+# Whether a program is traced, and whether torch.func is at work. These are private, as is the state of
+# tracing: the public ways to ask (PyTorch 2.13) cost several times as much, or do not exist.
+is_tracing = torch._C._is_tracing
+is_functorch_active = torch._C._are_functorch_transforms_active
+
+
+def is_transforming() -> bool:
+    """Whether torch.func or forward mode is at work, for which a Function must be of another kind.
+
+    The kind that serves all costs twice as much.
+    """
+    return is_functorch_active() or forward_ad._current_level >= 0
+
+
+def is_compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+Autocast = tuple[torch.dtype | None, torch.dtype | None] | None
+"""To which dtype autocast casts on the CPU and on the accelerator, None where it does not."""
+
+_accelerator = torch.accelerator.current_accelerator()
+_DEVICES = "cpu", "cpu" if _accelerator is None else _accelerator.type
+
+# Private: the public way (PyTorch 2.13) asks for one device at a time, at twice the cost.
+is_autocast_anywhere = torch._C._is_any_autocast_enabled
+
+
+def autocast_here() -> Autocast:
+    """The autocast of this place in the program."""
+    if not is_autocast_anywhere():
+        return None
+    cpu, other = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
+    return (cpu, other) if cpu or other else None
+
+
+@contextlib.contextmanager
+def autocasting(autocast: Autocast) -> Iterator[None]:
+    """The autocast of another place, here."""
+    cpu, other = autocast or (None, None)
+    with (
+        torch.autocast(_DEVICES[0], dtype=cpu, enabled=cpu is not None),
+        torch.autocast(_DEVICES[1], dtype=other, enabled=other is not None),
+    ):
+        yield

@@ -1,0 +1,108 @@
+"""What the upper half asks of a tensor."""
+
+import contextlib
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from multigrad.backend import F, Spec
+from multigrad.backend.torch.state import (
+    is_compiling,
+    is_tracing,
+    is_transforming,
+)
+from multigrad.closure import TypeSet
+
+TENSORS = TypeSet(torch.Tensor)
+CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
+STAND_INS = TypeSet(torch.fx.Proxy)
+
+
+def library_code(function: F) -> F:
+    return function
+
+
+def constant(function: F) -> F:
+    """Let Dynamo call it instead of tracing it."""
+    return torch.compiler.assume_constant_result(function)
+
+
+def defaults_of(function: types.FunctionType) -> int:
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if torch.compiler.is_dynamo_compiling() and len(names) > 1 and names[-1] == "upstream":
+        # Dynamo (PyTorch 2.13) fails where it finds some. That of `upstream` makes no difference to a rule.
+        return 1
+    return len(function.__defaults__ or ())
+
+
+def as_tensor(value: Any) -> Any:
+    return keras.ops.convert_to_tensor(value)
+
+
+# Which dtypes have a gradient. A look into a dict costs less than to ask a dtype twice.
+FLOATING = {
+    dtype: dtype.is_floating_point or dtype.is_complex
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def assign(variable: keras.Variable, value: Any) -> None:
+    variable.assign(value)
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    return FLOATING[tensor.dtype]
+
+
+def specs_of(tensors: Sequence[torch.Tensor]) -> Sequence[Spec | None]:
+    specs: list[Spec | None] = []
+    for tensor in tensors:  # no comprehension, which is a call
+        dtype = tensor.dtype
+        specs.append((tensor.shape, dtype, None) if FLOATING[dtype] else None)
+    return specs
+
+
+def sizes(shape: Any) -> tuple[int | None, ...]:
+    return tuple(shape)
+
+
+def conform(gradient: torch.Tensor, spec: Spec) -> torch.Tensor:
+    shape, dtype, _ = spec
+    if gradient.shape != shape:
+        gradient = gradient.sum_to_size(shape)
+    if gradient.dtype.is_complex and not dtype.is_complex:
+        gradient = gradient.real
+    return gradient.to(dtype)
+
+
+def concrete(tensor: torch.Tensor) -> np.ndarray | None:
+    if is_transforming() or torch.compiler.is_compiling():
+        return None
+    wide = torch.complex128 if tensor.dtype.is_complex else torch.float64  # NumPy has no bfloat16
+    return tensor.detach().to("cpu", wide if FLOATING[tensor.dtype] else None).numpy()
+
+
+def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+    if not (is_compiling() or is_tracing() or any([tensor.is_meta for tensor in tensors])):
+        callback(*map(_value, tensors))
+
+
+def _value(tensor: torch.Tensor) -> np.ndarray:
+    if not is_transforming():
+        return np.array(keras.ops.convert_to_numpy(tensor))
+    # Under a transform an operation on what is wrapped gives what is wrapped again, and to list it is none.
+    values = torch.func.debug_unwrap(tensor, recurse=True).tolist()
+    return np.array(values, keras.backend.standardize_dtype(tensor.dtype))
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()

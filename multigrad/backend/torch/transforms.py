@@ -1,0 +1,260 @@
+"""An op under torch.func and in forward mode."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from multigrad.backend import Call, Pullback, Ran, Spec
+from multigrad.backend.torch.node import mark_integers, of_floating, run_again
+from multigrad.backend.torch.state import Autocast, autocast_here, autocasting
+from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
+from multigrad.closure import lift, restore
+from multigrad.linear import FAR, require_linear, trial
+
+
+def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    found = _Found()
+    if not (lift(call.f, TENSORS)[0] or call.may_read()):
+        outputs = _Transformed.apply(call, found, *tensors)
+        return found.back.output.join(outputs[: found.outputs])
+    # The values of variables, and what is closed over, may be wrapped for a transform, and then have no
+    # place inside of the Function. So the function runs outside of it, recorded, and its outputs are tied
+    # to the inputs.
+    ran = outputs, _, inputs, back = call.run(tensors)
+    others = found.note(call, ran)
+    found.standing = True
+    own = [output.detach() for output in outputs]
+    outputs = _Transformed.apply(call, found, *inputs, *own, *others)
+    return back.output.join(outputs[: found.outputs])
+
+
+class _Found:
+    """What is found out of a run, which is the same at every level.
+
+    `places` says for each residual where it stands among inputs, outputs and the other residuals.
+    `standing` is whether the function ran outside of the Function, which is given all three then.
+    """
+
+    autocast: "Autocast"
+    back: Pullback
+    inputs: int
+    opaque: bool
+    outputs: int
+    places: list[int]
+    specs: Sequence[Spec | None]
+    standing = False
+    template: Any
+
+    def note(self, call: Call, ran: Ran) -> list[torch.Tensor]:
+        """Take all of it down, and return the residuals that are neither inputs nor outputs."""
+        outputs, rule, inputs, self.back = ran
+        residuals, self.template, self.opaque = lift(rule, TENSORS, call.f)
+        everything = [*inputs, *outputs]
+        # Of an output that is an input, the input's place.
+        known = {id(tensor): i for i, tensor in reversed(list(enumerate(everything)))}
+        others = list({id(other): other for other in residuals if id(other) not in known}.values())
+        known |= {id(other): len(everything) + i for i, other in enumerate(others)}
+        self.autocast, self.specs = autocast_here(), specs_of(inputs)
+        self.inputs, self.outputs = len(inputs), len(outputs)
+        self.places = [known[id(residual)] for residual in residuals]
+        return others
+
+    def parts(self, saved: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], ...]:
+        """The inputs, the outputs and the other residuals."""
+        places = self.inputs, self.inputs + self.outputs
+        return saved[: places[0]], saved[places[0] : places[1]], saved[places[1] :]
+
+
+class _Transformed(torch.autograd.Function):
+    """A Function that the transforms can take apart: residuals are outputs of it, too.
+
+    Those have derivatives of their own, through the function, which runs again for them. In reverse mode
+    that is when somebody asks, which a first derivative never does.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: Call, found: _Found, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if found.standing:
+            own = tensors[found.inputs : found.inputs + found.outputs]
+        else:
+            ran = call.run_foreseen(tensors)
+            own = (*ran[0], *found.note(call, ran))
+        mapped = _mapped_alike(tensors[: found.inputs], own)
+        # No output may be a view of an input: PyTorch would have its derivative in forward mode be one.
+        return tuple([o.clone() if is_alias(o, tensors) else o.detach() for o in mapped])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.call, ctx.found, *tensors = inputs
+        count = ctx.found.inputs
+        saved = (*tensors[:count], *output, *tensors[count + ctx.found.outputs :])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.set_materialize_grads(False)  # to see which residuals are asked for
+        mark_integers(ctx, output)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        found, saved, all_needed = ctx.found, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        inputs, outputs, _ = found.parts(saved)
+        needed = all_needed[: len(inputs)]
+        gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
+        with autocasting(found.autocast):
+            own, computed = upstream[: len(outputs)], upstream[len(outputs) :]
+            if any([u is not None for u in own]):
+                zeros = [torch.zeros_like(o) if u is None else u for u, o in zip(own, outputs, strict=True)]
+                rule = _transformed_rule(ctx, saved)
+                gradients = found.back.pull(rule, of_floating(zeros), needed, found.specs)
+            if any([u is not None for u in computed]):
+                by = [i for i, need in enumerate(needed) if need]
+                more = dict(zip(by, _pull_residuals(ctx, inputs, computed, by), strict=True))
+                gradients = [_sum(gradient, more.get(i)) for i, gradient in enumerate(gradients)]
+        return None, None, *gradients, *[None] * (len(all_needed) - len(inputs))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The transpose of the rule, which must be linear in the upstream gradient."""
+        found = ctx.found
+        given = [i for i, tangent in enumerate(tangents[2 : 2 + found.inputs]) if tangent is not None]
+        # PyTorch (2.13) turns forward mode off here, and that of outer levels with it, whose derivative of
+        # a tangent would be zero. So turn it on again, which only a private name can, for the primals.
+        with forward_ad._set_fwd_grad_enabled(True), autocasting(found.autocast):
+            saved = list(map(_primal, ctx.saved_tensors))
+            inputs, outputs, others = found.parts(saved)
+            rule = _transformed_rule(ctx, saved)
+            needed = [i in given for i in range(len(inputs))]
+
+            def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
+                gradients = found.back.untraced.pull(rule, upstream, needed, found.specs)
+                return [torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in given]
+
+            own = [tangents[2 + i] for i in given]
+            with torch.no_grad():
+                tried = _tried(outputs)
+                far = vjp(*[None if u is None else FAR * u for u in tried])
+                require_linear(ctx.call.name, vjp(*tried), far, _innermost)
+            pushed = _transposed(vjp, outputs, own)
+            if found.standing:
+                return tuple(pushed)
+
+            def pull(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
+                return _pull_residuals(ctx, inputs, upstream, given)
+
+            return *pushed, *_transposed(pull, others, own)
+
+
+def _tried(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Upstream gradients to try a rule on."""
+    return [
+        torch.as_tensor(trial(o.shape), dtype=o.dtype, device=o.device) if is_differentiable(o) else None
+        for o in outputs
+    ]
+
+
+def _innermost(tensor: torch.Tensor) -> np.ndarray:
+    """The numbers in what torch.func wraps, which are read in no other way while it is at work."""
+    return np.asarray(torch.func.debug_unwrap(tensor, recurse=True).tolist())
+
+
+@torch.compiler.disable
+def _mapped_alike(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The outputs, mapped by vmap wherever an input is.
+
+    Where an output does not depend on a mapped input, vmap makes one of it for all, and the upstream
+    gradients come summed: the rule would answer for the whole batch, in the name of each.
+    """
+    zeros = [torch.zeros_like(x).sum() for x in inputs if is_differentiable(x) and _mappings(x)]
+    if not zeros:
+        return outputs
+    zero = sum(zeros)
+    count = _mappings(zero)
+    return [
+        o if not is_differentiable(o) or _mappings(o) == count else o + zero.to(o.device, o.dtype)
+        for o in outputs
+    ]
+
+
+def _mappings(tensor: torch.Tensor) -> int:
+    """By how many vmaps, within one another, a tensor is mapped."""
+    count = 0
+    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+        count += inner.ndim > tensor.ndim
+        tensor = inner
+    return count
+
+
+def _transposed(
+    linear: Callable[..., list[torch.Tensor]], like: Sequence[torch.Tensor], tangents: list[Any]
+) -> list[torch.Tensor | None]:
+    """The transpose of a map from tensors like these, None for an integer one, applied to `tangents`."""
+    floating = [is_differentiable(tensor) for tensor in like]
+    if not (tangents and any(floating)):
+        return [torch.zeros_like(tensor) if f else None for tensor, f in zip(like, floating, strict=True)]
+
+    def function(*of_floating: torch.Tensor) -> list[torch.Tensor]:
+        every = iter(of_floating)
+        return linear(*[next(every) if f else None for f in floating])
+
+    # Not at zero, which a rule may set apart, as one does that divides by its upstream gradient's length.
+    tried = [u for u in _tried(like) if u is not None]
+    pushed = iter(torch.func.vjp(function, *tried)[1](tangents))
+    return [next(pushed) if f else None for f in floating]
+
+
+def _primal(tensor: torch.Tensor) -> torch.Tensor:
+    """A dual number's value, which has no tangent at the level at which a `jvp` runs."""
+    if torch.func.debug_unwrap(tensor, recurse=False).ndim > tensor.ndim:
+        return _PrimalOfBatch.apply(tensor)
+    return forward_ad.unpack_dual(tensor, level=0).primal
+
+
+class _PrimalOfBatch(torch.autograd.Function):
+    """It tells vmap what PyTorch (2.13) does not: to unpack a batch of dual numbers."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor) -> NoReturn:
+        raise NotImplementedError
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> NoReturn:
+        raise NotImplementedError
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int, ...], tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return _primal(tensor), dims[0]
+
+
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    residuals = [saved[place] for place in ctx.found.places]
+    if ctx.found.standing or not ctx.found.opaque:
+        return restore(ctx.found.template, residuals)
+    # What the rule reaches through an object belongs to another level. It has its like in a second run.
+    others = ctx.found.inputs + ctx.found.outputs
+    known = [slot for slot, place in enumerate(ctx.found.places) if place < others]
+    return restore(*run_again(ctx.call, ctx.found.back, residuals, ctx.found.parts(saved)[0], known))
+
+
+def _pull_residuals(
+    ctx: Any, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], by: Sequence[int]
+) -> list[torch.Tensor]:
+    """The gradients, with respect to the inputs `by`, of what the function computed on the way."""
+    call, found = ctx.call, ctx.found
+    wanted = [i for i, u in enumerate(upstream) if u is not None]
+
+    def computed(*own: torch.Tensor) -> list[torch.Tensor]:
+        every = list(inputs)
+        for i, tensor in zip(by, own, strict=True):
+            every[i] = tensor
+        _, residuals = run_again(call, found.back, found.places, every, ())
+        return [residuals[found.places.index(found.inputs + found.outputs + i)] for i in wanted]
+
+    return list(torch.func.vjp(computed, *[inputs[i] for i in by])[1]([upstream[i] for i in wanted]))
