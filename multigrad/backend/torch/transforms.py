@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from multigrad.backend import Call, Pullback, Ran, Spec
-from multigrad.backend.torch.node import mark_integers, of_floating, run_again
+from multigrad.backend.torch.node import is_alias, mark_integers, of_floating, run_again
 from multigrad.backend.torch.state import Autocast, autocast_here, autocasting
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.closure import lift, restore

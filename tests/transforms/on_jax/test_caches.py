@@ -43,5 +43,5 @@ def test_an_op_that_is_defined_in_every_call(use, forward_mode):
     before = objects_after(10)
     # JAX itself keeps a weak reference or two for each transform of a new function. A leak would leave the
     # function, its cells, and what was traced of it.
-    assert objects_after(20) - before < 20 * 3
+    assert objects_after(20) - before < 20 * 5
     assert len(alive) <= 1
