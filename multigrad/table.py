@@ -28,7 +28,7 @@ def table_of(calls: Sequence[Call], steps: Sequence[Step]) -> str:
         _add_rows(table, step.of, step)
     for call in rest:
         _add_rows(table, call, None)
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_jupyter=False)
     console.print(table)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     flags = list(_flag_lines(calls, steps))

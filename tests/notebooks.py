@@ -9,6 +9,7 @@ only where it is named.
 
 import base64
 import copy
+import inspect
 
 import matplotlib.font_manager  # noqa: F401  it makes its cache here, and a notebook need not tell of it
 import nbclient
@@ -95,6 +96,20 @@ def test_it_runs_on_this_backend_and_in_a_folder_of_its_own(run):
     folder = "import os; print(os.listdir())"
     for cells, shown in (((backend, folder), [f"{BACKEND}\n", "['saved']\n"]), ((folder,), ["[]\n"])):
         assert [cell.outputs[0].text for cell in code_cells(run(notebook_of(*cells)))] == shown
+
+
+def test_what_is_printed_is_text(run):
+    """Rich, which lays out the table of a trace, shows things by itself where it finds a notebook."""
+    code = """
+        from multigrad import grad, op_custom_gradient, trace_gradients
+        op = op_custom_gradient(lambda x: (x, lambda upstream: 7.0 * upstream))
+        with trace_gradients() as trace:
+            grad(op)(2.0)
+        print(trace)
+    """
+    (output,) = run(notebook_of(inspect.cleandoc(code))).cells[0].outputs
+    assert output.output_type == "stream"
+    assert output.text.split()[-4:] == ["2", "1", "7", "7"]
 
 
 def test_a_cell_that_fails_is_shown_with_its_error(run):
