@@ -214,12 +214,13 @@ def _residuals(call: Call, ran: Ran) -> _Residuals:
     arrays, template, opaque = lift(rule, TENSORS, call.f)
     everything = (True,) * len(inputs)
     specs = specs_of(inputs)
-    if opaque and _any_traced((list(inputs), list(outputs))):
-        return _Residuals(*_traced((outputs, rule, inputs, back), specs), (), everything)
 
-    def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
+    def pull_lifted(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
         return back.pull(restore(template, arrays), upstream, needed, specs)
 
+    pull: _Pull = pull_lifted
+    if opaque and _any_traced((list(inputs), list(outputs))):
+        arrays, pull = _traced((outputs, rule, inputs, back), specs)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, int] = {}
     for index, output in enumerate(outputs):

@@ -5,7 +5,7 @@ from cases import CASES
 from keras import ops
 from support import array, close
 
-from multigrad import grad
+from multigrad import grad, op_custom_gradient
 
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 
@@ -31,3 +31,37 @@ def slope(function, argument):
 def test_order(case, order, around):
     got = directional(lambda x, w: around(case.op(x, w)), order)(X, W)
     close(got, directional(lambda x, w: around(case.meant(x, w)), order)(X, W), 1e-4)
+
+
+class Held:
+    def __init__(self, value):
+        self.value = value
+
+
+@op_custom_gradient
+def by_output_and_object(x):
+    y, held = ops.exp(x), Held(0.0 * x + 2.0)
+    return y, lambda u: 1.5 * u * y * held.value
+
+
+def test_an_output_beside_an_object():
+    """The rule says 3 y, and so does the derivative of the output in it."""
+    close(grad(grad(by_output_and_object))(0.0), array(9.0))
+    close(grad(grad(lambda x: by_output_and_object(x) * 2.0))(0.0), array(18.0))
+
+
+@op_custom_gradient
+def fivefold(x):
+    return x, lambda u: 5.0 * u
+
+
+@op_custom_gradient
+def by_an_op_that_returns_its_argument(x):
+    y = fivefold(x)
+    return y * x, lambda u: u * 7.0 * y
+
+
+def test_an_output_of_another_op_that_is_its_argument():
+    """To the rule it is computed on the way, by an op with a rule of its own."""
+    close(grad(by_an_op_that_returns_its_argument)(2.0), array(14.0))
+    close(grad(grad(by_an_op_that_returns_its_argument))(2.0), array(35.0))

@@ -103,5 +103,8 @@ def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     outputs, _, inputs, back = ran
     if recorded and inputs is not tensors and any([tensor.requires_grad for tensor in inputs]):
         return join_of(attach(HasRun(call, ran), *inputs))
-    # What requires a gradient all the same was closed over, and has none through the rule.
-    return back.output.join([o.detach() if recorded and o.requires_grad else o for o in outputs])
+    if recorded:
+        # What requires a gradient all the same was closed over, and has none through the rule.
+        return back.output.join([o.detach() if o.requires_grad else o for o in outputs])
+    # An output that is an input is another tensor here, too: to a rule around this call it is no input.
+    return back.output.join([o.view_as(o) if any([o is t for t in inputs]) else o for o in outputs])
