@@ -132,6 +132,14 @@ def export(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def properties(session: nox.Session) -> None:
+    """Random programs on all three frameworks in one environment, whose values and gradients are compared."""
+    install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *FRAMEWORKS)
+    session.run("python", "-c", ALL_INSTALLED)
+    session.run("pytest", "tests/across_backends.py", *session.posargs, env=QUIET | {"KERAS_BACKEND": "jax"})
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The demo, on all three frameworks in one environment."""
     install(session, "--editable", ".[demo]", *FRAMEWORKS)

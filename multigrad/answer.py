@@ -132,7 +132,9 @@ class _Reader:
         """The gradient of one tensor, in its shape and dtype."""
         spec = self._specs[index]
         assert spec is not None
-        gradient = entry.gradients.get(index) if isinstance(entry, _Lazy) else entry
+        gradient = entry
+        while isinstance(gradient, _Lazy):  # one may stand in what another one returns
+            gradient = gradient.gradients.get(index)
         if gradient is None:
             return None
         if not _TENSORS[type(gradient)]:

@@ -1,5 +1,8 @@
 """One body of tests for every backend: `KERAS_BACKEND` says which one a run is for."""
 
+import os
+
+import hypothesis
 import keras
 import pytest
 from support import BACKEND, DIFFERENTIATES
@@ -10,6 +13,16 @@ _OTHERS = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]
 collect_ignore = [
     path.format(name) for name in _OTHERS for path in ("backends/test_{}.py", "transforms/on_{}")
 ]
+
+# Of properties on random examples: so many of each, and the same ones in each run of CI.
+hypothesis.settings.register_profile(
+    "multigrad",
+    max_examples=int(os.environ.get("MULTIGRAD_EXAMPLES", "10")),
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("multigrad")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

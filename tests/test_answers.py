@@ -116,6 +116,15 @@ def test_lazy_entries_are_computed_where_they_are_needed_alone():
     assert calls == (["x", "w"] if BACKEND == "tensorflow" else ["x"])
 
 
+def test_a_lazy_entry_may_hold_lazy_ones():
+    @op_custom_gradient
+    def op(tree):
+        x, y = tree
+        return x * y, lambda u: {"tree": lambda: [lambda: u * 7.0, lambda: lambda: u * 5.0]}
+
+    close(grad(op)([2.0, 3.0]), [array(7.0), array(5.0)])
+
+
 def test_a_lazy_entry_for_a_structure_runs_once():
     calls = []
 

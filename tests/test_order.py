@@ -223,3 +223,32 @@ def test_an_output_that_is_returned_twice_is_the_first():
         return (y, y), lambda u, v: (3.0 * u + 5.0 * v) * y
 
     close(times(lambda x: op(x)[0], 2)(array(0.0)), array(9.0))
+
+
+def test_an_op_within_an_op_that_returns_its_argument():
+    """What the rule closes over is the inner op's output, and has the gradient of the inner rule."""
+    same = op_custom_gradient(lambda x: (x, lambda u: u * 7.0))
+
+    @op_custom_gradient
+    def op(x):
+        e = same(x)
+        return e * x, lambda u: u * e * x
+
+    close(grad(op)(0.5), array(0.25))
+    close(grad(grad(op))(0.5), array(7.0 * 0.5 + 0.5))
+
+
+def test_a_rule_that_closes_over_the_output_and_over_an_object():
+    class Settings:
+        factor = 3.0
+
+    settings = Settings()
+
+    @op_custom_gradient
+    def op(x):
+        y = ops.exp(x)
+        return y, lambda u: u * y * settings.factor
+
+    y = np.exp(0.5)
+    close(grad(op)(0.5), array(3.0 * y))
+    close(grad(grad(op))(0.5), array(9.0 * y))

@@ -1,0 +1,102 @@
+"""Random programs have the same values and gradients on each backend.
+
+    pytest tests/across_backends.py
+
+The programs are drawn here, and run in a process of each backend that is installed, which this file is the
+main program of, too: `python -m across_backends PROGRAMS ANSWERS`. There is a session of nox with all three,
+so pytest collects this file only where it is named.
+"""
+
+import os
+import pickle
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from programs import Program, draw
+
+from multigrad.frameworks import DIFFERENTIATING, is_installed
+from multigrad.processes import run_on
+from multigrad.testing.comparison import Measured, compare
+
+INSTALLED = [name for name in DIFFERENTIATING if is_installed(name)]
+COUNT = int(os.environ.get("MULTIGRAD_EXAMPLES", "20"))
+PRECISIONS = ["float64", "float32", "float16", "bfloat16"]
+WHAT = ["values", "gradients", "second gradients"]
+
+
+def measured(backend: str, source: Path, answers: Path) -> list[list[tuple[list[str], np.ndarray]]]:
+    """Of each program, of its values and its gradients: the dtypes and shapes, and all numbers."""
+    done = run_on(backend, "across_backends", str(source), str(answers), capture=True)
+    assert done.returncode == 0, f"{backend}: {done.stderr}"
+    return pickle.loads(answers.read_bytes())
+
+
+def require_alike(programs: list[Program], measured: dict[str, list]) -> None:
+    """See that shapes are the same, and numbers as far as the lowest precision has digits.
+
+    So are the dtypes of gradients. Those of values are Keras's (3.15), which differ for 0-d tensors.
+    """
+    names = [f"{what} of program {i}" for i in range(len(programs)) for what in WHAT]
+    lowest = [max((dtype for _, dtype in p.inputs), key=PRECISIONS.index) for p in programs]
+    # An answer may be in float32, whatever the inputs are.
+    precisions = [max(dtype, "float32", key=PRECISIONS.index) for dtype in lowest for _ in WHAT]
+    arrays = {}
+    for backend, answers in measured.items():
+        flat = [answer for program in answers for answer in program]
+        arrays[backend] = dict(zip(names, flat, strict=True))
+    first, *others = arrays
+    for name, (described, numbers) in arrays[first].items():
+        assert np.all(np.isfinite(numbers)), name
+        for other in others:
+            theirs, ours = arrays[other][name][0], described
+            if name.startswith("values"):
+                theirs, ours = ([shape for _, shape in both] for both in (theirs, ours))
+            assert theirs == ours, f"{name} on {other}, and on {first}"
+    compare(
+        {
+            backend: Measured(
+                {name: numbers for name, (_, numbers) in own.items()},
+                dict(zip(names, precisions, strict=True)),
+            )
+            for backend, own in arrays.items()
+        },
+        missing=(),
+    )
+
+
+@pytest.mark.skipif(len(INSTALLED) < 2, reason=f"{INSTALLED} installed: there is nothing to compare")
+def test_programs_are_the_same_on_each_backend(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    programs = [draw(random.Random(seed)) for seed in range(COUNT)]
+    source = tmp_path / "programs"
+    source.write_bytes(pickle.dumps(programs))
+    answers = {name: measured(name, source, tmp_path / name) for name in INSTALLED}
+    require_alike(programs, answers)
+
+    # A gradient that is another one's would be seen.
+    place = next(i for i, p in enumerate(answers[INSTALLED[0]]) if len(set(p[1][1])) > 1)
+    described, numbers = answers[INSTALLED[-1]][place][1]
+    answers[INSTALLED[-1]][place][1] = (described, numbers[::-1])
+    with pytest.raises(AssertionError, match=f"gradients of program {place}"):
+        require_alike(programs, answers)
+
+
+def main(source: str, answers: str) -> None:
+    """Run programs on the active backend."""
+    from meanings import described, gradients_of, numbers, with_ops
+
+    from multigrad import backend
+
+    with backend.active.wide(), backend.active.uncompiled():
+        found = [
+            [(described(tensors), numbers(tensors)) for tensors in gradients_of(program, with_ops)]
+            for program in pickle.loads(Path(source).read_bytes())
+        ]
+    Path(answers).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,112 @@
+"""What holds for every op, tried on random programs: `programs.py` draws them, `meanings.py` runs them.
+
+How many is told by the environment variable MULTIGRAD_EXAMPLES.
+"""
+
+from random import Random
+
+import numpy as np
+import programs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import tree
+from meanings import (
+    described,
+    fill,
+    found,
+    function_of,
+    gradients_of,
+    inputs_of,
+    numbers,
+    weighted,
+    with_ops,
+    without_ops,
+)
+from programs import Program, made_true, said_otherwise
+
+from multigrad import backend, custom_gradient, grad
+from multigrad.testing import check_gradients
+
+RANDOM = st.randoms(use_true_random=False)
+PROGRAMS = RANDOM.map(programs.draw)
+PRECISE = RANDOM.map(lambda random: programs.draw(random, ["float32", "float64"]))
+
+# How far the numbers of a program may be apart, relative to the largest, by the dtype of the fewest digits.
+TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.05, "bfloat16": 0.3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eager():
+    """In double precision on JAX, too, which would compile most operations anew for each program."""
+    with backend.active.wide(), backend.active.uncompiled():
+        yield
+
+
+def agree(program: Program, got, wanted) -> None:
+    """Assert that tensors are alike in dtypes, shapes and numbers."""
+    assert described(got) == described(wanted)
+    tolerance = TOLERANCES[max((dtype for _, dtype in program.inputs), key=list(TOLERANCES).index)]
+    got, wanted = numbers(got), numbers(wanted)
+    size = np.max(np.abs(wanted), initial=1.0)
+    assert np.all(np.isfinite(wanted))
+    np.testing.assert_allclose(got, wanted, rtol=0.0, atol=tolerance * size)
+
+
+@given(PRECISE)
+def test_a_true_rule_has_the_gradient_of_central_differences(program):
+    program = made_true(program)
+    function = function_of(program, with_ops)
+    check_gradients(lambda inputs: function(*inputs), inputs_of(program), compiled=False, max_elements=4)
+
+
+@given(PROGRAMS)
+def test_a_false_rule_is_the_plain_function_that_means_the_same(program):
+    """In value and in the first two derivatives, in their dtypes and shapes."""
+    both = zip(gradients_of(program, with_ops), gradients_of(program, without_ops), strict=True)
+    for got, wanted in both:
+        agree(program, got, wanted)
+
+
+@given(PROGRAMS, RANDOM)
+def test_the_convention_makes_no_difference(program, random):
+    otherwise = said_otherwise(random, program)
+    both = zip(gradients_of(program, with_ops, 1), gradients_of(otherwise, with_ops, 1), strict=True)
+    for got, wanted in both:
+        agree(program, got, wanted)
+
+
+@given(PROGRAMS)
+def test_a_gradient_has_the_structure_and_the_dtypes_of_its_argument(program):
+    """What a function returns is looked at in `meanings.py` wherever an op is called."""
+    function = function_of(program, with_ops)
+    argument = fill(program.structure, inputs_of(program))
+
+    def loss(argument):
+        leaves, _ = found(program.structure, argument)
+        return weighted(function(*[leaves[i] for i in range(len(leaves))]), 0)
+
+    gradient = grad(loss)(argument)
+    tree.assert_same_structure(gradient, argument)
+    assert described(tree.flatten(gradient)) == described(tree.flatten(argument))
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        test_a_true_rule_has_the_gradient_of_central_differences,
+        test_a_false_rule_is_the_plain_function_that_means_the_same,
+    ],
+)
+def test_two_gradients_in_each_others_place_are_seen(law, monkeypatch):
+    read = custom_gradient.read
+
+    def swapped(*args):
+        gradients = read(*args)
+        both = len(gradients) == 2 and all(gradient is not None for gradient in gradients)
+        return gradients[::-1] if both and len(set(described(gradients))) == 1 else gradients
+
+    monkeypatch.setattr(custom_gradient, "read", swapped)
+    drawn = [programs.draw(Random(seed), ["float32"]) for seed in range(50)]
+    with pytest.raises(AssertionError, match=r"is not that of the function|Not equal to tolerance"):
+        any(map(law.hypothesis.inner_test, drawn))  # which return None, until one fails
