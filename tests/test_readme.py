@@ -11,7 +11,7 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_python_blocks_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # one of them saves a model
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     shown = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), shown)
@@ -27,6 +27,7 @@ def test_the_python_blocks_run(capsys, tmp_path, monkeypatch):
     assert float(slope_of_x) == 3.0
     assert {name: float(g) for name, g in parameters.items()} == {"slope": 2.0, "offset": 1.0}
     assert [float(numpy(g)) for g in (shown["of_x"], *shown["of_variables"])] == [3.0, 2.0]
+    assert float(numpy(shown["loss"])) < 1e-3  # it trains
     # The rules of the two ops that the README only defines:
     low_and_high = shown["grad"](lambda x: 5.0 * shown["split"](x)[0] + 7.0 * shown["split"](x)[1])
     assert float(low_and_high(3.0)) == 12.0  # not 7, as plain autodiff has it
