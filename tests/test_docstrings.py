@@ -40,7 +40,7 @@ def examples():
             )
             name = getattr(owner, "__qualname__", "module")
             for block in blocks:
-                marks = () if re.search(r"grad\(|gradients\(|Flat\(", block) else pytest.mark.forward
+                marks = () if re.search(r"(grad|gradients|jacobian|hessian|vjp|jvp|Flat)\(", block) else pytest.mark.forward
                 yield pytest.param(module, block, id=f"{module.__name__}:{name}", marks=marks)
 
 
