@@ -32,6 +32,9 @@ def documented(owner, module):
             yield from documented(function, module)
 
 
+DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|Flat)\(")
+
+
 def examples():
     for module in modules():
         for owner in documented(module, module.__name__):
@@ -40,7 +43,7 @@ def examples():
             )
             name = getattr(owner, "__qualname__", "module")
             for block in blocks:
-                marks = () if re.search(r"(grad|gradients|jacobian|hessian|vjp|jvp|Flat)\(", block) else pytest.mark.forward
+                marks = () if DIFFERENTIATING.search(block) else pytest.mark.forward
                 yield pytest.param(module, block, id=f"{module.__name__}:{name}", marks=marks)
 
 
