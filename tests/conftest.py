@@ -17,7 +17,7 @@ collect_ignore = [
 # Of properties on random examples: so many of each, and the same ones in each run of CI.
 hypothesis.settings.register_profile(
     "multigrad",
-    max_examples=int(os.environ.get("MULTIGRAD_EXAMPLES", "10")),
+    max_examples=int(os.environ.get("MULTIGRAD_EXAMPLES", "8")),
     deadline=None,
     derandomize="CI" in os.environ,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],

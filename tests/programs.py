@@ -13,7 +13,9 @@ DTYPES = ["float32", "float32", "float32", "float64", "float16", "bfloat16"]
 FUNCTIONS = ["identity", "tanh", "bell", "ratio", "square"]
 CURVES = ["exp", "tanh", "sigmoid"]
 FACTORS = [3.0, -2.0, 0.5]  # by which rules are false
-COEFFICIENTS = [1.0, -1.0, 0.5]
+# No two of them cancel: what is left would be rounding, and a difference of that is anything.
+COEFFICIENTS = [1.0, -0.5, 0.75]
+WEIGHTS = [0.5, -0.75, 0.25]
 STATICS = [None, 2, -1, 0.5, True, "same"]
 STATIC_OUTPUTS = [None, 3, "same"]
 KEYS = ["m", "k", "z", "f", "y", "h"]  # not sorted
@@ -257,7 +259,7 @@ def _defaults(random: Any, arguments: tuple[Any, ...], positional: int, tail: st
 
 def _output(random: Any, leaves: int) -> Any:
     if random.random() < 0.25:
-        weights = [(random.choice([0.5, -0.5]), i) for i in range(leaves)]
+        weights = [(random.choice(WEIGHTS), i) for i in range(leaves)]
         return Curve(random.choice(CURVES), tuple(weights), random.choice(FACTORS))
     return tuple(_term(random, leaves) for _ in range(random.randint(1, 2)))
 

@@ -107,6 +107,6 @@ def test_two_gradients_in_each_others_place_are_seen(law, monkeypatch):
         return gradients[::-1] if both and len(set(described(gradients))) == 1 else gradients
 
     monkeypatch.setattr(custom_gradient, "read", swapped)
-    drawn = [programs.draw(Random(seed), ["float32"]) for seed in range(50)]
+    program = programs.draw(Random(64), ["float32"])  # with a call whose two arguments are of one shape
     with pytest.raises(AssertionError, match=r"is not that of the function|Not equal to tolerance"):
-        any(map(law.hypothesis.inner_test, drawn))  # which return None, until one fails
+        law.hypothesis.inner_test(program)
