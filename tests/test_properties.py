@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import programs
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from keras import tree
 from meanings import (
@@ -49,7 +49,7 @@ def agree(program: Program, got, wanted) -> None:
     tolerance = TOLERANCES[max((dtype for _, dtype in program.inputs), key=list(TOLERANCES).index)]
     got, wanted = numbers(got), numbers(wanted)
     size = np.max(np.abs(wanted), initial=1.0)
-    assert np.all(np.isfinite(wanted))
+    assume(np.all(np.isfinite(wanted)))  # float16 may overflow
     np.testing.assert_allclose(got, wanted, rtol=0.0, atol=tolerance * size)
 
 
@@ -57,7 +57,11 @@ def agree(program: Program, got, wanted) -> None:
 def test_a_true_rule_has_the_gradient_of_central_differences(program):
     program = made_true(program)
     function = function_of(program, with_ops)
-    check_gradients(lambda inputs: function(*inputs), inputs_of(program), compiled=False, max_elements=4)
+
+    def whole(*inputs):  # of some size: of what is near zero by chance, a difference has no digits
+        return weighted([*inputs, *function(*inputs)], 0)
+
+    check_gradients(whole, *inputs_of(program), compiled=False)
 
 
 @given(PROGRAMS)
