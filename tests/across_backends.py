@@ -48,7 +48,7 @@ def require_alike(programs: list[Program], measured: dict[str, list]) -> None:
         flat = [answer for program in answers for answer in program]
         arrays[backend] = dict(zip(names, flat, strict=True))
     first, *others = arrays
-    for name, (described, numbers) in arrays[first].items():
+    for name, (described, _) in arrays[first].items():
         for other in others:
             theirs, ours = arrays[other][name][0], described
             if name.startswith("values"):
