@@ -58,7 +58,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], ...]] = {
 
 # Each function with its derivative, in terms of its value.
 CURVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "exp": (ops.exp, lambda y: y),
+    "softplus": (lambda z: ops.log(1.0 + ops.exp(z)), lambda y: 1.0 - ops.exp(-y)),
     "tanh": (tanh, lambda y: 1.0 - y**2),
     "sigmoid": (ops.sigmoid, lambda y: y * (1.0 - y)),
 }
