@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import Program, draw
+from programs import PRECISIONS, Program, draw
 
 from multigrad.frameworks import DIFFERENTIATING, is_installed
 from multigrad.processes import run_on
@@ -23,7 +23,6 @@ from multigrad.testing.comparison import Measured, compare
 
 INSTALLED = [name for name in DIFFERENTIATING if is_installed(name)]
 COUNT = int(os.environ.get("MULTIGRAD_EXAMPLES", "20"))
-PRECISIONS = ["float64", "float32", "float16", "bfloat16"]
 WHAT = ["values", "gradients", "second gradients"]
 
 
@@ -39,10 +38,13 @@ def require_alike(programs: list[Program], measured: dict[str, list]) -> None:
 
     So are the dtypes of gradients. Those of values are Keras's (3.15), which differ for 0-d tensors.
     """
-    names = [f"{what} of program {i}" for i in range(len(programs)) for what in WHAT]
-    lowest = [max((dtype for _, dtype in p.inputs), key=PRECISIONS.index) for p in programs]
+    names = {
+        f"{WHAT[order]} of program {i}": program.precision
+        for i, program in enumerate(programs)
+        for order in range(program.orders + 1)
+    }
     # An answer may be in float32, whatever the inputs are.
-    precisions = [max(dtype, "float32", key=PRECISIONS.index) for dtype in lowest for _ in WHAT]
+    precisions = {name: max(dtype, "float32", key=PRECISIONS.index) for name, dtype in names.items()}
     arrays = {}
     for backend, answers in measured.items():
         flat = [answer for program in answers for answer in program]
@@ -58,7 +60,7 @@ def require_alike(programs: list[Program], measured: dict[str, list]) -> None:
         {
             backend: Measured(
                 {name: numbers for name, (_, numbers) in own.items()},
-                dict(zip(names, precisions, strict=True)),
+                precisions,
             )
             for backend, own in arrays.items()
         },
@@ -86,7 +88,7 @@ def test_programs_are_the_same_on_each_backend(tmp_path, monkeypatch):
     require_alike(programs, answers)
 
     # A gradient in another one's place would be seen.
-    place = next(i for i, (_, (_, numbers), _) in enumerate(answers[INSTALLED[0]]) if len(set(numbers)) > 1)
+    place = next(i for i, own in enumerate(answers[INSTALLED[0]]) if len(set(own[1][1])) > 1)
     described, numbers = answers[INSTALLED[-1]][place][1]
     answers[INSTALLED[-1]][place][1] = (described, numbers[::-1])
     with pytest.raises(AssertionError, match=f"gradients of program {place}"):

@@ -400,12 +400,12 @@ def weighted(tensors: Sequence[Any], seed: int) -> Any:
     return total(sums)
 
 
-def gradients_of(program: Program, made: Made, orders: int = 2) -> list[list[Any]]:
-    """The outputs of a program, the gradients of their weighted sum, and the gradients of those."""
+def gradients_of(program: Program, made: Made) -> list[list[Any]]:
+    """The outputs of a program, the gradients of their weighted sum, and perhaps the gradients of those."""
     function, inputs = function_of(program, made), inputs_of(program)
     every = tuple(range(len(inputs)))
     results = [function(*inputs)]
-    for order in range(orders):
+    for order in range(program.orders):
 
         def loss(*inputs: Any, function: Any = function, seed: int = order) -> Any:
             return weighted(function(*inputs), seed)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 DTYPES = ["float32", "float32", "float32", "float64", "float16", "bfloat16"]
+PRECISIONS = ["float64", "float32", "float16", "bfloat16"]
 FUNCTIONS = ["identity", "tanh", "bell", "ratio", "square"]
 CURVES = ["softplus", "tanh", "sigmoid"]
 FACTORS = [3.0, -2.0, 0.5]  # by which rules are false
@@ -138,6 +139,16 @@ class Program:
     seed: int
     """That of the numbers."""
 
+    @property
+    def precision(self) -> str:
+        """The dtype of the fewest digits among those of the inputs."""
+        return max((dtype for _, dtype in self.inputs), key=PRECISIONS.index)
+
+    @property
+    def orders(self) -> int:
+        """For how many derivatives there are digits."""
+        return 2 if self.precision in ("float32", "float64") else 1
+
 
 # ------------------------------------------------------------------------------------------ structures
 
@@ -184,7 +195,7 @@ def draw(random: Any, dtypes: list[str] = DTYPES) -> Program:
     calls: list[Call] = []
     values = len(inputs)
     # With few digits, the rounding errors of one op are enough.
-    few = any(dtype in ("float16", "bfloat16") for _, dtype in inputs)
+    few = any(dtype not in ("float32", "float64") for _, dtype in inputs)
     for _ in range(random.randint(1, 1 if few else 4)):
         index = random.randrange(len(ops))
         leaves = tuple(random.randrange(values) for _ in range(ops[index].leaves))

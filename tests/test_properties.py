@@ -32,8 +32,8 @@ RANDOM = st.randoms(use_true_random=False)
 PROGRAMS = RANDOM.map(programs.draw)
 PRECISE = RANDOM.map(lambda random: programs.draw(random, ["float32", "float64"]))
 
-# How far the numbers of a program may be apart, relative to the largest, by the dtype of the fewest digits.
-TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.05, "bfloat16": 0.3}
+# How far the numbers of a program may be apart, relative to the largest. A rule may answer in float32.
+TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.05, "bfloat16": 0.2}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +46,7 @@ def eager():
 def agree(program: Program, got, wanted) -> None:
     """Assert that tensors are alike in dtypes, shapes and numbers."""
     assert described(got) == described(wanted)
-    tolerance = TOLERANCES[max((dtype for _, dtype in program.inputs), key=list(TOLERANCES).index)]
+    tolerance = TOLERANCES[program.precision]
     got, wanted = numbers(got), numbers(wanted)
     size = np.max(np.abs(wanted), initial=1.0)
     assume(np.all(np.isfinite(wanted)))  # float16 may overflow
@@ -66,7 +66,7 @@ def test_a_true_rule_has_the_gradient_of_central_differences(program):
 
 @given(PROGRAMS)
 def test_a_false_rule_is_the_plain_function_that_means_the_same(program):
-    """In value and in the first two derivatives, in their dtypes and shapes."""
+    """In value and in the first two derivatives, in their dtypes and shapes; in low precision, in the first."""
     both = zip(gradients_of(program, with_ops), gradients_of(program, without_ops), strict=True)
     for got, wanted in both:
         agree(program, got, wanted)
@@ -75,7 +75,7 @@ def test_a_false_rule_is_the_plain_function_that_means_the_same(program):
 @given(PROGRAMS, RANDOM)
 def test_the_convention_makes_no_difference(program, random):
     otherwise = said_otherwise(random, program)
-    both = zip(gradients_of(program, with_ops, 1), gradients_of(otherwise, with_ops, 1), strict=True)
+    both = zip(gradients_of(program, with_ops), gradients_of(otherwise, with_ops), strict=True)
     for got, wanted in both:
         agree(program, got, wanted)
 
