@@ -50,7 +50,7 @@ class FlatCall:
     def __init__(self, by: By, args: Sequence[Any], kwargs: Mapping[str, Any], has_aux: bool) -> None:
         self._by, self._args, self._kwargs, self._has_aux = by, args, kwargs, has_aux
         self._variables = by.variables or []
-        self._positions = [_position(by.name, place, len(args)) for place in by.places]
+        self._positions = _positions(by.name, by.places, len(args))
         self.structures = [args[position] for position in self._positions]
         leaves = _leaves(by.name, self._positions, self.structures)
         self._count = len(leaves)
@@ -169,16 +169,19 @@ def _like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
 
 
 def scalar_of(name: str, value: Any) -> Any:
-    tensor = backend.active.as_tensor(value)
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    if tuple(ops.shape(tensor)) == () and dtype.startswith(("float", "bfloat")):
-        return tensor
+    got = describe(value)
+    if _holds_numbers(value) or isinstance(value, int):
+        tensor = backend.active.as_tensor(value)
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        if tuple(ops.shape(tensor)) == () and dtype.startswith(("float", "bfloat")):
+            return tensor
+        got = f"{dtype} of shape {shape_text(ops.shape(tensor))}"
     raise TypeError(
         message(
             name,
             "the gradient of something that is no real scalar was asked for",
             required="a floating value of shape ()",
-            got=f"{dtype} of shape {shape_text(ops.shape(tensor))}",
+            got=got,
             mend="reduce the output, for example with ops.sum or ops.mean",
         )
     )
@@ -200,6 +203,17 @@ def require_real(name: str, tensors: Sequence[Any]) -> None:
 
 
 def _distinct(name: str, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    if isinstance(variables, keras.Variable):
+        raise TypeError(
+            message(
+                name,
+                "there is no list of variables to differentiate by",
+                argument="'variables'",
+                required="a list of Keras Variables",
+                got=f"variable {variables.path!r} alone",
+                mend="write variables=[variable]",
+            )
+        )
     for i, variable in enumerate(variables):
         other = not isinstance(variable, keras.Variable)
         if other or any(variable is earlier for earlier in variables[:i]):
@@ -228,6 +242,22 @@ def _pair(name: str, answer: Any) -> tuple[Any, Any]:
             mend="return a pair, or leave has_aux out",
         )
     )
+
+
+def _positions(name: str, places: Sequence[int], count: int) -> list[int]:
+    positions = [_position(name, place, count) for place in places]
+    for i, position in enumerate(positions):
+        if position in positions[:i]:
+            raise TypeError(
+                message(
+                    name,
+                    "an argument is differentiated by twice",
+                    required="each position once in argnums",
+                    got=f"argnums {', '.join(map(str, places))}",
+                    mend="leave out the second one",
+                )
+            )
+    return positions
 
 
 def _position(name: str, place: int, count: int) -> int:

@@ -7,7 +7,7 @@ from keras import ops
 from rules import LINEAR, NOT_LINEAR
 from support import BACKEND, array, close, compiled, numpy
 
-from multigrad import grad, jvp, op_custom_gradient, value_and_grad, vjp
+from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 
 ONES = np.ones(2, "float32")
 
@@ -80,6 +80,34 @@ def test_nothing_to_differentiate(argument):
 def test_argnums_out_of_range():
     with pytest.raises(TypeError, match="argnums 2"):
         grad(lambda x, y: x * y, 2)(1.0, 2.0)
+
+
+@pytest.mark.parametrize("argnums", [(0, 0), (1, -1)])
+@pytest.mark.parametrize("of", [grad, value_and_grad, jacobian, hessian])
+def test_an_argument_twice(of, argnums):
+    """The gradient would be that of one of the two alone."""
+    with pytest.raises(TypeError, match="twice"):
+        of(lambda x, y: x**3 * y, argnums)(2.0, 3.0)
+
+
+@pytest.mark.parametrize("output", [None, {"a": 1.0}, (1.0,), "text"])
+def test_no_tensor_at_all(output):
+    with pytest.raises(TypeError, match="no real scalar") as error:
+        grad(lambda x: output)(1.0)
+    assert f"got: {type(output).__name__}" in str(error.value)
+
+
+def test_nothing_to_differentiate_by():
+    """As the trainable variables of a model that is frozen."""
+    value, gradients = value_and_grad(lambda x: x**2, variables=[])(3.0)
+    close(value, array(9.0))
+    assert gradients == []
+    assert grad(lambda x: x**2, ())(3.0) == ()
+
+
+def test_a_variable_that_is_in_no_list():
+    with pytest.raises(TypeError, match=r"variables=\[variable\]"):
+        grad(lambda x: x, variables=keras.Variable([1.0, 2.0]))
 
 
 def test_no_pair_with_aux():

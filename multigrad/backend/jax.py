@@ -420,6 +420,8 @@ def _with_jvp(
 def value_and_grad(
     function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
 ) -> tuple[tuple[Any, Any], list[Any]]:
+    if not tensors:  # of which JAX has no gradient
+        return function(), []
     places = tuple(range(len(tensors)))
     answer, gradients = jax.value_and_grad(function, places, has_aux=True)(*tensors)
     return answer, _conjugate(gradients)
