@@ -53,7 +53,7 @@ def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
     if is_transforming() or torch.compiler.is_dynamo_compiling():
-        of_tensors, whole = _tensors_of_aux(function)
+        of_tensors, whole = _tensors_of_aux(lambda *own: _listed(*function(*own)))
         outputs, transpose, aux = torch.func.vjp(of_tensors, *tensors, has_aux=True)
         return (outputs, whole(aux)), lambda upstream: transpose(list(upstream))
     nested = getattr(_DEPTH, "value", 0)
@@ -101,6 +101,11 @@ def jacobian(
         gradients = torch.func.vmap(row)(basis)
         rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
     return aux, rows
+
+
+def _listed(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tensor], Any]:
+    """As torch.func.vjp wants an upstream gradient in the very structure of the outputs."""
+    return list(outputs), aux
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

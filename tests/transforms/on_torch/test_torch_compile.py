@@ -8,7 +8,7 @@ from keras import ops
 from support import close
 from torch.autograd import forward_ad
 
-from multigrad import grad, op_custom_gradient, value_and_grad
+from multigrad import grad, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
@@ -154,6 +154,9 @@ REFUSED = {
     "jacrev": lambda f: torch.func.jacrev(lambda x: f(x, W)),
     "dual numbers": of_a_dual_number,
     "multigrad.grad": lambda f: grad(lambda x: (f(x, W) * V).sum()),
+    "multigrad.vjp": lambda f: lambda x: vjp(lambda x: f(x, W), x)[1](V)[0],
+    "multigrad.jvp": lambda f: lambda x: jvp(lambda x: f(x, W), (x,), (V,))[1],
+    "multigrad.jacobian": lambda f: jacobian(lambda x: f(x, W)),
 }
 
 
