@@ -214,7 +214,8 @@ def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux:
 
     def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
         output, rest = call(*tensors)
-        outputs[:] = [structure := Structure(output)]
+        structure = Structure(output)
+        outputs[:] = [structure]
         return structure.own, (structure.others, rest)
 
     (own, (others, (aux, assigned))), pull = backend.active.vjp(flat, call.tensors)
@@ -262,7 +263,10 @@ def jacobian(
 
         def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
             output, rest = call(*tensors)
-            outputs[:] = [structure := Structure(output)]
+            structure = Structure(
+                output
+            )  # not in one expression, which AutoGraph (TensorFlow 2.21) cannot read
+            outputs[:] = [structure]
             require_real(by.name, structure.own)
             return structure.own, rest
 

@@ -1,6 +1,7 @@
 """What is about TensorFlow alone."""
 
 import gc
+import inspect
 import subprocess
 import sys
 import weakref
@@ -12,7 +13,7 @@ import tensorflow as tf
 from keras import ops
 from support import close
 
-from multigrad import grad, op_custom_gradient, trace_gradients
+from multigrad import calculus, grad, op_custom_gradient, trace_gradients
 from multigrad.saving import Unsaved, decode, encode
 
 X = tf.constant([1.0, 2.0])
@@ -706,3 +707,12 @@ def test_a_trace_in_forward_mode_has_no_steps():
         y = op(x)
     assert float(acc.jvp(y)) == 21.0
     assert (len(trace.calls), trace.steps) == (1, [])
+
+
+OWN = [f for _, f in inspect.getmembers(calculus, inspect.isfunction) if f.__module__ == calculus.__name__]
+
+
+@pytest.mark.parametrize("function", OWN, ids=[f.__name__ for f in OWN])
+def test_autograph_reads_the_calculus(function):
+    """Else it warns of each, where it is called in a `tf.function`."""
+    assert callable(tf.autograph.to_graph(function))
