@@ -66,7 +66,7 @@ def test_a_true_rule_has_the_gradient_of_central_differences(program):
 
 @given(PROGRAMS)
 def test_a_false_rule_is_the_plain_function_that_means_the_same(program):
-    """In value and in the first two derivatives, in their dtypes and shapes; in low precision, in the first."""
+    """In value and the first two derivatives, in dtypes and shapes; in low precision, in the first alone."""
     both = zip(gradients_of(program, with_ops), gradients_of(program, without_ops), strict=True)
     for got, wanted in both:
         agree(program, got, wanted)
