@@ -547,3 +547,41 @@ def test_the_gradient_is_that_of_grad():
 def test_a_function_that_loses_digits_on_the_way(x):
     """In double precision it is as rough as single precision, and steep for the step of that."""
     check_gradients(lambda x: ops.log(1.0 + ops.exp(x)), np.array([x]))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-9])
+def test_a_steep_function_close_to_zero(size):
+    """A step that is a share of 1 would leave its domain."""
+    logarithm = op(lambda x: ops.log(x) * 3.0, lambda x, u: u * 3.0 / x)
+    inverse = op(lambda x: 1.0 / x, lambda x, u: -u / (x * x))
+    for right in (logarithm, inverse):
+        passes(right, size * np.abs(X))
+    assert "is not that of the function" in fails(op(ops.log, lambda x, u: u * 1.001 / x), size * np.abs(X))
+
+
+def test_what_is_smaller_than_what_rounding_leaves():
+    """Of something small, the rounding errors are those of where it is moved to."""
+    passes(op(lambda x: x**2, lambda x, u: u * 2.0 * x), 1e-7 * X.astype("float32"), dtype="own")
+
+
+def test_an_overflow_next_to_the_argument():
+    """An infinite difference is close to nothing."""
+    exponential = op(lambda x: 0.01 * ops.exp(x), lambda x, u: u * 0.07 * ops.exp(x))
+    assert "the differences are infinite" in fails(exponential, np.array([709.7767]))
+
+
+@pytest.mark.parametrize("order", [0, -1])
+def test_no_order(order):
+    with pytest.raises(ValueError, match="'order'"):
+        check_gradients(cube(7.0), X, order=order)
+
+
+def test_a_conjugate_of_the_second_order():
+    """PyTorch has a view of the conjugate, which NumPy has not."""
+    passes(lambda z: ops.exp(ops.conj(z)), np.array([0.1 + 0.2j, 0.3 - 0.1j]), order=2)
+
+
+@pytest.mark.parametrize("limit", [10.0, 1e3])
+def test_a_clip_far_out(limit):
+    said = fails(op(lambda x: x * 2.0, lambda x, u: ops.clip(u, -limit, limit) * 2.0), X)
+    assert "is not linear" in said

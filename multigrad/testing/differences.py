@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from multigrad import backend
+from multigrad.binding import name_of
 from multigrad.errors import message
 from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, values, vjp
 from multigrad.testing.laws import check_compiled, check_linear, noted
@@ -87,9 +88,9 @@ def check_gradients(
         order: the highest order of derivatives; the lower ones are checked first.
         rtol, atol: a derivative `g` agrees with a difference `d` where `abs(g - d) <= atol + rtol * abs(d)`.
             They depend on the precision where they are not given: with `e = 5 * eps ** (2/3)`, `rtol` is the
-            larger of `1e-4` and `e`, and `atol` is `e` times the size of the output, which is the
-            rounding error of a difference. That is 2e-10 in float64, 1e-4 in float32, 0.05 in float16
-            and 0.2 in bfloat16.
+            larger of `1e-4` and `e`, and `atol` is `e` times the size of the output where it was moved to,
+            which is the rounding error of a difference. That is 2e-10 in float64, 1e-4 in float32, 0.05 in
+            float16 and 0.2 in bfloat16.
         variables: Keras Variables by which it is differentiated too; if not given, the trainable ones that
             it reads.
         dtype: the floating dtype to which the arguments are cast, complex ones to its complex counterpart. If
@@ -109,15 +110,28 @@ def check_gradients(
         AssertionError: where they disagree. It names the argument, the element and both values, and has a
             table of the worst.
         TypeError: where there is nothing to differentiate.
+        ValueError: for an order below 1.
         NotImplementedError: on the NumPy and OpenVINO backends.
 
     References:
         A central difference has an error of `O(h**2)` and one of rounding of `O(eps / h)`. Their sum is the
         least for a step `h` of about `eps ** (1/3)`, here times the larger of 1 and the element. A second one
         of twice the step takes the first error to `O(h**4)` (Richardson's extrapolation; Press et al.,
-        Numerical Recipes, section 5.7).
+        Numerical Recipes, section 5.7). Where the two are far apart, an element below 1 is moved by a share
+        of its own.
     """
     __tracebackhide__ = True
+    if order < 1:
+        raise ValueError(
+            message(
+                name_of(fn),
+                "there is no derivative of this order to check",
+                argument="'order'",
+                required="1, or a higher order of derivatives",
+                got=str(order),
+                mend="leave it out for the gradient",
+            )
+        )
     with backend.active.wide():
         with noted("check_gradients calls it with floats in float64, unless it is told another `dtype`."):
             flat = Flat(fn, args, variables, dtype)
@@ -179,16 +193,16 @@ def _check_differences(
     __tracebackhide__ = True
     outputs, pullback = vjp(function, flat.inputs)
     weights = list(directions(outputs, seed=0))
-    sizes = [_size(weight, values(output)) for weight, output in zip(weights, outputs, strict=True)]
     gradients = [_one_gradient(pullback, outputs, weights, place) for place in range(len(outputs))]
     count, largest, unlike = found.elements, found.largest, []
     for i, (name, tensor) in enumerate(zip(flat.input_names, flat.inputs, strict=True)):
         elements = _chosen(tuple(tensor.shape), max_elements)
-        differences = [_difference(function, flat.inputs, i, e, weights, rules.step) for e in elements]
+        differences = [_difference(function, flat.inputs, i, e, weights, rules) for e in elements]
         for k, output in enumerate(names):
             ruled = np.array([gradients[k][i][element] for element in elements])
-            measured = np.array([difference[k] for difference in differences])
-            bad = disagree(ruled, measured, rules.rtol, rules.atol(sizes[k]))
+            measured = np.array([values[k] for values, _ in differences])
+            sizes = np.array([sizes[k] for _, sizes in differences])
+            bad = disagree(ruled, measured, rules.rtol, rules.atol(sizes)) | ~np.isfinite(measured)
             pairs = zip(elements, ruled, measured, strict=True)
             unlike += [
                 Unlike((output, name), element, (got, wanted))
@@ -204,9 +218,11 @@ def _check_differences(
     return Checked(precision, count, largest)
 
 
-def _size(weight: np.ndarray, output: np.ndarray) -> float:
+def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = True) -> float:
+    """The larger of two outputs, weighted."""
     with np.errstate(all="ignore"):
-        return float(np.linalg.norm(weight * output))
+        sizes = np.abs(weight) * np.maximum(np.abs(up), np.abs(down))
+        return float(np.linalg.norm(np.where(where, sizes, 0.0)))
 
 
 def _one_gradient(
@@ -232,20 +248,50 @@ def _difference(
     i: int,
     element: tuple[int, ...],
     weights: Sequence[np.ndarray],
-    step: float,
-) -> list[Any]:
-    """How each weighted output changes with an element of an input, extrapolated to a step of zero."""
-    length = step * max(1.0, abs(values(inputs[i])[element]))
-    near = _central(function, inputs, i, element, weights, length)
-    if step > _FAR:
-        return near
-    far = _central(function, inputs, i, element, weights, 2.0 * length)
+    rules: Tolerance,
+) -> tuple[list[Any], list[float]]:
+    """How each weighted output changes with an element of an input, extrapolated to a step of zero.
+
+    And the largest size of each output on the way, of which the rounding errors are a share.
+    """
+    own = abs(values(inputs[i])[element])
+    differences, sizes, steady = _extrapolated(
+        function, inputs, i, element, weights, rules, rules.step * max(1.0, own)
+    )
+    if steady or not 0.0 < own < 1.0:
+        return differences, sizes
+    # The step may be too long for an element that is close to zero, as those of `log`.
+    return _extrapolated(function, inputs, i, element, weights, rules, rules.step * own)[:2]
+
+
+def _extrapolated(
+    function: _Function,
+    inputs: Sequence[Any],
+    i: int,
+    element: tuple[int, ...],
+    weights: Sequence[np.ndarray],
+    rules: Tolerance,
+    length: float,
+) -> tuple[list[Any], list[float], bool]:
+    """The difference by a step of this length, sizes, and whether one of twice the length is close to it."""
+    near, sizes, _ = _central(function, inputs, i, element, weights, length)
+    if rules.step > _FAR:
+        return near, sizes, True
+    far, larger, moved = _central(function, inputs, i, element, weights, 2.0 * length)
+    sizes = [max(pair) for pair in zip(sizes, larger, strict=True)]
+    steady = not any(
+        disagree(np.asarray(a), np.asarray(b), _STEADY, rules.rounding * size).any()
+        for a, b, size in zip(near, far, moved, strict=True)
+    )
     with np.errstate(invalid="ignore", over="ignore"):
-        return [(4.0 * a - b) / 3.0 for a, b in zip(near, far, strict=True)]
+        return [(4.0 * a - b) / 3.0 for a, b in zip(near, far, strict=True)], sizes, steady
 
 
 _FAR = 0.05
 """A relative step, in half precision, of which the double may be out of a function's domain."""
+
+_STEADY = 0.02
+"""How far differences of two steps may be apart for their extrapolation to be one of `rtol`."""
 
 
 def _central(
@@ -255,14 +301,20 @@ def _central(
     element: tuple[int, ...],
     weights: Sequence[np.ndarray],
     length: float,
-) -> list[Any]:
-    """The central difference of this length, by both parts of a complex element."""
-    parts = []
+) -> tuple[list[Any], list[float], list[float]]:
+    """The central difference of this length, by both parts of a complex element.
+
+    And the outputs' sizes: of all that may have rounding errors, and of what moved.
+    """
+    parts, sizes, moved_sizes = [], [], []
     for direction in (1.0, 1j) if np.iscomplexobj(values(inputs[i])) else (1.0,):
         (high, up), (low, down) = (
             _moved(function, inputs, i, element, sign * length * direction) for sign in (1.0, -1.0)
         )
         moved = abs(high - low)  # what rounding left of the step
+        ends = list(zip(weights, up, down, strict=True))
+        sizes.append([_size(w, a, b) for w, a, b in ends])
+        moved_sizes.append([_size(w, a, b, a != b) for w, a, b in ends])
         with np.errstate(invalid="ignore", over="ignore"):
             parts.append(
                 [
@@ -270,7 +322,8 @@ def _central(
                     for w, a, b in zip(weights, up, down, strict=True)
                 ]
             )
-    return [sum(own) for own in zip(*parts, strict=True)]
+    largest, largest_moved = ([max(own) for own in zip(*f, strict=True)] for f in (sizes, moved_sizes))
+    return [sum(own) for own in zip(*parts, strict=True)], largest, largest_moved
 
 
 def _moved(

@@ -20,8 +20,8 @@ class Tolerance:
         self.rtol = max(1e-4, self.rounding) if rtol is None else rtol
         self._atol = atol
 
-    def atol(self, size: float) -> float:
-        """The absolute tolerance for differences of an output of this size."""
+    def atol(self, size: Any) -> Any:
+        """The absolute tolerance for differences of an output of this size, or of these."""
         return self.rounding * size if self._atol is None else self._atol
 
 
@@ -34,26 +34,35 @@ def precision(inputs: Sequence[Any], *functions: Callable[..., Sequence[Any]]) -
 
 
 def _roughness(function: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> float:
-    """How far a function is from a straight line on so short a way that only rounding to float32 can bend it.
+    """How far a function is from a parabola on so short a way that only rounding to float32 can bend it.
 
-    It is relative to the size of an output: about 1e-13 where all is float64, and 1e-8 where something on
-    the way is float32.
+    It is relative to the size of an output: about 1e-12 where all is float64, and 1e-7 where something on
+    the way is float32. A parabola, as `log` close to zero bends on that way, too.
     """
     most = 0.0
     middle = [values(output) for output in function(*inputs)]
     for length in (1.0, 1.7, 2.6):
-        ends = []
-        for way in (length, -length):
-            moved = [
-                x + way * RESOLUTIONS["float32"] * np.maximum(1.0, np.abs(x)) * np.sign(np.real(direction))
-                for x, direction in zip(map(values, inputs), directions(inputs, seed=3), strict=True)
-            ]
-            ends.append([values(output) for output in function(*like(moved, inputs))])
-        for high, low, between in zip(*ends, middle, strict=True):
+        bends = [_bends(function, inputs, middle, times * length) for times in (1.0, 2.0)]
+        for once, twice, between in zip(*bends, middle, strict=True):
             with np.errstate(all="ignore"):
-                bend = np.abs(high + low - 2.0 * between)
+                rest = np.abs(twice - 4.0 * once)
             size = np.max(np.abs(between), where=np.isfinite(between), initial=0.0)
             most = max(
-                most, relative(np.max(bend, where=np.isfinite(bend), initial=0.0), size) if size else 0.0
+                most, relative(np.max(rest, where=np.isfinite(rest), initial=0.0), size) if size else 0.0
             )
     return most
+
+
+def _bends(
+    function: Callable[..., Sequence[Any]], inputs: Sequence[Any], middle: Sequence[np.ndarray], length: float
+) -> list[np.ndarray]:
+    """The second differences of the outputs along one way through the inputs."""
+    ends = []
+    for way in (length, -length):
+        moved = [
+            x + way * RESOLUTIONS["float32"] * np.maximum(1.0, np.abs(x)) * np.sign(np.real(direction))
+            for x, direction in zip(map(values, inputs), directions(inputs, seed=3), strict=True)
+        ]
+        ends.append([values(output) for output in function(*like(moved, inputs))])
+    with np.errstate(all="ignore"):
+        return [high + low - 2.0 * between for high, low, between in zip(*ends, middle, strict=True)]

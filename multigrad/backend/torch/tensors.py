@@ -88,7 +88,8 @@ def concrete(tensor: torch.Tensor) -> np.ndarray | None:
     if is_transforming() or torch.compiler.is_compiling():
         return None
     wide = torch.complex128 if tensor.dtype.is_complex else torch.float64  # NumPy has no bfloat16
-    return tensor.detach().to("cpu", wide if FLOATING[tensor.dtype] else None).numpy()
+    whole = tensor.detach().resolve_conj().resolve_neg()  # NumPy has no views of either kind
+    return whole.to("cpu", wide if FLOATING[tensor.dtype] else None).numpy()
 
 
 def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
@@ -98,7 +99,7 @@ def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> N
 
 def _value(tensor: torch.Tensor) -> np.ndarray:
     if not is_transforming():
-        return np.array(keras.ops.convert_to_numpy(tensor))
+        return np.array(keras.ops.convert_to_numpy(tensor.resolve_conj().resolve_neg()))
     # Under a transform an operation on what is wrapped gives what is wrapped again, and to list it is none.
     values = torch.func.debug_unwrap(tensor, recurse=True).tolist()
     return np.array(values, keras.backend.standardize_dtype(tensor.dtype))
