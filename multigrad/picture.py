@@ -133,7 +133,7 @@ def _link(down: Sequence[Values | None], up: Sequence[Values | None]) -> _Link:
     arrays = [array for values in gradients for array in values.values() if array is not None]
     return _Link(
         _text(down),
-        _text(up),
+        _text(up, upward=True),
         # What arrives at the call above is of the chain alone, without the gradients of parameters.
         (largest_of(gradients[-1]) or 0.0) if arrays else None,
         all([bool(np.isfinite(array).all()) for array in arrays]),
@@ -150,10 +150,11 @@ def _joined(ends: Sequence[Values | None]) -> bool:
     return any(a.shape == b.shape and a.tobytes() == b.tobytes() for a in one for b in other)  # NaN, too
 
 
-def _text(ends: Sequence[Values | None]) -> str:
+def _text(ends: Sequence[Values | None], upward: bool = False) -> str:
+    """The values at both ends, or at their first where it has those of the other; the upper one is above."""
     there = [end for end in ends if end is not None]
     texts = [_values_text(end) for end in (there[:1] if _joined(ends) else there)]
-    return "\n⋮\n".join(texts)
+    return "\n⋮\n".join(reversed(texts) if upward else texts)
 
 
 def _values_text(values: Values) -> str:

@@ -43,9 +43,9 @@ def _flag_lines(calls: Sequence[Call], steps: Sequence[Step]) -> Iterator[str]:
 
 
 def _add_rows(table: Table, call: Call, step: Step | None) -> None:
-    """A row for each tensor among inputs and outputs: in most calls, that is one."""
+    """A row for each tensor among inputs and outputs: in most calls, that is one. One where there is none."""
     title = call.title if call.within is None else f"{call.title}, in {call.within}"
-    rows = zip_longest(call.inputs, call.outputs)
+    rows = list(zip_longest(call.inputs, call.outputs)) or [(None, None)]
     for place, (path, output) in enumerate(rows):
         x = _cell(call.inputs, path, named=len(call.inputs) > 1)
         y = _cell(call.outputs, output, named=len(call.outputs) > 1)

@@ -569,3 +569,17 @@ def test_complex_gradients():
     (step,) = trace.to_dict()["steps"]
     assert complex(step["current"]["x"]) == 2j
     assert numpy(trace.steps[0].downstream["x"]).dtype.kind == "c"
+
+
+def test_a_gradient_stands_at_its_own_end_of_a_gap():
+    """That of the call below is what leaves it, and that of the call above what arrives there."""
+    seven = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 7.0))
+    three = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 3.0))
+    shown = texts(traced(grad(lambda x: three(seven(x) * 2.0)), 5.0).plot())
+    assert "5\n⋮\n10" in shown
+    assert "6\n⋮\n3" in shown
+
+
+def test_a_call_without_tensors_has_a_row():
+    trace = traced(square, 2.0)
+    assert str(trace).splitlines()[1].split() == ["1", "square", "no", "gradient"]
