@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import programs
 import pytest
-from hypothesis import assume, given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from keras import tree
 from meanings import (
@@ -49,7 +49,8 @@ def agree(program: Program, got, wanted) -> None:
     tolerance = TOLERANCES[program.precision]
     got, wanted = numbers(got), numbers(wanted)
     size = np.max(np.abs(wanted), initial=1.0)
-    assume(np.all(np.isfinite(wanted)))  # float16 may overflow
+    if not np.all(np.isfinite(wanted)):  # float16 may overflow
+        reject()
     np.testing.assert_allclose(got, wanted, rtol=0.0, atol=tolerance * size)
 
 
