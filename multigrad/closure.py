@@ -21,6 +21,7 @@ import enum
 import functools
 import gc
 import inspect
+import operator
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -94,29 +95,40 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
     """
     if type(obj) is types.FunctionType:
         code = obj.__code__
-        if (_CODES.get(id(code)) or _read_code(obj)).flat and not (obj.__defaults__ or obj.__kwdefaults__):
+        known = _CODES.get(id(code)) or _read_code(obj)
+        if known.flat and not obj.__defaults__:
             # Most rules close over tensors and atoms alone, and need no walk.
-            tensors: list[Any] = []
-            cells: list[Any] = []
             try:
-                for cell in obj.__closure__ or ():
-                    content = cell.cell_contents
-                    if tensor_types[type(content)]:
-                        tensors.append(content)
-                        cells.append(None)
-                    elif ATOMS[type(content)]:
-                        cells.append(cell)
-                    else:
-                        break
-                else:
-                    return tensors, _FlatFunction((code, obj.__globals__, cells)) if tensors else obj, False
+                contents = list(map(_CONTENT, obj.__closure__ or ()))
             except ValueError:  # a name that is not bound yet
-                pass
+                contents = [_Walk]
+            for content in contents:
+                if not tensor_types[type(content)]:
+                    break
+            else:
+                count = len(contents)
+                return contents, _FlatFunction((code, obj.__globals__, count, None)) if count else obj, False
+            if all([tensor_types[type(content)] or ATOMS[type(content)] for content in contents]):
+                return _lift_beside_atoms(obj, contents, tensor_types)
     shared = frozenset(map(id, _cells(owner, set())))
     state = frozenset(_assigned_cells(obj, set()))
     walk = _Walk(tensor_types, shared, state)
     template = walk.lift(obj)
     return walk.tensors, template, walk.opaque
+
+
+_CONTENT = operator.attrgetter("cell_contents")
+
+
+def _lift_beside_atoms(
+    function: types.FunctionType, contents: Sequence[Any], tensor_types: TypeSet
+) -> tuple[list[Any], Any, bool]:
+    tensors = [content for content in contents if tensor_types[type(content)]]
+    if not tensors:
+        return tensors, function, False
+    pairs = zip(function.__closure__ or (), contents, strict=True)
+    cells = [None if tensor_types[type(content)] else cell for cell, content in pairs]
+    return tensors, _FlatFunction((function.__code__, function.__globals__, len(tensors), cells)), False
 
 
 def _cells(function: Any, seen: set[int]) -> Iterator[types.CellType]:
@@ -156,7 +168,7 @@ class _Code(NamedTuple):
     code: types.CodeType  # kept alive, so that its id stays its own
     assigned: frozenset[int]  # the free variables that it, or a function within it, assigns, by place
     opaque: bool  # whether it reads a global in which there may be tensors
-    flat: bool  # whether neither is so, and it is no wrapper: its cells are all there is to look at
+    flat: bool  # whether neither is so: its cells are all there is to look at, and defaults by position
 
 
 _CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
@@ -169,7 +181,8 @@ def _read_code(function: types.FunctionType) -> _Code:
     scope = function.__globals__
     read = [scope[name] for name in names_in(code) & scope.keys()]
     opaque = any(may_hold(value) for value in read if not isinstance(value, types.FunctionType))
-    flat = not (assigned or opaque or code.co_flags & inspect.CO_VARARGS)
+    wrapper = code.co_flags & inspect.CO_VARARGS  # of which attributes may tell more
+    flat = not (assigned or opaque or wrapper or code.co_kwonlyargcount)
     if len(_CODES) >= _KEPT:
         _CODES.clear()
     found = _CODES[id(code)] = _Code(code, assigned, opaque, flat)
@@ -258,9 +271,9 @@ class _Function:
         self.extras = extras  # names, defaults, keyword defaults and attributes, where there are any
 
 
-class _FlatFunction(tuple[types.CodeType, dict[str, Any], list[Any]]):
-    """A function whose cells hold tensors and atoms alone: its code, globals, and cells, None for those in
-    which the tensors stood."""
+class _FlatFunction(tuple[types.CodeType, dict[str, Any], int, list[types.CellType | None] | None]):
+    """A function whose cells hold tensors and atoms alone: its code, globals, number of tensors, and cells,
+    None for those in which the tensors stood, and None for all where that is so in each."""
 
     __slots__ = ()
 
@@ -384,14 +397,12 @@ def _method(parts: list[Any]) -> Any:
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
     """Build the object that `template` describes around `tensors`."""
     if type(template) is _FlatFunction:
-        code, scope, old = template
-        count, cells = 0, []
-        for cell in old:
-            if cell is None:
-                cell = types.CellType(tensors[count])
-                count += 1
-            cells.append(cell)
-        return types.FunctionType(code, scope, None, None, tuple(cells))
+        code, scope, count, old = template
+        cells = tuple(map(types.CellType, tensors[:count]))
+        if old is not None:
+            new = iter(cells)
+            cells = tuple([next(new) if cell is None else cell for cell in old])
+        return types.FunctionType(code, scope, None, None, cells)
     return _build(template, tensors, {})
 
 

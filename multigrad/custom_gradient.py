@@ -152,21 +152,21 @@ def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[.
     signature = signature_of(f)
     full = signature.full
     usual = None if full is None else Pullback(title, full, FLAT_LAYOUTS[full.count])
+    count = -1 if full is None else full.count
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        # Usually every parameter gets a tensor, by position.
-        back: Pullback | None = usual
-        tensors: Sequence[Any] = args
-        for value in args:
-            if not _TENSORS[type(value)]:
-                back = None
-                break
-        if back is None or kwargs or len(args) != back.binding.count:
-            try:
-                tensors, back = _prepare(title, signature, args, kwargs)
-            except Symbolic:
-                return symbolic.apply(_define(f, title, forward_mode), title, args, kwargs)
-        return _framework.apply(new_call(f, back, forward_mode), tensors)
+        if usual is not None and len(args) == count and not kwargs:
+            for value in args:
+                if not _TENSORS[type(value)]:
+                    break
+            else:
+                # Usually every parameter gets a tensor, by position.
+                return apply(Call(f, usual, forward_mode), args)
+        try:
+            tensors, back = _prepare(title, signature, args, kwargs)
+        except Symbolic:
+            return symbolic.apply(_define(f, title, forward_mode), title, args, kwargs)
+        return apply(Call(f, back, forward_mode), tensors)
 
     return functools.update_wrapper(_framework.library_code(op), f)
 
@@ -199,17 +199,17 @@ class Call:
         forward_mode: whether the rule is to serve forward mode, too.
     """
 
-    __slots__ = ("_back", "f", "forward_mode")
+    __slots__ = ("back", "f", "forward_mode")
 
     def __init__(self, f: Callable[..., Any], back: "Pullback", forward_mode: bool) -> None:
         self.f = f
         self.forward_mode = forward_mode
-        self._back = back
+        self.back = back
 
     @property
     def name(self) -> str:
         """How messages call the op."""
-        return self._back.name
+        return self.back.name
 
     def run(
         self,
@@ -228,23 +228,20 @@ class Call:
             again: the scope of a second run.
             place: where the function runs, if that matters to how variables are read.
         """
-        back, function = self._back, f or self.f
-        arguments = back.arguments
-        values = tensors if arguments.flat else arguments.join(tensors)
-        scope = again or Reads()
+        back, function, scope = self.back, f or self.f, again or Reads()
         if place is not None:
             scope.place = place
         with scope:
-            returned = back.binding.call(function, values) if back.binding.keywords else function(*values)
+            returned = function(*tensors) if back.flat else back.call(function, tensors)
         if place is not None:
             place.leave(scope)
         around = scope.original_scope if again is None else again.at_call
-        plain = around is None and not scope.variables and not scope.assigned
+        plain = around is None and not (scope.variables or scope.assigned)
         if plain and type(returned) is tuple and len(returned) == 2:
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
                 return (output,), rule, tensors, back
-        return self._accept(returned, tensors, values, scope, around)
+        return self._accept(returned, tensors, scope, around)
 
     def run_foreseen(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None) -> "Ran":
         """Run a function that reads no trainable variables: as `run` does."""
@@ -266,12 +263,11 @@ class Call:
         self,
         returned: Any,
         tensors: Sequence[Any],
-        arguments: Sequence[Any],
         scope: Reads | Pinned,
         around: keras.StatelessScope | None,
     ) -> "Ran":
         """What `run` returns, for anything that a function may return and read."""
-        name, binding = self._back.name, self._back.binding
+        name, binding = self.back.name, self.back.binding
         if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
             raise self._no_pair(returned)
         output, given = returned
@@ -282,24 +278,26 @@ class Call:
         form, may_take = form_of(name, given, binding, len(outputs))
         variables, rule, handed = scope.read(), given, False
         if form == HYBRID:
+            arguments = self.back.arguments.join(tensors)
             rule = functools.partial(rule, *arguments[: own_arguments(name, given, binding)])
         if variables or may_take:
             handed = takes_variables(name, given, variables.names())
         if handed or around is not None:
             rule = under_values_of(rule, variables, scope.latest(), around, handed)
         inputs = (*tensors, *scope.values) if variables else tensors
-        back = Pullback(name, binding, self._back.arguments)
+        back = Pullback(name, binding, self.back.arguments)
         back.output, back.form = layout, form
         back.variables, back.handed, back.around = variables, handed, around
+        back.plain = False
         return outputs, rule, inputs, back
 
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
-        return self._back.arguments.has_objects()
+        return self.back.arguments.has_objects()
 
     def may_read(self) -> bool:
         """Whether the function may read a variable, as far as can be said before it runs."""
-        return may_reach(self.f) or any(map(may_reach, self._back.arguments.static_leaves()))
+        return may_reach(self.f) or any(map(may_reach, self.back.arguments.static_leaves()))
 
     def _unforeseen(self, variables: Variables) -> TypeError:
         return TypeError(
@@ -334,6 +332,8 @@ class Pullback(HoldsNoTensor):
     """
 
     # What a run finds out, as it is for most of them.
+    plain = True
+    """Whether it is as it is for most of them: one tensor, and a rule of one parameter."""
     output: Layout = ONE
     """The layout of the output."""
     form = WHOLE
@@ -347,6 +347,12 @@ class Pullback(HoldsNoTensor):
 
     def __init__(self, name: str, binding: Binding, arguments: Layout) -> None:
         self.name, self.binding, self.arguments = name, binding, arguments
+        self.flat = arguments.flat and not binding.keywords
+        """Whether the function is called with the tensors as they are."""
+
+    def call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+        """What the function returns for the arguments around these tensors."""
+        return self.binding.call(function, self.arguments.join(tensors))
 
     @property
     def untraced(self) -> "Pullback":
@@ -368,13 +374,16 @@ class Pullback(HoldsNoTensor):
             needed: for each input, whether its gradient is of use to anybody.
             specs: for each input, what it requires of its gradient.
         """
-        if self.form == FLAT:
-            answer = rule(*upstream)
+        if self.plain:
+            answer = rule(upstream[0])
         else:
-            whole = upstream[0] if self.output is ONE else self.output.join_tensors_only(upstream)
-            answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
-        if self.handed:
-            return self._read_both(answer, needed, specs)
+            if self.form == FLAT:
+                answer = rule(*upstream)
+            else:
+                whole = self.output.join_tensors_only(upstream)
+                answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
+            if self.handed:
+                return self._read_both(answer, needed, specs)
         return read(self.name, answer, self.arguments, self.binding, specs, needed)
 
     def _read_both(
@@ -401,6 +410,6 @@ class Pullback(HoldsNoTensor):
 Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
 """What a run gives: outputs, rule, inputs, and how the rule is called."""
 
-new_call: Callable[[Callable[..., Any], Pullback, bool], Call] = Call
-"""What an op makes of a call. While a trace is open it is another one (`trace.py`), so that nothing has to be
-asked while none is."""
+apply: Callable[[Call, Sequence[Any]], Any] = _framework.apply
+"""What an op does with a call. While a trace is open it is another function (`trace.py`), so that nothing has
+to be asked while none is."""

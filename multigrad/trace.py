@@ -1,6 +1,6 @@
 """`trace_gradients`: a context in which ops tell what flows through them.
 
-While one is open, an op makes another kind of `Call`, whose run and whose pullback are observed; the
+While one is open, an op's `Call` is one of another kind, whose run and whose pullback are observed; the
 function, the rule and what the backend makes of them stay as they are. While none is open, nothing is asked.
 """
 
@@ -189,23 +189,20 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
 
 @contextlib.contextmanager
 def _observing() -> Iterator[None]:
-    """Ops make calls that are observed, where they are in the context of a trace."""
-    usual = custom_gradient.new_call
-    custom_gradient.new_call = _new_call
+    """Calls are observed, where they are in the context of a trace."""
+    usual = custom_gradient.apply
+
+    def apply(call: custom_gradient.Call, tensors: Sequence[Any]) -> Any:
+        return usual(_Call(call) if _OPEN.get() else call, tensors)
+
+    custom_gradient.apply = apply
     try:
         yield
     finally:
-        custom_gradient.new_call = usual
+        custom_gradient.apply = usual
 
 
 _OBSERVING = Shared(_observing)
-
-
-def _new_call(
-    f: Callable[..., Any], back: custom_gradient.Pullback, forward_mode: bool
-) -> custom_gradient.Call:
-    kind = _Call if _OPEN.get() else custom_gradient.Call
-    return kind(f, back, forward_mode)
 
 
 class _Call(custom_gradient.Call):
@@ -213,6 +210,9 @@ class _Call(custom_gradient.Call):
 
     __slots__ = ("_record",)
     _record: "_Record"
+
+    def __init__(self, call: custom_gradient.Call) -> None:
+        super().__init__(call.f, call.back, call.forward_mode)
 
     def run(
         self,

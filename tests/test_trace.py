@@ -13,7 +13,7 @@ import pytest
 from keras import ops
 from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
 
-from multigrad import custom_gradient, grad, op_custom_gradient, trace_gradients
+from multigrad import backend, custom_gradient, grad, op_custom_gradient, trace_gradients
 from multigrad.flow import summary_of
 from multigrad.shared import Shared
 from multigrad.trace import Trace
@@ -205,11 +205,11 @@ def test_what_is_changed_later_was_recorded_before():
 
 @pytest.mark.forward
 def test_outside_nothing_is_asked():
-    assert custom_gradient.new_call is custom_gradient.Call
+    assert custom_gradient.apply is backend.active.apply
     with trace_gradients() as trace:
-        assert custom_gradient.new_call is not custom_gradient.Call
+        assert custom_gradient.apply is not backend.active.apply
         square(array(2.0))
-    assert custom_gradient.new_call is custom_gradient.Call
+    assert custom_gradient.apply is backend.active.apply
     square(array(3.0))
     assert len(trace.calls) == 1
 
@@ -269,7 +269,7 @@ def test_an_exception_passes_and_what_was_recorded_remains():
         grad(both)(2.0)
     assert not trace.open
     assert (len(trace.calls), flow(trace)) == (3, [("square", 1, 1.0, 4.0)])
-    assert custom_gradient.new_call is custom_gradient.Call
+    assert custom_gradient.apply is backend.active.apply
     assert flow(traced(grad(seven), 1.0)) == [("seven", 1, 1.0, 7.0)]
 
 
@@ -340,7 +340,7 @@ def test_a_trace_inside_a_compiled_function():
         inside = torch.compile(inside, backend="eager")
     with pytest.raises(RuntimeError, match="open the trace around the call"):
         compiled(inside)(array(2.0))
-    assert custom_gradient.new_call is custom_gradient.Call
+    assert custom_gradient.apply is backend.active.apply
 
 
 def test_symbolic_calls_are_not_recorded_and_those_of_the_model_are():

@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from multigrad.backend import Call
 from multigrad.backend.torch.gradients import jacobian, unrecorded, value_and_grad, vjp
@@ -77,13 +79,13 @@ __all__ = [
 
 
 def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return apply_compiled(call, tensors)
     if is_functorch_active() or forward_ad._current_level >= 0:
         return apply_transforming(call, tensors)
-    if torch.compiler.is_exporting() or is_tracing():
+    if is_exporting() or is_tracing():
         return apply_exporting(call, tensors)
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
                 try:
@@ -97,7 +99,7 @@ def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    recorded = torch.is_grad_enabled()
+    recorded = is_grad_enabled()
     with torch.no_grad():
         ran = call.run(tensors)
     outputs, _, inputs, back = ran

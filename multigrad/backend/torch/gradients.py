@@ -188,6 +188,6 @@ def _beside_inputs(node: Any) -> list[Any]:
     """
     if not hasattr(node, "multigrad"):
         return []
-    *_, call, _, _, _, beside = node.multigrad
+    *_, call, _, _, beside = node.multigrad
     closed_over = [] if call is None else lift(call.f, TENSORS, call.f)[0]
     return [*beside, *[node_of(tensor) for tensor in closed_over if tensor.requires_grad]]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import is_grad_enabled
 
 from multigrad.backend import Call, Pullback, Ran
 from multigrad.backend.torch.state import (
@@ -44,10 +45,7 @@ class _Node(torch.autograd.Function):
             if inputs is not tensors:
                 raise MoreInputs(HasRun(call, ran), *inputs)
         residuals, template, opaque = lift(rule, TENSORS, call.f)
-        own, integers = own_outputs(tensors, outputs)
-        tied, beside, computed = _tie(tensors, outputs, own, residuals)
-        if integers:
-            mark_integers(ctx, own)
+        own, tied, beside, computed = _tie(tensors, outputs, residuals)
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if computed or opaque:
@@ -56,36 +54,24 @@ class _Node(torch.autograd.Function):
             ctx.save_for_backward(*residuals)
             call = None
         autocast = autocast_here() if is_autocast_anywhere() else None
-        count = len(residuals)
-        ctx.multigrad = (
-            back,
-            template,
-            specs_of(tensors),
-            integers,
-            autocast,
-            call,
-            count,
-            tied,
-            opaque,
-            beside,
-        )
+        specs = specs_of(tensors)
+        ctx.multigrad = back, template, specs, autocast, call, tied, opaque, beside
         # Usually there is one output. For others their layout goes before them.
         return own[0] if back.output.one else (back.output, *own)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        back, template, specs, integers, autocast, call, count, tied, opaque, _ = ctx.multigrad
+        back, template, specs, autocast, call, tied, opaque, _ = ctx.multigrad
         if (autocast or is_autocast_anywhere()) and autocast != autocast_here():
             with autocasting(autocast):
                 return _Node.backward(ctx, *upstream)
-        if not back.output.one:
-            upstream = upstream[1:]
         saved = ctx.saved_tensors
-        if integers:
-            upstream = of_floating(upstream)
+        if not back.output.one:
+            upstream = of_floating(upstream[1:])
         needed = ctx.needs_input_grad[1:]
-        if call is None or not torch.is_grad_enabled():
+        if call is None or not is_grad_enabled():
             return None, *back.pull(restore(template, saved), upstream, needed, specs)
+        count = len(saved) - len(specs)
         again, residuals = run_again(call, back, saved[:count], saved[count:], tied)
         _require_alike(call, saved[:count], residuals)
         if not opaque:
@@ -98,8 +84,11 @@ class _Node(torch.autograd.Function):
         return None, *gradients
 
 
-# Function.apply, without what it does for a `setup_context`, and for transforms, before it comes to this.
+# `Function.apply`, and what calls `backward`, without what they do for a `setup_context`, for transforms and
+# for other kinds of Function before they come to this, which takes as long as an operation on a small tensor.
+# `_backward_cls`, the class of the node, is private: PyTorch (2.13) has no public way past it.
 attach = super(torch.autograd.Function, _Node).apply
+_Node._backward_cls.apply = _Node.backward
 
 
 def join_of(output: Any) -> Any:
@@ -110,39 +99,25 @@ def join_of(output: Any) -> Any:
     return layout.join(tensors)
 
 
-def own_outputs(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], bool]:
-    """The node's own tensors for the outputs, and whether there is one without a gradient.
+def _tie(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
+    """The node's own tensors for the outputs, which come in the place of those among the residuals.
 
     The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
     for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
     public name for it.)
+
+    Returns, behind them, the slots of residuals that are outputs, the nodes of those that were closed over
+    with their history, and whether one was computed on the way from inputs to outputs.
     """
     own: list[torch.Tensor] = []
-    integers = False
     for output in outputs:
-        view = output._is_view()
+        alias = output._is_view()
         for tensor in inputs:
             if output is tensor:
-                view = True
-        own.append(output.view_as(output) if view else output.detach())
-        if not FLOATING[output.dtype]:
-            integers = True
-    return own, integers
-
-
-def _tie(
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    own: Sequence[torch.Tensor],
-    residuals: list[torch.Tensor],
-) -> tuple[Sequence[int], Sequence[Any], bool]:
-    """Put the node's own outputs for those that stand among the residuals.
-
-    Returns the slots of these, the nodes of residuals that were closed over with their history, and whether
-    a residual was computed on the way from inputs to outputs.
-    """
+                alias = True
+        own.append(output.view_as(output) if alias else output.detach())
     tied: tuple[int, ...] = ()
     beside: tuple[Any, ...] = ()
     computed = False
@@ -161,7 +136,7 @@ def _tie(
                     break
             else:
                 computed = computed or FLOATING[residual.dtype]
-    return tied, beside, computed
+    return own, tied, beside, computed
 
 
 def _is_view_within(tensor: torch.Tensor) -> bool:
