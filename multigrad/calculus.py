@@ -214,7 +214,7 @@ def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux:
 
     def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
         output, rest = call(*tensors)
-        structure = Structure(output)
+        structure = Structure(output)  # in a line of its own: AutoGraph (TensorFlow 2.21) cannot read `:=`
         outputs[:] = [structure]
         return structure.own, (structure.others, rest)
 
@@ -263,9 +263,7 @@ def jacobian(
 
         def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
             output, rest = call(*tensors)
-            structure = Structure(
-                output
-            )  # not in one expression, which AutoGraph (TensorFlow 2.21) cannot read
+            structure = Structure(output)
             outputs[:] = [structure]
             require_real(by.name, structure.own)
             return structure.own, rest

@@ -97,7 +97,8 @@ def check_gradients(
             not given, it is float64, which JAX has for as long as the check runs; or "own", their own, where
             the function is differentiated by variables, which always keep theirs. What loses digits on the
             way is judged by those that are left: a layer of float32 does, and so do some of Keras's ops on
-            JAX and PyTorch (3.15), where Keras prefers float32, such as `ops.sin` on JAX.
+            JAX and PyTorch (3.15), where Keras prefers float32, such as `ops.sin` on JAX. For a function that
+            goes through half precision on its way, name it here.
         compiled: whether the function is compiled, too. It takes the longest on PyTorch, about a second.
         max_elements: how many elements of an input are moved; of a larger one so many, which a generator
             with a fixed seed chooses.
