@@ -145,3 +145,13 @@ def demo(session: nox.Session) -> None:
     install(session, "--editable", ".[demo]", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
     session.run("python", "-m", "multigrad", "demo", *session.posargs)
+
+
+@nox.session(default=False)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def bench(session: nox.Session, backend: str) -> None:
+    """What a custom gradient costs on one backend, against one written by hand; `-- --help` says more."""
+    install(session, *GROUPS(PYPROJECT, "bench"), "--editable", ".", *REQUIREMENTS[backend])
+    # One thread: what is compared is the overhead, which others' work would hide.
+    environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "benchmarks", *session.posargs, env=environment)

@@ -13,6 +13,8 @@ _OTHERS = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]
 collect_ignore = [
     path.format(name) for name in _OTHERS for path in ("backends/test_{}.py", "transforms/on_{}")
 ]
+if not DIFFERENTIATES:
+    collect_ignore.append("test_benchmarks.py")  # which imports what binds a derivative by hand
 
 # Of properties on random examples: so many of each, and the same ones in each run of CI.
 hypothesis.settings.register_profile(

@@ -1,0 +1,299 @@
+"""The functions that are measured, each in the four ways.
+
+By hand, that is a pair of functions, forward and backward, which `native/` binds. `multigrad` and `keras` are
+functions with a rule, written as each of them wants it, with the same ops in the same order.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+import multigrad
+
+from .native import active
+
+
+@dataclass
+class Case:
+    """One function in the ways in which it can be written, and its arguments."""
+
+    name: str
+    args: Sequence[Any]
+    ways: dict[str, Callable[..., Any]]
+
+
+def _random(*shape: int) -> Any:
+    return active.tensor(np.random.default_rng(0).normal(size=shape).astype("float32"))
+
+
+def _hybrid(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule as `keras.ops.custom_gradient` wants it on every backend."""
+
+    def grad(*args: Any, upstream: Any = None) -> Any:
+        if upstream is None:
+            (upstream,) = args
+        return rule(upstream)
+
+    return grad
+
+
+# ----------------------------------------------------------------------------------------- one addition
+
+
+def _add(x: Any) -> Any:
+    return x + 1.0, lambda upstream: upstream
+
+
+def _add_keras(x: Any) -> Any:
+    return x + 1.0, _hybrid(lambda upstream: upstream)
+
+
+def addition() -> Case:
+    """An op of one addition: all the rest is overhead."""
+    native = active.bind(lambda x: (x + 1.0, ()), lambda residuals, upstream: upstream)
+    return Case(
+        "one addition",
+        [_random(3)],
+        {
+            "native": native,
+            "multigrad": multigrad.op_custom_gradient(_add),
+            "keras": ops.custom_gradient(_add_keras),
+            "plain": lambda x: x + 1.0,
+        },
+    )
+
+
+# --------------------------------------------------------------------------------------------- log1pexp
+
+
+def _log1pexp(x: Any) -> Any:
+    e = ops.exp(x)
+
+    def rule(upstream: Any) -> Any:
+        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1.0, e))
+
+    return ops.log(1.0 + e), rule
+
+
+def _log1pexp_keras(x: Any) -> Any:
+    e = ops.exp(x)
+
+    def rule(*args: Any, upstream: Any = None) -> Any:
+        if upstream is None:
+            (upstream,) = args
+        return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1.0, e))
+
+    return ops.log(1.0 + e), rule
+
+
+def _log1pexp_forward(x: Any) -> Any:
+    e = ops.exp(x)
+    return ops.log(1.0 + e), (e,)
+
+
+def _log1pexp_backward(residuals: Any, upstream: Any) -> Any:
+    (e,) = residuals
+    return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1.0, e))
+
+
+def _log1pexp_plain(x: Any) -> Any:
+    return ops.log(1.0 + ops.exp(x))
+
+
+def log1pexp() -> Case:
+    """The example of the documentation, on three numbers."""
+    return Case(
+        "log1pexp",
+        [_random(3)],
+        {
+            "native": active.bind(_log1pexp_forward, _log1pexp_backward),
+            "multigrad": multigrad.op_custom_gradient(_log1pexp),
+            "keras": ops.custom_gradient(_log1pexp_keras),
+            "plain": _log1pexp_plain,
+        },
+    )
+
+
+def anew() -> Case:
+    """The same, where a layer's `call` defines the op in each call."""
+    module_level = active.bind(_log1pexp_forward, _log1pexp_backward)
+
+    def native(x: Any) -> Any:
+        return (active.bind(_log1pexp_forward, _log1pexp_backward) if active.ANEW else module_level)(x)
+
+    def ours(x: Any) -> Any:
+        return multigrad.op_custom_gradient(_log1pexp)(x)
+
+    def keras(x: Any) -> Any:
+        return ops.custom_gradient(_log1pexp_keras)(x)
+
+    ways = {"native": native, "multigrad": ours, "keras": keras, "plain": _log1pexp_plain}
+    return Case("defined in each call", [_random(3)], ways)
+
+
+def chain(length: int) -> Case:
+    """The same, one behind another."""
+    links = log1pexp().ways
+
+    def chained(link: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def whole(x: Any) -> Any:
+            for _ in range(length):
+                x = link(x)
+            return x
+
+        return whole
+
+    return Case(f"chain of {length}", [_random(3)], {way: chained(link) for way, link in links.items()})
+
+
+# ----------------------------------------------------------------------------------------------- matmul
+
+
+def _matmul(x: Any, w: Any) -> Any:
+    def rule(upstream: Any) -> Any:
+        return ops.matmul(upstream, ops.transpose(w)), ops.matmul(ops.transpose(x), upstream)
+
+    return ops.matmul(x, w), rule
+
+
+def _matmul_keras(x: Any, w: Any) -> Any:
+    def rule(*args: Any, upstream: Any = None) -> Any:
+        if upstream is None:
+            (upstream,) = args
+        return ops.matmul(upstream, ops.transpose(w)), ops.matmul(ops.transpose(x), upstream)
+
+    return ops.matmul(x, w), rule
+
+
+def _matmul_backward(residuals: Any, upstream: Any) -> Any:
+    x, w = residuals
+    return ops.matmul(upstream, ops.transpose(w)), ops.matmul(ops.transpose(x), upstream)
+
+
+def matmul() -> Case:
+    """Two inputs, 64x64."""
+    return Case(
+        "matmul 64x64",
+        [_random(64, 64), _random(64, 64)],
+        {
+            "native": active.bind(lambda x, w: (ops.matmul(x, w), (x, w)), _matmul_backward),
+            "multigrad": multigrad.op_custom_gradient(_matmul),
+            "keras": ops.custom_gradient(_matmul_keras),
+            "plain": ops.matmul,
+        },
+    )
+
+
+def _matmul_lazy(x: Any, w: Any) -> Any:
+    def rule(upstream: Any) -> Any:
+        return lambda: ops.matmul(upstream, ops.transpose(w)), lambda: ops.matmul(ops.transpose(x), upstream)
+
+    return ops.matmul(x, w), rule
+
+
+def frozen() -> Case:
+    """Two inputs, one a frozen weight. With entries that are functions, its gradient is not computed."""
+    x, w = _random(512, 512), active.constant(np.ones((512, 512), "float32"))
+    by_hand = active.bind(lambda x, w: (ops.matmul(x, w), (x, w)), _matmul_backward)
+    lazy = multigrad.op_custom_gradient(_matmul_lazy)
+    return Case(
+        "matmul 512x512, frozen weight",
+        [x],
+        {
+            "native": lambda x: by_hand(x, w),
+            "multigrad": lambda x: lazy(x, w),
+            "plain": lambda x: ops.matmul(x, w),
+        },
+    )
+
+
+# -------------------------------------------------------------------- two outputs, and a nested structure
+
+
+def _sums(tensors: Sequence[Any]) -> tuple[Any, Any]:
+    total = squares = 0.0
+    for tensor in tensors:
+        total = total + tensor
+        squares = squares + tensor * tensor
+    return total, squares
+
+
+def _nested(x: Any) -> Any:
+    def rule(upstream: Any) -> Any:
+        total, squares = upstream
+        return {key: total + 2.0 * squares * tensor for key, tensor in x.items()}
+
+    return _sums(list(x.values())), rule
+
+
+def nested(leaves: int = 20) -> Case:
+    """A dict of tensors in, two tensors out. By hand that is a function of so many tensors."""
+    x = {f"w{i}": _random(3) for i in range(leaves)}
+
+    def backward(residuals: Any, total: Any, squares: Any) -> Any:
+        return tuple([total + 2.0 * squares * tensor for tensor in residuals])
+
+    flat = active.bind(lambda *tensors: (_sums(tensors), tensors), backward)
+    return Case(
+        f"{leaves} tensors, 2 outputs",
+        [x],
+        {
+            "native": lambda x: flat(*x.values()),
+            "multigrad": multigrad.op_custom_gradient(_nested),
+            "plain": lambda x: _sums(list(x.values())),
+        },
+    )
+
+
+# ------------------------------------------------------------------------------------------- layer norm
+
+
+def _normalized(x: Any) -> tuple[Any, Any]:
+    centred = x - ops.mean(x, axis=-1, keepdims=True)
+    scale = ops.rsqrt(ops.mean(centred * centred, axis=-1, keepdims=True) + 1e-5)
+    return centred * scale, scale
+
+
+def _normalized_backward(y: Any, scale: Any, upstream: Any) -> Any:
+    along = ops.mean(upstream * y, axis=-1, keepdims=True)
+    return scale * (upstream - ops.mean(upstream, axis=-1, keepdims=True) - y * along)
+
+
+def _layer_norm(x: Any) -> Any:
+    y, scale = _normalized(x)
+    return y, lambda upstream: _normalized_backward(y, scale, upstream)
+
+
+def _layer_norm_keras(x: Any) -> Any:
+    y, scale = _normalized(x)
+    return y, _hybrid(lambda upstream: _normalized_backward(y, scale, upstream))
+
+
+def _layer_norm_forward(x: Any) -> Any:
+    y, scale = _normalized(x)
+    return y, (y, scale)
+
+
+def layer_norm(rows: int = 256, columns: int = 1024) -> Case:
+    """Ba et al. 2016, without gain and offset."""
+    return Case(
+        f"layer norm {rows}x{columns}",
+        [_random(rows, columns)],
+        {
+            "native": active.bind(
+                _layer_norm_forward, lambda r, upstream: _normalized_backward(*r, upstream)
+            ),
+            "multigrad": multigrad.op_custom_gradient(_layer_norm),
+            "keras": ops.custom_gradient(_layer_norm_keras),
+            "plain": lambda x: _normalized(x)[0],
+        },
+    )
+
+
+def every() -> list[Case]:
+    """All of them."""
+    chains = [chain(10), chain(100), chain(1000)]
+    return [addition(), log1pexp(), matmul(), frozen(), nested(), layer_norm(), anew(), *chains]
