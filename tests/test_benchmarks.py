@@ -1,11 +1,12 @@
 """What the benchmarks compare are different ways to the same numbers."""
 
 import pytest
+from keras import tree
+from support import close
+
 from benchmarks import cases
 from benchmarks.measure import in_turns
 from benchmarks.native import active
-from keras import tree
-from support import close
 
 
 @pytest.mark.parametrize("case", cases.every(), ids=lambda case: case.name)
