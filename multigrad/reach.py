@@ -88,8 +88,11 @@ class _Search:
 
     def reaches_by_capture(self, function: types.FunctionType) -> bool:
         """Whether it is through what a function closes over, and its defaults."""
+        parts = [part for part in captured_by(function) if part is not None]
+        if not parts:
+            return False
         attributes = names_in(function.__code__)
-        return any(self.reaches(part, attributes) for part in captured_by(function))
+        return any([self.reaches(part, attributes) for part in parts])
 
     def reaches_by_name(self, function: types.FunctionType) -> bool:
         """Whether it is through the globals that a function uses."""

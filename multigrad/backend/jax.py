@@ -14,6 +14,7 @@ The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns ou
 """
 
 import contextlib
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -324,9 +325,19 @@ def _op(
     def bwd(residuals: _Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
         return _conjugate(residuals(_upstream(cotangents))), None
 
-    op = jax.custom_vjp(primal)
-    op.defvjp(fwd, bwd, symbolic_zeros=True)
+    op = jax.custom_vjp(_signed(primal, _PRIMAL))
+    op.defvjp(_signed(fwd, _PRIMAL), _signed(bwd, _PULL), symbolic_zeros=True)
     return lambda inputs, rest: op(_varying_alike(inputs), rest)
+
+
+_PRIMAL = inspect.signature(lambda inputs, rest: None)
+_PULL = inspect.signature(lambda residuals, cotangents: None)
+
+
+def _signed(function: F, signature: inspect.Signature) -> F:
+    """The function with its signature, which JAX asks for four times in a call and Python finds out anew."""
+    function.__signature__ = signature  # type: ignore[attr-defined] # any function has room for it
+    return function
 
 
 def _mapped_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
