@@ -1,7 +1,7 @@
 """Custom gradients for Keras 3: one definition, the same on TensorFlow, JAX and PyTorch.
 
 The names below are imported when they are first used, so that `python -m multigrad doctor` can look at a
-machine without importing a framework.
+machine without importing a framework. Beside them there are those of Keras for R, such as `op_exp`.
 """
 
 import importlib
@@ -37,14 +37,25 @@ _ROOMS = {
     "vjp": "calculus",
 }
 
+_SUBMODULES = ("ops",)
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"module 'multigrad' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"multigrad.{_ROOMS[name]}"), name)
+    if name in _ROOMS:
+        value = getattr(importlib.import_module(f"multigrad.{_ROOMS[name]}"), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f"multigrad.{name}")
+    else:
+        value = _r_names().look_up(name) if name.startswith("op_") else None
+        if value is None:
+            raise AttributeError(f"module 'multigrad' has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_SUBMODULES, *_r_names().every()})
+
+
+def _r_names() -> Any:
+    return importlib.import_module("multigrad.r_names")

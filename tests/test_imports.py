@@ -19,7 +19,7 @@ def loaded(code):
 
 
 def test_importing_multigrad_imports_nothing():
-    assert loaded("import multigrad; dir(multigrad)") == set()
+    assert loaded("import multigrad; multigrad.__version__, multigrad.__all__") == set()
 
 
 def test_using_it_imports_the_active_framework_alone():

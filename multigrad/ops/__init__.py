@@ -1,0 +1,46 @@
+"""`keras.ops`, and ops whose gradient is the point.
+
+Every public name of `keras.ops` is here, as the same object, looked up when it is asked for: a newer Keras
+needs no change. So changing one import line moves a file from `keras.ops` to `multigrad`:
+
+```python
+from multigrad import ops
+
+assert ops.exp is keras.ops.exp and ops.nn.relu is keras.ops.nn.relu
+```
+
+What is added has a file of its own in this folder. `custom_gradient` is multigrad's in place of Keras's.
+"""
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from keras import ops as _keras_ops
+
+from multigrad.custom_gradient import op_custom_gradient
+
+if TYPE_CHECKING:
+    from keras.ops import *  # noqa: F403 - for completion and type checkers
+
+custom_gradient = op_custom_gradient
+
+_OWN = ["custom_gradient"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
+    if name.startswith("_") or not hasattr(_keras_ops, name):
+        raise AttributeError(f"neither multigrad.ops nor keras.ops has an attribute {name!r}")
+    return getattr(_keras_ops, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*_OWN, *[name for name in dir(_keras_ops) if not name.startswith("_")]})
+
+
+# Keras's own submodules, for `import multigrad.ops.nn` and `from multigrad.ops.nn import relu`.
+for _name, _value in vars(_keras_ops).items():
+    if isinstance(_value, ModuleType):
+        sys.modules[f"{__name__}.{_name}"] = _value

@@ -1,0 +1,102 @@
+"""Every name of `keras.ops` is in `multigrad.ops`, and those of Keras for R are in `multigrad`."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+from support import array, numpy
+
+import multigrad
+from multigrad import ops
+
+pytestmark = pytest.mark.forward
+
+OWN = {"custom_gradient"}
+SUBMODULES = ("image", "linalg", "nn", "numpy")
+R_NAMES = Path(__file__).with_name("r_names.txt").read_text().split()
+ELSEWHERE = {
+    "op_custom_gradient": multigrad.op_custom_gradient,
+    "op_image_crop": keras.ops.image.crop_images,
+    "op_image_pad": keras.ops.image.pad_images,
+}
+
+
+def public(module):
+    return [name for name in dir(module) if not name.startswith("_")]
+
+
+def test_every_name_is_the_same_object():
+    names = public(keras.ops)
+    assert len(names) > 300
+    assert [
+        name for name in names if name not in OWN and getattr(ops, name) is not getattr(keras.ops, name)
+    ] == []
+    assert {*names, *OWN} <= set(dir(ops))
+
+
+def test_the_one_name_that_is_ours():
+    assert ops.custom_gradient is multigrad.op_custom_gradient
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_submodules(name):
+    assert importlib.import_module(f"multigrad.ops.{name}") is getattr(keras.ops, name)
+    assert getattr(ops, name) is getattr(keras.ops, name)
+
+
+def test_every_way_to_import():
+    code = """
+import keras
+import multigrad.ops.nn
+from multigrad import ops
+from multigrad.ops import *
+from multigrad.ops.numpy import exp as other
+assert relu is multigrad.ops.nn.relu is keras.ops.relu is ops.relu
+assert exp is other is keras.ops.exp
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_name_that_keras_does_not_have(monkeypatch):
+    with pytest.raises(
+        AttributeError, match=r"neither multigrad.ops nor keras.ops has an attribute 'nothing'"
+    ):
+        ops.nothing  # noqa: B018
+    monkeypatch.setattr(keras.ops, "nothing", numpy, raising=False)  # as a newer Keras might
+    assert ops.nothing is numpy
+    assert "nothing" in dir(ops)
+    assert multigrad.op_nothing is numpy
+    del multigrad.op_nothing
+
+
+def test_names_of_r():
+    assert len(R_NAMES) == 266
+    for name in R_NAMES:
+        found = getattr(multigrad, name)
+        own = name.removeprefix("op_")
+        wanted = ELSEWHERE.get(name) or getattr(keras.ops, own, None)
+        if wanted is None and own.startswith("image_"):
+            wanted = getattr(keras.ops.image, own.removeprefix("image_"))
+        assert found is wanted or name == "op_subset", name
+    assert set(R_NAMES) <= set(dir(multigrad))
+
+
+def test_dir_has_what_is_there():
+    names = [name for name in dir(multigrad) if name.startswith("op_")]
+    assert all(callable(getattr(multigrad, name)) for name in names)
+    assert not [name for name in names if inspect.ismodule(getattr(multigrad, name))]
+
+
+def test_subset():
+    x = array([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
+    assert numpy(multigrad.op_subset(x, 1, slice(0, 2))).tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["op_", "op_nothing", "op_nn", "op__exp", "op_image_", "op_image_nothing"])
+def test_no_such_name(name):
+    with pytest.raises(AttributeError, match=name):
+        getattr(multigrad, name)
