@@ -38,8 +38,11 @@ def test_every_name_is_the_same_object():
     assert {*names, *OWN} <= set(dir(ops))
 
 
-def test_the_one_name_that_is_ours():
+def test_what_is_ours():
     assert ops.custom_gradient is multigrad.op_custom_gradient
+    added = set(dir(ops)) - set(public(keras.ops))
+    assert {"reverse_gradient", "scale_gradient"} <= added
+    assert all(getattr(ops, name).__module__.startswith("multigrad.ops.") for name in added)
 
 
 @pytest.mark.parametrize("name", SUBMODULES)

@@ -19,25 +19,40 @@ from typing import TYPE_CHECKING, Any
 from keras import ops as _keras_ops
 
 from multigrad.custom_gradient import op_custom_gradient
+from multigrad.ops.routing import (
+    clip_gradient,
+    prevent_gradient,
+    print_gradient,
+    reverse_gradient,
+    scale_gradient,
+    stop_gradient_if,
+)
 
 if TYPE_CHECKING:
     from keras.ops import *  # noqa: F403 - for completion and type checkers
 
 custom_gradient = op_custom_gradient
 
-_OWN = ["custom_gradient"]
+__all__ = [
+    "clip_gradient",
+    "custom_gradient",
+    "prevent_gradient",
+    "print_gradient",
+    "reverse_gradient",
+    "scale_gradient",
+    "stop_gradient_if",
+]
+__all__ += [name for name in dir(_keras_ops) if not name.startswith("_") and name not in __all__]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":
-        return __dir__()
     if name.startswith("_") or not hasattr(_keras_ops, name):
         raise AttributeError(f"neither multigrad.ops nor keras.ops has an attribute {name!r}")
     return getattr(_keras_ops, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*_OWN, *[name for name in dir(_keras_ops) if not name.startswith("_")]})
+    return sorted({*__all__, *[name for name in dir(_keras_ops) if not name.startswith("_")]})
 
 
 # Keras's own submodules, for `import multigrad.ops.nn` and `from multigrad.ops.nn import relu`.

@@ -1,0 +1,242 @@
+"""Ops that pass their input on as it is, and something else than the upstream gradient back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from keras import ops
+
+from multigrad import backend
+from multigrad.custom_gradient import op_custom_gradient
+from multigrad.errors import describe, message, shape_text
+
+_Pair = tuple[Any, Callable[..., Any]]
+
+
+@op_custom_gradient(name="multigrad>scale_gradient")
+def scale_gradient(x: Any, scale: Any) -> _Pair:
+    """Pass `x` on, and its gradient multiplied by `scale`.
+
+    ```python
+    from multigrad import grad, ops
+
+    print(grad(lambda x: 5.0 * ops.scale_gradient(x, 0.1))(2.0))  # 0.5
+    ```
+
+    Arguments:
+        x: a tensor of any shape, of a floating or complex dtype.
+        scale: a number, or a tensor or Variable that broadcasts to the shape of `x`. It has no gradient.
+
+    Returns:
+        `x`. For an upstream gradient `u`, the gradient is `scale * u`.
+    """
+    factor = _factor("scale_gradient", "scale", scale, x)
+    return x, lambda upstream: (upstream * ops.cast(factor, upstream.dtype), None)
+
+
+@op_custom_gradient(name="multigrad>reverse_gradient")
+def reverse_gradient(x: Any, scale: Any = 1.0) -> _Pair:
+    """Pass `x` on, and the negative of its gradient, by which what precedes is trained against what follows.
+
+    ```python
+    from multigrad import grad, ops
+
+    print(grad(lambda x: 5.0 * ops.reverse_gradient(x))(2.0))  # -5.0
+    ```
+
+    Arguments:
+        x: a tensor of any shape, of a floating or complex dtype.
+        scale: a factor, lambda in the paper: a number, or a tensor or Variable that broadcasts to the shape
+            of `x`, such as one that grows during training. It has no gradient.
+
+    Returns:
+        `x`. For an upstream gradient `u`, the gradient is `-scale * u`.
+
+    References:
+        Ganin and Lempitsky 2015, Unsupervised Domain Adaptation by Backpropagation, arXiv:1409.7495.
+    """
+    factor = _factor("reverse_gradient", "scale", scale, x)
+    return x, lambda upstream: (upstream * -ops.cast(factor, upstream.dtype), None)
+
+
+@op_custom_gradient(name="multigrad>stop_gradient_if")
+def stop_gradient_if(condition: Any, x: Any) -> _Pair:
+    """Pass `x` on, and its gradient where the condition is false.
+
+    ```python
+    from multigrad import grad, ops
+
+    mask = ops.array([True, False])
+    print(grad(lambda x: ops.sum(3.0 * ops.stop_gradient_if(mask, x)))(ops.array([1.0, 2.0])))  # [0., 3.]
+    ```
+
+    Arguments:
+        condition: a bool, or a tensor of dtype bool that broadcasts to the shape of `x`.
+        x: a tensor of any shape, of a floating or complex dtype.
+
+    Returns:
+        `x`. For an upstream gradient `u`, the gradient is 0 where the condition is true, and `u` elsewhere. A
+        gradient that is NaN or infinite there does not come through.
+    """
+
+    stopped = ops.cast(_factor("stop_gradient_if", "condition", condition, x), "bool")
+
+    def rule(upstream: Any) -> Any:
+        return None, ops.where(stopped, ops.zeros_like(upstream), upstream)
+
+    return x, rule
+
+
+@op_custom_gradient(name="multigrad>clip_gradient")
+def clip_gradient(
+    x: Any, *, value: float | None = None, norm: float | None = None, axis: Any = None
+) -> _Pair:
+    """Pass `x` on, and its gradient clipped.
+
+    ```python
+    from multigrad import grad, ops
+
+    def loss(x):
+        return ops.sum(ops.array([3.0, 4.0]) * ops.clip_gradient(x, norm=1.0))
+
+    print(grad(loss)(ops.array([1.0, 2.0])))  # [0.6, 0.8]
+    ```
+
+    Arguments:
+        x: a tensor of any shape, of a real floating dtype.
+        value: the largest absolute value of an element of the gradient.
+        norm: the largest Euclidean norm of the gradient, of which a larger one is scaled down to it.
+        axis: the axes along which the norm is taken; all of them if not given.
+
+    Returns:
+        `x`. For an upstream gradient `u`, the gradient is `clip(u, -value, value)`, or
+        `u * min(1, norm / |u|)`. It is not linear in `u`, so it has no forward mode.
+
+    Raises:
+        ValueError: unless one of `value` and `norm` is given, and is positive.
+
+    References:
+        Pascanu, Mikolov and Bengio 2013, On the difficulty of training recurrent neural networks,
+        arXiv:1211.5063.
+    """
+    given = [bound for bound in (value, norm) if bound is not None]
+    if len(given) != 1 or not given[0] > 0.0:
+        raise ValueError(
+            message(
+                "clip_gradient",
+                "there is no bound to clip the gradient to",
+                required="either `value` or `norm`, a positive number",
+                got=f"value={value!r}, norm={norm!r}",
+                mend="write clip_gradient(x, norm=1.0), for example",
+            )
+        )
+    if norm is None:
+        return x, lambda upstream: ops.clip(upstream, -given[0], given[0])
+    return x, lambda upstream: _clip_norm(upstream, given[0], axis)
+
+
+def _clip_norm(x: Any, norm: float, axis: Any) -> Any:
+    # By the largest element first: squares of large ones overflow, and of small ones vanish.
+    largest = ops.max(ops.abs(x), axis=axis, keepdims=True)
+    unit = x / ops.where(largest > 0.0, largest, ops.ones_like(largest))
+    length = ops.sqrt(ops.sum(unit * unit, axis=axis, keepdims=True))
+    return ops.where(length * largest > norm, unit / length * norm, x)
+
+
+@op_custom_gradient(name="multigrad>prevent_gradient")
+def prevent_gradient(x: Any, reason: str = "") -> _Pair:
+    """Pass `x` on, and make it an error to differentiate by it.
+
+    ```python
+    from multigrad import grad, ops
+
+    try:
+        grad(lambda x: ops.prevent_gradient(x, "labels have no gradient"))(2.0)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+    # prevent_gradient: labels have no gradient
+    ```
+
+    Arguments:
+        x: a tensor of any shape and dtype.
+        reason: why there is to be no gradient, for the error.
+
+    Returns:
+        `x`.
+
+    Raises:
+        RuntimeError: where a gradient comes back to it: in the backward pass, or when that is traced.
+    """
+
+    def rule(upstream: Any) -> Any:
+        raise RuntimeError(_prevented(reason, upstream))
+
+    return x, rule
+
+
+def _prevented(reason: str, upstream: Any) -> str:
+    return message(
+        "prevent_gradient",
+        reason or "there is to be no gradient by what was passed through it",
+        required="a function that is not differentiated by it",
+        got=f"an upstream gradient, {describe(upstream)}",
+        mend="use keras.ops.stop_gradient where the gradient is to be zero",
+    )
+
+
+@op_custom_gradient(name="multigrad>print_gradient")
+def print_gradient(x: Any, label: str = "gradient") -> _Pair:
+    """Pass `x` and its gradient on, and print what comes back, compiled or not.
+
+    ```python
+    from multigrad import grad, ops
+
+    grad(lambda x: 3.0 * ops.print_gradient(x, "dL/dx"))(2.0)
+    # dL/dx: shape (), mean 3, largest 3
+    ```
+
+    `trace_gradients` shows more, of all ops, and costs nothing outside of it.
+
+    Arguments:
+        x: a tensor of any shape, of a floating or complex dtype.
+        label: what stands at the beginning of the line.
+
+    Returns:
+        `x`. The gradient is the upstream gradient.
+    """
+
+    def show(u: Any) -> None:
+        print(f"{label}: shape {u.shape}, mean {u.mean():.6g}, largest {abs(u).max(initial=0.0):.6g}")
+
+    def rule(upstream: Any) -> Any:
+        backend.active.observe(show, [upstream])
+        return upstream
+
+    return x, rule
+
+
+def _factor(op: str, argument: str, factor: Any, x: Any) -> Any:
+    """`factor`, whose shape must broadcast to that of `x`: a gradient that it makes larger is none."""
+    shape, whole = tuple(getattr(factor, "shape", ())), tuple(x.shape)
+    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    if len(shape) > len(whole) or any(None not in (a, b) and a not in (1, b) for a, b in pairs):
+        raise ValueError(
+            message(
+                op,
+                "its shape does not broadcast to that of what is passed through",
+                argument=f"{argument!r}",
+                required=f"a number, or a tensor of a shape that broadcasts to {shape_text(whole)}",
+                got=describe(factor),
+                mend="bring it into a shape with one element for each element of 'x', or fewer",
+            )
+        )
+    return factor
+
+
+__all__ = [
+    "clip_gradient",
+    "prevent_gradient",
+    "print_gradient",
+    "reverse_gradient",
+    "scale_gradient",
+    "stop_gradient_if",
+]

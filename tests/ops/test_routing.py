@@ -1,0 +1,123 @@
+"""Ops that pass their input on and route its gradient, by their definitions."""
+
+import keras
+import numpy as np
+import pytest
+from support import BACKEND, array, close, compiled, numpy
+
+from multigrad import grad, ops
+
+X = np.float32([1.0, -2.0, 3.0])
+WEIGHTS = np.float32([3.0, 0.0, -4.0])  # the upstream gradient, of norm 5
+
+DTYPES = ["float16", "bfloat16", "float32", *(["float64"] if BACKEND != "jax" else [])]  # JAX has none
+
+CASES = {
+    "scale": (lambda x: ops.scale_gradient(x, 0.5), 0.5 * WEIGHTS),
+    "scale by elements": (lambda x: ops.scale_gradient(x, array(1.0, 2.0, 3.0)), [3.0, 0.0, -12.0]),
+    "reverse": (ops.reverse_gradient, -WEIGHTS),
+    "reverse, scaled": (lambda x: ops.reverse_gradient(x, 7.0), -7.0 * WEIGHTS),
+    "stop": (lambda x: ops.stop_gradient_if(True, x), [0.0, 0.0, 0.0]),
+    "do not stop": (lambda x: ops.stop_gradient_if(False, x), WEIGHTS),
+    "stop some": (lambda x: ops.stop_gradient_if(x > 0.0, x), [0.0, 0.0, 0.0]),
+    "stop others": (lambda x: ops.stop_gradient_if(x > 2.0, x), [3.0, 0.0, 0.0]),
+    "clip by value": (lambda x: ops.clip_gradient(x, value=2.0), [2.0, 0.0, -2.0]),
+    "clip by norm": (lambda x: ops.clip_gradient(x, norm=0.5), 0.1 * WEIGHTS),
+    "within the norm": (lambda x: ops.clip_gradient(x, norm=5.5), WEIGHTS),
+    "print": (ops.print_gradient, WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient(name, dtype, wrap):
+    op, wanted = CASES[name]
+    weights = array(WEIGHTS, dtype=dtype)
+    got = wrap(grad(lambda x: ops.sum(op(x) * weights)))(array(X, dtype=dtype))
+    assert keras.backend.standardize_dtype(got.dtype) == dtype
+    close(ops.cast(got, "float32"), array(wanted), 1e-2 if "16" in dtype else 1e-5)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("name", CASES)
+def test_the_value(name):
+    close(CASES[name][0](array(X)), array(X), 0.0)
+
+
+def test_rows_are_clipped_by_their_own_norm():
+    weights = array([[3.0, 4.0], [0.3, 0.4]])
+    got = grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0, axis=-1) * weights))(array(np.ones((2, 2))))
+    close(got, array([[0.6, 0.8], [0.3, 0.4]]))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_norms_of_any_size(size):
+    weights = array(np.float32([3.0, 4.0]) * np.float32(size))
+    got = grad(lambda x: ops.sum(ops.clip_gradient(x, norm=5e-31) * weights))(array(1.0, 1.0))
+    np.testing.assert_allclose(numpy(got) * 1e31, [3.0, 4.0], rtol=1e-5)
+
+
+def test_a_zero_gradient_has_no_norm_to_divide_by():
+    close(grad(lambda x: 0.0 * ops.sum(ops.clip_gradient(x, norm=1.0)))(array(X)), array(0 * X))
+
+
+def test_nan_does_not_come_through_where_it_is_stopped():
+    mask = array([True, False], dtype="bool")
+    got = grad(lambda x: ops.sum(ops.stop_gradient_if(mask, x) * array(np.nan, 7.0)))(array(1.0, 2.0))
+    close(got, array(0.0, 7.0))
+
+
+def test_a_scale_that_changes():
+    scale = keras.Variable(1.0, trainable=False)
+    slope = grad(lambda x: ops.reverse_gradient(x, scale))
+    assert float(slope(2.0)) == -1.0
+    scale.assign(3.0)
+    assert float(slope(2.0)) == -3.0
+
+
+def test_a_gradient_that_is_prevented():
+    def loss(x, y):
+        return x * ops.prevent_gradient(y, "y is a label")
+
+    assert float(loss(array(2.0), array(3.0))) == 6.0
+    with pytest.raises(RuntimeError, match="y is a label") as error:
+        grad(loss, argnums=1)(2.0, 3.0)
+    assert "prevent_gradient" in str(error.value)
+
+
+def test_what_is_printed(capsys):
+    grad(lambda x: ops.sum(ops.print_gradient(x, "here") * array(WEIGHTS)))(array(X))
+    assert capsys.readouterr().out == "here: shape (3,), mean -0.333333, largest 4\n"
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ops.scale_gradient(x, array(1.0, 2.0)),
+        lambda x: ops.reverse_gradient(x, array([[1.0, 2.0, 3.0]])),
+        lambda x: ops.stop_gradient_if(array([True, False], dtype="bool"), x),
+    ],
+)
+def test_a_factor_of_another_shape(call):
+    with pytest.raises(ValueError, match=r"does not broadcast(.|\n)*to mend it"):
+        call(array(X))
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("bounds", [{}, {"value": 1.0, "norm": 1.0}, {"value": 0.0}, {"norm": -1.0}])
+def test_no_bound(bounds):
+    with pytest.raises(ValueError, match="there is no bound"):
+        ops.clip_gradient(array(X), **bounds)
+
+
+def test_in_a_model_that_is_saved(tmp_path):
+    x = keras.Input((3,))
+    y = ops.clip_gradient(ops.reverse_gradient(ops.scale_gradient(x, 0.5), 2.0), value=2.0)
+    model = keras.Model(x, ops.stop_gradient_if(False, y))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for m in (model, loaded):
+        got = grad(lambda x, m=m: ops.sum(m(x) * array([WEIGHTS])))(array([X]))
+        close(got, array([[-2.0, 0.0, 2.0]]))
