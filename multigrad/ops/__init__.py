@@ -19,6 +19,13 @@ from typing import TYPE_CHECKING, Any
 from keras import ops as _keras_ops
 
 from multigrad.custom_gradient import op_custom_gradient
+from multigrad.ops.quantizing import (
+    clip_straight_through,
+    fake_quantize,
+    round_straight_through,
+    sign_straight_through,
+    straight_through,
+)
 from multigrad.ops.routing import (
     clip_gradient,
     prevent_gradient,
@@ -27,6 +34,7 @@ from multigrad.ops.routing import (
     scale_gradient,
     stop_gradient_if,
 )
+from multigrad.ops.spiking import spike
 
 if TYPE_CHECKING:
     from keras.ops import *  # noqa: F403 - for completion and type checkers
@@ -35,12 +43,18 @@ custom_gradient = op_custom_gradient
 
 __all__ = [
     "clip_gradient",
+    "clip_straight_through",
     "custom_gradient",
+    "fake_quantize",
     "prevent_gradient",
     "print_gradient",
     "reverse_gradient",
+    "round_straight_through",
     "scale_gradient",
+    "sign_straight_through",
+    "spike",
     "stop_gradient_if",
+    "straight_through",
 ]
 __all__ += [name for name in dir(_keras_ops) if not name.startswith("_") and name not in __all__]
 

@@ -1,0 +1,187 @@
+"""Ops with few values, whose own gradient is zero: another one is passed through them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from keras import ops
+
+from multigrad.binding import name_of
+from multigrad.custom_gradient import op_custom_gradient
+from multigrad.errors import describe, message
+
+_Pair = tuple[Any, Callable[..., Any]]
+
+
+def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Callable[[Any], Any]:
+    """The function with the gradient of the identity: a straight-through estimator.
+
+    ```python
+    from keras import ops
+    from multigrad import grad
+    from multigrad.ops import straight_through
+
+    floor = straight_through(ops.floor)
+    print(floor(2.7), grad(floor)(2.7))  # 2.0 1.0
+    ```
+
+    Arguments:
+        fn: a function of one tensor to one of the same shape.
+        name: one of the form `package>name`, for a model with the op to be saved.
+
+    Returns:
+        A function with the values of `fn`. For an upstream gradient `u`, its gradient is `u`.
+
+    Raises:
+        ValueError: on a call, where the output has another shape than the input.
+
+    References:
+        Bengio, Léonard and Courville 2013, Estimating or Propagating Gradients Through Stochastic Neurons for
+        Conditional Computation, arXiv:1308.3432.
+    """
+    title = name or name_of(fn)
+
+    @op_custom_gradient(name=title)
+    def op(x: Any) -> _Pair:
+        x = ops.convert_to_tensor(x)
+        y = fn(x)
+        if tuple(ops.shape(y)) != tuple(ops.shape(x)):
+            raise ValueError(
+                message(
+                    title,
+                    "the function changes the shape, and so the upstream gradient is none of its input",
+                    required=f"an output of shape {tuple(ops.shape(x))}, the input's",
+                    got=describe(y),
+                    mend="change the shape outside of straight_through",
+                )
+            )
+        return y, lambda upstream: upstream
+
+    return op
+
+
+@op_custom_gradient(name="multigrad>round_straight_through")
+def round_straight_through(x: Any) -> _Pair:
+    """`x` rounded to integers, half to even, with the gradient of the identity.
+
+    ```python
+    from multigrad import grad, ops
+
+    print(grad(lambda x: 3.0 * ops.round_straight_through(x))(2.7))  # 3.0
+    ```
+
+    Arguments:
+        x: a tensor of any shape, of a real floating dtype.
+
+    Returns:
+        A tensor of the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u`.
+
+    References:
+        Bengio, Léonard and Courville 2013, arXiv:1308.3432.
+    """
+    return ops.round(x), lambda upstream: upstream
+
+
+@op_custom_gradient(name="multigrad>sign_straight_through")
+def sign_straight_through(x: Any, limit: float | None = 1.0) -> _Pair:
+    """The sign of `x`, with the gradient of the identity up to a limit.
+
+    ```python
+    from keras import ops as kops
+    from multigrad import grad, ops
+
+    print(grad(lambda x: kops.sum(ops.sign_straight_through(x)))(kops.array([0.5, -2.0])))  # [1., 0.]
+    ```
+
+    Arguments:
+        x: a tensor of any shape, of a real floating dtype.
+        limit: the largest absolute value of `x` at which there is a gradient; None for no limit.
+
+    Returns:
+        -1, 0 or 1 in the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u` where
+        `abs(x) <= limit`, and 0 elsewhere: that of a hard tanh.
+
+    References:
+        Hubara et al. 2016, Binarized Neural Networks, arXiv:1602.02830.
+    """
+    if limit is None:
+        return ops.sign(x), lambda upstream: upstream
+    within = ops.abs(x) <= limit
+    return ops.sign(x), lambda upstream: ops.where(within, upstream, ops.zeros_like(upstream))
+
+
+@op_custom_gradient(name="multigrad>clip_straight_through")
+def clip_straight_through(x: Any, low: Any, high: Any) -> _Pair:
+    """`x` clipped to a range, with the gradient of the identity, so that what left the range may come back.
+
+    ```python
+    from multigrad import grad, ops
+
+    print(grad(lambda x: 3.0 * ops.clip_straight_through(x, -1.0, 1.0))(2.0))  # 3.0
+    ```
+
+    Arguments:
+        x: a tensor of any shape, of a real floating dtype.
+        low, high: the ends of the range, numbers or tensors that broadcast to the shape of `x`. They have no
+            gradient.
+
+    Returns:
+        A tensor of the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u`.
+
+    References:
+        Bengio, Léonard and Courville 2013, arXiv:1308.3432.
+    """
+    return ops.clip(x, low, high), lambda upstream: (upstream, None, None)
+
+
+@op_custom_gradient(name="multigrad>fake_quantize")
+def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pair:
+    """`x` in steps of a learned size, as learned step size quantization has it.
+
+    ```python
+    from multigrad import ops
+
+    print(ops.fake_quantize(keras.ops.array([0.26, 5.0]), 0.1, bits=4))  # [0.3, 0.7]
+    ```
+
+    Arguments:
+        x: a tensor of any shape, of a real floating dtype.
+        step: the positive size of a step: a number, or a tensor or Variable that broadcasts to the shape of
+            `x`, such as one with a step for each channel.
+        bits: how many bits a value has, 2 or more; 1 or more where it is not signed.
+        signed: whether values are `-2**(bits - 1)` to `2**(bits - 1) - 1` steps, or 0 to `2**bits - 1`.
+
+    Returns:
+        `step * round(clip(x / step, low, high))`, in the shape and dtype of `x`. With `v = x / step` and an
+        upstream gradient `u`, the gradient by `x` is `u` where `low < v < high`, and 0 elsewhere. That by
+        `step` is the sum of `u * (round(v) - v)` there, of `u * low` below and of `u * high` above, divided
+        by `sqrt(n * high)` for the `n` elements of `x` that share a step.
+
+    Raises:
+        ValueError: for too few bits.
+
+    References:
+        Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153, equations 1 to 5 and section 2.2.
+    """
+    if bits != int(bits) or bits < (2 if signed else 1):
+        raise ValueError(
+            message(
+                "fake_quantize",
+                "there are too few bits for a value",
+                argument="'bits'",
+                required="an integer, 2 or more; 1 or more with signed=False",
+                got=f"{bits!r}, signed={signed!r}",
+                mend="pass bits=8, for example",
+            )
+        )
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    step = ops.cast(step, x.dtype)
+    v = x / step
+    whole = ops.round(ops.clip(v, low, high))
+    inside = ops.logical_and(v > low, v < high)
+
+    def rule(upstream: Any) -> Any:
+        shared = ops.cast(ops.size(x) / ops.maximum(ops.size(step), 1), upstream.dtype)
+        by_step = upstream * ops.where(inside, whole - v, whole) / ops.sqrt(shared * high)
+        return ops.where(inside, upstream, ops.zeros_like(upstream)), by_step, None, None
+
+    return step * whole, rule

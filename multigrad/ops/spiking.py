@@ -1,0 +1,71 @@
+"""The step of a spiking neuron, and what stands in for its derivative."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from keras import ops
+
+from multigrad.custom_gradient import op_custom_gradient
+from multigrad.errors import message
+
+
+def _fast_sigmoid(x: Any, slope: float) -> Any:
+    """Zenke and Ganguli 2018: the derivative of `x / (1 + slope * abs(x))`."""
+    return 1.0 / ops.square(1.0 + slope * ops.abs(x))
+
+
+def _arctan(x: Any, slope: float) -> Any:
+    """Fang et al. 2021: the derivative of `arctan(pi / 2 * slope * x) / pi`."""
+    return slope / 2.0 / (1.0 + ops.square(math.pi / 2.0 * slope * x))
+
+
+_SURROGATES = {"fast_sigmoid": (_fast_sigmoid, 10.0), "arctan": (_arctan, 2.0)}
+
+
+@op_custom_gradient(name="multigrad>spike")
+def spike(
+    x: Any, surrogate: str = "fast_sigmoid", slope: float | None = None
+) -> tuple[Any, Callable[..., Any]]:
+    """1 where `x` is positive and 0 elsewhere, with the gradient of a smooth step.
+
+    ```python
+    from multigrad import grad, ops
+
+    print(ops.spike(0.1), grad(ops.spike)(0.1))  # 1.0 0.25
+    ```
+
+    Arguments:
+        x: how far a membrane's potential is above its threshold: a tensor of any shape, of a real floating
+            dtype.
+        surrogate: "fast_sigmoid", whose derivative is `1 / (1 + slope * abs(x))**2`, or "arctan", whose
+            derivative is `slope / 2 / (1 + (pi / 2 * slope * x)**2)`.
+        slope: how steep the smooth step is, positive: 10 for a fast sigmoid and 2 for an arctangent if it is
+            not given.
+
+    Returns:
+        A tensor of zeros and ones, of the shape and dtype of `x`. For an upstream gradient `u`, the gradient
+        is `u` times that derivative.
+
+    Raises:
+        ValueError: for another surrogate, or a slope that is not positive.
+
+    References:
+        Zenke and Ganguli 2018, SuperSpike: Supervised Learning in Multilayer Spiking Neural Networks,
+        arXiv:1705.11146. Fang et al. 2021, Incorporating Learnable Membrane Time Constant to Enhance Learning
+        of Spiking Neural Networks, arXiv:2007.05785.
+    """
+    if surrogate not in _SURROGATES or not (slope is None or slope > 0.0):
+        raise ValueError(
+            message(
+                "spike",
+                "there is no such surrogate",
+                argument="'surrogate'",
+                required=f"one of {', '.join(map(repr, _SURROGATES))}, and a positive slope",
+                got=f"{surrogate!r}, slope={slope!r}",
+                mend='write spike(x, "arctan", slope=2.0), for example',
+            )
+        )
+    derivative, usual = _SURROGATES[surrogate]
+    spikes = ops.where(ops.greater(x, 0.0), ops.ones_like(x), ops.zeros_like(x))
+    return spikes, lambda upstream: (upstream * derivative(x, slope or usual), None, None)

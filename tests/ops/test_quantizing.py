@@ -1,0 +1,130 @@
+"""Straight-through estimators, learned steps and spikes, by their definitions."""
+
+import keras
+import numpy as np
+import pytest
+from support import BACKEND, array, close, compiled, numpy
+
+from multigrad import grad, ops
+from multigrad.testing import check_gradients
+
+X = np.float32([-2.6, -0.5, 0.25, 1.75])
+WEIGHTS = np.float32([3.0, -5.0, 7.0, 11.0])
+# JAX has no float64, and Keras on NumPy little.
+DTYPES = ["float16", "bfloat16", "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]
+
+CASES = {
+    "round": (ops.round_straight_through, [-3.0, -0.0, 0.0, 2.0], WEIGHTS),
+    "floor": (
+        ops.straight_through(lambda x: ops.cast(ops.floor(x), x.dtype)),
+        [-3.0, -1.0, 0.0, 1.0],
+        WEIGHTS,
+    ),
+    "sign": (ops.sign_straight_through, [-1.0, -1.0, 1.0, 1.0], [0.0, -5.0, 7.0, 0.0]),
+    "sign, no limit": (lambda x: ops.sign_straight_through(x, None), [-1.0, -1.0, 1.0, 1.0], WEIGHTS),
+    "clip": (lambda x: ops.clip_straight_through(x, -1.0, 0.125), [-1.0, -0.5, 0.125, 0.125], WEIGHTS),
+    "fake quantize": (
+        lambda x: ops.fake_quantize(x, 0.5, bits=3),
+        [-2.0, -0.5, 0.0, 1.5],  # 0.25 is half a step, which goes to the even 0
+        [0.0, -5.0, 7.0, 0.0],
+    ),
+    "unsigned": (lambda x: ops.fake_quantize(x, 0.5, 2, False), [0.0, 0.0, 0.0, 1.5], [0.0, 0.0, 7.0, 0.0]),
+    "spike": (ops.spike, [0.0, 0.0, 1.0, 1.0], WEIGHTS / (1.0 + 10.0 * np.abs(X)) ** 2),
+    "arctan": (lambda x: ops.spike(x, "arctan"), [0.0, 0.0, 1.0, 1.0], WEIGHTS / (1.0 + (np.pi * X) ** 2)),
+}
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_value(name, dtype):
+    op, wanted, _ = CASES[name]
+    got = op(array(X, dtype=dtype))
+    assert keras.backend.standardize_dtype(got.dtype) == dtype
+    close(ops.cast(got, "float32"), array(wanted), 1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient(name, dtype, wrap):
+    op, _, wanted = CASES[name]
+    weights = array(WEIGHTS, dtype=dtype)
+    got = wrap(grad(lambda x: ops.sum(op(x) * weights)))(array(X, dtype=dtype))
+    assert keras.backend.standardize_dtype(got.dtype) == dtype
+    close(ops.cast(got, "float32"), array(wanted), 2e-2 if "16" in dtype else 1e-5)
+
+
+def test_the_gradient_of_a_step():
+    def loss(step):
+        return ops.sum(ops.fake_quantize(array(X), step, bits=3) * array(WEIGHTS))
+
+    v = X.astype("float64") / 0.5
+    terms = WEIGHTS * np.where((v > -4) & (v < 3), np.round(v) - v, np.clip(v, -4, 3))
+    close(grad(loss)(array(0.5)), array(terms.sum() / np.sqrt(4 * 3)))
+
+
+def test_a_step_for_each_channel():
+    x, steps = np.float32([[0.3, 0.3], [-0.7, 9.0]]), np.float32([0.5, 0.25])
+    got = grad(lambda steps: ops.sum(7.0 * ops.fake_quantize(array(x), steps, bits=3)))(array(steps))
+    v = x / steps
+    terms = 7.0 * np.where((v > -4) & (v < 3), np.round(v) - v, np.clip(v, -4, 3))
+    close(got, array(terms.sum(axis=0) / np.sqrt(2 * 3)))
+
+
+def test_a_learned_step_trains():
+    """The step that is best for values on a grid is the grid's own."""
+    values = array(np.random.default_rng(0).integers(-4, 4, 64) * 0.5)
+    step = keras.Variable(0.35, name="step")
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build([step])
+
+    def loss():
+        return ops.mean(ops.square(ops.fake_quantize(values, step, bits=3) - values))
+
+    before = numpy(loss())
+    for _ in range(200):
+        optimizer.apply(grad(loss, variables=[step])(), [step])
+    assert numpy(loss()) < 0.01 * before
+
+
+def test_the_surrogates_are_derivatives_of_smooth_steps():
+    x = np.float64([-0.7, 0.2, 1.3])
+    check_gradients(lambda x: x / (1.0 + 10.0 * ops.abs(x)), x)
+    smooth = [
+        lambda x: x / (1.0 + 10.0 * ops.abs(x)),
+        lambda x: ops.arctan(np.pi / 2 * 2.0 * x) / np.pi,
+    ]
+    for name, step in zip(("fast_sigmoid", "arctan"), smooth, strict=True):
+        got = grad(lambda x, name=name: ops.sum(ops.spike(x, name)))(array(x))
+        close(got, grad(lambda x, step=step: ops.sum(step(x)))(array(x)))
+
+
+def test_a_function_that_changes_the_shape():
+    with pytest.raises(ValueError, match=r"changes the shape(.|\n)*to mend it"):
+        ops.straight_through(ops.sum)(array(X))
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(("bits", "signed"), [(1, True), (0, False), (2.5, True)])
+def test_too_few_bits(bits, signed):
+    with pytest.raises(ValueError, match="too few bits"):
+        ops.fake_quantize(array(X), 0.5, bits=bits, signed=signed)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("arguments", [("step",), ("arctan", -1.0)])
+def test_no_such_surrogate(arguments):
+    with pytest.raises(ValueError, match="no such surrogate"):
+        ops.spike(array(X), *arguments)
+
+
+def test_in_a_model_that_is_saved(tmp_path):
+    x = keras.Input((4,))
+    y = ops.fake_quantize(ops.clip_straight_through(x, -1.5, 1.5), 0.5, bits=3)
+    model = keras.Model(x, ops.round_straight_through(y) + ops.sign_straight_through(y) + ops.spike(y))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    slopes = [grad(lambda x, m=m: ops.sum(m(x) * array([WEIGHTS])))(array([X])) for m in (model, loaded)]
+    close(slopes[1], slopes[0], 0.0)
+    assert np.all(numpy(slopes[0])[0, 1:3] != 0.0)
