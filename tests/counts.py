@@ -1,0 +1,171 @@
+"""What one call of an op costs, in counts that are the same on every machine, and what is allowed.
+
+The bounds are what was counted. To renew them after a change that is worth more, or that needs less, copy
+what this prints for each backend, in the versions of constraints.txt:
+
+```
+KERAS_BACKEND=jax PYTHONPATH=.:tests python tests/counts.py
+```
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from by_hand import PAIRS, total
+from support import BACKEND
+
+import multigrad
+
+PACKAGE = os.path.dirname(multigrad.__file__) + os.sep
+
+
+class Counts(NamedTuple):
+    forward: int
+    """Python functions of the package that a call in eager code calls, in all, beneath a derivative."""
+    backward: int
+    """The same for its way back."""
+    written: int
+    """How much the framework takes down: JAX the equations, and TensorFlow the operations, of a traced value
+    and gradient; PyTorch the tensors that one call saves."""
+
+
+BOUNDS = {
+    "jax": {
+        "addition": Counts(forward=54, backward=13, written=11),
+        "log1pexp": Counts(forward=54, backward=12, written=17),
+        "matmul": Counts(forward=55, backward=12, written=16),
+        "two outputs": Counts(forward=70, backward=13, written=23),
+        "structure": Counts(forward=159, backward=150, written=23),
+        "narrow": Counts(forward=54, backward=12, written=17),
+        "unused": Counts(forward=54, backward=12, written=14),
+    },
+    "tensorflow": {
+        "addition": Counts(forward=26, backward=3, written=23),
+        "log1pexp": Counts(forward=25, backward=3, written=32),
+        "matmul": Counts(forward=28, backward=3, written=33),
+        "two outputs": Counts(forward=40, backward=3, written=40),
+        "structure": Counts(forward=113, backward=140, written=48),
+        "narrow": Counts(forward=25, backward=3, written=28),
+        "unused": Counts(forward=25, backward=3, written=26),
+    },
+    "torch": {
+        "addition": Counts(forward=9, backward=5, written=0),
+        "log1pexp": Counts(forward=9, backward=4, written=2),
+        "matmul": Counts(forward=9, backward=4, written=2),
+        "two outputs": Counts(forward=25, backward=5, written=2),
+        "structure": Counts(forward=92, backward=142, written=2),
+        "narrow": Counts(forward=9, backward=4, written=2),
+        "unused": Counts(forward=9, backward=4, written=3),
+    },
+}
+
+
+def calls(function: Callable[[], Any]) -> tuple[int, Any]:
+    """How many calls of functions in the package a function makes, and what it returns.
+
+    A list that a comprehension makes is a call in Python 3.11 alone, and is not counted.
+    """
+    found = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal found
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.endswith("comp>"):
+            found += 1
+
+    before = sys.getprofile()
+    gc.disable()  # it may call what waits for the end of an object
+    sys.setprofile(profile)
+    try:
+        returned = function()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return found, returned
+
+
+def calls_of(op: Callable[..., Any], arguments: Sequence[Any]) -> tuple[int, int]:
+    """The calls of an op of tensors that gives a tensor or a tuple of them: forward, and backward."""
+    forward, pull = calls(lambda: _vjp(op, arguments))
+    backward, _ = calls(pull)
+    return forward, backward
+
+
+def _vjp(op: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:
+    """Its way back from ones, by the framework alone."""
+    if BACKEND == "jax":
+        import jax
+
+        output, pull = jax.vjp(op, *arguments)
+        ones = jax.tree.map(jax.numpy.ones_like, output)
+        return lambda: pull(ones)
+    if BACKEND == "torch":
+        import torch
+
+        leaves = [x.detach().clone().requires_grad_() for x in arguments]
+        output = op(*leaves)
+        outputs = output if type(output) is tuple else (output,)
+        ones = [torch.ones_like(o) for o in outputs]
+        return lambda: torch.autograd.grad(outputs, leaves, ones)
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(arguments)
+        output = op(*arguments)
+    return lambda: tape.gradient(output, arguments)
+
+
+def written(op: Callable[..., Any], arguments: Sequence[Any]) -> int:
+    """How much the framework takes down of an op; see `Counts`."""
+    if BACKEND == "jax":
+        import jax
+
+        def step(*tensors: Any) -> Any:
+            return jax.value_and_grad(total(op), tuple(range(len(tensors))))(*tensors)
+
+        return _equations(jax.make_jaxpr(step)(*arguments).jaxpr)
+    if BACKEND == "torch":
+        return len(saved(op, arguments))
+    import tensorflow as tf
+
+    def step(*tensors: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            value = total(op)(*tensors)
+        return value, tape.gradient(value, tensors)
+
+    return len(tf.function(step, autograph=False).get_concrete_function(*arguments).graph.get_operations())
+
+
+def _equations(jaxpr: Any) -> int:
+    """Of a jaxpr and of all within."""
+    from jax.extend.core import jaxprs_in_params
+
+    return sum(1 + sum(map(_equations, jaxprs_in_params(equation.params))) for equation in jaxpr.eqns)
+
+
+def saved(op: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+    """The tensors that PyTorch keeps of a call for its way back."""
+    import torch
+
+    kept: list[Any] = []
+    leaves = [x.detach().clone().requires_grad_() for x in arguments]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        op(*leaves)
+    return kept
+
+
+def counted(op: Callable[..., Any], arguments: Sequence[Any]) -> Counts:
+    """The counts of a call that is not the first."""
+    calls_of(op, arguments)
+    return Counts(*calls_of(op, arguments), written(op, arguments))
+
+
+if __name__ == "__main__":
+    print(f'    "{BACKEND}": {{')
+    for name, pair in PAIRS.items():
+        print(f'        "{name}": {counted(pair.op, pair.arguments())},')
+    print("    },")
