@@ -110,7 +110,7 @@ def by_intermediate(x):
 
 
 def test_orders_are_linear():
-    """From the third on: a first derivative is not itself recorded, and PyTorch runs the function again once."""
+    """From the third on: a first derivative is not itself recorded, and PyTorch runs the function again."""
 
     def counts():
         derivative, x = by_intermediate, array(0.5)

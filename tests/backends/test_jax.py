@@ -137,29 +137,6 @@ def test_closed_over_tracers_in_containers_and_functions():
     close(jax.jit(jax.grad(outer, 1))(3 * X, X), 30 * X)
 
 
-def test_compiled_programs_are_those_written_by_hand():
-    @jax.custom_vjp
-    def native(x):
-        return jnp.exp(x) * 2.0
-
-    def fwd(x):
-        e = jnp.exp(x)
-        return e * 2.0, e
-
-    native.defvjp(fwd, lambda e, u: (u * e * 7.0,))
-
-    @op_custom_gradient
-    def ours(x):
-        e = jnp.exp(x)
-        return e * 2.0, lambda u: u * e * 7.0
-
-    def text(op):
-        lowered = jax.jit(jax.value_and_grad(lambda x: op(x).sum())).lower(X).as_text()
-        return lowered.replace("jit__lambda_", "")
-
-    assert text(ours) == text(native)
-
-
 def test_the_gradients_that_nobody_needs_are_not_traced():
     calls = []
 

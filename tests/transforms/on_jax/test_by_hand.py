@@ -1,0 +1,119 @@
+"""An op is what one writes by hand with `jax.custom_vjp`: the compiled program, and the memory of it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from by_hand import PAIRS, total
+
+from multigrad import op_custom_gradient
+
+pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+# JAX does not see that a rule has no use for an argument; see `test_what_is_not_used`.
+_used = {name: pair for name, pair in PAIRS.items() if name != "unused"}
+used = pytest.mark.parametrize("pair", _used.values(), ids=_used)
+
+
+def step(op):
+    """The value and the gradients. (A derivative of these has no rule where it is written by hand.)"""
+
+    def gradients(*tensors):
+        return jax.value_and_grad(total(op), tuple(range(len(tensors))))(*tensors)
+
+    return gradients
+
+
+def lowered(function, pair):
+    """The program before XLA optimises it; the places in the source are not in its text."""
+    return jax.jit(function).lower(*pair.arguments())
+
+
+def optimised(function, pair):
+    """The text of the program as XLA runs it, without the places in the source."""
+    text = lowered(function, pair).compile().as_text()
+    text = re.sub(r", metadata=\{[^}]*\}|, stack_frame_id=\d+", "", text)
+    return re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text)
+
+
+@used
+def test_the_lowered_program(pair):
+    """StableHLO, operation by operation."""
+    ours, by_hand = (lowered(step(op), pair).as_text() for op in (pair.op, pair.by_hand))
+    assert ours == by_hand
+
+
+@pairs
+def test_the_optimised_program(pair):
+    assert optimised(step(pair.op), pair) == optimised(step(pair.by_hand), pair)
+
+
+def test_what_is_not_used():
+    """A tensor that the rule closes over and has no use for is computed in the lowered program.
+
+    It is an argument of the op that ties outputs to the rule for a further derivative, and JAX removes no
+    arguments from a `custom_vjp`. XLA removes it with all else that nobody uses.
+    """
+    pair = PAIRS["unused"]
+    ours, by_hand = (lowered(step(op), pair).as_text() for op in (pair.op, pair.by_hand))
+    assert (ours.count("stablehlo.sine"), by_hand.count("stablehlo.sine")) == (2, 1)
+    assert len(ours.splitlines()) == len(by_hand.splitlines()) + 1
+    assert optimised(step(pair.op), pair).count(" sine(") == 1
+
+
+@pairs
+def test_residuals(pair):
+    """In eager code and traced: the leaves of the function that `jax.vjp` returns, with the function's own."""
+
+    def shapes(op, vjp):
+        return sorted(leaf.shape for leaf in jax.tree.leaves(vjp(op)))
+
+    def eager(op):
+        return jax.vjp(op, *pair.arguments())[1]
+
+    def traced(op):
+        return jax.eval_shape(lambda *tensors: jax.vjp(op, *tensors)[1], *pair.arguments())
+
+    for vjp in (eager, traced):
+        assert shapes(pair.op, vjp) == shapes(pair.by_hand, vjp) == sorted(pair.saved)
+
+
+@pairs
+def test_the_memory_of_the_compiled_program(pair):
+    """By XLA's analysis: within one program, and between a forward and a backward pass of their own."""
+
+    def memory(op):
+        whole = lowered(step(op), pair).compile().memory_analysis()
+        forward = lowered(lambda *tensors: jax.vjp(op, *tensors), pair).compile().memory_analysis()
+        return whole.temp_size_in_bytes, forward.temp_size_in_bytes, forward.output_size_in_bytes
+
+    assert memory(pair.op) == memory(pair.by_hand)
+
+
+# ---------------------------------------------------------------------- what is told apart
+
+
+@op_custom_gradient
+def doubtful(x):
+    """log1pexp with one more multiplication, and one more residual."""
+    e, other = jnp.exp(x), jnp.sin(x)
+
+    def rule(u):
+        return u * 7.0 * (1.0 - 1.0 / (1.0 + e)) * other
+
+    return jnp.log(1.0 + e), rule
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_the_lowered_program,
+        test_the_optimised_program,
+        test_residuals,
+        test_the_memory_of_the_compiled_program,
+    ],
+)
+def test_another_operation_and_another_residual_are_found(test):
+    pair = PAIRS["log1pexp"]._replace(op=doubtful)
+    with pytest.raises(AssertionError):
+        test(pair)
