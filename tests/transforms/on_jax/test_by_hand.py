@@ -63,7 +63,7 @@ def test_what_is_not_used():
 
 @pairs
 def test_residuals(pair):
-    """In eager code and traced: the leaves of the function that `jax.vjp` returns, with the function's own."""
+    """In eager code and traced: the leaves of the function that `jax.vjp` returns."""
 
     def shapes(op, vjp):
         return sorted(leaf.shape for leaf in jax.tree.leaves(vjp(op)))
