@@ -7,6 +7,7 @@ so that a program without them is another program.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
 from support import BACKEND, array
@@ -219,6 +220,39 @@ def _unused_forward(x):
 
 unused_by_hand = native(_unused_forward, lambda residuals, u: (u * residuals[0] * 7.0,))
 
+_weight = keras.Variable(np.ones((4, 2), "float32"))
+
+
+@op_custom_gradient
+def _by_weight(x):
+    w = _weight.value
+
+    def rule(u, variables):
+        assert len(variables) == 1
+        return 3.0 * ops.matmul(u, ops.transpose(w)), [5.0 * ops.matmul(ops.transpose(x), u)]
+
+    return ops.matmul(x, w), rule
+
+
+def weight(x, w):
+    """Matmul by a weight that the function reads."""
+    with keras.StatelessScope(state_mapping=[(_weight, w)]):
+        return _by_weight(x)
+
+
+class _Layer:
+    @op_custom_gradient
+    def call(self, x):
+        e = ops.exp(x)
+
+        def rule(u):
+            return u * 7.0 * (1.0 - 1.0 / (1.0 + e))
+
+        return ops.log(1.0 + e), rule
+
+
+method = _Layer().call
+
 SQUARE, COLUMN = (8, 8), (8, 1)
 
 PAIRS = {
@@ -228,6 +262,8 @@ PAIRS = {
     "two outputs": Pair(two_outputs, two_outputs_by_hand, (SQUARE,), (SQUARE, SQUARE)),
     "structure": Pair(structure, structure_by_hand, (SQUARE,) * 3, (SQUARE, SQUARE)),
     "narrow": Pair(narrow, narrow_by_hand, (SQUARE,), (COLUMN,), (SQUARE,)),
+    "weight": Pair(weight, matmul_by_hand, ((8, 4), (4, 2)), ((8, 4), (4, 2))),
+    "method": Pair(method, log1pexp_by_hand, (SQUARE,), (SQUARE,), (SQUARE,)),
     "unused": Pair(unused, unused_by_hand, (SQUARE,), (SQUARE, SQUARE), (SQUARE,)),
 }
 

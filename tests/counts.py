@@ -40,6 +40,8 @@ BOUNDS = {
         "two outputs": Counts(forward=70, backward=13, written=23),
         "structure": Counts(forward=159, backward=150, written=23),
         "narrow": Counts(forward=54, backward=12, written=17),
+        "weight": Counts(forward=153, backward=38, written=17),
+        "method": Counts(forward=87, backward=37, written=18),
         "unused": Counts(forward=54, backward=12, written=14),
     },
     "tensorflow": {
@@ -49,6 +51,8 @@ BOUNDS = {
         "two outputs": Counts(forward=40, backward=3, written=40),
         "structure": Counts(forward=113, backward=140, written=48),
         "narrow": Counts(forward=25, backward=3, written=28),
+        "weight": Counts(forward=140, backward=8, written=33),
+        "method": Counts(forward=56, backward=24, written=32),
         "unused": Counts(forward=25, backward=3, written=26),
     },
     "torch": {
@@ -58,6 +62,8 @@ BOUNDS = {
         "two outputs": Counts(forward=25, backward=5, written=2),
         "structure": Counts(forward=92, backward=142, written=2),
         "narrow": Counts(forward=9, backward=4, written=2),
+        "weight": Counts(forward=104, backward=26, written=2),
+        "method": Counts(forward=40, backward=25, written=2),
         "unused": Counts(forward=9, backward=4, written=3),
     },
 }
