@@ -133,11 +133,22 @@ def test_what_is_counted():
 
 
 def planted(function):
-    """The function behind another one of the package that calls it."""
+    """The function behind another one that calls it, which passes for one of the package."""
     scope = {"function": function}
     code = compile("def call(*args):\n    return function(*args)", PACKAGE + "planted.py", "exec")
     exec(code, scope)
     return scope["call"]
+
+
+def planted_deeper(function):
+    """The same, by one more call in each call."""
+    chain = [function]
+
+    def call(*args):
+        chain.append(planted(chain[-1]))
+        return chain[-1](*args)
+
+    return call
 
 
 @pytest.mark.parametrize(("place", "what"), [("is_plain", "forward"), ("read", "backward")])
@@ -148,6 +159,21 @@ def test_one_more_call_exceeds_the_bound(place, what, monkeypatch):
     after = counted(log1pexp, PAIRS["log1pexp"].arguments())
     more = {what: getattr(after, what) - getattr(before, what) for what in Counts._fields}
     assert more == dict.fromkeys(Counts._fields, 0) | {what: 1}
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        lambda: test_calls_do_not_grow("log1pexp"),
+        lambda: test_calls_do_not_grow_with_the_ops_before(),
+        lambda: test_a_chain_is_linear(log1pexp),
+    ],
+)
+def test_calls_that_grow_are_found(test, monkeypatch):
+    function = multigrad.custom_gradient.is_plain
+    monkeypatch.setattr(multigrad.custom_gradient, "is_plain", planted_deeper(function))
+    with pytest.raises(AssertionError):
+        test()
 
 
 def test_one_more_operation_or_residual_exceeds_the_bound():
