@@ -35,15 +35,15 @@ class Counts(NamedTuple):
 
 BOUNDS = {
     "jax": {
-        "addition": Counts(forward=54, backward=13, written=11),
-        "log1pexp": Counts(forward=54, backward=12, written=17),
-        "matmul": Counts(forward=55, backward=12, written=16),
-        "two outputs": Counts(forward=70, backward=13, written=23),
-        "structure": Counts(forward=159, backward=150, written=23),
-        "narrow": Counts(forward=54, backward=12, written=17),
-        "weight": Counts(forward=153, backward=38, written=17),
-        "method": Counts(forward=87, backward=37, written=18),
-        "unused": Counts(forward=54, backward=12, written=14),
+        "addition": Counts(forward=45, backward=13, written=11),
+        "log1pexp": Counts(forward=45, backward=12, written=17),
+        "matmul": Counts(forward=46, backward=12, written=16),
+        "two outputs": Counts(forward=61, backward=13, written=23),
+        "structure": Counts(forward=150, backward=150, written=23),
+        "narrow": Counts(forward=45, backward=12, written=17),
+        "weight": Counts(forward=156, backward=38, written=17),
+        "method": Counts(forward=90, backward=37, written=18),
+        "unused": Counts(forward=45, backward=12, written=14),
     },
     "tensorflow": {
         "addition": Counts(forward=26, backward=3, written=23),
