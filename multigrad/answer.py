@@ -68,7 +68,7 @@ def slot_paths(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Slot]]:
         if type(template) is Slot:
             yield path, template
         elif tree.is_nested(template):
-            yield from slot_paths((path + key, child) for key, child in children(template))
+            yield from slot_paths((f"{path}[{key!r}]", child) for key, child in children(template).items())
 
 
 class _Misfit(Exception):
@@ -197,6 +197,8 @@ class _Reader:
             yield [(*alone[0], answer)]
 
     def _is_differentiable(self, template: Any) -> bool:
+        if type(template) is Slot:
+            return self._specs[template] is not None
         return any(self._specs[slot] is not None for _, slot in slot_paths([("", template)]))
 
     def match(self, path: str, template: Any, entry: Any, gradients: dict[int, Any]) -> None:
@@ -215,13 +217,17 @@ class _Reader:
                 raise _Misfit(path, "one tensor", entry)
             gradients[template] = entry
         else:
-            parts = dict(children(template))
+            parts = children(template)
             alike = tree.is_nested(entry) and isinstance(entry, Mapping) == isinstance(template, Mapping)
-            entries = dict(children(entry)) if alike else {}
+            entries = children(entry) if alike else {}
             if entries.keys() != parts.keys():
                 raise _Misfit(path, f"the argument's own structure, {_outline(template)}", entry)
             for key, part in parts.items():
-                self.match(path + key, part, entries[key], gradients)
+                own = entries[key]
+                if type(part) is Slot and _TENSORS[type(own)] and self._specs[part] is not None:
+                    gradients[part] = own  # as most are
+                else:
+                    self.match(f"{path}[{key!r}]", part, own, gradients)
 
     def unreadable(self, misfits: Sequence[_Misfit], answer: Any = None) -> TypeError:
         """The error for an answer that fits no reading, or fits each up to a `_Misfit`."""

@@ -111,7 +111,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
             if all([tensor_types[type(content)] or ATOMS[type(content)] for content in contents]):
                 return _lift_beside_atoms(obj, contents, tensor_types)
     shared = frozenset(map(id, _cells(owner, set())))
-    state = frozenset(_assigned_cells(obj, set()))
+    state = frozenset(_assigned_cells(obj, tensor_types, set()))
     walk = _Walk(tensor_types, shared, state)
     template = walk.lift(obj)
     return walk.tensors, template, walk.opaque
@@ -227,21 +227,24 @@ def may_hold(value: Any, seen: frozenset[int] = _NO_CELLS) -> bool:
     return not isinstance(value, (dict, list, tuple)) or any(may_hold(part, seen) for part in parts)
 
 
-def _assigned_cells(obj: Any, seen: set[int]) -> Iterator[int]:
+def _assigned_cells(obj: Any, tensor_types: TypeSet, seen: set[int]) -> Iterator[int]:
     """The ids of the cells that a function, or one in its reach, assigns."""
     if id(obj) in seen:
         return
     seen.add(id(obj))
     if type(obj) is types.FunctionType:
         places = assigned_places(obj)
+        parts: Sequence[Any] = (obj.__defaults__, obj.__kwdefaults__)
         for place, cell in enumerate(obj.__closure__ or ()):
             if place in places:
                 yield id(cell)
-            yield from _assigned_cells(_content(cell), seen)
-        yield from _assigned_cells((obj.__defaults__, obj.__kwdefaults__), seen)
+            parts = (*parts, _content(cell))
     else:
-        for part in _parts(obj)[0] or ():
-            yield from _assigned_cells(part, seen)
+        parts = _parts(obj)[0] or ()
+    for part in parts:
+        kind = type(part)
+        if not (tensor_types[kind] or ATOMS[kind]):  # which are most, and have no parts
+            yield from _assigned_cells(part, tensor_types, seen)
 
 
 class _Slot(int):
@@ -300,14 +303,16 @@ class _Walk:
 
     def lift(self, obj: Any) -> Any:
         kind = type(obj)
+        if self._tensor_types[kind]:
+            slot = self._known.get(id(obj))
+            if slot is None:
+                self._known[id(obj)] = slot = _Slot(len(self.tensors))
+                self.tensors.append(obj)
+            return slot
         if ATOMS[kind]:
             return obj
         if id(obj) in self._known:
             return self._known[id(obj)]
-        if self._tensor_types[kind]:
-            self._known[id(obj)] = slot = _Slot(len(self.tensors))
-            self.tensors.append(obj)
-            return slot
         if kind is types.FunctionType:
             self._known[id(obj)] = _Recursion(id(obj))  # for what it finds of itself in its closure
             lifted = self._function(obj)

@@ -5,7 +5,7 @@ which holds all the rest; `Layout.join` puts other tensors in their places. Abov
 has structure; below it there are the flat tensors of `split` alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -121,7 +121,8 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     if kind is dict:
         parts = {key: rebuild(structure[key], leaf) for key in _in_order(structure)}
         return {key: parts[key] for key in structure}
-    if not tree.is_nested(structure):
+    # To ask Keras takes as long as all the rest.
+    if kind is Slot or _TENSORS[kind] or not tree.is_nested(structure):
         return leaf(structure)
     return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])
 
@@ -194,7 +195,14 @@ def _split(part: Any, tensors: list[Any]) -> Any:
             raise Refused(part, *_REFUSALS[kind])
         return part
     if kind == _NESTED:
-        return rebuild(part, lambda leaf: _split(leaf, tensors))
+
+        def take(leaf: Any) -> Any:
+            if _TENSORS[type(leaf)]:  # as most are
+                tensors.append(leaf)
+                return Slot(len(tensors) - 1)
+            return _split(leaf, tensors)
+
+        return rebuild(part, take)
     if kind == _CONVERTED:
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in "OSUMm":
             return part
@@ -252,9 +260,6 @@ def _holds_tensors(container: Any) -> bool:
     return any(_TENSORS[type(part)] or isinstance(part, keras.KerasTensor) for part in parts)
 
 
-def children(template: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a nested template, one level deep, with the text that indexes each."""
-    if isinstance(template, Mapping):
-        yield from ((f"[{key!r}]", template[key]) for key in template)
-    else:
-        yield from ((f"[{i}]", part) for i, part in enumerate(template))
+def children(template: Any) -> Mapping[Any, Any]:
+    """The parts of a nested template, one level deep, by what indexes them."""
+    return template if isinstance(template, Mapping) else dict(enumerate(template))
