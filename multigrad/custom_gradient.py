@@ -8,6 +8,7 @@ import keras
 
 from multigrad import backend, names, symbolic
 from multigrad.answer import read
+from multigrad.backend import Options
 from multigrad.binding import Binding, Signature, name_of, signature_of
 from multigrad.closure import HoldsNoTensor
 from multigrad.errors import describe, message
@@ -25,18 +26,30 @@ R = TypeVar("R")
 
 @overload
 def op_custom_gradient(
-    f: Callable[P, tuple[R, Any]], *, name: str | None = None, forward_mode: bool = False
+    f: Callable[P, tuple[R, Any]],
+    *,
+    name: str | None = None,
+    forward_mode: bool = False,
+    higher_order: bool = True,
 ) -> Callable[P, R]: ...
 
 
 @overload
 def op_custom_gradient(
-    f: None = None, *, name: str | None = None, forward_mode: bool = False
+    f: None = None,
+    *,
+    name: str | None = None,
+    forward_mode: bool = False,
+    higher_order: bool = True,
 ) -> Callable[[Callable[P, tuple[R, Any]]], Callable[P, R]]: ...
 
 
 def op_custom_gradient(
-    f: Callable[..., Any] | None = None, *, name: str | None = None, forward_mode: bool = False
+    f: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    forward_mode: bool = False,
+    higher_order: bool = True,
 ) -> Callable[..., Any]:
     """Define a function together with the rule of its gradient, for every backend of Keras.
 
@@ -71,6 +84,9 @@ def op_custom_gradient(
         forward_mode: whether JAX's own forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) is to work
             on the op. The rule must then be linear in its upstream gradient. Elsewhere forward mode
             needs no permission, and this changes nothing.
+        higher_order: whether there are to be derivatives of the gradient. For those, PyTorch keeps the inputs
+            of an op alive where its rule uses something that was computed from them. Without, it keeps what
+            the rule uses alone, and a second derivative is an error. Elsewhere this changes nothing.
 
     The rule is called by its signature:
 
@@ -117,9 +133,12 @@ def op_custom_gradient(
         The closure form is that of TensorFlow's `tf.custom_gradient`.
     """
     if f is None:
-        return functools.partial(op_custom_gradient, name=name, forward_mode=forward_mode)
+        return functools.partial(
+            op_custom_gradient, name=name, forward_mode=forward_mode, higher_order=higher_order
+        )
+    options = Options(forward_mode, higher_order)
     if isinstance(f, (staticmethod, classmethod)):
-        return type(f)(op_custom_gradient(f.__func__, name=name, forward_mode=forward_mode))
+        return type(f)(op_custom_gradient(f.__func__, name=name, **options._asdict()))
     if not callable(f):
         raise TypeError(
             message(
@@ -141,13 +160,13 @@ def op_custom_gradient(
                 mend='write @op_custom_gradient(name="...")',
             )
         )
-    define = functools.partial(_define, f, name or name_of(f), forward_mode)
+    define = functools.partial(_define, f, name or name_of(f), options)
     if name is None or ">" not in name:
         return define()
-    return names.register(name, f, forward_mode, define)
+    return names.register(name, f, options, define)
 
 
-def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[..., Any]:
+def _define(f: Callable[..., Any], title: str, options: Options) -> Callable[..., Any]:
     """The op of `f`, which messages call `title`."""
     signature = signature_of(f)
     full = signature.full
@@ -161,12 +180,12 @@ def _define(f: Callable[..., Any], title: str, forward_mode: bool) -> Callable[.
                     break
             else:
                 # Usually every parameter gets a tensor, by position.
-                return apply(Call(f, usual, forward_mode), args)
+                return apply(Call(f, usual, options), args)
         try:
             tensors, back = _prepare(title, signature, args, kwargs)
         except Symbolic:
-            return symbolic.apply(_define(f, title, forward_mode), title, args, kwargs)
-        return apply(Call(f, back, forward_mode), tensors)
+            return symbolic.apply(_define(f, title, options), title, args, kwargs)
+        return apply(Call(f, back, options), tensors)
 
     return functools.update_wrapper(_framework.library_code(op), f)
 
@@ -196,14 +215,14 @@ class Call:
     Arguments:
         f: the function.
         back: the pullback of an output that is one tensor.
-        forward_mode: whether the rule is to serve forward mode, too.
+        options: what the op was defined with.
     """
 
-    __slots__ = ("back", "f", "forward_mode")
+    __slots__ = ("back", "f", "options")
 
-    def __init__(self, f: Callable[..., Any], back: "Pullback", forward_mode: bool) -> None:
+    def __init__(self, f: Callable[..., Any], back: "Pullback", options: Options) -> None:
         self.f = f
-        self.forward_mode = forward_mode
+        self.options = options
         self.back = back
 
     @property

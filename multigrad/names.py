@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import keras
 
+from multigrad.backend import Options
 from multigrad.binding import name_of
 from multigrad.closure import HoldsNoTensor, assigned_places
 from multigrad.errors import describe, message
@@ -26,13 +27,13 @@ class _Definition(NamedTuple):
     """What an op was made of."""
 
     f: Op
-    forward_mode: bool
+    options: Options
 
 
 _DEFINITIONS: dict[Op, _Definition] = {}  # of registered ops, which Keras keeps for ever
 
 
-def register(name: str, f: Op, forward_mode: bool, define: Callable[[], Op]) -> Op:
+def register(name: str, f: Op, options: Options, define: Callable[[], Op]) -> Op:
     """The op of `f` that is registered as `name`: the one that is there already if it is the same.
 
     What `define` returns is registered in its stead where `f` is a new edition of the same function: of
@@ -42,7 +43,7 @@ def register(name: str, f: Op, forward_mode: bool, define: Callable[[], Op]) -> 
         ValueError: for a name that is none, or that stands for something else already.
     """
     package, own = _package_and_name(name)
-    wanted = _Definition(f, forward_mode)
+    wanted = _Definition(f, options)
     with _LOCK:
         found = keras.saving.get_custom_objects().get(name)
         if found is not None:

@@ -212,7 +212,7 @@ class _Call(custom_gradient.Call):
     _record: "_Record"
 
     def __init__(self, call: custom_gradient.Call) -> None:
-        super().__init__(call.f, call.back, call.forward_mode)
+        super().__init__(call.f, call.back, call.options)
 
     def run(
         self,

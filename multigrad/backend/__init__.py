@@ -9,7 +9,7 @@ import importlib
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import keras
 import numpy as np
@@ -53,11 +53,20 @@ Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
 """What a run gives: flat outputs, rule, inputs, and how the rule is called."""
 
 
+class Options(NamedTuple):
+    """What an op was defined with."""
+
+    forward_mode: bool
+    """Whether the rule is to serve JAX's forward mode, too."""
+    higher_order: bool
+    """Whether there are to be derivatives of the gradient."""
+
+
 class Call(Protocol):
     """A call as a backend sees it. It holds no tensor of the call, and nothing that its run finds out."""
 
     f: Callable[..., Any]
-    forward_mode: bool
+    options: Options
 
     @property
     def name(self) -> str:

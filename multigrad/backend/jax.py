@@ -132,7 +132,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         layouts.append(back.output)
         return list(outputs), _residuals(call, ran) if differentiated else None
 
-    outputs = _op(run, call.name, call.forward_mode)(inputs, closed_over)
+    outputs = _op(run, call.name, call.options.forward_mode)(inputs, closed_over)
     return layouts[0].join(outputs)
 
 
@@ -148,7 +148,7 @@ def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
     if not any([_FLOATING[x.dtype] for x in inputs]):
         own = _without_gradient(outputs)
     elif _any_traced((inputs, own)):
-        own = _tie(inputs, own, _residuals(call, ran), call.name, call.forward_mode)
+        own = _tie(inputs, own, _residuals(call, ran), call.name, call.options.forward_mode)
     return back.output.join(own)
 
 
@@ -210,7 +210,7 @@ _Step = tuple[list[Any], _Residuals | None]
 
 def _residuals(call: Call, ran: Ran) -> _Residuals:
     outputs, rule, inputs, back = ran
-    if call.forward_mode:
+    if call.options.forward_mode:
         back = back.untraced  # in reverse mode, too, it is the transpose of a transpose that runs
     arrays, template, opaque = lift(rule, TENSORS, call.f)
     everything = (True,) * len(inputs)

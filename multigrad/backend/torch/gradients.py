@@ -3,12 +3,12 @@
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import torch
 
-from multigrad.backend.torch.node import node_of
+from multigrad.backend.torch.node import node_of, refuse
 from multigrad.backend.torch.state import (
     is_transforming,
 )
@@ -43,7 +43,7 @@ def value_and_grad(
         if not recorded:
             answer = [tensor.detach() for tensor in answer]
             if recording and weights:
-                answer = [_Unrecorded.apply(tensor, *weights) for tensor in answer]
+                answer = [refuse(tensor, _UNRECORDED, *weights) for tensor in answer]
         return (answer[0], aux), answer[1:]
     finally:
         _DEPTH.value = nested
@@ -139,25 +139,13 @@ def _tensors_of_aux(
     return of_tensors, whole
 
 
-class _Unrecorded(torch.autograd.Function):
-    """A result that depends on weights and has no history: a derivative of it is an error, and not zero."""
-
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        return result.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            message(
-                "value_and_grad",
-                "a derivative of a gradient with respect to variables was asked for, which was not recorded",
-                required="a second derivative inside of the function that another gradient is taken of",
-                got="a backward pass through the result, as by `backward()`",
-                mend="take both by grad(...), or pass the values of the variables as arguments, by `argnums`",
-            )
-        )
-
+_UNRECORDED = message(
+    "value_and_grad",
+    "a derivative of a gradient with respect to variables was asked for, which was not recorded",
+    required="a second derivative inside of the function that another gradient is taken of",
+    got="a backward pass through the result, as by `backward()`",
+    mend="take both by grad(...), or pass the values of the variables as arguments, by `argnums`",
+)
 
 _DEPTH = threading.local()
 """How many gradients of `value_and_grad` are being taken around this point of this thread."""

@@ -1,7 +1,7 @@
 """The node of a call in eager code."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import is_grad_enabled
@@ -48,11 +48,14 @@ class _Node(torch.autograd.Function):
         own, tied, beside, computed = _tie(tensors, outputs, residuals)
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
-        if computed or opaque:
+        if not (computed or opaque):
+            ctx.save_for_backward(*residuals)
+            call = None
+        elif call.options.higher_order:
             ctx.save_for_backward(*residuals, *tensors)
         else:
             ctx.save_for_backward(*residuals)
-            call = None
+            ctx.anchors = _anchors(tensors)
         autocast = autocast_here() if is_autocast_anywhere() else None
         specs = specs_of(tensors)
         ctx.multigrad = back, template, specs, autocast, call, tied, opaque, beside
@@ -71,6 +74,12 @@ class _Node(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         if call is None or not is_grad_enabled():
             return None, *back.pull(restore(template, saved), upstream, needed, specs)
+        if not call.options.higher_order:
+            with torch.no_grad():
+                gradients = back.pull(restore(template, saved), upstream, needed, specs)
+            error = _first_order_alone(call)
+            others = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
+            return None, *[None if g is None else refuse(g, error, *ctx.anchors, *others) for g in gradients]
         count = len(saved) - len(specs)
         again, residuals = run_again(call, back, saved[:count], saved[count:], tied)
         _require_alike(call, saved[:count], residuals)
@@ -166,6 +175,16 @@ def run_again(
     return template, [residuals[slot] if slot in known else new for slot, new in enumerate(again)]
 
 
+def _first_order_alone(call: Call) -> str:
+    return message(
+        call.name,
+        "a derivative of its gradient was asked for, which it was defined without",
+        required="an op with higher_order=True",
+        got="one with higher_order=False",
+        mend="leave higher_order out, which keeps the inputs of the op for it",
+    )
+
+
 def _require_alike(call: Call, first: Sequence[Any], again: Sequence[Any]) -> None:
     if not all(map(_alike, first, again)):
         raise _not_repeatable(call)
@@ -211,6 +230,30 @@ def mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tens
 def of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The upstream gradients; PyTorch has zeros for an integer output, where the rule gets None."""
     return tuple([u if u is not None and FLOATING[u.dtype] else None for u in upstream])
+
+
+class _Refused(torch.autograd.Function):
+    """A result of which a derivative is an error, and not zero."""
+
+    @staticmethod
+    def forward(ctx: Any, error: str, result: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+        ctx.error = error
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> NoReturn:
+        raise RuntimeError(ctx.error)
+
+
+def refuse(result: torch.Tensor, error: str, *beside: torch.Tensor) -> torch.Tensor:
+    """The result, of which a derivative by what the tensors beside it came from is this error."""
+    return _Refused.apply(error, result, *beside)
+
+
+def _anchors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors without elements that came from these, and keep nothing of them alive but their history."""
+    with torch.enable_grad():
+        return [tensor.reshape(-1)[:0].clone() for tensor in tensors if tensor.requires_grad]
 
 
 def node_of(tensor: torch.Tensor) -> Any:
