@@ -69,7 +69,7 @@ def addition() -> Case:
 # --------------------------------------------------------------------------------------------- log1pexp
 
 
-def _log1pexp(x: Any) -> Any:
+def log1pexp_with_rule(x: Any) -> Any:
     e = ops.exp(x)
 
     def rule(upstream: Any) -> Any:
@@ -110,7 +110,7 @@ def log1pexp() -> Case:
         [_random(3)],
         {
             "native": active.bind(_log1pexp_forward, _log1pexp_backward),
-            "multigrad": multigrad.op_custom_gradient(_log1pexp),
+            "multigrad": multigrad.op_custom_gradient(log1pexp_with_rule),
             "keras": ops.custom_gradient(_log1pexp_keras),
             "plain": _log1pexp_plain,
         },
@@ -125,7 +125,7 @@ def anew() -> Case:
         return (active.bind(_log1pexp_forward, _log1pexp_backward) if active.ANEW else module_level)(x)
 
     def ours(x: Any) -> Any:
-        return multigrad.op_custom_gradient(_log1pexp)(x)
+        return multigrad.op_custom_gradient(log1pexp_with_rule)(x)
 
     def keras(x: Any) -> Any:
         return ops.custom_gradient(_log1pexp_keras)(x)
@@ -134,19 +134,21 @@ def anew() -> Case:
     return Case("defined in each call", [_random(3)], ways)
 
 
+def chained(link: Callable[[Any], Any], length: int) -> Callable[[Any], Any]:
+    """A function one behind another, so many times."""
+
+    def whole(x: Any) -> Any:
+        for _ in range(length):
+            x = link(x)
+        return x
+
+    return whole
+
+
 def chain(length: int) -> Case:
-    """The same, one behind another."""
-    links = log1pexp().ways
-
-    def chained(link: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def whole(x: Any) -> Any:
-            for _ in range(length):
-                x = link(x)
-            return x
-
-        return whole
-
-    return Case(f"chain of {length}", [_random(3)], {way: chained(link) for way, link in links.items()})
+    """The same in a chain."""
+    ways = {way: chained(link, length) for way, link in log1pexp().ways.items()}
+    return Case(f"chain of {length}", [_random(3)], ways)
 
 
 # ----------------------------------------------------------------------------------------------- matmul

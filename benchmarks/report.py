@@ -33,10 +33,11 @@ def show(results: Results, memory: Mapping[str, Mapping[str, float]]) -> None:
         console.print(table)
     if memory:
         table = Table(title="held between the passes, in sizes of the input")
-        for name in ("case", *WAYS):
+        ways = list(dict.fromkeys(way for held in memory.values() for way in held))
+        for name in ("case", *ways):
             table.add_column(name, justify="left" if name == "case" else "right")
         for case, held in memory.items():
-            table.add_row(case, *[f"{held[way]:.2f}" for way in WAYS])
+            table.add_row(case, *[f"{held[way]:.2f}" if way in held else "-" for way in ways])
         console.print(table)
 
 
