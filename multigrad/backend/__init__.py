@@ -110,6 +110,13 @@ class Backend(Protocol):
     STAND_INS: TypeSet
     """Types that stand for a tensor while a program is written down, and can have no rule."""
 
+    LOOPS_IN_PLACE: bool
+    """Whether `keras.ops.fori_loop` is one program, which updates the tensors that it carries in place."""
+
+    @staticmethod
+    def after(tensor: Any, other: Any) -> Any:
+        """The tensor, which is there once `other` is: an order for what a framework runs side by side."""
+
     @staticmethod
     def library_code(function: F) -> F:
         """Mark a function as the library's own, for a framework that rewrites the Python it traces."""

@@ -20,6 +20,13 @@ CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet()
 
 
+LOOPS_IN_PLACE = False
+
+
+def after(tensor: Any, other: Any) -> Any:
+    return tensor
+
+
 def library_code(function: F) -> F:
     return function
 

@@ -4,7 +4,9 @@ import keras
 
 from multigrad.backend.numpy import (
     CONVERTIBLE,
+    LOOPS_IN_PLACE,
     STAND_INS,
+    after,
     apply,
     as_tensor,
     assign,
@@ -31,8 +33,10 @@ from multigrad.closure import TypeSet
 
 __all__ = [
     "CONVERTIBLE",
+    "LOOPS_IN_PLACE",
     "STAND_INS",
     "TENSORS",
+    "after",
     "apply",
     "as_tensor",
     "assign",

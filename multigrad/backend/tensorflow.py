@@ -49,6 +49,16 @@ _LOST = (
 )
 
 
+LOOPS_IN_PLACE = False
+
+
+def after(tensor: Any, other: Any) -> Any:
+    if tf.executing_eagerly():
+        return tensor
+    with tf.control_dependencies([other]):
+        return tf.identity(tensor)
+
+
 def library_code(function: F) -> F:
     """Keep AutoGraph out, as `tf.custom_gradient` does."""
     return tf.autograph.experimental.do_not_convert(function)

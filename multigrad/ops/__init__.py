@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from keras import ops as _keras_ops
 
 from multigrad.custom_gradient import op_custom_gradient
+from multigrad.ops.linear_cross_entropy import linear_cross_entropy
 from multigrad.ops.quantizing import (
     clip_straight_through,
     fake_quantize,
@@ -46,6 +47,7 @@ __all__ = [
     "clip_straight_through",
     "custom_gradient",
     "fake_quantize",
+    "linear_cross_entropy",
     "prevent_gradient",
     "print_gradient",
     "reverse_gradient",

@@ -32,8 +32,10 @@ from multigrad.backend.torch.programs import apply_compiled, apply_exporting, co
 from multigrad.backend.torch.state import is_compiling, is_functorch_active, is_tracing
 from multigrad.backend.torch.tensors import (
     CONVERTIBLE,
+    LOOPS_IN_PLACE,
     STAND_INS,
     TENSORS,
+    after,
     as_tensor,
     assign,
     concrete,
@@ -52,8 +54,10 @@ from multigrad.backend.torch.transforms import apply_transforming
 
 __all__ = [
     "CONVERTIBLE",
+    "LOOPS_IN_PLACE",
     "STAND_INS",
     "TENSORS",
+    "after",
     "apply",
     "as_tensor",
     "assign",
