@@ -9,5 +9,5 @@
 
 Its rooms: `cases.py` has the functions and their rules, `native/` a module a framework with the same names,
 `measure.py` the clock, `growth.py` the curves, `memory.py` the bytes, and `report.py` the table, the file and
-the picture.
+the picture. `large_vocabulary.py` is a command of its own, for an op in chunks.
 """

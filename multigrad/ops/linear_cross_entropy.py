@@ -46,7 +46,7 @@ def linear_cross_entropy(
 
     Arguments:
         features: a floating tensor of shape `(..., d)`, a row for each token.
-        kernel: a tensor of the same dtype and shape `(d, classes)`.
+        kernel: a floating tensor of shape `(d, classes)`, which is cast to the dtype of the features.
         labels: integers of shape `(...)`, from 0 to `classes - 1`. A negative one, or one that is larger,
             is an error where there are values; in compiled code its loss is NaN. To ignore a token, give
             it any label and multiply its loss by zero.
@@ -113,12 +113,12 @@ class _Head:
 
     def __init__(self, kernel: Any, bias: Any, features: Any, labels: Any, chunk_size: int) -> None:
         self.kernel, self.bias = kernel, bias
-        self.features = ops.reshape(features, (-1, kernel.shape[0]))
+        self.features = ops.reshape(features, (-1, kernel.shape[0]))  # a row for each token
         self.labels = ops.cast(ops.reshape(labels, (-1, 1)), "int32")
         self.shape = ops.shape(features)
         self.width, self.classes = kernel.shape
         self.chunk_size = min(chunk_size, self.classes)
-        self.dtype = keras.backend.result_type(features.dtype, kernel.dtype)
+        self.dtype = _dtype(features)
         self.exact = _exact(self.dtype)
 
     def normalizer_and_target(self) -> tuple[Any, Any]:
@@ -130,8 +130,8 @@ class _Head:
             place = self.labels - start
             inside = ops.logical_and(place >= 0, place < size)
             found = ops.take_along_axis(logits, ops.clip(place, 0, size - 1), axis=1)
-            normalizer = ops.logaddexp(normalizer, ops.logsumexp(logits, axis=1, keepdims=True))
-            return normalizer, ops.where(inside, found, target)
+            both = ops.concatenate([normalizer, ops.logsumexp(logits, axis=1, keepdims=True)], axis=1)
+            return ops.logsumexp(both, axis=1, keepdims=True), ops.where(inside, found, target)
 
         nothing = ops.cast(ops.zeros_like(self.labels), self.exact)
         return self.fold(step, (nothing - float("inf"), nothing + float("nan")))
@@ -147,11 +147,11 @@ class _Head:
             hit = ops.equal(self.labels - start, ops.arange(size, dtype="int32"))
             of_logits = softmax * both - ops.where(hit, u, ops.zeros_like(u))
             narrow = ops.cast(of_logits, self.dtype)
-            more = ops.matmul(narrow, ops.transpose(self.columns(start, size)))
+            more = narrow @ ops.transpose(self.columns(start, size))
             of_features = of_features + ops.cast(more, self.exact)
             if not whole:
                 return of_features, ()
-            of_kernel = ops.cast(ops.matmul(ops.transpose(features), narrow), self.kernel.dtype)
+            of_kernel = ops.cast(ops.transpose(features) @ narrow, self.kernel.dtype)
             if self.bias is None:
                 return of_features, (of_kernel,)
             of_bias = ops.cast(ops.sum(of_logits, axis=0), self.bias.dtype)
@@ -164,13 +164,15 @@ class _Head:
         return found | dict(zip(("kernel", "bias"), parts, strict=False))
 
     def columns(self, start: Any, size: int) -> Any:
-        return ops.slice(self.kernel, (0, start), (self.width, size))
+        return ops.cast(ops.slice(self.kernel, (0, start), (self.width, size)), self.dtype)
 
     def logits(self, features: Any, start: Any, size: int) -> Any:
-        logits = ops.matmul(features, self.columns(start, size))
-        if self.bias is not None:
-            logits = logits + ops.slice(self.bias, (start,), (size,))
-        return ops.cast(logits, self.exact)
+        # The operator, because `ops.matmul` (Keras 3.15) computes in float32 on PyTorch what is of float64.
+        logits = ops.cast(features @ self.columns(start, size), self.exact)
+        return logits if self.bias is None else logits + ops.cast(self.bias_of(start, size), self.exact)
+
+    def bias_of(self, start: Any, size: int) -> Any:
+        return ops.slice(self.bias, (start,), (size,))
 
     def fold(self, step: Callable[..., Any], carry: Any) -> Any:
         """`carry = step(start, size, carry)` for each chunk."""
@@ -246,7 +248,7 @@ def _check(features: Any, kernel: Any, labels: Any, bias: Any, chunk_size: Any) 
                 _NAME,
                 "a label is out of range",
                 argument="'labels'",
-                required=f"integers from 0 to {kernel.shape[1] - 1}, as the kernel has {kernel.shape[1]} columns",
+                required=f"from 0 to {kernel.shape[1] - 1}, as the kernel has {kernel.shape[1]} columns",
                 got=got,
                 mend="give a token that is to be ignored any label, and multiply its loss by zero",
             )
@@ -268,7 +270,9 @@ def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any) -> None:
         )  # fmt: skip
     tokens = tuple(features.shape)[:-1]
     own = tuple(labels.shape)
-    if len(own) != len(tokens) or any(None not in pair and pair[0] != pair[1] for pair in zip(own, tokens)):
+    if len(own) != len(tokens) or any(
+        None not in pair and pair[0] != pair[1] for pair in zip(own, tokens, strict=True)
+    ):
         required = f"shape {tokens}, that of the features without the last axis"
         raise _error(ValueError, "labels", required, labels, "pass one class for each token")
     if bias is not None and tuple(bias.shape) != (classes,):

@@ -1,4 +1,4 @@
-"""The cross entropy of a large vocabulary: against plain Keras code, and that the logits never exist whole."""
+"""The cross entropy of a large vocabulary: against plain code, and that the logits never exist whole."""
 
 import keras
 import numpy as np
@@ -51,7 +51,9 @@ def test_the_gradients(size, transform):
     x, w, y, b = arguments()
 
     def gradients(loss):
-        weighted = lambda x, w, b: ops.sum(WEIGHTS * loss(x, w, y, b))
+        def weighted(x, w, b):
+            return ops.sum(WEIGHTS * loss(x, w, y, b))
+
         return transform(grad(weighted, argnums=(0, 1, 2)))(x, w, b)
 
     close(gradients(lambda *args: linear_cross_entropy(*args, chunk_size=size)), gradients(plain))

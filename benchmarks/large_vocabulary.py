@@ -1,0 +1,178 @@
+"""A linear layer and its cross entropy over a large vocabulary: plain Keras code against chunks.
+
+    python -m benchmarks.large_vocabulary --json numbers.json
+
+For the active backend. Each variant runs in processes of its own, in turn, so that a disturbance meets both:
+it computes the mean loss and its gradients by features and kernel. The peak of memory is what a process held
+at most, less what it held before the first step: of the gradients and of all that was there on the way. The
+C library gives large blocks back at once when memory is measured (`MALLOC_MMAP_THRESHOLD_`), so that what was
+freed is not counted; times are taken without that.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+from rich.console import Console
+from rich.table import Table
+
+from multigrad import backend, value_and_grad
+from multigrad.ops import linear_cross_entropy
+
+VARIANTS = ("plain", "chunks")
+MODES = {"torch": ("eager",)}.get(keras.backend.backend(), ("eager", "compiled"))
+MEGABYTE = 1e6
+
+
+def plain(features: Any, kernel: Any, labels: Any) -> Any:
+    logits = ops.matmul(features, kernel)
+    return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
+
+
+def chunks(features: Any, kernel: Any, labels: Any) -> Any:
+    return ops.mean(linear_cross_entropy(features, kernel, labels))
+
+
+def inputs(shape: list[int]) -> tuple[Any, Any, Any]:
+    """Features and a kernel whose logits are of the size of one, and labels."""
+    tokens, width, classes = shape
+    random = np.random.default_rng(0)
+    features = random.standard_normal((tokens, width), dtype="float32")
+    kernel = random.standard_normal((width, classes), dtype="float32") / np.float32(width**0.5)
+    labels = random.integers(0, classes, tokens).astype("int32")
+    return tuple(map(ops.convert_to_tensor, (features, kernel, labels)))
+
+
+def step_of(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]]:
+    """A function that computes the loss and both gradients, and waits for them."""
+    features, kernel, labels = inputs(shape)
+    loss = {"plain": plain, "chunks": chunks}[variant]
+
+    def gradients(features: Any, kernel: Any) -> Any:
+        return keras.tree.flatten(
+            value_and_grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(features, kernel)
+        )
+
+    run = backend.active.compiled(gradients) if mode == "compiled" else gradients
+
+    def step() -> list[Any]:
+        found = run(features, kernel)
+        for tensor in found:
+            getattr(tensor, "block_until_ready", lambda: None)()
+        float(found[0])
+        return found
+
+    return step
+
+
+def measure(variant: str, mode: str, shape: list[int], steps: int, out: Path) -> None:
+    """In a process of its own: times, peak, and the numbers themselves, into files."""
+    # Libraries and threads are there before; in the compiled mode, so is the compiler.
+    step_of(variant, mode, [64, 16, 2048])()
+    step = step_of(variant, mode, shape)
+    before = _peak()
+    times = []
+    for _ in range(steps):
+        start, used = time.perf_counter(), time.process_time()
+        found = step()
+        times.append((time.perf_counter() - start, time.process_time() - used))
+        peak = _peak() - before
+        found = found if len(times) == steps else None
+    np.savez(out, *map(ops.convert_to_numpy, found), times=times, peak=peak)
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def in_a_process(variant: str, mode: str, shape: list[int], steps: int, memory: bool) -> dict[str, Any]:
+    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if memory else {})
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.npz"
+        words = ["--variant", variant, "--mode", mode, "--steps", str(steps), "--out", str(out)]
+        command = [sys.executable, "-m", "benchmarks.large_vocabulary", *words, "--shape", *map(str, shape)]
+        subprocess.run(command, env=environment, check=True)
+        with np.load(out) as found:
+            return dict(found)
+
+
+def compare(mode: str, shape: list[int], rounds: int) -> dict[str, Any]:
+    """Both variants in turn: medians over the rounds, and how far the results are apart."""
+    times: dict[str, list[Any]] = {variant: [] for variant in VARIANTS}
+    held = {variant: in_a_process(variant, mode, shape, 2, memory=True) for variant in VARIANTS}
+    for _ in range(rounds):
+        for variant in VARIANTS:
+            # The first step compiles.
+            times[variant] += in_a_process(variant, mode, shape, 3, memory=False)["times"][1:].tolist()
+    names = ("loss", "features", "kernel")
+    pairs = [(held["plain"][f"arr_{i}"], held["chunks"][f"arr_{i}"]) for i in range(len(names))]
+    errors = [float(np.max(np.abs(a - b)) / np.max(np.abs(a))) for a, b in pairs]
+    return {
+        "backend": keras.backend.backend(),
+        "mode": mode,
+        "shape": shape,
+        "error": dict(zip(names, errors, strict=True)),
+        **{
+            variant: {
+                "seconds": statistics.median([wall for wall, _ in times[variant]]),
+                "processor_seconds": statistics.median([used for _, used in times[variant]]),
+                "peak_megabytes": float(held[variant]["peak"]) / MEGABYTE,
+            }
+            for variant in VARIANTS
+        },
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(title="loss and gradients, plain code against chunks")
+    for column in ("backend", "mode", "", "time", "processor time", "peak memory", "largest error"):
+        table.add_column(column)
+    for result in results:
+        for variant in VARIANTS:
+            got = result[variant]
+            table.add_row(
+                result["backend"],
+                result["mode"],
+                variant,
+                f"{got['seconds']:.2f} s",
+                f"{got['processor_seconds']:.2f} s",
+                f"{got['peak_megabytes']:.0f} MB",
+                "" if variant == "plain" else f"{max(result['error'].values()):.1e}",
+            )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", type=int, nargs=3, default=[4096, 512, 32768])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--mode", choices=("eager", "compiled"))
+    parser.add_argument("--variant", choices=VARIANTS, help="measure this one, in this process")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    words = parser.parse_args()
+    if words.variant:
+        measure(words.variant, words.mode, words.shape, words.steps, words.out)
+        return
+    modes = (words.mode,) if words.mode else MODES
+    results = [compare(mode, words.shape, words.rounds) for mode in modes]
+    show(results)
+    if words.json:
+        words.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
