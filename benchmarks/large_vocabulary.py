@@ -82,19 +82,21 @@ def measure(variant: str, mode: str, shape: list[int], steps: int, out: Path) ->
     # Libraries and threads are there before; in the compiled mode, so is the compiler.
     step_of(variant, mode, [64, 16, 2048])()
     step = step_of(variant, mode, shape)
-    before = _peak()
+    before = _held()
     times = []
     for _ in range(steps):
         start, used = time.perf_counter(), time.process_time()
         found = step()
         times.append((time.perf_counter() - start, time.process_time() - used))
-        peak = _peak() - before
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
         found = found if len(times) == steps else None
     np.savez(out, *map(ops.convert_to_numpy, found), times=times, peak=peak)
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _held() -> int:
+    """What this process holds now, in bytes, as Linux tells it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def in_a_process(variant: str, mode: str, shape: list[int], steps: int, memory: bool) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def conform(gradient: Any, spec: Any) -> NoReturn:
     raise _no_gradients()
 
 
-def concrete(tensor: Any) -> NoReturn:
-    raise _no_gradients()
+def concrete(tensor: Any) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(tensor))
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:

@@ -238,3 +238,19 @@ def products_in(function, *args):
     with Watch():
         function(*args)
     return sum(found)
+
+
+def test_a_batch_of_heads():
+    """Under the backend's own map over a leading axis; TensorFlow's falls back to a loop, with a warning."""
+    x, w, y, _ = arguments()
+    if BACKEND == "jax":
+        import jax
+
+        mapped = jax.vmap(jax.grad(lambda x, y: ops.sum(linear_cross_entropy(x, w, y, chunk_size=3))))
+    elif BACKEND == "torch":
+        import torch
+
+        mapped = torch.vmap(torch.func.grad(lambda x, y: linear_cross_entropy(x, w, y, chunk_size=3).sum()))
+    else:
+        pytest.skip("tf.vectorized_map is told of in the README")
+    close(mapped(x, y), grad(lambda x: ops.sum(plain(x, w, y)))(x))
