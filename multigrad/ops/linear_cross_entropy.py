@@ -187,7 +187,8 @@ class _Head:
 
         Each of the parts is a chunk, along the last axis, of something like a tensor of `like`.
         """
-        if backend.active.LOOPS_IN_PLACE and self.classes > self.chunk_size:  # which JAX compiles, even here
+        # In eager code JAX would compile the loop in every call.
+        if backend.active.LOOPS_IN_PLACE and backend.active.is_compiling():
             return self._collect_in_place(step, carry, like)
         pieces = []
         for start in range(0, self.classes, self.chunk_size):
