@@ -154,11 +154,12 @@ def test_bad_input(changes, error, said):
 
 def sizes_in_jax(function, *args):
     import jax
+    from jax.extend.core import jaxprs_in_params
 
     def within(jaxpr):
         for equation in jaxpr.eqns:
             yield from (v.aval.size for v in equation.outvars)
-            for inner in jax.core.jaxprs_in_params(equation.params):
+            for inner in jaxprs_in_params(equation.params):
                 yield from within(inner)
 
     return within(jax.make_jaxpr(function)(*args).jaxpr)
