@@ -154,7 +154,7 @@ def _is_same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> 
         return bool(a == b)
     if kind in (float, complex):
         return repr(a) == repr(b)  # tells 0.0 from -0.0, and knows NaN
-    if kind is tuple or kind is _Definition:
+    if kind in (tuple, Options, _Definition):
         return len(a) == len(b) and all(_is_same(x, y, seen) for x, y in zip(a, b, strict=True))
     if kind is functools.partial:
         parts = (a.func, a.args), (b.func, b.args)

@@ -20,7 +20,7 @@ def op_subset(x: Any, *key: Any) -> Any:
     from multigrad import op_subset
 
     x = ops.reshape(ops.arange(6), (2, 3))
-    print(op_subset(x, 1, slice(0, 2)))  # [3 4]
+    print(ops.convert_to_numpy(op_subset(x, 1, slice(0, 2))))  # [3 4]
     ```
 
     Arguments:

@@ -140,7 +140,8 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pai
     ```python
     from multigrad import ops
 
-    print(ops.fake_quantize(keras.ops.array([0.26, 5.0]), 0.1, bits=4))  # [0.3, 0.7]
+    y = ops.fake_quantize(ops.array([0.26, 5.0]), 0.1, bits=4)
+    print(ops.convert_to_numpy(y))  # [0.3, 0.7]
     ```
 
     Arguments:
