@@ -86,6 +86,8 @@ def draw(results: Results, curves: Sequence[Curve], path: Path) -> None:
         for way, times in curve.times.items():
             axis.plot(curve.places, times, "o-", label=way)
         axis.set(xlabel=curve.axis, ylabel="µs, forward and backward", xscale="log", yscale="log")
+        axis.set_xticks(curve.places, [str(place) for place in curve.places])
+        axis.set_xticks([], minor=True)
         axis.legend(frameon=False)
         axis.grid(alpha=0.3, which="both")
     figure.suptitle(f"{keras.backend.backend()}, eager, forward and backward")
@@ -103,5 +105,5 @@ def _draw_ratios(axis: Any, cases: Mapping[str, Mapping[str, Timing]]) -> None:
     axis.axvline(1.05, color="0.4", linewidth=1, linestyle=":", label="1.05")
     axis.set(yticks=list(places), yticklabels=list(cases), xlabel="time, in times of that by hand")
     axis.invert_yaxis()
-    axis.legend(frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
     axis.grid(alpha=0.3, axis="x")
