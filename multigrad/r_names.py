@@ -55,8 +55,7 @@ def look_up(name: str) -> Any:
 
 def every() -> list[str]:
     """All of the names."""
-    names = [name for name in dir(ops) if callable(getattr(ops, name))]
-    names += [f"{part}_{name}" for part in _SUBMODULES for name in dir(getattr(ops, part))]
-    return sorted(
-        {*_OTHERS, *[_PREFIX + name for name in names if not name.startswith("_") and "__" not in name]}
-    )
+    parts = [("", ops), *[(f"{part}_", getattr(ops, part)) for part in _SUBMODULES]]
+    public = [(part, module, name) for part, module in parts for name in dir(module) if name[0] != "_"]
+    names = [_PREFIX + part + name for part, module, name in public if callable(getattr(module, name))]
+    return sorted({*_OTHERS, *names})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras import ops
-from support import BACKEND, array
+from support import DIFFERENTIATES, array
 
 from multigrad import op_custom_gradient
 
@@ -39,52 +39,11 @@ def native(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callabl
         forward: the output, a tensor or a tuple of them, and the tuple of residuals.
         backward: of the residuals and the upstream gradients, the tuple of gradients.
     """
-    by_backend = {"jax": _on_jax, "torch": _on_torch, "tensorflow": _on_tensorflow}
-    return by_backend.get(BACKEND, _forward_only)(forward, backward)
+    if not DIFFERENTIATES:
+        return lambda *tensors: forward(*tensors)[0]
+    from benchmarks.native import active  # which has no module for a backend without gradients
 
-
-def _forward_only(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *tensors: forward(*tensors)[0]
-
-
-def _on_jax(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    import jax
-
-    op = jax.custom_vjp(lambda *tensors: forward(*tensors)[0])
-
-    def bwd(residuals: Any, upstream: Any) -> Any:
-        return backward(residuals, *(upstream if type(upstream) is tuple else (upstream,)))
-
-    op.defvjp(forward, bwd)
-    return op
-
-
-def _on_torch(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    class Native(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *tensors: Any) -> Any:
-            output, residuals = forward(*tensors)
-            ctx.save_for_backward(*residuals)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *upstream: Any) -> Any:
-            return backward(ctx.saved_tensors, *upstream)
-
-    return Native.apply
-
-
-def _on_tensorflow(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    import tensorflow as tf
-
-    @tf.custom_gradient
-    def op(*tensors: Any) -> Any:
-        output, residuals = forward(*tensors)
-        return output, lambda *upstream: backward(residuals, *upstream)
-
-    return op
+    return active.bind(forward, backward)
 
 
 @op_custom_gradient
@@ -266,6 +225,21 @@ PAIRS = {
     "method": Pair(method, log1pexp_by_hand, (SQUARE,), (SQUARE,), (SQUARE,)),
     "unused": Pair(unused, unused_by_hand, (SQUARE,), (SQUARE, SQUARE), (SQUARE,)),
 }
+
+
+@op_custom_gradient
+def doubtful(x):
+    """log1pexp with more multiplications, and more residuals."""
+    e, other, third = ops.exp(x), ops.sin(x), ops.cos(x)
+
+    def rule(u):
+        return u * 7.0 * (1.0 - 1.0 / (1.0 + e)) * other * third
+
+    return ops.log(1.0 + e), rule
+
+
+DOUBTFUL = PAIRS["log1pexp"]._replace(op=doubtful)
+"""An op that is not what is by hand beside it, which every comparison must find."""
 
 
 def total(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,13 @@ __all__ = [
     "stop_gradient_if",
     "straight_through",
 ]
-__all__ += [name for name in dir(_keras_ops) if not name.startswith("_") and name not in __all__]
+
+
+def _names_of_keras() -> list[str]:
+    return [name for name in dir(_keras_ops) if not name.startswith("_")]
+
+
+__all__ += [name for name in _names_of_keras() if name not in __all__]
 
 
 def __getattr__(name: str) -> Any:
@@ -68,7 +74,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *[name for name in dir(_keras_ops) if not name.startswith("_")]})
+    return sorted({*__all__, *_names_of_keras()})
 
 
 # Keras's own submodules, for `import multigrad.ops.nn` and `from multigrad.ops.nn import relu`.
