@@ -1,5 +1,6 @@
 """`check_gradients`: a rule against the differences of its function."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -256,29 +257,22 @@ def _difference(
     And the largest size of each output on the way, of which the rounding errors are a share.
     """
     own = abs(values(inputs[i])[element])
-    differences, sizes, steady = _extrapolated(
-        function, inputs, i, element, weights, rules, rules.step * max(1.0, own)
-    )
+    central = functools.partial(_central, function, inputs, i, element, weights)
+    differences, sizes, steady = _extrapolated(central, rules, rules.step * max(1.0, own))
     if steady or not 0.0 < own < 1.0:
         return differences, sizes
     # The step may be too long for an element that is close to zero, as those of `log`.
-    return _extrapolated(function, inputs, i, element, weights, rules, rules.step * own)[:2]
+    return _extrapolated(central, rules, rules.step * own)[:2]
 
 
 def _extrapolated(
-    function: _Function,
-    inputs: Sequence[Any],
-    i: int,
-    element: tuple[int, ...],
-    weights: Sequence[np.ndarray],
-    rules: Tolerance,
-    length: float,
+    central: Callable[[float], tuple[list[Any], list[float], list[float]]], rules: Tolerance, length: float
 ) -> tuple[list[Any], list[float], bool]:
     """The difference by a step of this length, sizes, and whether one of twice the length is close to it."""
-    near, sizes, _ = _central(function, inputs, i, element, weights, length)
+    near, sizes, _ = central(length)
     if rules.step > _FAR:
         return near, sizes, True
-    far, larger, moved = _central(function, inputs, i, element, weights, 2.0 * length)
+    far, larger, moved = central(2.0 * length)
     sizes = [max(pair) for pair in zip(sizes, larger, strict=True)]
     steady = not any(
         disagree(np.asarray(a), np.asarray(b), _STEADY, rules.rounding * size).any()
