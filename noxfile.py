@@ -4,6 +4,9 @@
 `nox -s "tests(jax)" -- -k upstream` some of them.
 """
 
+import os
+import shutil
+
 import nox
 
 nox.needs_version = ">=2025.2.9"  # nox.project.dependency_groups
@@ -31,8 +34,15 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 
 def install(session: nox.Session, *requirements: str) -> None:
-    """Install with pip, in the versions of constraints.txt."""
-    session.install("--constraint", "constraints.txt", *requirements)
+    """Install with pip, in the versions of constraints.txt, which also hold for what builds the package."""
+    held = ("--constraint", "constraints.txt", "--build-constraint", "constraints.txt")
+    session.install(*held, *requirements)
+
+
+def discard(session: nox.Session) -> None:
+    """Remove the session's environment where CI runs it once: ten of them are 10 GB of disk."""
+    if os.environ.get("CI"):
+        shutil.rmtree(session.virtualenv.location)
 
 
 @nox.session
@@ -58,6 +68,7 @@ def tests(session: nox.Session, backend: str) -> None:
     environment = QUIET | {"KERAS_BACKEND": backend}
     session.run("python", "-c", _only(backend), env=environment)
     session.run("pytest", "-n", "2", *session.posargs, env=environment)
+    discard(session)
 
 
 @nox.session
@@ -66,9 +77,11 @@ def notebooks(session: nox.Session, backend: str) -> None:
     """The notebooks of examples/ on one backend; `-- --store` keeps their outputs."""
     group = GROUPS(PYPROJECT, "notebooks")
     install(session, *group, "--editable", ".[demo,plot]", *REQUIREMENTS[backend])
-    environment = QUIET | {"KERAS_BACKEND": backend}
+    # One thread each: two notebooks at a time, whose threads would wait for one another.
+    environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-c", _only(backend), env=environment)
-    session.run("pytest", "tests/notebooks.py", *session.posargs, env=environment)
+    session.run("pytest", "-n", "2", "tests/notebooks.py", *session.posargs, env=environment)
+    discard(session)
 
 
 def _only(backend: str) -> str:
@@ -125,7 +138,7 @@ def export(session: nox.Session) -> None:
     groups = GROUPS(PYPROJECT, "test", "export")
     install(session, *groups, "--editable", ".", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
-    # A converter brings anyio (4.14), whose plugin for pytest uses names that pytest 9.2 warns of.
+    # A converter brings anyio (4.14), whose plugin for pytest uses names that pytest 9.1 warns of.
     pytest = ("pytest", "-p", "no:anyio", "tests/export", *session.posargs)
     for backend in ("tensorflow", "jax", "torch"):
         session.run(*pytest, env=QUIET | {"KERAS_BACKEND": backend})
