@@ -37,7 +37,7 @@ _ROOMS = {
     "vjp": "calculus",
 }
 
-_SUBMODULES = ("ops",)
+_SUBMODULES = ("layers", "ops", "testing")
 
 
 def __getattr__(name: str) -> Any:

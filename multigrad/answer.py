@@ -28,20 +28,25 @@ class Named(Protocol):
     def names(self) -> list[str]: ...
 
 
-def read(
-    op: str,
-    answer: Any,
-    arguments: Layout,
-    binding: Named,
-    specs: Sequence[Spec | None],
-    needed: Sequence[bool],
-) -> Sequence[Any]:
+class Asked(Protocol):
+    """What a rule answers for: the op's name, for messages, and the structure and names of its arguments."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arguments(self) -> Layout: ...
+
+    @property
+    def binding(self) -> Named: ...
+
+
+def read(asked: Asked, answer: Any, specs: list[Spec | None], needed: Sequence[bool]) -> Sequence[Any]:
     """The gradient of each tensor argument, None for one that is zero or not needed.
 
     Arguments:
-        op: the op's name, for messages.
+        asked: what the rule answers for.
         answer: what the rule returned.
-        arguments, binding: the structure and the names of the op's arguments.
         specs: what each tensor argument requires of its gradient, None where it has none.
         needed: for each tensor argument, whether its gradient is of use to anybody.
 
@@ -49,10 +54,10 @@ def read(
         TypeError: when the answer can be read in none of the ways that are documented.
         ValueError: when a gradient has a shape that is not its argument's.
     """
-    if arguments.flat:
+    if asked.arguments.flat:
         # The usual call: every argument is a tensor, and every entry the gradient of one.
         if _TENSORS[type(answer)]:
-            if len(specs) == 1 and (answer.shape, answer.dtype, None) == specs[0]:
+            if specs == [(answer.shape, answer.dtype, None)]:
                 return (answer,)
         elif type(answer) in _SEQUENCES and len(answer) == len(specs):
             for entry, spec in zip(answer, specs):  # noqa: B905 - as long as each other, and often run
@@ -60,7 +65,7 @@ def read(
                     break
             else:
                 return answer
-    return _Reader(op, arguments, binding, specs).read(answer, needed)
+    return _Reader(asked.name, asked.arguments, asked.binding, specs).read(answer, needed)
 
 
 def slot_paths(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Slot]]:
@@ -100,7 +105,7 @@ class _Reader:
 
     __slots__ = ("_arguments", "_binding", "_op", "_specs")
 
-    def __init__(self, op: str, arguments: Layout, binding: Named, specs: Sequence[Spec | None]) -> None:
+    def __init__(self, op: str, arguments: Layout, binding: Named, specs: list[Spec | None]) -> None:
         self._op, self._arguments, self._binding, self._specs = op, arguments, binding, specs
 
     def read(self, answer: Any, needed: Sequence[bool]) -> list[Any]:
@@ -279,8 +284,18 @@ def _is_broadcast(shape: Shape, original: Shape) -> bool:
 
 def _is_ignorable(template: Any, entry: Any) -> bool:
     """Whether `entry` can stand at the place of an argument that has no gradient."""
+    if tree.is_nested(template):
+        parts = children(template)
+        if tree.is_nested(entry):
+            entries = children(entry)
+        else:  # what is lazy stands for all of it
+            entries = dict.fromkeys(parts, entry) if callable(entry) else {}
+        if parts and entries.keys() == parts.keys():
+            return all(_is_ignorable(part, entries[key]) for key, part in parts.items())
     if type(template) in (float, complex) and not tree.is_nested(entry):
-        return _TENSORS[type(entry)] or isinstance(entry, (int, float, complex))  # nobody asks for it
+        # Nobody asks for it, and what is lazy is never computed.
+        number = _TENSORS[type(entry)] or isinstance(entry, (int, float, complex))
+        return number or entry is None or callable(entry)
     return all(_is_zero(leaf) for leaf in tree.flatten(entry))
 
 

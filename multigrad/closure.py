@@ -16,18 +16,21 @@ What is left where it stands, and why:
 Where a tensor could be reached through one of these, or through a global, the closure is called opaque.
 """
 
+import contextvars
 import dis
 import enum
 import functools
 import gc
 import inspect
-import operator
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from multigrad.namespaces import Probe, code_within, is_library, is_of_framework, names_in, operands
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made in Python, and can be freed
 
@@ -84,7 +87,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
     ```
 
     Arguments:
-        obj: a function, partial, bound method, or a container of them.
+        obj: a function, partial, bound method or another callable.
         tensor_types: the types that count as tensors.
         owner: the function that made `obj`, if any. Out of the cells that it closes over itself, only
             tensors are lifted.
@@ -95,19 +98,22 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
     """
     if type(obj) is types.FunctionType:
         code = obj.__code__
-        known = _CODES.get(id(code)) or _read_code(obj)
+        known = _CODES.get(id(code))
+        if known is None or known.probes:
+            known = _code_of(obj)
         if known.flat and not obj.__defaults__:
             # Most rules close over tensors and atoms alone, and need no walk.
             try:
-                contents = list(map(_CONTENT, obj.__closure__ or ()))
+                contents = [cell.cell_contents for cell in obj.__closure__ or ()]
             except ValueError:  # a name that is not bound yet
                 contents = [_Walk]
             for content in contents:
                 if not tensor_types[type(content)]:
                     break
             else:
-                count = len(contents)
-                return contents, _FlatFunction((code, obj.__globals__, count, None)) if count else obj, False
+                if not contents:
+                    return contents, obj, False
+                return contents, (code, obj.__globals__, known.cells, None), False
             if all([tensor_types[type(content)] or ATOMS[type(content)] for content in contents]):
                 return _lift_beside_atoms(obj, contents, tensor_types)
     shared = frozenset(map(id, _cells(owner, set())))
@@ -117,18 +123,15 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
     return walk.tensors, template, walk.opaque
 
 
-_CONTENT = operator.attrgetter("cell_contents")
-
-
 def _lift_beside_atoms(
     function: types.FunctionType, contents: Sequence[Any], tensor_types: TypeSet
-) -> tuple[list[Any], Any, bool]:
+) -> "tuple[list[Any], types.FunctionType | _FlatFunction, bool]":
     tensors = [content for content in contents if tensor_types[type(content)]]
     if not tensors:
         return tensors, function, False
     pairs = zip(function.__closure__ or (), contents, strict=True)
     cells = [None if tensor_types[type(content)] else cell for cell, content in pairs]
-    return tensors, _FlatFunction((function.__code__, function.__globals__, len(tensors), cells)), False
+    return tensors, (function.__code__, function.__globals__, len(tensors), cells), False
 
 
 def _cells(function: Any, seen: set[int]) -> Iterator[types.CellType]:
@@ -162,31 +165,99 @@ def captured_by(function: types.FunctionType) -> list[Any]:
     return [*cells, function.__defaults__, function.__kwdefaults__]
 
 
-class _Code(NamedTuple):
+@dataclass(slots=True)
+class _Code:
     """What the code of a function tells about lifting out of it."""
 
     code: types.CodeType  # kept alive, so that its id stays its own
     assigned: frozenset[int]  # the free variables that it, or a function within it, assigns, by place
     opaque: bool  # whether it reads a global in which there may be tensors
     flat: bool  # whether neither is so: its cells are all there is to look at, and defaults by position
+    cells: int  # how many cells it has
+    probes: list[Probe]  # what it is not opaque by, but may be once something else stands there
+
+    def is_stale_for(self, function: types.FunctionType) -> bool:
+        """Whether something else stands there, or the code is run in another namespace than the one read."""
+        if not self.probes:
+            return False
+        own = self.probes[0][0] is function.__globals__
+        return not own or any([space.get(name) is not value for space, name, value in self.probes])
 
 
 _CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
 _KEPT = 4096
 
 
+def _code_of(function: types.FunctionType) -> _Code:
+    known = _CODES.get(id(function.__code__))
+    return _read_code(function) if known is None or known.is_stale_for(function) else known
+
+
 def _read_code(function: types.FunctionType) -> _Code:
     code = function.__code__
     assigned = frozenset(_assigned_places(code))
-    scope = function.__globals__
-    read = [scope[name] for name in names_in(code) & scope.keys()]
-    opaque = any(may_hold(value) for value in read if not isinstance(value, types.FunctionType))
+    search = _Globals()
+    opaque = search.may_hold_by_name(function)
     wrapper = code.co_flags & inspect.CO_VARARGS  # of which attributes may tell more
     flat = not (assigned or opaque or wrapper or code.co_kwonlyargcount)
     if len(_CODES) >= _KEPT:
         _CODES.clear()
-    found = _CODES[id(code)] = _Code(code, assigned, opaque, flat)
+    probes = [] if opaque else search.probes
+    found = _CODES[id(code)] = _Code(code, assigned, opaque, flat, len(code.co_freevars), probes)
     return found
+
+
+class _Globals:
+    """A search for tensors behind the globals that a function uses, and those that it calls with them."""
+
+    def __init__(self) -> None:
+        self.probes: list[Probe] = []
+        self._seen: set[int] = set()
+
+    def may_hold_by_name(self, function: types.FunctionType) -> bool:
+        """Whether there may be some behind a global that the function uses."""
+        code = function.__code__
+        if is_of_framework(function.__globals__.get("__name__", "")):
+            return False
+        used = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
+        return self._through(function.__globals__, used, names_in(code))
+
+    def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> bool:
+        for name in names & namespace.keys():
+            value = namespace[name]
+            if _is_of_library(value):
+                continue
+            self.probes.append((namespace, name, value))
+            if self._may_hold(value, attributes):
+                return True
+        return False
+
+    def _may_hold(self, value: Any, attributes: Set[str]) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            own = vars(value)
+            if is_library(value.__globals__.get("__name__", "")):  # around a user's, such as that of an op
+                return self._may_hold(own.get("__wrapped__"), attributes)
+            parts = (*captured_by(value), *own.values())
+            return any(self._may_hold(part, attributes) for part in parts) or self.may_hold_by_name(value)
+        if isinstance(value, types.ModuleType):
+            return self._through(vars(value), attributes, attributes)
+        if (functions := _functions_within(value)) is not None:
+            return any(self._may_hold(function, attributes) for function in functions)
+        if isinstance(value, type):
+            bases = [base for base in value.__mro__ if not is_library(base.__module__)]
+            return any(self._through(vars(base), attributes, attributes) for base in bases)
+        return may_hold(value)
+
+
+def _is_of_library(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return is_library(value.__name__)
+    return isinstance(value, (*_DEFINITIONS, types.FunctionType)) and is_library(
+        getattr(value, "__module__", None) or ""
+    )
 
 
 def assigned_places(function: types.FunctionType) -> frozenset[int]:
@@ -194,28 +265,21 @@ def assigned_places(function: types.FunctionType) -> frozenset[int]:
     return (_CODES.get(id(function.__code__)) or _read_code(function)).assigned
 
 
-def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    return (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-
-
 def _assigned_places(code: types.CodeType) -> Iterator[int]:
     stores = ("STORE_DEREF", "DELETE_DEREF")
     names = {i.argval for i in dis.get_instructions(code) if i.opname in stores}
-    for inner in _inner(code):
+    for inner in code_within(code):
         names |= {inner.co_freevars[place] for place in _assigned_places(inner)}
     return (place for place, name in enumerate(code.co_freevars) if name in names)
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals (and of attributes) that a code object uses."""
-    return set(code.co_names).union(*map(names_in, _inner(code)))
 
 
 _DEFINITIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
 def may_hold(value: Any, seen: frozenset[int] = _NO_CELLS) -> bool:
-    """Whether tensors may be reached through an object; those of a module or class are constants."""
+    """Whether tensors may be reached through an object; those of a module or class are looked for by name."""
+    if isinstance(value, contextvars.ContextVar):
+        return True  # which knows what it holds in each context, and tells no collector
     if ATOMS[type(value)] or isinstance(value, _DEFINITIONS) or id(value) in seen:
         return False
     if not gc.is_tracked(value):
@@ -274,11 +338,10 @@ class _Function:
         self.extras = extras  # names, defaults, keyword defaults and attributes, where there are any
 
 
-class _FlatFunction(tuple[types.CodeType, dict[str, Any], int, list[types.CellType | None] | None]):
-    """A function whose cells hold tensors and atoms alone: its code, globals, number of tensors, and cells,
-    None for those in which the tensors stood, and None for all where that is so in each."""
-
-    __slots__ = ()
+_FlatFunction = tuple[types.CodeType, dict[str, Any], int, list[types.CellType | None] | None]
+"""A function whose cells hold tensors and atoms alone: its code, globals, number of tensors, and cells,
+None for those in which the tensors stood, and None for all where that is so in each. Nothing else that is
+called is a plain tuple, which costs less to make than one of a class."""
 
 
 class _Recursion(NamedTuple):
@@ -290,7 +353,7 @@ class _Recursion(NamedTuple):
 class _Walk:
     """One walk through an object; `lift` returns its argument itself when it finds no tensor in it."""
 
-    __slots__ = ("_known", "_shared", "_state", "_tensor_types", "opaque", "tensors")
+    __slots__ = ("_known", "_shared", "_state", "_tensor_types", "_wrappers", "opaque", "tensors")
 
     def __init__(self, tensor_types: TypeSet, shared: frozenset[int], state: frozenset[int]) -> None:
         self.tensors: list[Any] = []
@@ -300,6 +363,8 @@ class _Walk:
         self._state = state
         # What an object was lifted to. One thing in two places stays one thing.
         self._known: dict[int, Any] = {}
+        # Frameworks' objects that were looked into: a function in one may know it.
+        self._wrappers: set[int] = set()
 
     def lift(self, obj: Any) -> Any:
         kind = type(obj)
@@ -325,7 +390,12 @@ class _Walk:
     def _container(self, obj: Any) -> Any:
         parts, make = _parts(obj)
         if parts is None:
-            self.opaque |= gc.is_tracked(obj)  # what is not tracked has no reference to anything
+            functions = _functions_within(obj)
+            if functions is None:
+                self.opaque |= gc.is_tracked(obj)  # what is not tracked has no reference to anything
+            elif id(obj) not in self._wrappers:
+                self._wrappers.add(id(obj))
+                self.opaque |= not all(map(self._is_plain, functions))
             return obj
         lifted = [self.lift(part) for part in parts]
         if all(new is old for new, old in zip(lifted, parts, strict=True)):
@@ -334,7 +404,8 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> Any:
         code = function.__code__
-        self.opaque |= (_CODES.get(id(code)) or _read_code(function)).opaque
+        known = _CODES.get(id(code))
+        self.opaque |= (_code_of(function) if known is None or known.probes else known).opaque
         cells: list[Any] = list(function.__closure__ or ())
         changed = recursive = False
         for place, cell in enumerate(cells):
@@ -364,6 +435,7 @@ class _Walk:
     def _is_plain(self, content: Any) -> bool:
         """Whether no tensor can be reached through what is left where it stands."""
         walk = _Walk(self._tensor_types, _NO_CELLS, _NO_CELLS)
+        walk._wrappers = self._wrappers
         walk.lift(content)
         return not (walk.tensors or walk.opaque)
 
@@ -386,6 +458,13 @@ def _parts(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
     return None, list
 
 
+def _functions_within(obj: Any) -> list[Any] | None:
+    """The user's functions in a framework's object around them, as of `jax.jit`; None for other objects."""
+    if isinstance(obj, type) or not (is_of_framework(type(obj).__module__) and hasattr(obj, "__wrapped__")):
+        return None  # a cache of the standard library's may hold more
+    return [obj.__wrapped__, *filter(callable, getattr(obj, "__dict__", {}).values())]
+
+
 def _mapping(kind: type, keys: tuple[Any, ...], values: list[Any]) -> Any:
     return kind(zip(keys, values, strict=True))
 
@@ -401,9 +480,9 @@ def _method(parts: list[Any]) -> Any:
 
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
     """Build the object that `template` describes around `tensors`."""
-    if type(template) is _FlatFunction:
+    if type(template) is tuple:
         code, scope, count, old = template
-        cells = tuple(map(types.CellType, tensors[:count]))
+        cells = tuple([types.CellType(tensor) for tensor in tensors[:count]])
         if old is not None:
             new = iter(cells)
             cells = tuple([next(new) if cell is None else cell for cell in old])

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import keras
 
@@ -15,7 +15,7 @@ from multigrad.errors import describe, message
 from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
 from multigrad.reach import may_reach
 from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, is_plain, own_arguments, takes_variables
-from multigrad.variables import NONE_READ, Pinned, Reads, Variables, under_values_of
+from multigrad.variables import NONE_READ, Pinned, Reads, Variables, in_scope, under_values_of
 
 _framework = backend.active
 _TENSORS = _framework.TENSORS
@@ -230,13 +230,7 @@ class Call:
         """How messages call the op."""
         return self.back.name
 
-    def run(
-        self,
-        tensors: Sequence[Any],
-        f: Callable[..., Any] | None = None,
-        again: Pinned | None = None,
-        place: Any = None,
-    ) -> "Ran":
+    def run(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, place: Any = None) -> "Ran":
         """Run the function: its flat outputs, its rule, the inputs of the op, and the pullback.
 
         The inputs are `tensors` itself, or, where the function read trainable variables, these and the
@@ -244,23 +238,22 @@ class Call:
 
         Arguments:
             f: a function that stands in for the op's own, with another closure.
-            again: the scope of a second run.
             place: where the function runs, if that matters to how variables are read.
         """
-        back, function, scope = self.back, f or self.f, again or Reads()
+        back, function, scope = self.back, f or self.f, Reads()
         if place is not None:
             scope.place = place
         with scope:
             returned = function(*tensors) if back.flat else back.call(function, tensors)
         if place is not None:
             place.leave(scope)
-        around = scope.original_scope if again is None else again.at_call
-        plain = around is None and not (scope.variables or scope.assigned)
+        # Usually it is a tensor and a rule of one parameter, and no variable has to do with it.
+        plain = scope.original_scope is None and not (scope.variables or scope.assigned)
         if plain and type(returned) is tuple and len(returned) == 2:
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
                 return (output,), rule, tensors, back
-        return self._accept(returned, tensors, scope, around)
+        return self._accept(returned, tensors, scope, scope.original_scope)
 
     def run_foreseen(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None) -> "Ran":
         """Run a function that reads no trainable variables: as `run` does."""
@@ -275,8 +268,10 @@ class Call:
         Variables have the values that are among `inputs`, and what the function assigns is lost.
         """
         count = len(inputs) - len(first.variables)
-        again = Pinned(first.variables, inputs[count:], first.around, keep=False)
-        return self.run(inputs[:count], again=again)
+        scope = Pinned(first.variables, inputs[count:], first.around, keep=False)
+        with scope:
+            returned = self.back.call(self.f, inputs[:count])
+        return self._accept(returned, inputs[:count], scope, first.around)
 
     def _accept(
         self,
@@ -291,7 +286,8 @@ class Call:
             raise self._no_pair(returned)
         output, given = returned
         try:
-            outputs, layout = split(output)
+            with scope:  # in which a variable is read that is an output itself
+                outputs, layout = split(output, whole=True)
         except Refused as refused:
             raise refused.error(name, [("the output", output)]) from None
         form, may_take = form_of(name, given, binding, len(outputs))
@@ -317,6 +313,10 @@ class Call:
     def may_read(self) -> bool:
         """Whether the function may read a variable, as far as can be said before it runs."""
         return may_reach(self.f) or any(map(may_reach, self.back.arguments.static_leaves()))
+
+    def may_read_another(self) -> bool:
+        """Whether it may read a variable that has another value here than its own, in a scope."""
+        return in_scope() and self.may_read()
 
     def _unforeseen(self, variables: Variables) -> TypeError:
         return TypeError(
@@ -383,7 +383,7 @@ class Pullback(HoldsNoTensor):
         rule: Callable[..., Any],
         upstream: Sequence[Any],
         needed: Sequence[bool],
-        specs: Sequence[backend.Spec | None],
+        specs: list[backend.Spec | None],
     ) -> Sequence[Any]:
         """Call the rule: the gradient of each input, None for zero or where not needed.
 
@@ -403,10 +403,10 @@ class Pullback(HoldsNoTensor):
                 answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
             if self.handed:
                 return self._read_both(answer, needed, specs)
-        return read(self.name, answer, self.arguments, self.binding, specs, needed)
+        return read(self, answer, specs, needed)
 
     def _read_both(
-        self, answer: Any, needed: Sequence[bool], specs: Sequence[backend.Spec | None]
+        self, answer: Any, needed: Sequence[bool], specs: list[backend.Spec | None]
     ) -> Sequence[Any]:
         """The gradients of the arguments and of the variables, for a rule that was handed the latter."""
         if type(answer) not in (tuple, list) or len(answer) != 2:
@@ -420,10 +420,18 @@ class Pullback(HoldsNoTensor):
                 )
             )
         count = len(specs) - len(self.variables)
-        layout = FLAT_LAYOUTS[len(self.variables)]
-        own = read(self.name, answer[0], self.arguments, self.binding, specs[:count], needed[:count])
-        theirs = read(self.name, answer[1], layout, self.variables, specs[count:], needed[count:])
+        of_variables = _OfVariables(self.name, FLAT_LAYOUTS[len(self.variables)], self.variables)
+        own = read(self, answer[0], specs[:count], needed[:count])
+        theirs = read(of_variables, answer[1], specs[count:], needed[count:])
         return [*own, *theirs]
+
+
+class _OfVariables(NamedTuple):
+    """What a rule that is handed variables answers for beside the arguments."""
+
+    name: str
+    arguments: Layout
+    binding: Variables
 
 
 Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]

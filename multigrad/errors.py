@@ -21,6 +21,21 @@ def message(op: str, problem: str, *, required: str, got: str, mend: str, argume
     return "\n".join(lines)
 
 
+def unusable(
+    kind: type[Exception], op: str, argument: str, *, required: str, got: object, mend: str
+) -> Exception:
+    """The error for a value of an argument that `op` can do nothing with."""
+    text = message(
+        op,
+        f"{argument} cannot be used",
+        argument=f"{argument!r}",
+        required=required,
+        got=describe(got),
+        mend=mend,
+    )
+    return kind(text)
+
+
 def describe(value: object) -> str:
     """A short name for a value in a message: its type, with shape and dtype for a tensor."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)

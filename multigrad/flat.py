@@ -62,7 +62,7 @@ class FlatCall:
         args = list(self._args)
         for position, part in zip(self._positions, self.parts(tensors), strict=True):
             args[position] = part
-        with Pinned(self._variables, tensors[self._count :], keep=False) as scope:
+        with _ByVariables(self._by.name, self._variables, tensors[self._count :]) as scope:
             answer = self._by.f(*args, **self._kwargs)
         assigned = list(scope.assigned.values())
         self._assigned = [variable for variable, _ in assigned]
@@ -87,6 +87,30 @@ class FlatCall:
             return gradient
         of_variables = list(gradients[self._count :])
         return (gradient, of_variables) if by.arguments else of_variables
+
+
+class _ByVariables(Pinned):
+    """The scope of a function that is differentiated by variables: tensors stand for them."""
+
+    def __init__(self, name: str, variables: Sequence[keras.Variable], tensors: Sequence[Any]) -> None:
+        super().__init__(variables, tensors, keep=False)
+        self._name = name
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        value = super().get_current_value(variable)
+        if value is not None and id(variable) in self.known and not backend.active.may_record():
+            raise TypeError(
+                message(
+                    self._name,
+                    "a variable that a gradient is taken by is read where nothing is recorded, so that its "
+                    "gradient would be zero",
+                    required="a read outside of keras.remat, of layers of a keras.RematScope, and of "
+                    "what else stops the recording",
+                    got=f"variable {variable.path!r}",
+                    mend="pass `variable.value` to the function as an argument, or do without keras.remat",
+                )
+            )
+        return value
 
 
 class Structure:

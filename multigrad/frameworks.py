@@ -51,7 +51,7 @@ def _version(distribution: str, module: str) -> str:
 def how_to_add(backend: str) -> str:
     """The command that installs what a backend lacks."""
     if backend in DIFFERENTIATING:
-        return f'pip install "multigrad[{backend}]"'
+        return f"pip install {backend}"
     return f"pip install {' '.join(m for m in _modules(backend) if not _is_importable(m))}"
 
 

@@ -167,31 +167,39 @@ ONE = _One(Slot(0))
 FLAT_LAYOUTS = _FlatLayouts()
 
 
-def split(structure: Any) -> tuple[Sequence[Any], Layout]:
+def split(structure: Any, whole: bool = False) -> tuple[Sequence[Any], Layout]:
     """Take a structure apart into flat tensors and a layout.
 
     Keras Variables are read, NumPy arrays become tensors; Python numbers stay as they are, because in
     Keras they take the dtype of the tensor that they meet.
 
+    Arguments:
+        structure: what is taken apart.
+        whole: whether every tensor must be found, so that none is an object's attribute, as it may be of a
+            `self` among arguments.
+
     Raises:
         Symbolic: for a symbolic tensor.
-        Refused: for a sparse tensor, or one in a container that cannot be taken apart.
+        Refused: for a sparse tensor, or one where it cannot be seen.
     """
     if _TENSORS[type(structure)]:
         return (structure,), ONE
     if type(structure) is tuple and all([_TENSORS[type(part)] for part in structure]):
         return structure, FLAT_LAYOUTS[len(structure)]
     tensors: list[Any] = []
-    return tensors, Layout(_split(structure, tensors))
+    return tensors, Layout(_split(structure, tensors, whole))
 
 
-def _split(part: Any, tensors: list[Any]) -> Any:
+def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
     kind = _kind(part)
     if kind == _TENSOR:
         tensors.append(part)
         return Slot(len(tensors) - 1)
     if kind == _STATIC:
-        if isinstance(part, (Mapping, list, tuple)) and _holds_tensors(part):
+        own = part if isinstance(part, (Mapping, list, tuple)) else None
+        if whole and own is None:
+            own = getattr(part, "__dict__", None)
+        if own and _holds_tensors(own):
             raise Refused(part, *_REFUSALS[kind])
         return part
     if kind == _NESTED:
@@ -200,7 +208,7 @@ def _split(part: Any, tensors: list[Any]) -> Any:
             if _TENSORS[type(leaf)]:  # as most are
                 tensors.append(leaf)
                 return Slot(len(tensors) - 1)
-            return _split(leaf, tensors)
+            return _split(leaf, tensors, whole)
 
         return rebuild(part, take)
     if kind == _CONVERTED:
@@ -228,9 +236,9 @@ _REFUSALS = {
         "write it down with torch.export, or compile it with torch.compile",
     ),
     _STATIC: (
-        "there are tensors in a container of an unknown class, where they cannot be seen",
+        "there are tensors in an object of an unknown class, where they cannot be seen",
         "a tuple, list or dict, or a class that is registered with keras.tree",
-        "pass a plain container",
+        "put them into a plain container",
     ),
 }
 

@@ -89,7 +89,7 @@ def _pyplot() -> Any:
                 "a picture is drawn with matplotlib",
                 required="matplotlib, which is an extra",
                 got=str(error),
-                mend='pip install "multigrad[plot]"',
+                mend="pip install matplotlib",
             )
         ) from error
     return plt

@@ -5,36 +5,33 @@ function's closure, and at the globals that it and the functions it calls use. I
 found that could lead to a variable; anything unknown is a yes.
 """
 
-import dis
 import functools
 import gc
-import sys
 import types
 from collections import namedtuple
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 from multigrad import backend
-from multigrad.closure import ATOMS, captured_by, names_in
+from multigrad.closure import ATOMS, captured_by
+from multigrad.namespaces import MISSING, Probe, is_library, names_in, operands
 
-_LIBRARIES = frozenset({"jax", "jaxlib", "keras", "multigrad", "numpy", "tensorflow", "torch"})
 _TENSORS = backend.active.TENSORS
-_MISSING = object()
-
-_Probe = tuple[dict[str, Any], str, Any]
-"""A namespace, a name, and what stood there."""
 
 
 class _Names(NamedTuple):
     """What was found behind the names that a function, and those that it calls, use."""
 
     code: types.CodeType  # kept alive, so that its id stays its own
+    scope: dict[str, Any]  # one code may have been run in several namespaces
     reached: bool
-    probes: list[_Probe]
+    probes: list[Probe]
 
-    def still_hold(self) -> bool:
+    def still_hold_for(self, function: types.FunctionType) -> bool:
         """Whether it would be found again."""
-        return all([namespace.get(name, _MISSING) is value for namespace, name, value in self.probes])
+        return self.scope is function.__globals__ and all(
+            [namespace.get(name, MISSING) is value for namespace, name, value in self.probes]
+        )
 
 
 _KNOWN: dict[int, _Names] = {}
@@ -55,12 +52,12 @@ def may_reach(obj: Any) -> bool:
     if type(obj) is not types.FunctionType:
         return _Search().reaches(obj)
     known = _KNOWN.get(id(obj.__code__))
-    if known is None or not known.still_hold():
+    if known is None or not known.still_hold_for(obj):
         search = _Search()
         reached = search.reaches_by_name(obj)
         if len(_KNOWN) >= _KEPT:
             _KNOWN.clear()
-        known = _KNOWN[id(obj.__code__)] = _Names(obj.__code__, reached, search.probes)
+        known = _KNOWN[id(obj.__code__)] = _Names(obj.__code__, obj.__globals__, reached, search.probes)
     return known.reached or _Search().reaches_by_capture(obj)
 
 
@@ -68,14 +65,14 @@ class _Search:
     """One search, in which a thing that comes a second time adds nothing."""
 
     def __init__(self) -> None:
-        self.probes: list[_Probe] = []
+        self.probes: list[Probe] = []
         self._seen: set[int] = set()
 
     def reaches(self, obj: Any, attributes: Set[str] = frozenset()) -> bool:
         """Whether a variable may be reached through `obj`; of a module, only through such attributes."""
         kind = type(obj)
         if kind is types.ModuleType:
-            return not _is_library(obj.__name__) and self._through_module(obj, attributes)
+            return not is_library(obj.__name__) and self._through_module(obj, attributes)
         if _TENSORS[kind] or ATOMS[kind] or id(obj) in self._seen:
             return False
         self._seen.add(id(obj))
@@ -97,25 +94,25 @@ class _Search:
     def reaches_by_name(self, function: types.FunctionType) -> bool:
         """Whether it is through the globals that a function uses."""
         namespace, code = function.__globals__, function.__code__
-        if _is_library(namespace.get("__name__", "")):
+        if is_library(namespace.get("__name__", "")):
             return False
-        if not all(map(_is_library, _operands(code, "IMPORT_NAME"))):
+        if not all(map(is_library, operands(code, "IMPORT_NAME"))):
             return True
-        return self._through_namespace(namespace, names_in(code), _operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
+        return self._through_namespace(namespace, names_in(code), operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
 
     def _through_module(self, module: types.ModuleType, attributes: Set[str]) -> bool:
         if id(module) in self._seen:
             return False
         self._seen.add(id(module))
-        return self._through_namespace(vars(module), attributes, attributes & vars(module).keys())
+        return self._through_namespace(vars(module), attributes, attributes)
 
     def _through_namespace(
         self, namespace: dict[str, Any], attributes: Set[str], names: Iterable[str]
     ) -> bool:
         for name in names:
-            value = namespace.get(name, _MISSING)
+            value = namespace.get(name, MISSING)
             self.probes.append((namespace, name, value))
-            if value is _MISSING:
+            if value is MISSING:
                 continue
             # A global container may hold a layer tomorrow.
             if isinstance(value, (dict, list, set)) or self.reaches(value, attributes):
@@ -124,7 +121,7 @@ class _Search:
 
 
 def _class_parts(cls: type) -> Iterable[Any]:
-    own = [base for base in cls.__mro__ if not _is_library(base.__module__)]
+    own = [base for base in cls.__mro__ if not is_library(base.__module__)]
     return [part for base in own for part in vars(base).values()]
 
 
@@ -144,7 +141,7 @@ def _parts(obj: Any) -> Iterable[Any] | None:
         return (obj.__self__,)
     if isinstance(obj, _DESCRIPTORS):
         return ()
-    if _is_library(type(obj).__module__) and hasattr(obj, "__wrapped__"):
+    if is_library(type(obj).__module__) and hasattr(obj, "__wrapped__"):
         return (obj.__wrapped__,)  # a function behind jax.jit or functools.cache, say
     return None
 
@@ -153,19 +150,3 @@ _DESCRIPTORS = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType,
     types.MemberDescriptorType, type(vars(namedtuple("_", "field"))["field"]),
 )  # fmt: skip
-
-
-def _operands(code: types.CodeType, *instructions: str) -> Iterator[str]:
-    """The names in such instructions of a code object, and of those within it."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in instructions:
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _operands(constant, *instructions)
-
-
-def _is_library(module: str) -> bool:
-    """Whether a module is one in which no variable of a user stands."""
-    top = module.partition(".")[0]
-    return top in _LIBRARIES or top in sys.stdlib_module_names

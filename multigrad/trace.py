@@ -215,26 +215,21 @@ class _Call(custom_gradient.Call):
         super().__init__(call.f, call.back, call.options)
 
     def run(
-        self,
-        tensors: Sequence[Any],
-        f: Callable[..., Any] | None = None,
-        again: Any = None,
-        place: Any = None,
+        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, place: Any = None
     ) -> custom_gradient.Ran:
-        """Run the function and record it.
-
-        Where it runs once more, for a second derivative, the ops in it are those of the first run.
-        """
-        if again is not None:
-            with _within(_Again(self._record)):
-                return super().run(tensors, f, again, place)
+        """Run the function and record it."""
         around = _WITHIN.get()
         record = self._record = around.inner(self.name) if around else _Record(self.name)
         with _within(_Again(record) if record.ran else record):
-            outputs, rule, inputs, back = super().run(tensors, f, place=place)
+            outputs, rule, inputs, back = super().run(tensors, f, place)
         if not record.ran:
             record.note_run(back, inputs, outputs)
         return outputs, rule, inputs, _Pullback(back, record)
+
+    def run_again(self, inputs: Sequence[Any], first: custom_gradient.Pullback) -> custom_gradient.Ran:
+        """Run the function for a second derivative. The ops in it are those of the first run."""
+        with _within(_Again(self._record)):
+            return super().run_again(inputs, first)
 
 
 class _Pullback(custom_gradient.Pullback):
@@ -253,7 +248,7 @@ class _Pullback(custom_gradient.Pullback):
         rule: Callable[..., Any],
         upstream: Sequence[Any],
         needed: Sequence[bool],
-        specs: Sequence[backend.Spec | None],
+        specs: list[backend.Spec | None],
     ) -> Sequence[Any]:
         with _within(self._record):
             gradients = super().pull(rule, upstream, needed, specs)

@@ -109,6 +109,12 @@ class _Scope(keras.StatelessScope):
         return None
 
 
+def in_scope() -> bool:
+    """Whether a `keras.StatelessScope` is in force, in which variables may have other values."""
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        return scope.original_scope is not None
+
+
 @contextlib.contextmanager
 def _outside() -> Iterator[None]:
     """No scope in force, for a while. A scope that ends puts another in force: the one that it came into."""
@@ -176,7 +182,7 @@ class Reads(_Scope):
 
     def read(self) -> Variables:
         """The variables that were read."""
-        if not self.variables and not self.assigned:
+        if not (self.variables or self.assigned):
             return NONE_READ
         read = Variables(self.variables)
         read.dtypes = [self._dtypes[id(variable)] for variable in read]

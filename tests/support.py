@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 BACKEND = keras.backend.backend()
@@ -50,3 +51,51 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
         return tf.function(function)
     return function
+
+
+def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Its gradient under the backend's own map over a leading axis.
+
+    TensorFlow's map falls back to a loop around a tape, with a warning: the README tells of it.
+    """
+    if BACKEND == "jax":
+        import jax
+
+        return jax.vmap(jax.grad(function))
+    if BACKEND == "torch":
+        import torch
+
+        return torch.vmap(torch.func.grad(function))
+    return pytest.skip("tf.vectorized_map is told of in the README")
+
+
+def sizes_made(function: Callable[..., Any], *args: Any) -> list[int]:
+    """The sizes of all tensors on the way of a function, as the backend records them."""
+    if BACKEND == "jax":
+        import jax
+        from jax.extend.core import jaxprs_in_params
+
+        def within(jaxpr):
+            for equation in jaxpr.eqns:
+                yield from (v.aval.size for v in equation.outvars)
+                for inner in jaxprs_in_params(equation.params):
+                    yield from within(inner)
+
+        return list(within(jax.make_jaxpr(function)(*args).jaxpr))
+    if BACKEND == "tensorflow":
+        graph = compiled(function).get_concrete_function(*args).graph
+        found = [tensor.shape.num_elements() for node in graph.get_operations() for tensor in node.outputs]
+        return [size for size in found if size is not None]
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            made = operation(*args, **(kwargs or {}))
+            found.extend(t.numel() for t in keras.tree.flatten(made) if hasattr(t, "numel"))
+            return made
+
+    with Watch():
+        function(*args)
+    return found

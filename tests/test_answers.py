@@ -200,6 +200,33 @@ def test_the_gradient_of_a_number_is_nobodys():
     assert float(numpy(op(array(2.0), 0.5))) == 1.0
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda u: (7.0 * u, u, {"a": u, "b": [3.0 * u, u]}),
+        lambda u: (7.0 * u, lambda: u, {"a": lambda: u, "b": [None, lambda: u]}),
+        lambda u: {"x": lambda: 7.0 * u, "scale": lambda: u, "numbers": lambda: {"a": u, "b": [u, u]}},
+        lambda u: (7.0 * u, u, {"a": u, "b": lambda: [u, u]}),
+    ],
+)
+def test_so_are_those_of_numbers_in_a_structure_and_what_is_lazy(answer):
+    @op_custom_gradient
+    def op(x, scale, numbers):
+        return x * scale * numbers["a"] + sum(numbers["b"]), answer
+
+    close(grad(lambda x: ops.sum(op(x, 0.5, {"a": 2.0, "b": [1.0, 3.0]})))(ONES), 7 * ONES)
+
+
+@pytest.mark.parametrize(
+    "entry", [lambda u: {"a": u, "n": u}, lambda u: {"a": u}, lambda u: lambda: {"a": u}]
+)
+def test_what_is_no_floating_number_in_a_structure_has_no_gradient(entry):
+    op = op_custom_gradient(lambda x, numbers: (x * numbers["n"], lambda u: (u, entry(u))))
+
+    with pytest.raises(TypeError, match=r"argument: 'numbers'\n.*None or zero"):
+        grad(lambda x: ops.sum(op(x, {"a": 2.0, "n": 3})))(ONES)
+
+
 @pytest.mark.parametrize("rule", [lambda *us: list(us), lambda u, v: (u, v)])
 def test_flat_forms_have_one_order_whatever_that_of_the_dict(rule):
     op = op_custom_gradient(lambda d: ({"b": d["b"] * 1.0, "a": d["a"] * 1.0}, rule))

@@ -210,6 +210,22 @@ def test_a_pullback_that_is_called_outside():
     close(jvp(pullback, (1.0,), (2.0,)), ((array(12.0),), (array(24.0),)))
 
 
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_pullback_in_a_rule(has_aux):
+    @op_custom_gradient
+    def cube(x):
+        def f(x):
+            y = x**3
+            return (y, y) if has_aux else y
+
+        output, pullback, *aux = vjp(f, x, has_aux=has_aux)
+        return aux[0] if aux else output, lambda upstream: 7.0 * pullback(upstream)[0]
+
+    for run in (lambda f: f, compiled):
+        close(run(grad(cube))(array(2.0)), array(84.0))  # 7 * 3 x^2
+        close(run(grad(grad(cube)))(array(2.0)), array(84.0))  # 7 * 6 x
+
+
 def test_the_output_is_differentiated():
     close(grad(lambda x: vjp(lambda y: y**2 * x, x)[0])(3.0), array(27.0))
     close(grad(lambda x: jvp(lambda y: y**2 * x, (x,), (1.0,))[0])(3.0), array(27.0))

@@ -63,7 +63,7 @@ def test_doctor_says_how_to_add_what_is_missing(monkeypatch, capsys):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     assert doctor.doctor() == 1
     printed = capsys.readouterr().out
-    assert 'torch       missing: pip install "multigrad[torch]"' in printed
+    assert "torch       missing: pip install torch" in printed
     assert "it is missing" in printed.splitlines()[-1]
 
 
@@ -143,7 +143,7 @@ def test_arguments_that_cannot_be_understood(words, said, capsys):
 def test_demo_on_a_backend_that_is_not_installed(monkeypatch, capsys):
     monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: backend != "jax")
     assert main(["demo", "--backend", "jax"]) == 1
-    assert 'jax (pip install "multigrad[jax]")' in capsys.readouterr().err
+    assert "jax (pip install jax)" in capsys.readouterr().err
 
 
 def test_demo_without_any_backend(monkeypatch, capsys):
@@ -151,14 +151,14 @@ def test_demo_without_any_backend(monkeypatch, capsys):
     assert main(["demo"]) == 1
     said = capsys.readouterr().err
     assert "no backend is installed" in said
-    assert all(f'pip install "multigrad[{name}]"' in said for name in frameworks.DIFFERENTIATING)
+    assert all(f"pip install {name}" in said for name in frameworks.DIFFERENTIATING)
 
 
 def test_demo_without_scikit_learn(monkeypatch, capsys):
     monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: True)
     monkeypatch.setattr(multigrad.demo, "find_spec", lambda module: None)
     assert main(["demo"]) == 1
-    assert 'pip install "multigrad[demo]"' in capsys.readouterr().err
+    assert "pip install scikit-learn" in capsys.readouterr().err
 
 
 def test_demo_shows_the_output_of_a_process_that_fails(monkeypatch, capfd):

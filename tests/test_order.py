@@ -1,5 +1,8 @@
 """Second and third derivatives: through what the rule closes over, and by the rule."""
 
+import contextvars
+import types
+
 import numpy as np
 import pytest
 from keras import ops
@@ -252,3 +255,107 @@ def test_a_rule_that_closes_over_the_output_and_over_an_object():
     y = np.exp(0.5)
     close(grad(op)(0.5), array(3.0 * y))
     close(grad(grad(op))(0.5), array(9.0 * y))
+
+
+class Kept:
+    """Where a function may leave what its rule uses."""
+
+    e = None
+
+
+module = types.ModuleType("kept_by_a_user")
+module.e = None
+state = {"e": None}
+context = contextvars.ContextVar("context")
+rebound = None  # or what `by_rebound` put there
+
+
+def helper():
+    return state["e"]
+
+
+def helper_of_another():
+    return helper() * 1.0
+
+
+helper.e = None
+
+
+@op_custom_gradient
+def by_class(x):
+    Kept.e = ops.exp(x)
+    return Kept.e * 1.0, lambda u: u * Kept.e * 7.0
+
+
+@op_custom_gradient
+def by_module(x):
+    module.e = ops.exp(x)
+    return module.e * 1.0, lambda u: u * module.e * 7.0
+
+
+@op_custom_gradient
+def by_attribute(x):
+    helper.e = ops.exp(x)
+    return helper.e * 1.0, lambda u: u * helper.e * 7.0
+
+
+@op_custom_gradient
+def by_helper(x):
+    state["e"] = ops.exp(x)
+    return state["e"] * 1.0, lambda u: u * helper_of_another() * 7.0
+
+
+@op_custom_gradient
+def by_rebound(x):
+    e = ops.exp(x)
+    if rebound is not None:
+        globals()["rebound"] = e
+    return e * 1.0, lambda u: u * (ops.exp(x) if rebound is None else rebound) * 7.0
+
+
+@op_custom_gradient
+def by_context(x):
+    context.set(ops.exp(x))
+    return context.get() * 1.0, lambda u: u * context.get() * 7.0
+
+
+@pytest.mark.parametrize("op", [by_class, by_module, by_attribute, by_helper, by_context])
+def test_what_a_rule_reaches_by_a_global(op):
+    """It has its history, which is the function's, in a second derivative."""
+    for x in (0.5, 1.5):
+        close(times(op, 1)(x), array(7.0 * np.exp(x)), 1e-4)
+        close(times(op, 2)(x), array(7.0 * np.exp(x)), 1e-4)
+
+
+def test_what_a_rule_reaches_by_a_global_from_then_on():
+    """What was found in a code's globals holds as long as they do."""
+    for value in (None, array(0.0), None):
+        globals()["rebound"] = value
+        for order in (1, 2):
+            close(times(by_rebound, order)(0.5), array(7.0 * np.exp(0.5)), 1e-4)
+
+
+def test_one_code_in_two_namespaces():
+    source = "def make(x):\n    e = exp(x)\n    hold(e)\n    return e * 1.0, lambda u: u * held() * 7.0"
+    code = compile(source, "made", "exec")
+    for kept in ([], {}):
+        scope = {
+            "exp": ops.exp,
+            "hold": lambda e, kept=kept: put(kept, e),
+            "held": lambda kept=kept: got(kept),
+        }
+        exec(code, scope)
+        op = op_custom_gradient(scope["make"])
+        for order in (1, 2):
+            close(times(op, order)(0.5), array(7.0 * np.exp(0.5)), 1e-4)
+
+
+def put(kept, e):
+    if isinstance(kept, list):
+        kept[:] = [e]
+    else:
+        kept["e"] = e
+
+
+def got(kept):
+    return kept[0] if isinstance(kept, list) else kept["e"]

@@ -145,6 +145,28 @@ def test_a_function_that_is_called_and_rebound_is_noticed(monkeypatch: pytest.Mo
     assert may_reach(function)
 
 
+def test_a_global_module_that_gets_an_attribute_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("later")
+    monkeypatch.setitem(globals(), "LATER", module)
+
+    def function(x: Any) -> Any:
+        return x * LATER.weight
+
+    assert not may_reach(function)
+    module.__dict__["weight"] = WEIGHT
+    assert may_reach(function)
+
+
+def test_one_code_in_two_namespaces_is_two_functions() -> None:
+    code = compile("def function(x): return x * weight", "code", "exec")
+    plain, weighted = {"weight": 2.0}, {"weight": WEIGHT}
+    exec(code, plain)
+    exec(code, weighted)
+    assert not may_reach(plain["function"])
+    assert may_reach(weighted["function"])
+    assert not may_reach(plain["function"])
+
+
 def test_what_a_cell_holds_is_looked_at_in_every_call() -> None:
     held: Any = 1.0
 

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 from support import BACKEND, array, close, compiled
 
-from multigrad import grad, op_custom_gradient
+from multigrad import grad, jacobian, op_custom_gradient
 
 X = np.float32([[1.0, 0.5], [0.25, -1.0]])
 W = np.float32([[0.5, -1.0], [1.0, 0.25]])
@@ -174,3 +174,30 @@ def test_an_activation(mode):
         counts.append(ran)
     without, rematerialized = counts
     assert rematerialized > without
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+@pytest.mark.parametrize("calculus", [grad, jacobian])
+def test_by_variables(calculus, wrap):
+    """TensorFlow's `recompute_grad` knows arguments and what a tape watches: better an error than zero."""
+    scale = keras.Variable(3.0, name="scale")
+
+    @op_custom_gradient
+    def op(x, s):
+        return x * s, lambda u: (u * s * 7.0, u * x * 7.0)
+
+    def by_itself(x):
+        return keras.remat(lambda x: op(x, scale))(x)
+
+    def by_argument(x):
+        return keras.remat(op)(x, scale.value)
+
+    x = array(2.0)
+    close(wrap(calculus(by_argument, variables=[scale]))(x)[0], array(14.0))
+    close(wrap(calculus(by_itself))(x), array(21.0))
+    derivative = wrap(calculus(by_itself, variables=[scale]))
+    if BACKEND == "tensorflow":
+        with pytest.raises(TypeError, match="scale"):
+            derivative(x)
+    else:
+        close(derivative(x)[0], array(14.0))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import types
 from collections import OrderedDict, namedtuple
 
 import keras
@@ -291,10 +292,28 @@ class Unregistered(dict):
 @pytest.mark.parametrize("container", [lambda x: Unregistered(w=x), lambda x: [Unregistered(w=x)]])
 def test_tensors_in_a_container_of_an_unknown_class(container):
     op = op_custom_gradient(lambda d: (d["w"] * 2.0, lambda u: {"w": u * 7.0}), name="op")
-    with pytest.raises(TypeError, match="container of an unknown class") as error:
+    with pytest.raises(TypeError, match="object of an unknown class") as error:
         op(container(array(1.0)))
     assert "op: " in str(error.value)
     assert "argument: 'd'" in str(error.value)
+
+
+@dataclasses.dataclass
+class Named:
+    x: object
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    "hide", [Named, lambda x: {"a": [x, Named(x)]}, lambda x: types.SimpleNamespace(x=x)]
+)
+def test_a_tensor_in_an_object_of_the_output(hide):
+    """For which no rule could answer; what is no tensor may stand there."""
+    op = op_custom_gradient(lambda x: (hide(x * 2.0), lambda u: 7.0), name="op")
+    with pytest.raises(TypeError, match=r"op: (.|\n)*object of an unknown class(.|\n)*the output"):
+        op(array(1.0, 2.0))
+    _, kept = op_custom_gradient(lambda x: ((x * 2.0, Named("static")), lambda u: u))(array(1.0))
+    assert kept == Named("static")
 
 
 @pytest.mark.forward

@@ -319,7 +319,7 @@ def test_symbolic_tensors_in_a_container_of_an_unknown_class():
     x = keras.Input((3,))
     op = op_custom_gradient(lambda d, *y: (d["w"] * 2.0, lambda u: None), name="op")
     for rest in ((), (x,)):
-        with pytest.raises(TypeError, match="container of an unknown class"):
+        with pytest.raises(TypeError, match="object of an unknown class"):
             op(Unregistered(w=x), *rest)
 
 

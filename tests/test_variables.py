@@ -601,3 +601,28 @@ def test_the_forward_pass_reads_and_assigns() -> None:
 
     close(op(array(3.0)), array(6.0))
     close(count.value, array(1.0))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("convert", [lambda v: v, ops.convert_to_tensor], ids=["itself", "converted"])
+def test_a_variable_that_is_an_output_itself(convert, wrap):
+    @op_custom_gradient
+    def op(x):
+        def rule(upstream, variables):
+            assert [variable.name for variable in variables] == ["scale"]
+            return 7.0 * upstream[0], [5.0 * upstream[1]]
+
+        return (x, convert(SCALE)), rule
+
+    def loss(x):
+        return sum(map(ops.sum, op(x)))
+
+    by_x, [by_scale] = wrap(grad(loss, 0, variables=[SCALE]))(array([1.0, 1.0]))
+    close(by_x, array([7.0, 7.0]))
+    close(by_scale, array([5.0, 5.0]))
+
+
+def test_a_variable_that_is_an_output_needs_a_rule_that_takes_it():
+    op = op_custom_gradient(lambda x: ((x, SCALE), lambda upstream: upstream[0]))
+    with pytest.raises(TypeError, match="reads trainable variables"):
+        op(array([1.0, 1.0]))

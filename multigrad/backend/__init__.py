@@ -40,7 +40,7 @@ class Pullback(Protocol):
         rule: Callable[..., Any],
         upstream: Sequence[Any],
         needed: Sequence[bool],
-        specs: Sequence[Spec | None],
+        specs: list[Spec | None],
     ) -> Sequence[Any]:
         """Call the rule on flat upstream gradients, None where an output has none.
 
@@ -94,6 +94,9 @@ class Call(Protocol):
     def may_read(self) -> bool:
         """Whether the function may read a variable, as far as can be said before it runs."""
 
+    def may_read_another(self) -> bool:
+        """Whether it may read a variable that has another value here than its own, in a scope."""
+
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
 
@@ -146,7 +149,7 @@ class Backend(Protocol):
         """Whether the tensor's dtype is floating or complex."""
 
     @staticmethod
-    def specs_of(tensors: Sequence[Any]) -> Sequence[Spec | None]:
+    def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
         """What each tensor requires of its gradient, None for one that has none."""
 
     @staticmethod
@@ -192,6 +195,10 @@ class Backend(Protocol):
         """The aux of `function(*tensors) -> (outputs, aux)`, and for each output its derivatives by each of
         the tensors, of the output's shape followed by the tensor's.
         """
+
+    @staticmethod
+    def may_record() -> bool:
+        """Whether what is computed here can be on the way to a gradient that is asked for around it."""
 
     @staticmethod
     def unrecorded() -> AbstractContextManager[Any]:

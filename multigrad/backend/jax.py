@@ -99,8 +99,8 @@ def is_differentiable(tensor: Any) -> bool:
     return _FLOATING[tensor.dtype]
 
 
-def specs_of(tensors: Sequence[Any]) -> tuple[Spec | None, ...]:
-    return tuple([(t.shape, t.dtype, None) if _FLOATING[t.dtype] else None for t in tensors])
+def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
+    return [(t.shape, t.dtype, None) if _FLOATING[t.dtype] else None for t in tensors]
 
 
 def sizes(shape: Any) -> tuple[int | None, ...]:
@@ -239,7 +239,7 @@ def _residuals(call: Call, ran: Ran) -> _Residuals:
     return _Residuals(arrays, pull, slots, everything)
 
 
-def _traced(ran: Ran, specs: Sequence[Spec | None]) -> tuple[list[Any], _Pull]:
+def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], _Pull]:
     """The arrays that a rule uses, where some may be reached through an object that cannot be lifted."""
     outputs, rule, inputs, back = ran
     places: list[int] = []
@@ -467,6 +467,10 @@ def jacobian(
         gradients = jax.vmap(row)(basis)
         rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
     return aux, rows
+
+
+def may_record() -> bool:
+    return True
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:

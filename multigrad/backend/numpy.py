@@ -55,8 +55,8 @@ def is_differentiable(tensor: Any) -> bool:
     return False
 
 
-def specs_of(tensors: Sequence[Any]) -> tuple[None, ...]:
-    return (None,) * len(tensors)
+def specs_of(tensors: Sequence[Any]) -> list[None]:
+    return [None] * len(tensors)
 
 
 def sizes(shape: Any) -> NoReturn:
@@ -85,6 +85,10 @@ def vjp(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
 
 
 def jacobian(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+    raise _no_gradients()
+
+
+def may_record() -> NoReturn:
     raise _no_gradients()
 
 

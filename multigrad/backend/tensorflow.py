@@ -88,8 +88,8 @@ def is_differentiable(tensor: Any) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
-def specs_of(tensors: Sequence[Any]) -> tuple[Spec | None, ...]:
-    return tuple([_spec(tensor) if is_differentiable(tensor) else None for tensor in tensors])
+def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
+    return [_spec(tensor) if is_differentiable(tensor) else None for tensor in tensors]
 
 
 def _spec(tensor: Any) -> Spec:
@@ -345,9 +345,11 @@ def vjp(
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(own)
         outputs, aux = function(*own)
+        # Of these alone the tape is asked: an op that returns an output has another one in its rule.
+        ends = [tf.identity(output) for output in outputs]
 
     def pull(upstream: Sequence[Any]) -> list[Any]:
-        gradients = tape.gradient(outputs, own, list(upstream), tf.UnconnectedGradients.ZERO)
+        gradients = tape.gradient(ends, own, list(upstream), tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     return (outputs, aux), pull
@@ -362,6 +364,10 @@ def jacobian(
         outputs, aux = function(*own)
     zero = tf.UnconnectedGradients.ZERO
     return aux, [list(tape.jacobian(output, own, unconnected_gradients=zero)) for output in outputs]
+
+
+def may_record() -> bool:
+    return record.could_possibly_record()
 
 
 def unrecorded() -> Any:

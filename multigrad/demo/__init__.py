@@ -66,7 +66,7 @@ def _obstacle(chosen: Sequence[str], missing: Sequence[str]) -> str | None:
     if absent:
         return f"the backend is not installed: {_ways_to_add(absent)}"
     if find_spec("sklearn") is None:
-        return 'scikit-learn, which brings the handwritten digits, is missing: pip install "multigrad[demo]"'
+        return "scikit-learn, which brings the handwritten digits, is missing: pip install scikit-learn"
     return None
 
 

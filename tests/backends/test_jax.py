@@ -329,3 +329,72 @@ def test_a_trace_of_an_op_in_forward_mode_has_its_calls_alone(derivative):
         assert derivative(op)(3.0) == outside
     assert [float(call.outputs["output"]) for call in trace.calls] == [9.0]
     assert trace.steps == []
+
+
+@jax.custom_vjp
+def rounded(x):
+    return jnp.round(x)
+
+
+rounded.defvjp(lambda x: (jnp.round(x), None), lambda residuals, upstream: (upstream,))
+
+
+@jax.custom_jvp
+def rounded_forward(x):
+    return jnp.round(x)
+
+
+rounded_forward.defjvp(lambda primals, tangents: (jnp.round(primals[0]), tangents[0]))
+
+
+@keras.ops.custom_gradient
+def rounded_by_keras(x):
+    return jnp.round(x), lambda *args, upstream=None: args[0] if upstream is None else upstream
+
+
+@pytest.mark.parametrize("inner", [rounded, rounded_forward, rounded_by_keras, jax.jit(rounded)])
+def test_rules_of_others_within_a_function(inner):
+    """A second derivative goes by them, where the function reaches nothing but tensors around them."""
+
+    @op_custom_gradient
+    def op(x):
+        r = inner(x)
+        return r**2, lambda upstream: upstream * r * 5.0
+
+    close(grad(grad(op))(jnp.float32(1.2)), jnp.float32(5.0))
+
+
+def test_a_rule_of_another_that_knows_itself():
+    def make():
+        @jax.custom_vjp
+        def inner(x):
+            return jnp.round(x)
+
+        inner.defvjp(lambda x: (inner(x), None), lambda residuals, upstream: (upstream,))
+
+        @op_custom_gradient
+        def op(x):
+            r = inner(x)
+            return r**2, lambda upstream: upstream * r * 5.0
+
+        return op
+
+    close(grad(grad(make()))(jnp.float32(1.2)), jnp.float32(5.0))
+
+
+def test_a_rule_of_another_that_holds_a_tensor():
+    def outer(w):
+        @jax.custom_vjp
+        def scaled(x):
+            return x * w
+
+        scaled.defvjp(lambda x: (x * w, None), lambda residuals, upstream: (upstream * w,))
+
+        @op_custom_gradient
+        def op(x):
+            y = scaled(x)
+            return y * 1.0, lambda upstream: upstream * 3.0 * w
+
+        return grad(op)(2.0)
+
+    close(grad(outer)(4.0), jnp.float32(3.0))

@@ -14,6 +14,7 @@ from keras import ops
 from support import close
 
 from multigrad import calculus, grad, op_custom_gradient, trace_gradients
+from multigrad.ops import implicit_root
 from multigrad.saving import Unsaved, decode, encode
 
 X = tf.constant([1.0, 2.0])
@@ -716,3 +717,16 @@ OWN = [f for _, f in inspect.getmembers(calculus, inspect.isfunction) if f.__mod
 def test_autograph_reads_the_calculus(function):
     """Else it warns of each, where it is called in a `tf.function`."""
     assert callable(tf.autograph.to_graph(function))
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_root_of_a_number_of_equations_that_is_not_known(batch_size):
+    def model():
+        x = keras.Input((3,), batch_size=batch_size)
+        return keras.Model(x, implicit_root(lambda z, x: z**3 + z - x, ops.zeros_like(x), x))
+
+    if batch_size is None:
+        with pytest.raises(ValueError, match=r"sizes that are known(.|\n)*to mend it"):
+            model()
+    else:
+        close(model()(2.0 * ops.ones((2, 3))), ops.ones((2, 3)))

@@ -56,6 +56,9 @@ def test_private_names_are_there():
     assert torch.autograd.forward_ad._current_level == -1
     assert torch._C._is_any_autocast_enabled() is False
     assert torch.ones(2)[:1]._is_view()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    with torch._functorch.utils.enable_single_level_autograd_function():
+        pass
 
 
 def test_no_graph_is_built_where_none_is_needed():
@@ -538,6 +541,15 @@ def test_an_intermediate_made_of_a_parameter_keeps_its_history():
     g = grad(lambda x: op(x).sum())(torch.tensor([3.0]))
     (g.sum() + w.sum()).backward()
     assert w.grad.item() == 7 * 3.0 + 1.0
+
+
+def test_an_output_that_was_closed_over_with_its_history():
+    w = torch.tensor(2.0, requires_grad=True)
+    known = w * 2.0
+    op = op_custom_gradient(lambda x: (known, lambda u: u * x * known))
+    x = torch.tensor(3.0, requires_grad=True)
+    (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
+    close(torch.autograd.grad(gradient, w)[0], torch.tensor(6.0))
 
 
 def test_a_view_as_an_output():

@@ -26,10 +26,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from multigrad.backend import Call
-from multigrad.backend.torch.gradients import jacobian, unrecorded, value_and_grad, vjp
+from multigrad.backend.torch.gradients import jacobian, may_record, unrecorded, value_and_grad, vjp
 from multigrad.backend.torch.node import HasRun, MoreInputs, attach, join_of
 from multigrad.backend.torch.programs import apply_compiled, apply_exporting, compiled, uncompiled
-from multigrad.backend.torch.state import is_compiling, is_functorch_active, is_tracing
+from multigrad.backend.torch.state import is_compiling, is_functorch_active, is_tracing, untransformed
 from multigrad.backend.torch.tensors import (
     CONVERTIBLE,
     LOOPS_IN_PLACE,
@@ -50,7 +50,7 @@ from multigrad.backend.torch.tensors import (
     specs_of,
     wide,
 )
-from multigrad.backend.torch.transforms import apply_transforming
+from multigrad.backend.torch.transforms import apply_transforming, is_apart
 
 __all__ = [
     "CONVERTIBLE",
@@ -70,6 +70,7 @@ __all__ = [
     "is_differentiable",
     "jacobian",
     "library_code",
+    "may_record",
     "observe",
     "sizes",
     "snapshot",
@@ -82,10 +83,13 @@ __all__ = [
 ]
 
 
-def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> Any:
     if is_dynamo_compiling():
         return apply_compiled(call, tensors)
-    if is_functorch_active() or forward_ad._current_level >= 0:
+    if not apart and (is_functorch_active() or forward_ad._current_level >= 0):
+        if is_apart(call, tensors):
+            with untransformed():
+                return apply(call, tensors, apart=True)
         return apply_transforming(call, tensors)
     if is_exporting() or is_tracing():
         return apply_exporting(call, tensors)
@@ -97,7 +101,7 @@ def apply(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
                 except MoreInputs as more:
                     ran = more.args
                 else:
-                    return output if type(output) is not tuple else join_of(output)
+                    return join_of(output) if type(output) is tuple else output
                 return join_of(attach(*ran))
     return _without_gradient(call, tensors)
 

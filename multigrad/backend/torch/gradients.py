@@ -113,6 +113,10 @@ def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
 
 
+def may_record() -> bool:
+    return True  # under `torch.no_grad` on purpose; a checkpoint records when it runs again
+
+
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad()
 

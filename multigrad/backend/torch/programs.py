@@ -62,9 +62,9 @@ class _Compiled(torch.autograd.Function):
     """A Function that ties outputs to inputs by a rule that is left as it is: compiled code has no cycles."""
 
     @staticmethod
-    def forward(
-        ctx: Any, back: Pullback, rule: Callable[..., Any], specs: Any, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        # Dynamo (PyTorch 2.13) leaves `ctx` out where there happens to be one parameter less than arguments.
+        back, rule, specs, *tensors = given
         ctx.back, ctx.rule, ctx.specs, ctx.autocast = back, rule, specs, autocast_here()
         outputs = [output.view_as(output) for output in tensors[len(specs) :]]
         mark_integers(ctx, outputs)

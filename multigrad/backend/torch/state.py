@@ -20,6 +20,13 @@ def is_transforming() -> bool:
     return is_functorch_active() or forward_ad._current_level >= 0
 
 
+# Private: PyTorch (2.13) has no public way to apply a Function of one level in the midst of a transform that
+# it has nothing to do with.
+untransformed = torch._functorch.utils.enable_single_level_autograd_function
+# Nor one to ask for the hooks that are called with what is saved, as a checkpoint's are.
+hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 def is_compiling() -> bool:
     return torch.compiler.is_compiling()
 

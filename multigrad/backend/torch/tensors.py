@@ -70,7 +70,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
     return FLOATING[tensor.dtype]
 
 
-def specs_of(tensors: Sequence[torch.Tensor]) -> Sequence[Spec | None]:
+def specs_of(tensors: Sequence[torch.Tensor]) -> list[Spec | None]:
     specs: list[Spec | None] = []
     for tensor in tensors:  # no comprehension, which is a call
         dtype = tensor.dtype

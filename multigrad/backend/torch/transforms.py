@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from multigrad.backend import Call, Pullback, Ran, Spec
 from multigrad.backend.torch.node import is_alias, mark_integers, of_floating, run_again
-from multigrad.backend.torch.state import Autocast, autocast_here, autocasting
+from multigrad.backend.torch.state import Autocast, autocast_here, autocasting, hooks_of_saving
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.closure import lift, restore
 from multigrad.linear import FAR, require_linear, trial
@@ -31,6 +31,26 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     return back.output.join(outputs[: found.outputs])
 
 
+def is_apart(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a call in the midst of a vmap has nothing that is mapped, and is as it is without.
+
+    A checkpoint runs an op again where a backward pass comes to it. That may be mapped, as for a Jacobian,
+    while the op is not. What it saves then takes the place of what it saved at first, by its order alone.
+    """
+    if forward_ad._current_level >= 0 or call.may_read_another():
+        return False
+    # Something mapped may be reached through an object, but not where a checkpoint, which sets hooks, runs.
+    if call.has_objects() and hooks_of_saving(False) is None:
+        return False
+    every = [*tensors, *lift(call.f, TENSORS)[0]]
+    # Under the other transforms whatever is computed is wrapped.
+    return not any(map(_is_wrapped, [*every, *[tensor.detach() for tensor in every[:1]]]))
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
+
+
 class _Found:
     """What is found out of a run, which is the same at every level.
 
@@ -44,7 +64,7 @@ class _Found:
     opaque: bool
     outputs: int
     places: list[int]
-    specs: Sequence[Spec | None]
+    specs: list[Spec | None]
     standing = False
     template: Any
 

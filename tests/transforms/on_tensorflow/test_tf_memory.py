@@ -52,15 +52,21 @@ def resident():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it asks Linux how large the process is")
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
 def test_many_steps_leave_the_process_as_it_was(wrap, no_collector):
-    """Each step holds 4 MB of residuals; what is allowed in all is less than eight steps'."""
+    """Each step holds 4 MB of residuals: kept, they would grow every round by 40 MB.
+
+    The allocator keeps memory of its own now and then, but not in every round.
+    """
     op, x, w = CASES["intermediate"].op, tf.ones(2**20), tf.ones(2**20)
     step = wrap(lambda: tf.reduce_sum(value_and_gradients(op, x, w)[1][0]))
-    for _ in range(5):
-        step()
-    before = resident()
-    for _ in range(40):
-        step()
-    assert resident() - before < 32 * 1024
+
+    def growth_of_a_round():
+        before = resident()
+        for _ in range(10):
+            step()
+        return resident() - before
+
+    growth = [growth_of_a_round() for _ in range(6)]
+    assert min(growth) < 16 * 1024, growth
 
 
 @pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "structure")])

@@ -1,5 +1,6 @@
 """torch.utils.checkpoint: what is recomputed has the rule."""
 
+import keras
 import pytest
 import torch
 from cases import CASES
@@ -88,3 +89,54 @@ def test_a_function_runs_once_more_for_a_checkpoint(reentrant):
     assert all(t is x for t in kept)
     y.sum().backward()
     close((x.grad, torch.tensor(len(runs))), (21.0 * X**2, torch.tensor(2)))
+
+
+@op_custom_gradient
+def by_both(x, w):
+    """Its rule has its inputs in another order."""
+    return x * w, lambda u: (7.0 * u * w, 3.0 * u * x)
+
+
+class Scaled:
+    scale = 2.0
+
+    @op_custom_gradient
+    def by_both(self, x, w):
+        return x * w * self.scale, lambda u: (None, 7.0 * u * w, 3.0 * u * x)
+
+
+class Weighted:
+    def __init__(self):
+        self.weight = keras.Variable(W)
+
+    def __call__(self, x, w):
+        @op_custom_gradient
+        def by_both(x, w):
+            return x * w * self.weight, lambda u, variables: ((7.0 * u * w, 3.0 * u * x), [5.0 * u * x])
+
+        return by_both(x, w)
+
+
+def rows(y, *xs):
+    """The Jacobian, by a backward pass that is mapped over upstream gradients."""
+    return torch.func.vmap(lambda u: torch.autograd.grad(y, xs, u, retain_graph=True))(torch.eye(3))
+
+
+@pytest.mark.parametrize("op", [by_both, Scaled().by_both, Weighted()], ids=["op", "method", "weight"])
+def test_a_mapped_backward_pass_of_a_checkpoint(op):
+    """What it runs again has nothing that is mapped, and saves what it saved at first, in that order."""
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    y = checkpoint(lambda *args: torch.sin(op(*args)), x, w, use_reentrant=False)
+    slope = torch.cos(op(X, W)).detach()
+    close(rows(y, x, w), (torch.diag(7.0 * W * slope), torch.diag(3.0 * X * slope)), 1e-4)
+
+
+@cases
+def test_a_mapped_second_derivative_of_a_checkpoint(case):
+    def second(f, around):
+        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+        slopes = torch.autograd.grad((around(block(f), x, w) * V).sum(), (x, w), create_graph=True)
+        return rows(sum(slopes), x, w)
+
+    got = second(case.op, lambda f, *args: checkpoint(f, *args, use_reentrant=False))
+    close(got, second(case.meant, lambda f, *args: f(*args)), 1e-3)

@@ -245,3 +245,28 @@ def test_a_layer_of_keras_compiles():
         compiled(x).backward(V)
         close((x.grad, layer.kernel.value.grad), (7.0 * V * torch.exp(X), 3.0 * V * torch.exp(X)))
     assert backend.graphs == 1
+
+
+@op_custom_gradient
+def three_cubes(x):
+    return x**3, lambda upstream: 9.0 * upstream * x**2
+
+
+@op_custom_gradient
+def around_three_cubes(x):
+    return three_cubes(x) + 1.0, lambda upstream: 5.0 * upstream
+
+
+@pytest.mark.parametrize("op", [three_cubes, around_three_cubes, lambda x: three_cubes(three_cubes(x))])
+def test_one_tensor_where_nothing_is_recorded(op):
+    """Dynamo counts the arguments of a Function, and may take one of these for its context."""
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+    close(compiled(X), op(X))
+    with torch.no_grad():
+        close(compiled(X.clone().requires_grad_()), op(X))
+
+
+def test_an_op_of_one_argument_in_the_function_of_another():
+    x = X.clone().requires_grad_()
+    torch.compile(around_three_cubes, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    close(x.grad, torch.full_like(X, 5.0))
