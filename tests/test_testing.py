@@ -506,7 +506,7 @@ def test_a_backend_that_is_not_installed(monkeypatch):
     monkeypatch.setattr("multigrad.testing.comparison.is_installed", lambda name: name == "jax")
     with pytest.raises(ValueError, match="not installed: tensorflow, torch") as error:
         compare_backends("fn = abs\nargs = (1.0,)")
-    assert 'pip install "multigrad[torch]"' in str(error.value)
+    assert "pip install torch" in str(error.value)
 
 
 @pytest.mark.forward
@@ -585,3 +585,9 @@ def test_a_conjugate_of_the_second_order():
 def test_a_clip_far_out(limit):
     said = fails(op(lambda x: x * 2.0, lambda x, u: ops.clip(u, -limit, limit) * 2.0), X)
     assert "is not linear" in said
+
+
+@pytest.mark.parametrize("options", [{"order": 0}, {"max_elements": 0}, {"max_elements": -1}])
+def test_a_check_that_could_not_fail_is_refused(options):
+    with pytest.raises(ValueError, match="required: 1, or "):
+        check_gradients(ops.exp, np.ones(3), **options)

@@ -112,7 +112,7 @@ def check_gradients(
         AssertionError: where they disagree. It names the argument, the element and both values, and has a
             table of the worst.
         TypeError: where there is nothing to differentiate.
-        ValueError: for an order below 1.
+        ValueError: for an order below 1, or no elements.
         NotImplementedError: on the NumPy and OpenVINO backends.
 
     References:
@@ -132,6 +132,17 @@ def check_gradients(
                 required="1, or a higher order of derivatives",
                 got=str(order),
                 mend="leave it out for the gradient",
+            )
+        )
+    if max_elements < 1:
+        raise ValueError(
+            message(
+                name_of(fn),
+                "with no element there is nothing to check",
+                argument="'max_elements'",
+                required="1, or a larger number of elements",
+                got=str(max_elements),
+                mend="leave it out for 100",
             )
         )
     with backend.active.wide():
