@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from keras import ops as _keras_ops
 
 from multigrad.custom_gradient import op_custom_gradient
+from multigrad.ops.implicit import fixed_point, implicit_root
 from multigrad.ops.linear_cross_entropy import linear_cross_entropy
 from multigrad.ops.quantizing import (
     clip_straight_through,
@@ -36,6 +37,8 @@ from multigrad.ops.routing import (
     stop_gradient_if,
 )
 from multigrad.ops.spiking import spike
+from multigrad.ops.stable import log1pexp, logcosh, safe_divide, safe_log, safe_norm, safe_sqrt
+from multigrad.ops.vector_quantizing import vector_quantize
 
 if TYPE_CHECKING:
     from keras.ops import *  # noqa: F403 - for completion and type checkers
@@ -47,16 +50,25 @@ __all__ = [
     "clip_straight_through",
     "custom_gradient",
     "fake_quantize",
+    "fixed_point",
+    "implicit_root",
     "linear_cross_entropy",
+    "log1pexp",
+    "logcosh",
     "prevent_gradient",
     "print_gradient",
     "reverse_gradient",
     "round_straight_through",
+    "safe_divide",
+    "safe_log",
+    "safe_norm",
+    "safe_sqrt",
     "scale_gradient",
     "sign_straight_through",
     "spike",
     "stop_gradient_if",
     "straight_through",
+    "vector_quantize",
 ]
 
 

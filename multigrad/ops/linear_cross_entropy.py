@@ -14,7 +14,9 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message
+from multigrad.errors import message, unusable
+from multigrad.ops.arguments import as_tensor
+from multigrad.ops.dtypes import dtype_of, exact
 
 _NAME = "linear_cross_entropy"
 _CHUNK_SIZE = 1024
@@ -72,8 +74,8 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2411.09009); [Milakov and Gimelshein 2018, Online normalizer calculation for
         softmax](https://arxiv.org/abs/1805.02867).
     """
-    features, kernel, labels = map(_as_tensor, (features, kernel, labels))
-    bias = None if bias is None else _as_tensor(bias)
+    features, kernel, labels = map(as_tensor, (features, kernel, labels))
+    bias = None if bias is None else as_tensor(bias)
     _check(features, kernel, labels, bias, chunk_size)
     return _loss_and_normalizer(kernel, bias, features, labels, chunk_size or _CHUNK_SIZE)[0]
 
@@ -119,8 +121,8 @@ class _Head:
         self.shape = ops.shape(features)
         self.width, self.classes = kernel.shape
         self.chunk_size = min(chunk_size, self.classes)
-        self.dtype = _dtype(features)
-        self.exact = _exact(self.dtype)
+        self.dtype = dtype_of(features)
+        self.exact = exact(self.dtype)
 
     def normalizer_and_target(self) -> tuple[Any, Any]:
         """The logarithm of each token's summed exponentials, and the logit of its label."""
@@ -217,15 +219,6 @@ class _Head:
         return state[0], list(state[1])
 
 
-def _exact(dtype: str) -> str:
-    """The dtype in which sums are carried."""
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
-
-
-def _as_tensor(value: Any) -> Any:
-    return value if isinstance(value, keras.KerasTensor) else ops.convert_to_tensor(value)
-
-
 def _constant(tensor: Any) -> Any:
     return None if tensor is None else ops.stop_gradient(tensor)
 
@@ -234,9 +227,9 @@ def _check(features: Any, kernel: Any, labels: Any, bias: Any, chunk_size: Any) 
     """See the function of the module's name for what is required."""
     given = {"features": features, "kernel": kernel, "bias": bias}
     for name, tensor in given.items():
-        if tensor is not None and not keras.backend.is_float_dtype(_dtype(tensor)):
+        if tensor is not None and not keras.backend.is_float_dtype(dtype_of(tensor)):
             raise _error(TypeError, name, "a floating dtype", tensor, "cast it")
-    if not keras.backend.is_int_dtype(_dtype(labels)):
+    if not keras.backend.is_int_dtype(dtype_of(labels)):
         raise _error(TypeError, "labels", "integers, one class for each token", labels, "cast them to int32")
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int)):
         raise _error(TypeError, "chunk_size", "a positive integer, or None", chunk_size, _MEND_SIZE)
@@ -284,12 +277,5 @@ def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any) -> None:
         )
 
 
-def _dtype(tensor: Any) -> str:
-    return keras.backend.standardize_dtype(tensor.dtype)
-
-
 def _error(kind: type[Exception], argument: str, required: str, got: Any, mend: str) -> Exception:
-    problem = f"{argument} cannot be used"
-    return kind(
-        message(_NAME, problem, argument=f"'{argument}'", required=required, got=describe(got), mend=mend)
-    )
+    return unusable(kind, _NAME, argument, required=required, got=got, mend=mend)

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 from keras import ops
 
 from multigrad.binding import name_of
 from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message
+from multigrad.errors import describe, message, unusable
+from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
+from multigrad.ops.routing import fitting
 
 _Pair = tuple[Any, Callable[..., Any]]
 
@@ -25,13 +28,14 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
     ```
 
     Arguments:
-        fn: a function of one tensor to one of the same shape.
+        fn: a function of one tensor to one of the same shape, of a floating dtype.
         name: one of the form `package>name`, for a model with the op to be saved.
 
     Returns:
         A function with the values of `fn`. For an upstream gradient `u`, its gradient is `u`.
 
     Raises:
+        TypeError: on a call, where the output is not floating: nothing could come back to it.
         ValueError: on a call, where the output has another shape than the input.
 
     References:
@@ -44,12 +48,22 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
     def op(x: Any) -> _Pair:
         x = ops.convert_to_tensor(x)
         y = fn(x)
-        if tuple(ops.shape(y)) != tuple(ops.shape(x)):
+        if not keras.backend.is_float_dtype(dtype_of(y)):
+            raise TypeError(
+                message(
+                    title,
+                    "the function's output is not floating, and so no gradient can come back to it",
+                    required="an output of a floating dtype, such as the input's",
+                    got=describe(y),
+                    mend="cast the output inside of the function: keras.ops.cast(..., x.dtype)",
+                )
+            )
+        if not _same_shape(x, y):
             raise ValueError(
                 message(
                     title,
                     "the function changes the shape, and so the upstream gradient is none of its input",
-                    required=f"an output of shape {tuple(ops.shape(x))}, the input's",
+                    required=f"an output of shape {tuple(x.shape)}, the input's",
                     got=describe(y),
                     mend="change the shape outside of straight_through",
                 )
@@ -57,6 +71,12 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
         return y, lambda upstream: upstream
 
     return op
+
+
+def _same_shape(x: Any, y: Any) -> bool:
+    """As far as the sizes are known: None is one that TensorFlow knows only when the graph runs."""
+    pairs = zip(x.shape, y.shape, strict=False)
+    return len(x.shape) == len(y.shape) and all(None in (a, b) or a == b for a, b in pairs)
 
 
 @op_custom_gradient(name="multigrad>round_straight_through")
@@ -127,9 +147,15 @@ def clip_straight_through(x: Any, low: Any, high: Any) -> _Pair:
     Returns:
         A tensor of the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u`.
 
+    Raises:
+        TypeError: when `x` is not floating.
+
     References:
         Bengio, Léonard and Courville 2013, arXiv:1308.3432.
     """
+    x = _floating("clip_straight_through", x)
+    # In the dtype of `x`: a wider end is an error on TensorFlow, and makes a wider output on JAX.
+    low, high = [cast(end, dtype_of(x)) for end in (low, high)]
     return ops.clip(x, low, high), lambda upstream: (upstream, None, None)
 
 
@@ -158,11 +184,42 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pai
         by `sqrt(n * high)` for the `n` elements of `x` that share a step.
 
     Raises:
-        ValueError: for too few bits.
+        TypeError: when `x` is not floating.
+        ValueError: for too few bits, or steps whose shape does not broadcast to that of `x`.
 
     References:
         Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153, equations 1 to 5 and section 2.2.
     """
+    low, high = levels(bits, signed)
+    x = _floating("fake_quantize", x)
+    dtype = dtype_of(x)
+    # Half precision has no number for a small step, or for `n * high` of some hundred elements.
+    wide = exact(dtype)
+    learned, step = has_gradient(step), cast(fitting("fake_quantize", "step", step, x), wide)
+    v = ops.cast(x, wide) / step
+    whole = ops.round(ops.clip(v, low, high))
+    inside = ops.logical_and(v > low, v < high)
+
+    def by_step(upstream: Any) -> Any:
+        shared = ops.cast(ops.size(x) / ops.maximum(ops.size(step), 1), wide)
+        return ops.cast(upstream, wide) * ops.where(inside, whole - v, whole) / ops.sqrt(shared * high)
+
+    def rule(upstream: Any) -> Any:
+        by_x = ops.where(inside, upstream, ops.zeros_like(upstream))
+        return by_x, by_step(upstream) if learned else None, None, None
+
+    return ops.cast(step * whole, dtype), rule
+
+
+def _floating(op: str, x: Any) -> Any:
+    x = x if hasattr(x, "dtype") else ops.convert_to_tensor(x)
+    if not keras.backend.is_float_dtype(dtype_of(x)):
+        raise unusable(TypeError, op, "x", required="a real floating dtype", got=x, mend="cast it")
+    return x
+
+
+def levels(bits: int, signed: bool) -> tuple[int, int]:
+    """The lowest and the highest number of steps that a value of so many bits can have."""
     if bits != int(bits) or bits < (2 if signed else 1):
         raise ValueError(
             message(
@@ -174,15 +231,5 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pai
                 mend="pass bits=8, for example",
             )
         )
-    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-    step = ops.cast(step, x.dtype)
-    v = x / step
-    whole = ops.round(ops.clip(v, low, high))
-    inside = ops.logical_and(v > low, v < high)
-
-    def rule(upstream: Any) -> Any:
-        shared = ops.cast(ops.size(x) / ops.maximum(ops.size(step), 1), upstream.dtype)
-        by_step = upstream * ops.where(inside, whole - v, whole) / ops.sqrt(shared * high)
-        return ops.where(inside, upstream, ops.zeros_like(upstream)), by_step, None, None
-
-    return step * whole, rule
+    bits = int(bits)
+    return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)

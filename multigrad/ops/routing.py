@@ -8,6 +8,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, shape_text
+from multigrad.ops.dtypes import cast, dtype_of, exact
 
 _Pair = tuple[Any, Callable[..., Any]]
 
@@ -28,9 +29,13 @@ def scale_gradient(x: Any, scale: Any) -> _Pair:
 
     Returns:
         `x`. For an upstream gradient `u`, the gradient is `scale * u`.
+
+    References:
+        Schrittwieser et al. 2020, Mastering Atari, Go, Chess and Shogi by Planning with a Learned Model,
+        arXiv:1911.08265, which halves the gradient of a recurrent step in this way.
     """
-    factor = _factor("scale_gradient", "scale", scale, x)
-    return x, lambda upstream: (upstream * ops.cast(factor, upstream.dtype), None)
+    factor = fitting("scale_gradient", "scale", scale, x)
+    return x, lambda upstream: (_times(upstream, factor), None)
 
 
 @op_custom_gradient(name="multigrad>reverse_gradient")
@@ -54,8 +59,15 @@ def reverse_gradient(x: Any, scale: Any = 1.0) -> _Pair:
     References:
         Ganin and Lempitsky 2015, Unsupervised Domain Adaptation by Backpropagation, arXiv:1409.7495.
     """
-    factor = _factor("reverse_gradient", "scale", scale, x)
-    return x, lambda upstream: (upstream * -ops.cast(factor, upstream.dtype), None)
+    factor = fitting("reverse_gradient", "scale", scale, x)
+    return x, lambda upstream: (-_times(upstream, factor), None)
+
+
+def _times(upstream: Any, factor: Any) -> Any:
+    """Their product; of half precision by float32, in which a small factor is what it is."""
+    dtype = dtype_of(upstream)
+    wide = exact(dtype)
+    return ops.cast(ops.cast(upstream, wide) * cast(factor, wide), dtype)
 
 
 @op_custom_gradient(name="multigrad>stop_gradient_if")
@@ -76,9 +88,12 @@ def stop_gradient_if(condition: Any, x: Any) -> _Pair:
     Returns:
         `x`. For an upstream gradient `u`, the gradient is 0 where the condition is true, and `u` elsewhere. A
         gradient that is NaN or infinite there does not come through.
+
+    References:
+        `keras.ops.stop_gradient`, of which this is the choice by element.
     """
 
-    stopped = ops.cast(_factor("stop_gradient_if", "condition", condition, x), "bool")
+    stopped = ops.cast(fitting("stop_gradient_if", "condition", condition, x), "bool")
 
     def rule(upstream: Any) -> Any:
         return None, ops.where(stopped, ops.zeros_like(upstream), upstream)
@@ -109,7 +124,8 @@ def clip_gradient(
 
     Returns:
         `x`. For an upstream gradient `u`, the gradient is `clip(u, -value, value)`, or
-        `u * min(1, norm / |u|)`. It is not linear in `u`, so it has no forward mode.
+        `u * min(1, norm / |u|)`. It is not linear in `u`, so it has no forward mode. With a
+        `keras.optimizers.LossScaleOptimizer`, `u` is that of the scaled loss.
 
     Raises:
         ValueError: unless one of `value` and `norm` is given, and is positive.
@@ -118,6 +134,14 @@ def clip_gradient(
         Pascanu, Mikolov and Bengio 2013, On the difficulty of training recurrent neural networks,
         arXiv:1211.5063.
     """
+    bound = bound_of(value, norm)
+    if norm is None:
+        return x, lambda upstream: _clip_value(upstream, cast(bound, dtype_of(upstream)))
+    return x, lambda upstream: _clip_norm(upstream, bound, axis)
+
+
+def bound_of(value: float | None, norm: float | None) -> float:
+    """The one of the two that is given."""
     given = [bound for bound in (value, norm) if bound is not None]
     if len(given) != 1 or not given[0] > 0.0:
         raise ValueError(
@@ -129,17 +153,26 @@ def clip_gradient(
                 mend="write clip_gradient(x, norm=1.0), for example",
             )
         )
-    if norm is None:
-        return x, lambda upstream: ops.clip(upstream, -given[0], given[0])
-    return x, lambda upstream: _clip_norm(upstream, given[0], axis)
+    return given[0]
+
+
+def _clip_value(x: Any, bound: Any) -> Any:
+    return ops.clip(x, -bound, bound)
 
 
 def _clip_norm(x: Any, norm: float, axis: Any) -> Any:
     # By the largest element first: squares of large ones overflow, and of small ones vanish.
+    if 0 in tuple(x.shape):
+        return x
+    dtype = dtype_of(x)
+    x = ops.cast(x, exact(dtype))  # squares of 65,505 ones have no sum in float16
     largest = ops.max(ops.abs(x), axis=axis, keepdims=True)
-    unit = x / ops.where(largest > 0.0, largest, ops.ones_like(largest))
+    # Twice by a root: XLA may multiply by the inverse, which vanishes for the largest numbers there are.
+    root = ops.sqrt(ops.where(largest > 0.0, largest, ops.ones_like(largest)))
+    unit = x / root / root
     length = ops.sqrt(ops.sum(unit * unit, axis=axis, keepdims=True))
-    return ops.where(length * largest > norm, unit / length * norm, x)
+    clipped = ops.where(length * largest <= norm, x, unit / length * norm)  # what is infinite becomes NaN
+    return ops.cast(clipped, dtype)
 
 
 @op_custom_gradient(name="multigrad>prevent_gradient")
@@ -164,7 +197,12 @@ def prevent_gradient(x: Any, reason: str = "") -> _Pair:
         `x`.
 
     Raises:
-        RuntimeError: where a gradient comes back to it: in the backward pass, or when that is traced.
+        RuntimeError: where a gradient comes back to it: in the backward pass, or when that is traced. On
+            TensorFlow, whose tapes ask for every gradient, also where nothing before `x` is trained, such as
+            behind a frozen layer.
+
+    References:
+        TensorFlow's `tf.raw_ops.PreventGradient`.
     """
 
     def rule(upstream: Any) -> Any:
@@ -202,6 +240,9 @@ def print_gradient(x: Any, label: str = "gradient") -> _Pair:
 
     Returns:
         `x`. The gradient is the upstream gradient.
+
+    References:
+        `torch.Tensor.register_hook`, by which a gradient is looked at in PyTorch.
     """
 
     def show(u: Any) -> None:
@@ -214,8 +255,11 @@ def print_gradient(x: Any, label: str = "gradient") -> _Pair:
     return x, rule
 
 
-def _factor(op: str, argument: str, factor: Any, x: Any) -> Any:
-    """`factor`, whose shape must broadcast to that of `x`: a gradient that it makes larger is none."""
+def fitting(op: str, argument: str, factor: Any, x: Any) -> Any:
+    """The factor, or size of a step, whose shape must broadcast to that of `x`.
+
+    A gradient by `x` that it made larger would be none.
+    """
     shape, whole = tuple(getattr(factor, "shape", ())), tuple(x.shape)
     pairs = zip(reversed(shape), reversed(whole), strict=False)
     if len(shape) > len(whole) or any(None not in (a, b) and a not in (1, b) for a, b in pairs):

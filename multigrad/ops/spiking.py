@@ -8,6 +8,7 @@ from keras import ops
 
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import message
+from multigrad.ops.dtypes import dtype_of, exact
 
 
 def _fast_sigmoid(x: Any, slope: float) -> Any:
@@ -55,17 +56,29 @@ def spike(
         arXiv:1705.11146. Fang et al. 2021, Incorporating Learnable Membrane Time Constant to Enhance Learning
         of Spiking Neural Networks, arXiv:2007.05785.
     """
-    if surrogate not in _SURROGATES or not (slope is None or slope > 0.0):
+    derivative = surrogate_of(surrogate, slope)
+    spikes = ops.where(ops.greater(x, 0.0), ops.ones_like(x), ops.zeros_like(x))
+
+    def rule(upstream: Any) -> Any:
+        dtype = dtype_of(upstream)
+        wide = exact(dtype)  # the square of what is far from the step is infinite in float16
+        return ops.cast(ops.cast(upstream, wide) * derivative(ops.cast(x, wide)), dtype), None, None
+
+    return spikes, rule
+
+
+def surrogate_of(name: str, slope: float | None) -> Callable[[Any], Any]:
+    """The derivative that stands in for that of the step."""
+    if name not in _SURROGATES or not (slope is None or slope > 0.0):
         raise ValueError(
             message(
                 "spike",
                 "there is no such surrogate",
                 argument="'surrogate'",
                 required=f"one of {', '.join(map(repr, _SURROGATES))}, and a positive slope",
-                got=f"{surrogate!r}, slope={slope!r}",
+                got=f"{name!r}, slope={slope!r}",
                 mend='write spike(x, "arctan", slope=2.0), for example',
             )
         )
-    derivative, usual = _SURROGATES[surrogate]
-    spikes = ops.where(ops.greater(x, 0.0), ops.ones_like(x), ops.zeros_like(x))
-    return spikes, lambda upstream: (upstream * derivative(x, slope or usual), None, None)
+    derivative, usual = _SURROGATES[name]
+    return lambda x: derivative(x, slope or usual)

@@ -106,6 +106,18 @@ def test_a_function_that_changes_the_shape():
 
 
 @pytest.mark.forward
+def test_straight_through_of_an_unknown_number_of_rows():
+    """TensorFlow knows it only when the graph runs."""
+    x = keras.Input((3,))
+    floor = ops.straight_through(lambda x: ops.cast(ops.floor(x), x.dtype))
+    model = keras.Model(x, floor(x))
+    got = model.predict(np.float32([[0.5, -0.5, 2.0]] * 3), batch_size=2, verbose=0)
+    close(got, np.float32([[0.0, -1.0, 2.0]] * 3))
+    with pytest.raises(ValueError, match=r"changes the shape(.|\n)*to mend it"):
+        ops.straight_through(lambda x: x[:, :2])(x)
+
+
+@pytest.mark.forward
 @pytest.mark.parametrize(("bits", "signed"), [(1, True), (0, False), (2.5, True)])
 def test_too_few_bits(bits, signed):
     with pytest.raises(ValueError, match="too few bits"):
@@ -128,3 +140,81 @@ def test_in_a_model_that_is_saved(tmp_path):
     slopes = [grad(lambda x, m=m: ops.sum(m(x) * array([WEIGHTS])))(array([X])) for m in (model, loaded)]
     close(slopes[1], slopes[0], 0.0)
     assert np.all(numpy(slopes[0])[0, 1:3] != 0.0)
+
+
+@pytest.mark.forward
+def test_a_number_is_quantized():
+    close(ops.fake_quantize(0.26, 0.1, bits=np.int64(4)), array(0.3))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_step_of_many_elements_in_half_precision(dtype):
+    """`n * high` is larger than the largest float16, and the step itself smaller than what float16 tells."""
+    x, step = np.full(70000, 0.25), 0.1
+    wanted = x.size * (2.0 - 2.5) / np.sqrt(x.size * 127.0)
+
+    def total(step):
+        return ops.sum(ops.cast(ops.fake_quantize(array(x, dtype=dtype), step), "float32"))
+
+    close(grad(total)(array(step)), array(wanted), 1e-2)
+    tiny = ops.fake_quantize(array([0.0, 1.0], dtype=dtype), array(1e-9), bits=2)
+    close(ops.cast(tiny, "float32"), array([0.0, 1e-9]), 1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("surrogate", ["fast_sigmoid", "arctan"])
+def test_far_from_the_step_in_half_precision(surrogate, dtype):
+    """The square of 301 is infinite in float16, and its inverse is not zero there."""
+    wanted = 3e4 / (1 + 300.0) ** 2 if surrogate == "fast_sigmoid" else 3e4 / (1 + (np.pi * 30.0) ** 2)
+    got = grad(lambda x: ops.spike(x, surrogate) * array(3e4, dtype=dtype))(array(30.0, dtype=dtype))
+    np.testing.assert_allclose(numpy(ops.cast(got, "float32")), wanted, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_ends_of_another_dtype(dtype):
+    x, high = array([-3.0, 0.5, 5.0], dtype=dtype), keras.Variable(2.0)
+    for ends in ((-1.0, high), (array(-1.0), array(2.0)), (np.float64(-1.0), np.float32(2.0))):
+        got = ops.clip_straight_through(x, *ends)
+        assert keras.backend.standardize_dtype(got.dtype) == dtype
+        close(ops.cast(got, "float32"), array([-1.0, 0.5, 2.0]))
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX has no float64 here")
+def test_numbers_have_the_digits_of_float64():
+    one = array(1.0, dtype="float64")
+    for got, wanted in (
+        (ops.fake_quantize(one, 0.1), 1.0),
+        (ops.clip_straight_through(one, 0.0, 0.1), 0.1),
+        (ops.safe_divide(0.1, one), 0.1),
+        (grad(lambda x: ops.scale_gradient(x, 0.1))(one), 0.1),
+        (grad(lambda x: ops.reverse_gradient(x, 0.1))(one), -0.1),
+        (grad(lambda x: ops.clip_gradient(x, value=0.1))(one), 0.1),
+    ):
+        close(got, np.float64(wanted), 1e-15)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+def test_what_is_to_be_quantized_is_not_floating(dtype):
+    x = array([1, 0], dtype=dtype)
+    for call in (lambda: ops.fake_quantize(x, 0.5), lambda: ops.clip_straight_through(x, -0.5, 0.5)):
+        with pytest.raises(TypeError, match=r"a real floating dtype(.|\n)*to mend it"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+def test_straight_through_of_what_has_no_gradient(dtype):
+    op = ops.straight_through(lambda x: ops.cast(x > 0.0, dtype))
+    with pytest.raises(TypeError, match=r"not floating(.|\n)*to mend it"):
+        op(array([1.0, -1.0]))
+
+
+@pytest.mark.forward
+def test_steps_of_another_shape():
+    with pytest.raises(ValueError, match=r"does not broadcast(.|\n)*to mend it"):
+        ops.fake_quantize(array(X), array(np.ones((2, 4))))
+
+
+@pytest.mark.parametrize("step", [1, True, np.int64(1), np.float32(1.0), 1.0])
+def test_a_step_that_is_not_learned(step):
+    close(grad(lambda x: ops.sum(3.0 * ops.fake_quantize(x, step)))(array([1.2, 500.0])), array([3.0, 0.0]))

@@ -121,3 +121,44 @@ def test_in_a_model_that_is_saved(tmp_path):
     for m in (model, loaded):
         got = grad(lambda x, m=m: ops.sum(m(x) * array([WEIGHTS])))(array([X]))
         close(got, array([[-2.0, 0.0, 2.0]]))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+def test_the_largest_and_no_gradients_are_clipped(wrap):
+    def slope(upstream):
+        return wrap(grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0) * array(upstream))))
+
+    close(slope([1e38, 3e38])(array([1.0, 2.0])), array(np.float64([1.0, 3.0]) / np.sqrt(10.0)))
+    close(slope([3e-30, 4e-30])(array([1.0, 2.0])), array([3e-30, 4e-30]), 1e-32)
+    assert tuple(slope(np.zeros(0))(array(np.zeros(0))).shape) == (0,)
+
+
+@pytest.mark.forward
+def test_a_product_of_a_number_and_an_input():
+    """Keras (3.15) says of it that it is sparse."""
+    x = keras.Input((2,))
+    model = keras.Model(x, ops.scale_gradient(2.0 * x, 0.5))
+    close(model(array([[1.0, 2.0]])), array([[2.0, 4.0]]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_norm_of_many_elements_in_half_precision(dtype):
+    """The squares of so many ones have no sum in float16."""
+    x = array(np.ones(70000), dtype=dtype)
+    got = grad(lambda x: ops.sum(ops.cast(ops.clip_gradient(x, norm=1.0), "float32")))(x)
+    np.testing.assert_allclose(numpy(ops.cast(got, "float32")), 70000**-0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("op", [ops.scale_gradient, ops.reverse_gradient], ids=["scale", "reverse"])
+def test_a_small_factor_in_half_precision(op, dtype):
+    """That float16 alone has as 0, and an upstream gradient that makes up for it."""
+    loss = grad(lambda x: ops.sum(op(x, 1.5e-8) * array(32768.0, dtype=dtype)))
+    found = abs(numpy(ops.cast(loss(array(2.0, dtype=dtype)), "float32")))
+    np.testing.assert_allclose(found, 1.5e-8 * 32768.0, rtol=1e-2)
+
+
+def test_an_infinite_gradient_is_not_let_through_as_a_clipped_one():
+    weights = array(np.float32([3.0, np.inf]))
+    got = grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0) * weights))(array(1.0, 1.0))
+    assert np.isnan(numpy(got)).any()

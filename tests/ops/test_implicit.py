@@ -1,0 +1,523 @@
+"""Solutions of equations: their gradients against unrolled code and closed forms, and what they cost."""
+
+import math
+import types
+
+import keras
+import numpy as np
+import pytest
+from counts import saved
+from keras import ops
+from support import BACKEND, array, close, compiled, numpy
+
+from multigrad import grad
+from multigrad.ops import fixed_point, implicit_root
+from multigrad.testing import check_gradients
+
+RANDOM = np.random.default_rng(0)
+A = 0.3 * RANDOM.standard_normal((3, 3))
+B = RANDOM.standard_normal((3, 1))
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+
+
+def linear(a, b):
+    return fixed_point(lambda z, a, b: a @ z + b, ops.zeros_like(b), a, b)
+
+
+def curved(z, a, b):
+    return 0.5 * ops.cos(z) * a + b
+
+
+def solved(a, b):
+    return fixed_point(curved, ops.ones_like(a), a, b)
+
+
+def unrolled(a, b):
+    z = ops.ones_like(a)
+    for _ in range(40):
+        z = curved(z, a, b)
+    return z
+
+
+def heron(z, a):
+    """A step to the square root."""
+    return 0.5 * (z + a / z)
+
+
+@pytest.mark.forward
+@WRAPS
+def test_a_linear_equation(wrap):
+    close(wrap(linear)(array(A), array(B)), array(np.linalg.solve(np.eye(3) - A, B)))
+
+
+@WRAPS
+def test_the_gradient_in_closed_form(wrap):
+    of_a, of_b = wrap(grad(lambda a, b: ops.sum(linear(a, b) * 7.0), argnums=(0, 1)))(array(A), array(B))
+    z = np.linalg.solve(np.eye(3) - A, B)
+    w = np.linalg.solve(np.eye(3) - A.T, np.full((3, 1), 7.0))
+    close((of_a, of_b), (array(w @ z.T), array(w)), 1e-4)
+
+
+@WRAPS
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_against_unrolled_code(order, wrap):
+    def derivative(f):
+        for number in range(order):
+            f = grad(f, argnums=number % 2)
+        return f
+
+    close(
+        wrap(derivative(solved))(array(1.2), array(0.3)), derivative(unrolled)(array(1.2), array(0.3)), 1e-4
+    )
+
+
+def test_differences():
+    # Dynamo (PyTorch 2.13) warns of Keras's own caches, which is an error in tests.
+    uncompiled = {"compiled": BACKEND != "torch"}
+    assert check_gradients(linear, A, B, order=2, **uncompiled).precision == "float64"
+
+    def rational(a, b):
+        return fixed_point(lambda z, a, b: 0.5 * a / (1.0 + z * z) + b, ops.zeros_like(a), a, b)
+
+    assert check_gradients(rational, B, 0.1 * B, order=2, **uncompiled).precision == "float64"
+
+
+def test_the_derivatives_of_a_square_root():
+    derivative, wanted, factor = lambda a: fixed_point(heron, 1.0, a), 2.0, 0.5
+    for order in range(4):
+        close(derivative(array(4.0)), array(wanted), 1e-4)
+        derivative, wanted = grad(derivative), wanted * factor / 4.0
+        factor -= 1.0
+        assert order < 4
+
+
+def test_structures():
+    def f(z, more):
+        u, (v,) = z["u"], z["v"]
+        return {"u": 0.2 * v * more["a"] + 1.0, "v": [0.3 * u + more["b"][0]]}
+
+    def total(more):
+        z = fixed_point(f, {"u": ops.zeros(()), "v": [ops.zeros(())]}, more)
+        return 2.0 * z["u"] + 3.0 * z["v"][0]
+
+    more = {"a": array(1.5), "b": (array(0.7), 4, "static")}
+
+    def closed(a, b):
+        u = (0.2 * a * b + 1.0) / (1.0 - 0.06 * a)
+        return 2.0 * u + 3.0 * (0.3 * u + b)
+
+    got = grad(lambda a, b: total({"a": a, "b": (b, 4, "static")}), argnums=(0, 1))(1.5, 0.7)
+    close(got, grad(closed, argnums=(0, 1))(1.5, 0.7))
+    close(total(more), closed(array(1.5), array(0.7)))
+
+
+def test_the_start_has_no_gradient():
+    close(grad(lambda z: fixed_point(heron, z, array(4.0)))(3.0), array(0.0))
+
+
+@WRAPS
+def test_a_tensor_that_is_closed_over(wrap):
+    def inside(a, b):
+        return fixed_point(lambda z: curved(z, a, b), 1.0)
+
+    for f in (grad(inside, (0, 1)), grad(grad(inside), 1)):
+        wanted = grad(unrolled, (0, 1)) if f(1.2, 0.3).__class__ is tuple else grad(grad(unrolled), 1)
+        close(wrap(f)(array(1.2), array(0.3)), wanted(array(1.2), array(0.3)), 1e-4)
+
+
+@WRAPS
+def test_a_variable_and_a_layer(wrap):
+    layer = keras.layers.Dense(3, activation="tanh", kernel_initializer=keras.initializers.Orthogonal(0.5))
+    layer.build((2, 3))
+    x = array([[1.0, 2.0, -1.0], [0.5, 0.0, 1.0]])
+
+    def equilibrium(x):
+        return ops.sum(fixed_point(lambda z, x: layer(z) + x, ops.zeros_like(x), x) ** 2)
+
+    def plain(x):
+        z = ops.zeros_like(x)
+        for _ in range(30):
+            z = layer(z) + x
+        return ops.sum(z**2)
+
+    def penalty(f):
+        return lambda x: 0.01 * ops.sum(grad(f)(x) ** 2)
+
+    for change in (lambda f: f, penalty):
+        got, wanted = [grad(change(f), 0, variables=layer.trainable_variables) for f in (equilibrium, plain)]
+        close(wrap(lambda x: got(x))(x), wanted(x), 1e-3)
+
+
+def test_a_layer_that_trains():
+    class Equilibrium(keras.layers.Layer):
+        def build(self, shape):
+            self.cell = keras.layers.Dense(
+                shape[-1], "tanh", kernel_initializer=keras.initializers.Orthogonal(0.3)
+            )
+            self.cell.build(shape)
+
+        def call(self, x):
+            return fixed_point(self.step, ops.zeros_like(x), x)
+
+        def step(self, z, x):
+            return self.cell(z) + x
+
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, Equilibrium()(inputs))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    x = RANDOM.standard_normal((8, 3)).astype("float32")
+    first, *_, last = model.fit(x, 1.5 * x, epochs=20, verbose=0).history["loss"]
+    assert last < 0.7 * first
+
+
+@WRAPS
+def test_a_tensor_behind_an_object(wrap):
+    def behind(b, a):
+        held = types.SimpleNamespace(b=b)
+        return fixed_point(lambda z, a: curved(z, a, held.b), 1.0, a)
+
+    close(wrap(grad(behind))(array(0.3), array(1.2)), grad(unrolled, 1)(array(1.2), array(0.3)), 1e-4)
+    with pytest.raises(Exception, match="second derivative goes through a tensor"):
+        wrap(grad(grad(behind)))(array(0.3), array(1.2))
+
+
+def test_a_function_with_a_gradient_of_its_own():
+    def descent(z, a):
+        return z - 0.2 * grad(lambda z: (z - a) ** 2 * (1.0 + z**2))(z)
+
+    close(grad(lambda a: fixed_point(descent, 0.5, a))(1.0), array(1.0), 1e-4)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(dtype):
+    # NumPy gives float32 for half of a bfloat16, and OpenVINO for half of a float64.
+    if (BACKEND, dtype) in (("jax", "float64"), ("openvino", "float64"), ("numpy", "bfloat16")):
+        pytest.skip("JAX has float64 in a mode of its own, in which test_differences runs")
+    z = fixed_point(heron, ops.ones((1,), dtype), ops.cast(array([4.0]), dtype))
+    assert keras.backend.standardize_dtype(z.dtype) == dtype
+    close(ops.cast(z, "float32"), array([2.0]), 0.02 if "16" in dtype else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_dtypes_of_gradients(dtype):
+    got = grad(lambda a: ops.cast(fixed_point(curved, ops.ones((), dtype), a, 0.3), "float32"))(
+        ops.cast(array(1.2), dtype)
+    )
+    assert keras.backend.standardize_dtype(got.dtype) == dtype
+    close(ops.cast(got, "float32"), grad(unrolled)(array(1.2), array(0.3)), 0.05 if "16" in dtype else 1e-5)
+
+
+def test_small_upstream_gradients():
+    close(
+        1e12 * grad(lambda a: 1e-12 * solved(a, array(0.3)))(1.2),
+        grad(unrolled)(array(1.2), array(0.3)),
+        1e-4,
+    )
+
+
+# ------------------------------------------------------------------------------------ what does not converge
+
+
+@pytest.mark.forward
+def test_no_fixed_point():
+    with pytest.raises(RuntimeError, match=r"fixed_point: z did not converge(.|\n)*after 10 iterations"):
+        fixed_point(lambda z: 2.0 * z + 1.0, 1.0, max_iterations=10)
+
+
+def test_no_fixed_point_in_compiled_code():
+    if BACKEND == "torch":
+        pytest.skip("`compiled` runs it as it is on PyTorch, where it is an error")
+    f = compiled(lambda a: fixed_point(lambda z, a: 2.0 * z + a, 1.0, a, max_iterations=10))
+    assert np.isnan(numpy(f(array(1.0))))
+    assert np.isnan(numpy(compiled(grad(f))(array(1.0))))
+
+
+def expanding(z):
+    """A fixed point at 0 that is found at once from there, and from which everything else moves away."""
+    return 2.0 * z
+
+
+def test_a_gradient_that_does_not_converge():
+    def f(a):
+        return fixed_point(lambda z, a: expanding(z) + a, 0.0, a)
+
+    close(f(array(0.0)), array(0.0))
+    with pytest.raises(RuntimeError, match="fixed_point: w, of which the gradient is made, did not converge"):
+        grad(f)(0.0)
+    if BACKEND != "torch":
+        assert np.isnan(numpy(compiled(grad(f))(array(0.0))))
+
+
+# ------------------------------------------------------------------------------------ costs
+
+
+class Counted:
+    def __init__(self):
+        self.calls = 0
+
+
+def test_calls_of_the_function():
+    counted = Counted()
+
+    def f(z, a):
+        counted.calls += 1
+        return 0.9 * z + a
+
+    calls = []
+    for tolerance in (1e-2, 1e-5):
+        counted.calls = 0
+        fixed_point(f, 0.0, array(1.0), tolerance=tolerance)
+        forward, counted.calls = counted.calls, 0
+        grad(lambda a: fixed_point(f, 0.0, a, tolerance=tolerance))(1.0)
+        calls.append((forward, counted.calls - forward))
+    (few, back), (many, back_of_many) = calls
+    assert few < 0.6 * many
+    assert back == back_of_many <= 6
+
+
+def kept(function, x):
+    """The sizes of what is kept between the passes."""
+    if BACKEND == "torch":
+        return [tensor.numel() for tensor in saved(function, [x])]
+    import jax
+
+    return [leaf.size for leaf in jax.tree.leaves(jax.vjp(function, x)[1])]
+
+
+def test_what_is_kept_is_independent_of_the_iterations():
+    if BACKEND == "tensorflow":
+        pytest.skip("a tape does not tell what it keeps")
+
+    def of(tolerance):
+        def f(a):
+            return fixed_point(lambda z, a: 0.9 * ops.tanh(z) + a, ops.zeros_like(a), a, tolerance=tolerance)
+
+        return kept(f, array(np.ones(5)))
+
+    def unrolled(a):
+        z = ops.zeros_like(a)
+        for _ in range(20):
+            z = 0.9 * ops.tanh(z) + a
+        return z
+
+    assert sum(of(0.1)) == sum(of(1e-6)) <= 15
+    assert sum(kept(unrolled, array(np.ones(5)))) >= 90
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: fixed_point(lambda z: z, 1), TypeError, "'z0'"),
+        (lambda: fixed_point(lambda z: z, ()), TypeError, "'z0'"),
+        (lambda: fixed_point(lambda z: (z, z), 1.0), TypeError, "another structure"),
+        (lambda: fixed_point(lambda z: ops.ones((2,)), 1.0), ValueError, "another shape"),
+        (lambda: fixed_point(lambda z: ops.cast(z, "float16"), 1.0), TypeError, "another dtype"),
+        (lambda: fixed_point(lambda z: z, 1.0, tolerance=0.0), ValueError, "'tolerance'"),
+        (lambda: fixed_point(lambda z: z, 1.0, max_iterations=0), ValueError, "'max_iterations'"),
+        (lambda: fixed_point(lambda z: z, 1.0, max_iterations=True), ValueError, "'max_iterations'"),
+    ],
+)
+def test_bad_input(call, error, said):
+    with pytest.raises(error, match=rf"fixed_point: (.|\n)*{said}(.|\n)*to mend it"):
+        call()
+
+
+@pytest.mark.forward
+def test_a_function_that_assigns():
+    count = keras.Variable(0.0, trainable=False, name="count")
+
+    def f(z):
+        count.assign(count + 1.0)
+        return 0.5 * z
+
+    with pytest.raises(TypeError, match="assigns variables"):
+        fixed_point(f, 1.0)
+
+
+# ------------------------------------------------------------------------------------ models
+
+
+@keras.saving.register_keras_serializable("test_implicit")
+def saved_step(z, x):
+    return 0.5 * ops.cos(z) * x + 0.3
+
+
+def test_in_a_model_that_is_saved(tmp_path):
+    x = keras.Input((3,))
+    model = keras.Model(x, fixed_point(saved_step, x, x, tolerance=1e-5))
+    assert model.output_shape == (None, 3)
+    model.save(tmp_path / "model.keras")
+    data = array([[1.0, 1.2, 0.5]])
+    wanted = unrolled(data, 0.3), grad(lambda x: ops.sum(unrolled(x, 0.3)))(data)
+    for this in (model, keras.models.load_model(tmp_path / "model.keras")):
+        close((this(data), grad(lambda x, m=this: ops.sum(m(x)))(data)), wanted, 1e-4)
+
+
+def test_a_lambda_is_not_saved(tmp_path):
+    x = keras.Input((3,))
+    model = keras.Model(x, fixed_point(lambda z, x: 0.5 * z + x, x, x))
+    with pytest.raises(NotImplementedError, match="'f'"):
+        model.save(tmp_path / "model.keras")
+
+
+# ------------------------------------------------------------------------------------ roots
+
+
+def cubic(z, a):
+    return z**3 - a
+
+
+def bisection(f, z, *args):
+    low, high = ops.zeros_like(z), ops.full_like(z, 10.0)
+    for _ in range(40):
+        middle = (low + high) / 2.0
+        below = f(middle, *args) < 0.0
+        low, high = ops.where(below, middle, low), ops.where(below, high, middle)
+    return low
+
+
+@WRAPS
+@pytest.mark.parametrize("solver", [None, bisection])
+def test_a_cube_root(solver, wrap):
+    def f(a):
+        return implicit_root(cubic, ops.ones_like(a), a, solver=solver)
+
+    for derivative, wanted in ((f, 2.0), (grad(f), 1.0 / 12.0), (grad(grad(f)), -1.0 / 144.0)):
+        close(wrap(derivative)(array(8.0)), array(wanted), 1e-4)
+
+
+def test_differences_of_a_root():
+    def f(a, b):
+        return implicit_root(lambda z: (a + 2.0 * ops.eye(3, dtype=a.dtype)) @ z - b, ops.zeros_like(b))
+
+    assert check_gradients(f, A, B, order=2, compiled=BACKEND != "torch").precision == "float64"
+
+
+def test_a_root_of_two_tensors():
+    def f(z, a, b):
+        return {"x": z["x"] * z["y"] - a, "y": z["x"] + z["y"] - b}
+
+    def smaller(a, b):
+        return implicit_root(f, {"x": ops.ones_like(a), "y": 3.0 * ops.ones_like(a)}, a, b)["x"]
+
+    def closed(a, b):
+        return (b - ops.sqrt(b * b - 4.0 * a)) / 2.0
+
+    for derivative in (lambda f: f, lambda f: grad(f, (0, 1)), lambda f: grad(grad(f), 1)):
+        close(derivative(smaller)(array(2.0), array(3.5)), derivative(closed)(array(2.0), array(3.5)), 1e-4)
+
+
+def test_a_root_by_a_variable():
+    variable = keras.Variable(8.0)
+
+    def f(x):
+        return x * implicit_root(lambda z: cubic(z, variable), 1.0)
+
+    close(grad(f, variables=[variable])(3.0), [array(0.25)], 1e-4)
+
+
+def test_no_root():
+    with pytest.raises(RuntimeError, match=r"implicit_root: z did not converge(.|\n)*after 50 iterations"):
+        implicit_root(lambda z: z**2 + 1.0, 0.5)
+    with pytest.raises(Exception, match=r"singular|not invertible|did not converge"):
+        grad(lambda a: implicit_root(lambda z, a: (z - a) ** 2, 1.0, a))(1.0)
+
+
+@pytest.mark.forward
+def test_a_solver_that_finds_none():
+    with pytest.raises(RuntimeError, match="what the solver returned is no root"):
+        implicit_root(cubic, 1.0, 8.0, solver=lambda f, z, a: z)
+    if BACKEND in ("jax", "tensorflow"):
+        f = compiled(lambda a: implicit_root(cubic, ops.ones_like(a), a, solver=lambda f, z, a: z))
+        assert np.isnan(numpy(f(array(8.0))))
+
+
+# ------------------------------------------------------------------------------------ optimal transport
+
+
+def sinkhorn(potentials, costs):
+    """The potentials of the rows and columns of an entropic transport between uniform weights."""
+    _, of_columns = potentials
+    rows, columns = costs.shape
+    of_rows = -ops.logsumexp(of_columns[None, :] - costs, axis=1) - math.log(rows)
+    of_columns = -ops.logsumexp(of_rows[:, None] - costs, axis=0) - math.log(columns)
+    # A constant may move between them.
+    shift = ops.mean(of_columns)
+    return of_rows + shift, of_columns - shift
+
+
+def transport(costs, solve):
+    """The dual value of the transport, and its plan."""
+    of_rows, of_columns = solve(costs)
+    plan = ops.exp(of_rows[:, None] + of_columns[None, :] - costs)
+    return ops.mean(of_rows) + ops.mean(of_columns), plan
+
+
+def implicitly(costs):
+    rows, columns = costs.shape
+    start = ops.zeros((rows,), costs.dtype), ops.zeros((columns,), costs.dtype)
+    return fixed_point(sinkhorn, start, costs)
+
+
+def by_unrolling(costs):
+    potentials = ops.zeros(costs.shape[:1]), ops.zeros(costs.shape[1:])
+    for _ in range(60):
+        potentials = sinkhorn(potentials, costs)
+    return potentials
+
+
+@WRAPS
+def test_the_gradient_of_a_transport_is_its_plan(wrap):
+    costs = array(RANDOM.uniform(0.0, 2.0, (4, 5)))
+    _, plan = transport(costs, implicitly)
+    close(ops.sum(plan, axis=1), array(np.full(4, 0.25)), 1e-4)
+    close(wrap(grad(lambda costs: transport(costs, implicitly)[0]))(costs), plan, 1e-4)
+
+
+def test_the_gradient_of_a_plan():
+    costs, weights = array(RANDOM.uniform(0.0, 2.0, (4, 5))), array(RANDOM.standard_normal((4, 5)))
+
+    def gradient(solve):
+        return grad(lambda costs: ops.sum(weights * transport(costs, solve)[1]))(costs)
+
+    close(gradient(implicitly), gradient(by_unrolling), 1e-4)
+
+
+@pytest.mark.parametrize("start", [1e-6, 1e8])
+def test_a_start_that_is_far_off_costs_no_digits(start):
+    """From 1e-6 the first step goes to 1e6 for a square root, from where each one halves what is left."""
+
+    def heron(a):
+        return fixed_point(lambda z, a: 0.5 * (z + a / z), start, a)
+
+    def newton(a):
+        return implicit_root(lambda z, a: z * z - a, start, a)
+
+    for root in (heron, newton):
+        close(root(2.0), array(math.sqrt(2.0)), 1e-5)
+        close(grad(root)(2.0), array(0.5 / math.sqrt(2.0)), 1e-5)
+
+
+def test_a_solver_that_returns_no_tensor():
+    """A number, as those of other libraries, is cast; what is no number is an error that names the solver."""
+
+    def root(a, found):
+        return implicit_root(lambda z, a: z**3 + z - a, 0.5, a, solver=lambda f, z, a: found)
+
+    for found in (1.0, np.float64(1.0), np.ones(())):
+        close(grad(lambda a, found=found: root(a, found))(2.0), array(0.25))
+    for found, kind in ((None, TypeError), ("1", TypeError), ([1.0], TypeError), (np.ones(2), ValueError)):
+        with pytest.raises(kind, match=r"implicit_root: the solver returns(.|\n)*'solver'(.|\n)*to mend it"):
+            root(2.0, found)
+
+
+@pytest.mark.forward
+def test_a_function_that_returns_no_tensor():
+    for returned in (None, 1.0):
+        with pytest.raises(TypeError, match=r"something else than tensors(.|\n)*'f'(.|\n)*to mend it"):
+            fixed_point(lambda z, returned=returned: returned, 1.0)

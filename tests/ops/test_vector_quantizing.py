@@ -1,0 +1,223 @@
+"""Vector quantization, against its definition with stopped gradients."""
+
+import keras
+import numpy as np
+import pytest
+from support import BACKEND, array, close, compiled, mapped_grad, numpy, sizes_made
+
+from multigrad import grad, ops
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.standard_normal((2, 3, 4))
+CODES = RANDOM.standard_normal((5, 4))
+WEIGHTS = RANDOM.standard_normal((2, 3, 4))  # of the quantized vectors
+OF_LOSS = RANDOM.standard_normal((2, 3))
+DTYPES = ["float16", "bfloat16", "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]
+
+
+def closest(x, codes):
+    return np.argmin(np.sum((x[..., None, :] - codes) ** 2, axis=-1), axis=-1)
+
+
+def by_definition(x, codes, commitment=0.25):
+    """Equation 3 of the paper, as it stands there."""
+    chosen = ops.take(codes, array(closest(numpy(X), numpy(CODES)), dtype="int32"), axis=0)
+    stop = ops.stop_gradient
+    to_codes = ops.sum(ops.square(stop(x) - chosen), axis=-1)
+    to_x = ops.sum(ops.square(x - stop(chosen)), axis=-1)
+    return x + stop(chosen - x), to_codes + commitment * to_x
+
+
+def objective(quantize, **options):
+    """Both outputs that have a gradient, in one number that is curved in the quantized vectors."""
+
+    def total(x, codes):
+        quantized, *_, loss = quantize(x, codes, **options)
+        return ops.sum(array(WEIGHTS) * quantized**2) + ops.sum(array(OF_LOSS) * loss)
+
+    return total
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_values(dtype):
+    found = ops.vector_quantize(array(X, dtype=dtype), array(CODES, dtype=dtype))
+    exact = "float32" if "16" in dtype else dtype
+    dtypes = [keras.backend.standardize_dtype(part.dtype) for part in found]
+    assert dtypes == [dtype, "int32", exact]
+    x, codes = [numpy(ops.cast(array(v, dtype=dtype), exact)).astype("float64") for v in (X, CODES)]
+    wanted = closest(x, codes)
+    assert len(set(wanted.flat)) > 1
+    assert numpy(found.indices).tolist() == wanted.tolist()
+    np.testing.assert_array_equal(numpy(ops.cast(found.quantized, exact)), codes[wanted].astype(exact))
+    np.testing.assert_allclose(numpy(found.loss), 1.25 * np.sum((x - codes[wanted]) ** 2, -1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("commitment", [0.25, 2, 0.0])
+def test_the_gradients(commitment, wrap):
+    got, wanted = [
+        wrap(grad(objective(quantize, commitment=commitment), argnums=(0, 1)))(array(X), array(CODES))
+        for quantize in (ops.vector_quantize, by_definition)
+    ]
+    close(got, wanted)
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_second_derivatives(by):
+    """Of both gradients by both arguments: each term holds one argument fixed, at every order."""
+
+    def second(quantize):
+        slope = grad(objective(quantize), argnums=by)
+        return grad(lambda x, codes: ops.sum(ops.sin(slope(x, codes))), argnums=(0, 1))(
+            array(X), array(CODES)
+        )
+
+    close(second(ops.vector_quantize), second(by_definition))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_in_each_dtype(dtype):
+    def total(x, codes):
+        quantized, _, loss = ops.vector_quantize(x, codes)
+        return ops.sum(ops.cast(quantized, loss.dtype) * ops.cast(array(WEIGHTS), loss.dtype)) + ops.sum(loss)
+
+    x, codes = array(X, dtype=dtype), array(CODES, dtype=dtype)
+    by_x, by_codes = grad(total, argnums=(0, 1))(x, codes)
+    assert {keras.backend.standardize_dtype(g.dtype) for g in (by_x, by_codes)} == {dtype}
+    away = X - CODES[closest(X, CODES)]
+    wanted = np.zeros_like(CODES)
+    np.add.at(wanted, closest(X, CODES).ravel(), -2.0 * away.reshape(-1, 4))
+    tolerance = {"float16": 1e-2, "bfloat16": 6e-2}.get(dtype, 1e-5)
+    close(ops.cast(by_x, "float32"), array(WEIGHTS + 0.5 * away), tolerance)
+    close(ops.cast(by_codes, "float32"), array(wanted), tolerance)
+
+
+def test_each_term_reaches_its_own_argument():
+    def loss(x, codes, commitment):
+        return ops.sum(ops.vector_quantize(x, codes, commitment).loss)
+
+    of_x, of_codes = grad(lambda x, codes: loss(x, codes, 0.0), argnums=(0, 1))(array(X), array(CODES))
+    assert not numpy(of_x).any()
+    assert numpy(of_codes).any()
+    straight = grad(lambda x, codes: ops.sum(ops.vector_quantize(x, codes).quantized * 7.0), argnums=(0, 1))
+    of_x, of_codes = straight(array(X), array(CODES))
+    close(of_x, array(np.full_like(X, 7.0)), 0.0)
+    assert not numpy(of_codes).any()
+
+
+@pytest.mark.forward
+def test_ties_go_to_the_first():
+    codes = array([[1.0, 0.0], [3.0, 3.0], [-1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    rows = array([[0.0, 0.0], [0.0, 5.0], [-2.0, 0.0], [2.0, 0.0]])
+    assert numpy(ops.vector_quantize(rows, codes).indices).tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.forward
+def test_half_precision_has_no_products_of_its_own():
+    """300**2 is no number of float16, and 256 + 1 none of bfloat16."""
+    for dtype, size in (("float16", 300.0), ("bfloat16", 16.0)):
+        codes = array([[size, 1.0], [size, 0.0], [-size, 0.0]], dtype=dtype)
+        found = ops.vector_quantize(array([[size, 0.25]], dtype=dtype), codes)
+        assert numpy(found.indices).tolist() == [1]
+        close(found.loss, array([1.25 * 0.0625]))
+
+
+@pytest.mark.forward
+def test_one_vector_and_none():
+    codes = array(CODES)
+    one = ops.vector_quantize(codes[3], codes)
+    assert (int(one.indices), float(one.loss)) == (3, 0.0)
+    none = ops.vector_quantize(ops.zeros((0, 4)), codes)
+    assert [tuple(part.shape) for part in none] == [(0, 4), (0,), (0,)]
+
+
+def test_a_variable_learns_the_centers():
+    """A codebook as a layer's weight, trained by its own term alone: k-means."""
+    points = array(np.concatenate([np.full((8, 2), 3.0), np.full((4, 2), -1.0)]))
+    codebook = keras.Variable(np.float32([[1.0, 0.0], [0.0, -1.0]]), name="codebook")
+    step = grad(lambda: ops.mean(ops.vector_quantize(points, codebook).loss), variables=[codebook])
+    optimizer = keras.optimizers.SGD(0.5)
+    for _ in range(50):
+        optimizer.apply(step(), [codebook])
+    close(codebook.value, array([[3.0, 3.0], [-1.0, -1.0]]), 1e-4)
+
+
+class Quantizer(keras.layers.Layer):
+    def build(self, shape):
+        self.codebook = self.add_weight(shape=(5, shape[-1]), name="codebook")
+
+    def call(self, x):
+        quantized, _, loss = ops.vector_quantize(x, self.codebook)
+        self.add_loss(ops.mean(loss))
+        return quantized
+
+
+def test_a_layer_that_trains():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), Quantizer(), keras.layers.Dense(4)])
+    before = [numpy(w) for w in model.trainable_variables]
+    model.compile(keras.optimizers.Adam(0.02), loss="mse")
+    rows = RANDOM.standard_normal((64, 4)).astype("float32")
+    first, *_, last = model.fit(rows, rows, epochs=10, verbose=0).history["loss"]
+    assert last < first
+    assert all(np.any(numpy(w) != b) for w, b in zip(model.trainable_variables, before, strict=True))
+
+
+def test_in_a_model_that_is_saved(tmp_path):
+    x = keras.Input((3, 4))
+    quantized, indices, loss = ops.vector_quantize(x, CODES.astype("float32"), commitment=0.5)
+    assert (quantized.shape, indices.shape, loss.shape) == ((None, 3, 4), (None, 3), (None, 3))
+    assert indices.dtype == "int32"
+    model = keras.Model(x, {"quantized": quantized, "indices": indices, "loss": loss})
+    model.save(tmp_path / "model.keras")
+    wanted = ops.vector_quantize(array(X), array(CODES), commitment=0.5)._asdict()
+    slope = grad(lambda x: objective(ops.vector_quantize, commitment=0.5)(x, array(CODES)))(array(X))
+    for this in (model, keras.models.load_model(tmp_path / "model.keras")):
+        close(dict(this(array(X))), wanted)
+
+        def parts(x, _, this=this):
+            found = this(x)
+            return found["quantized"], found["loss"]
+
+        close(grad(lambda x: objective(parts)(x, None))(array(X)), slope)
+
+
+def test_a_batch():
+    """Under the backend's own map over a leading axis."""
+    codes = array(CODES)
+
+    def total(x):
+        quantized, _, loss = ops.vector_quantize(x, codes)
+        return ops.sum(quantized**2) + ops.sum(loss)
+
+    close(mapped_grad(total)(array(X)), grad(total)(array(X)))
+
+
+def test_no_difference_of_each_with_each():
+    """Of 32 vectors and 16 of the codebook, with 8 elements."""
+    found = sizes_made(
+        grad(lambda x, codes: ops.sum(ops.vector_quantize(x, codes).loss), argnums=(0, 1)),
+        ops.ones((32, 8)),
+        ops.ones((16, 8)),
+    )
+    assert 32 * 16 <= max(found) < 32 * 16 * 8 / 4
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"x": np.ones((2, 4), "int32")}, TypeError, "'x'"),
+        ({"x": X[..., :3]}, ValueError, "'x'"),
+        ({"x": np.float32(1.0)}, ValueError, "'x'"),
+        ({"codebook": np.ones((5, 4), "int32")}, TypeError, "'codebook'"),
+        ({"codebook": CODES[0]}, ValueError, "'codebook'"),
+        ({"codebook": CODES[:0]}, ValueError, "'codebook'"),
+        ({"commitment": -1.0}, ValueError, "'commitment'"),
+        ({"commitment": "a lot"}, TypeError, "'commitment'"),
+    ],
+)
+def test_bad_input(changes, error, said):
+    with pytest.raises(error, match=rf"vector_quantize: (.|\n)*{said}(.|\n)*to mend it"):
+        ops.vector_quantize(**{"x": X, "codebook": CODES} | changes)
