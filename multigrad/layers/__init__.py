@@ -1,0 +1,25 @@
+"""Layers of the ops that belong in a model: with a config, with weights where something is learned, for
+Functional and Sequential models, saving, masks and mixed precision.
+
+```python
+import keras
+from multigrad import layers
+
+model = keras.Sequential([keras.Input((4,)), layers.GradientReversal(0.5), keras.layers.Dense(2)])
+```
+"""
+
+from multigrad.layers.implicit import FixedPoint
+from multigrad.layers.quantizing import FakeQuantize, VectorQuantizer
+from multigrad.layers.routing import GradientClip, GradientReversal, GradientScale
+from multigrad.layers.spiking import Spike
+
+__all__ = [
+    "FakeQuantize",
+    "FixedPoint",
+    "GradientClip",
+    "GradientReversal",
+    "GradientScale",
+    "Spike",
+    "VectorQuantizer",
+]

@@ -1,0 +1,82 @@
+"""A deep equilibrium layer: against unrolled code, in training, and with cells that do not fit."""
+
+import keras
+import numpy as np
+import pytest
+from support import array, close, numpy
+
+from multigrad import grad, layers, ops, value_and_grad
+
+X = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
+
+
+def cell(scale=0.3, width=3):
+    z, x = keras.Input((3,)), keras.Input((4,))
+    own = keras.layers.Dense(
+        width, kernel_initializer=keras.initializers.RandomUniform(-scale, scale, seed=1)
+    )
+    given = keras.layers.Dense(width, kernel_initializer=keras.initializers.RandomUniform(-1.0, 1.0, seed=2))
+    return keras.Model([z, x], ops.tanh(own(z) + given(x)))
+
+
+def unrolled(cell, x):
+    z = ops.zeros((x.shape[0], 3))
+    for _ in range(60):
+        z = cell([z, x])
+    return z
+
+
+def test_it_equals_unrolled_code():
+    """Values, and gradients by the input and by every weight of the cell."""
+    layer = layers.FixedPoint(cell(), shape=(3,), tolerance=1e-7)
+    weights = array(np.arange(15.0).reshape(5, 3))
+    layer(array(X))
+    assert len(layer.trainable_variables) == 4
+    results = []
+    for call in (layer, lambda x: unrolled(layer.cell, x)):
+        loss = value_and_grad(
+            lambda x, call=call: ops.sum(call(x) * weights), variables=layer.trainable_variables
+        )
+        results.append(loss(array(X)))
+    close(*results, 1e-4)
+
+
+def test_it_trains():
+    layer = layers.FixedPoint(cell(), shape=(3,))
+    model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    target = np.sin(X.sum(axis=1, keepdims=True))
+    before = model.evaluate(X, target, verbose=0)
+    model.fit(X, target, epochs=60, verbose=0)
+    assert model.evaluate(X, target, verbose=0) < 0.5 * before
+
+
+def test_a_cell_that_does_not_settle():
+    layer = layers.FixedPoint(cell(scale=20.0), shape=(3,), max_iterations=10)
+    with pytest.raises(RuntimeError, match="fixed_point"):
+        grad(lambda x: ops.sum(layer(x)))(array(X))
+
+
+@pytest.mark.forward
+def test_what_is_saved_has_the_cell(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), layers.FixedPoint(cell(), shape=(3,))])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert len(loaded.trainable_variables) == 4
+    np.testing.assert_array_equal(numpy(loaded(array(X))), numpy(model(array(X))))
+
+
+@pytest.mark.forward
+def test_a_config_is_left_as_it_is():
+    layer = layers.FixedPoint(cell(), shape=(3,))
+    config = layer.get_config()
+    for _ in range(2):
+        assert layers.FixedPoint.from_config(config).get_config().keys() == config.keys()
+
+
+@pytest.mark.forward
+def test_cells_that_do_not_fit():
+    with pytest.raises(TypeError, match=r"no layer(.|\n)*to mend it"):
+        layers.FixedPoint(lambda inputs: inputs[0])
+    with pytest.raises(ValueError, match=r"another shape(.|\n)*\(5, 3\)(.|\n)*\(5, 2\)(.|\n)*to mend it"):
+        layers.FixedPoint(cell(width=2), shape=(3,))(array(X))

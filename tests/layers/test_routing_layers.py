@@ -1,0 +1,93 @@
+"""Factors of a gradient that change while a model trains, and bad arguments."""
+
+import keras
+import numpy as np
+import pytest
+from support import array, close, numpy
+
+from multigrad import grad, layers
+
+
+def test_a_factor_that_is_assigned_to():
+    layer = layers.GradientReversal(1.0)
+    close(grad(lambda x: 3.0 * layer(x))(2.0), array(-3.0))
+    layer.scale.assign(0.5)
+    close(grad(lambda x: 3.0 * layer(x))(2.0), array(-1.5))
+    assert layer.get_config()["scale"] == 1.0
+
+
+def moved(scale, epochs=1):
+    """How far the weight before a reversal moves against the gradient, in each epoch of one step."""
+
+    class Schedule(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if not isinstance(scale, keras.optimizers.schedules.LearningRateSchedule):
+                layer.scale.assign(scale[epoch])
+
+        def on_epoch_end(self, epoch, logs=None):
+            found.append(numpy(dense.kernel).item())
+
+    layer = layers.GradientReversal(
+        scale if isinstance(scale, keras.optimizers.schedules.LearningRateSchedule) else 1.0
+    )
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), dense, layer])
+    model.compile(keras.optimizers.SGD(1.0), lambda y, p: y * p)
+    found = [0.0]
+    model.fit(np.ones((1, 1)), np.ones((1, 1)), epochs=epochs, verbose=0, callbacks=[Schedule()])
+    return np.diff(found)
+
+
+def test_a_factor_that_a_callback_assigns():
+    """The step is compiled once, and finds the factor of each epoch."""
+    close(moved([0.5, 7.0, 0.0], 3), np.float64([0.5, 7.0, 0.0]))
+
+
+def test_a_scaled_loss_has_a_scaled_gradient_that_is_clipped():
+    for optimizer, wanted in (
+        (keras.optimizers.SGD(1.0), 0.5),
+        (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0), 0.125),
+    ):
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), dense, layers.GradientClip(value=0.5)])
+        model.compile(optimizer, lambda y, p: y * p)
+        model.fit(np.ones((1, 1)), np.ones((1, 1)), verbose=0)
+        close(dense.kernel, array([[-wanted]]))
+
+
+def test_a_schedule():
+    decay = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], [3.0, 7.0, 11.0])
+    close(moved(decay, 4), np.float64([3.0, 7.0, 11.0, 11.0]))
+
+
+def test_only_training_counts():
+    layer = layers.GradientScale(keras.optimizers.schedules.ExponentialDecay(8.0, 1, 0.5))
+
+    def slope(training):
+        return numpy(grad(lambda x: layer(x, training=training))(1.0)).item()
+
+    assert [slope(training) for training in (False, True, True, False)] == [8.0, 8.0, 4.0, 2.0]
+
+
+def test_numbers_of_any_kind():
+    for scale in (3, np.float32(3.0), np.int64(3)):
+        close(grad(lambda x, scale=scale: layers.GradientReversal(scale)(x))(2.0), array(-3.0))
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("scale", ["much", None, True, [1.0]])
+def test_no_factor(scale):
+    with pytest.raises(TypeError, match=r"GradientReversal: the factor(.|\n)*to mend it"):
+        layers.GradientReversal(scale)
+
+
+@pytest.mark.forward
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="no bound"):
+        layers.GradientClip()
+    with pytest.raises(ValueError, match="no such surrogate"):
+        layers.Spike(surrogate="step")
+    with pytest.raises(ValueError, match="too few bits"):
+        layers.FakeQuantize(1)
+    with pytest.raises(ValueError, match="the step is not positive"):
+        layers.FakeQuantize(4, step=0.0)

@@ -1,0 +1,237 @@
+"""The acceptance table: what every op of `multigrad.ops` and every layer of `multigrad.layers` does.
+
+One row each. The columns are the tests: on every backend that differentiates, the gradient is what the row
+says it is, in eager and compiled code, and a model with it is saved and loaded; on NumPy and OpenVINO it has
+the same values. What is special about one of them stands in `tests/ops` and `tests/layers`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
+
+from multigrad import grad, layers, ops
+from multigrad.testing import check_gradients
+
+
+class Row(NamedTuple):
+    """An op or a layer, as a function of a matrix of shape (2, 3)."""
+
+    call: Callable[[Any], Any]
+    value: Callable[[np.ndarray], np.ndarray]
+    """The same in NumPy."""
+    slope: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    """The gradient for an upstream gradient, where it is another one than that of `value` by definition."""
+
+
+X = np.float32([[0.25, -3.0, 1.0], [2.0, 0.5, -0.75]])
+WEIGHTS = np.float32([[3.0, -5.0, 1.0], [2.0, 7.0, -4.0]])
+
+
+@keras.saving.register_keras_serializable("shelf")
+def heron(z, x):
+    """A step towards the square root of `1 + x**2`."""
+    return 0.5 * (z + (1.0 + x * x) / z)
+
+
+@keras.saving.register_keras_serializable("shelf")
+def surplus(z, x):
+    return z * z - (1.0 + x * x)
+
+
+@keras.saving.register_keras_serializable("shelf")
+class Half(keras.layers.Layer):
+    """The inputs, and half of what they are away from `z`."""
+
+    def call(self, inputs):
+        z, x = inputs
+        return x - 0.5 * z
+
+    def compute_output_shape(self, input_shape):
+        return input_shape[0]
+
+
+KERNEL = np.float32([[1.0, -1.0, 0.5, 0.0], [0.0, 2.0, 1.0, -1.0], [0.5, 0.5, -2.0, 1.0]])
+CODES = np.float32([[0.0, 0.0, 0.0], [2.0, 0.0, -1.0], [0.0, -3.0, 1.0]])
+
+
+def cross_entropy(x):
+    logits = x.astype("float64") @ KERNEL
+    return np.log(np.exp(logits).sum(axis=-1)) - logits[[0, 1], [3, 0]]
+
+
+def norms(u):
+    return np.linalg.norm(u, axis=-1, keepdims=True)
+
+
+floor = ops.straight_through(lambda x: ops.cast(ops.floor(x), x.dtype), name="shelf>floor")
+
+ROWS = {
+    # gradients that are routed
+    "scale_gradient": Row(lambda x: ops.scale_gradient(x, 0.5), lambda x: x, lambda x, u: 0.5 * u),
+    "reverse_gradient": Row(lambda x: ops.reverse_gradient(x, 7.0), lambda x: x, lambda x, u: -7.0 * u),
+    "stop_gradient_if": Row(
+        lambda x: ops.stop_gradient_if(x > 0.5, x), lambda x: x, lambda x, u: np.where(x > 0.5, 0.0, u)
+    ),
+    "clip_gradient": Row(
+        lambda x: ops.clip_gradient(x, norm=1.0, axis=-1), lambda x: x, lambda x, u: u / norms(u)
+    ),
+    "print_gradient": Row(lambda x: ops.print_gradient(x, "shelf"), lambda x: x, lambda x, u: u),
+    "prevent_gradient": Row(ops.prevent_gradient, lambda x: x, RuntimeError),
+    # few values
+    "straight_through": Row(floor, np.floor, lambda x, u: u),
+    "round_straight_through": Row(ops.round_straight_through, np.round, lambda x, u: u),
+    "sign_straight_through": Row(ops.sign_straight_through, np.sign, lambda x, u: u * (abs(x) <= 1.0)),
+    "clip_straight_through": Row(
+        lambda x: ops.clip_straight_through(x, -1.0, 0.5), lambda x: np.clip(x, -1.0, 0.5), lambda x, u: u
+    ),
+    "fake_quantize": Row(
+        lambda x: ops.fake_quantize(x, 0.5, bits=3),
+        lambda x: 0.5 * np.round(np.clip(x / 0.5, -4, 3)),
+        lambda x, u: u * (x > -2.0) * (x < 1.5),
+    ),
+    "vector_quantize": Row(
+        lambda x: ops.vector_quantize(x, array(CODES))[0], lambda x: CODES[[2, 1]], lambda x, u: u
+    ),
+    "spike": Row(ops.spike, lambda x: x > 0.0, lambda x, u: u / (1.0 + 10.0 * abs(x)) ** 2),
+    # stable where autodiff is not
+    "log1pexp": Row(ops.log1pexp, lambda x: np.log1p(np.exp(x))),
+    "logcosh": Row(ops.logcosh, lambda x: np.log(np.cosh(x))),
+    "safe_norm": Row(lambda x: ops.safe_norm(x, axis=-1), lambda x: np.linalg.norm(x, axis=-1)),
+    "safe_sqrt": Row(lambda x: ops.safe_sqrt(x * x + 1.0), lambda x: np.sqrt(x * x + 1.0)),
+    "safe_log": Row(lambda x: ops.safe_log(x * x + 1.0), lambda x: np.log(x * x + 1.0)),
+    "safe_divide": Row(lambda x: ops.safe_divide(x, x * x + 1.0), lambda x: x / (x * x + 1.0)),
+    # solutions of equations
+    "fixed_point": Row(lambda x: ops.fixed_point(heron, ops.ones_like(x), x), lambda x: np.sqrt(1.0 + x * x)),
+    "implicit_root": Row(
+        lambda x: ops.implicit_root(surplus, ops.ones_like(x), x), lambda x: np.sqrt(1.0 + x * x)
+    ),
+    # a loss
+    "linear_cross_entropy": Row(
+        lambda x: ops.linear_cross_entropy(x, array(KERNEL), np.int32([3, 0])), cross_entropy
+    ),
+    # layers
+    "GradientScale": Row(layers.GradientScale(0.5), lambda x: x, lambda x, u: 0.5 * u),
+    "GradientReversal": Row(layers.GradientReversal(7.0), lambda x: x, lambda x, u: -7.0 * u),
+    "GradientClip": Row(layers.GradientClip(value=2.0), lambda x: x, lambda x, u: np.clip(u, -2.0, 2.0)),
+    "FakeQuantize": Row(
+        layers.FakeQuantize(bits=3, step=0.5),
+        lambda x: 0.5 * np.round(np.clip(x / 0.5, -4, 3)),
+        lambda x, u: u * (x > -2.0) * (x < 1.5),
+    ),
+    "VectorQuantizer": Row(
+        layers.VectorQuantizer(3, initializer=keras.initializers.Constant(CODES)),
+        lambda x: CODES[[2, 1]],
+        lambda x, u: u,
+    ),
+    "Spike": Row(layers.Spike(0.5), lambda x: x > 0.5, lambda x, u: u / (1.0 + 10.0 * abs(x - 0.5)) ** 2),
+    "FixedPoint": Row(layers.FixedPoint(Half(), shape=(3,)), lambda x: 2.0 * x / 3.0),
+}
+HALVES = {"float16": 1e-2, "bfloat16": 3e-2}
+DTYPES = [*HALVES, "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]  # JAX has none
+
+every = pytest.mark.parametrize("name", ROWS)
+
+
+def test_every_op_and_layer_has_a_row():
+    own = {name for name in ops.__all__ if not hasattr(keras.ops, name)}
+    assert {*ROWS} == own | {*layers.__all__}
+
+
+def weights_of(name):
+    """The upstream gradient: as many numbers as there are in the value."""
+    return WEIGHTS[:, 0] if ROWS[name].value(X).ndim == 1 else WEIGHTS
+
+
+def slope(name, call):
+    weights = array(weights_of(name))
+    return grad(lambda x: ops.sum(ops.cast(call(x), "float32") * weights))
+
+
+@pytest.mark.forward
+@every
+def test_the_value(name):
+    row = ROWS[name]
+    if name == "implicit_root" and not DIFFERENTIATES:
+        with pytest.raises(NotImplementedError, match="tensorflow, jax, torch"):  # Newton's method has slopes
+            row.call(array(X))
+    else:
+        close(row.call(array(X)), array(row.value(X)))
+
+
+@every
+def test_the_gradient_is_right_or_what_it_is_said_to_be(name):
+    row = ROWS[name]
+    if row.slope is None:
+        # Dynamo (PyTorch 2.13) warns that it runs as it is what looks through an object, such as a layer.
+        check_gradients(row.call, X, compiled=(BACKEND, name) != ("torch", "FixedPoint"))
+    elif row.slope is RuntimeError:
+        with pytest.raises(RuntimeError, match=name):
+            slope(name, row.call)(array(X))
+    else:
+        close(slope(name, row.call)(array(X)), array(row.slope(X, weights_of(name))))
+
+
+@every
+def test_compiled(name):
+    row = ROWS[name]
+    if row.slope is RuntimeError:
+        with pytest.raises(RuntimeError, match=name):
+            compiled(slope(name, row.call))(array(X))
+    else:
+        close(compiled(slope(name, row.call))(array(X)), slope(name, row.call)(array(X)))
+
+
+# A layer has a dtype of its own: tests/layers.
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in layers.__all__])
+def test_the_dtype(name, dtype):
+    row = ROWS[name]
+    x, exact = array(X, dtype=dtype), 1e-5
+    value = row.call(x)
+    wanted = "float32" if name == "linear_cross_entropy" and dtype in HALVES else dtype
+    assert keras.backend.standardize_dtype(value.dtype) == wanted
+    close(ops.cast(value, "float32"), array(row.value(X)), HALVES.get(dtype, exact))
+    if row.slope is not RuntimeError:
+        got = slope(name, row.call)(x)
+        assert keras.backend.standardize_dtype(got.dtype) == dtype
+        close(ops.cast(got, "float32"), slope(name, row.call)(array(X)), 3 * HALVES.get(dtype, exact))
+
+
+@every
+def test_in_a_model_that_is_saved(name, tmp_path):
+    x = keras.Input((3,), batch_size=2)
+    model = keras.Model(x, ROWS[name].call(x))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    close(loaded(array(X)), ROWS[name].call(array(X)))
+    if ROWS[name].slope is not RuntimeError:
+        close(slope(name, loaded)(array(X)), slope(name, ROWS[name].call)(array(X)))
+
+
+# A layer is fitted in tests/layers; the labels of the cross entropy are of two rows here.
+@pytest.mark.parametrize("name", [n for n in ROWS if n not in {*layers.__all__, "linear_cross_entropy"}])
+def test_in_a_model_of_any_batch_size_that_is_fitted(name):
+    """One step of `fit`, in which TensorFlow knows no size of the batch, moves a weight before it."""
+    row = ROWS[name]
+    dense = keras.layers.Dense(3, use_bias=False, kernel_initializer="identity")
+
+    def fit():
+        x = keras.Input((3,))
+        model = keras.Model(x, row.call(dense(x)))
+        model.compile(keras.optimizers.SGD(0.125), loss=weighted, jit_compile=BACKEND == "jax")
+        model.fit(X, weights_of(name), verbose=0)
+
+    def weighted(weights, y):
+        return ops.sum(ops.cast(y, "float32") * ops.reshape(weights, ops.shape(y)))
+
+    if row.slope is RuntimeError or (BACKEND, name) == ("tensorflow", "implicit_root"):
+        with pytest.raises((RuntimeError, ValueError), match=name):
+            fit()
+    else:
+        fit()
+        by_kernel = X.T @ numpy(slope(name, row.call)(array(X)))
+        close(dense.kernel, array(np.eye(3) - 0.125 * by_kernel), 1e-4)
