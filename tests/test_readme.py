@@ -11,7 +11,7 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_python_blocks_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # one of them saves a model
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     shown = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), shown)
