@@ -473,6 +473,20 @@ def test_agreement():
 
 
 @pytest.mark.forward
+def test_agreement_on_a_zero():
+    """Of which rounding leaves anything, as of the keys' bias; what is no gradient is what it is."""
+
+    def with_(number, name):
+        own = {"output": np.ones(2), name: np.array([number])}
+        return Measured(own, dict.fromkeys(own, "float32"))
+
+    compare({"jax": with_(1e-8, "gradient of 'b'"), "torch": with_(-3e-7, "gradient of 'b'")}, ())
+    for name, number in (("gradient of 'b'", 1e-5), ("another", -3e-7)):
+        with pytest.raises(AssertionError, match="the backends disagree"):
+            compare({"jax": with_(1e-8, name), "torch": with_(number, name)}, ())
+
+
+@pytest.mark.forward
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -591,3 +605,57 @@ def test_a_clip_far_out(limit):
 def test_a_check_that_could_not_fail_is_refused(options):
     with pytest.raises(ValueError, match="required: 1, or "):
         check_gradients(ops.exp, np.ones(3), **options)
+
+
+def shifted_softmax(x, b):
+    return ops.softmax(ops.add(x, b))
+
+
+def normalized(x, w):
+    y = ops.matmul(x, w)
+    return (y - ops.mean(y, axis=0)) / ops.std(y, axis=0)
+
+
+@pytest.mark.parametrize("dtype", ["own", None])
+def test_a_gradient_that_is_zero_but_for_rounding(dtype):
+    """Relative to itself alone, what rounding leaves of a zero is anything."""
+    x = np.linspace(-1.0, 2.0, 12, dtype="float32").reshape(4, 3)
+    check_gradients(shifted_softmax, x, np.float32([0.3]), dtype=dtype)
+    check_gradients(lambda b: shifted_softmax(x, b), np.float32([0.3]), dtype=dtype)
+    check_gradients(lambda b, x: normalized(x + b, x[:3]), np.float32([0.5]), x, dtype=dtype)
+
+
+def test_a_weight_without_influence():
+    """The keys' bias shifts all scores of a query alike."""
+    keras.utils.set_random_seed(1)
+    attention = keras.layers.MultiHeadAttention(2, 3)
+    x = np.random.default_rng(2).normal(size=(1, 4, 5)).astype("float32")
+    attention(x, x)
+    check_gradients(attention, x, x, compiled=BACKEND != "torch")
+
+
+@pytest.mark.parametrize("size", [10.0, 1e3, 1e5, 1e8])
+def test_a_steep_function_far_out(size):
+    """A step that is a share of the argument would lead across the pole."""
+
+    def pole(factor):
+        return op(lambda x: 1.0 / (x - (size - 0.5)), lambda x, u: -factor * u / (x - (size - 0.5)) ** 2)
+
+    passes(pole(1.0), np.array([size, -1.5 * size]))
+    assert "is not that of the function" in fails(pole(1.01), np.array([size]))
+
+
+def test_a_rule_that_uses_what_another_call_left():
+    kept = {}
+
+    @op_custom_gradient
+    def square(x):
+        kept["x"] = x
+        return x * x, lambda upstream: upstream * 2.0 * kept["x"]
+
+    if BACKEND == "jax":  # where such a rule is traced at the call, and has what was there then
+        passes(square, X)
+        return
+    said = fails(square, X)
+    assert said.startswith("square: the gradient of a call is another one once the function was called again")
+    assert "argument: 'x'[" in said

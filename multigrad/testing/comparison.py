@@ -13,8 +13,8 @@ import numpy as np
 from multigrad.errors import message
 from multigrad.frameworks import DIFFERENTIATING, how_to_add, is_installed
 from multigrad.processes import run_on
-from multigrad.testing.precision import Tolerance
-from multigrad.testing.table import Unlike, disagree, number_text, places, relative, table
+from multigrad.testing.precision import Tolerance, size_of
+from multigrad.testing.table import GRADIENT, Unlike, disagree, number_text, places, relative, table
 
 _NAME = "compare_backends"
 
@@ -78,7 +78,9 @@ def compare_backends(
             differentiate and are installed, if not given.
         rtol, atol: two numbers agree where `abs(a - b) <= atol + rtol * abs(b)`. They depend on the dtypes
             where they are not given: with `e = 5 * eps ** (2/3)`, `rtol` is `e`, and `atol` is `e` times
-            the largest element: 1e-4 in float32. Integers are compared exactly.
+            the largest element: 1e-4 in float32. That of a gradient is larger by `20 * eps` times the
+            largest of all numbers, which is what may be left of one that is zero. Integers are compared
+            exactly.
 
     Returns:
         What was compared: the `backends`, those that are `missing`, and for each output and gradient the
@@ -168,14 +170,16 @@ def compare(
     unlike: list[Unlike] = []
     largest: dict[str, float] = {}
     _require_alike(measured)
+    of_all = size_of(*measured[first].arrays.values())
     for name, wanted in measured[first].arrays.items():
         precision = max((m.precisions[name] for m in measured.values()), key=_ORDER.index)
         own = Tolerance(precision, rtol, atol) if precision != "exact" else None
-        size = float(np.max(np.abs(wanted), where=np.isfinite(wanted), initial=0.0))
+        size = size_of(wanted)
+        gradient = of_all if name.startswith(GRADIENT) else 0.0
         largest[name] = 0.0
         for other in others:
             got = measured[other].arrays[name]
-            limits = (own.rounding if rtol is None else rtol, own.atol(size)) if own else (0.0, 0.0)
+            limits = (own.rounding if rtol is None else rtol, own.atol(size, gradient)) if own else (0.0, 0.0)
             alike = (np.isnan(got) & np.isnan(wanted)) | (got == wanted)
             bad = disagree(got, wanted, *limits) & ~alike
             pair = f"{other}, {first}"

@@ -11,9 +11,9 @@ import numpy as np
 from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import message
-from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, values, vjp
-from multigrad.testing.laws import check_compiled, check_linear, noted
-from multigrad.testing.precision import Tolerance, precision
+from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, precision_of, values, vjp
+from multigrad.testing.laws import check_compiled, check_linear, check_own, noted
+from multigrad.testing.precision import Tolerance, precision, size_of
 from multigrad.testing.table import (
     Unlike,
     disagree,
@@ -65,10 +65,11 @@ def check_gradients(
     print(check_gradients(log1pexp, np.array([-1.0, 0.0, 2.0]), order=2).elements)  # 6
     ```
 
-    Three checks, each of which has a message of its own:
+    Four checks, each of which has a message of its own:
 
     - Linearity: `pullback(a * u + b * v)` is `a * pullback(u) + b * pullback(v)`, as of every
       vector-Jacobian product.
+    - Residuals: the pullback of a call is the same after the function was called with other numbers.
     - Differences: each element of each input is moved both ways, and each output, its elements weighted by
       fixed pseudo-random numbers, must change as its gradient says. For the next order, the gradient of all
       outputs so weighted takes the place of the function.
@@ -90,8 +91,9 @@ def check_gradients(
         rtol, atol: a derivative `g` agrees with a difference `d` where `abs(g - d) <= atol + rtol * abs(d)`.
             They depend on the precision where they are not given: with `e = 5 * eps ** (2/3)`, `rtol` is the
             larger of `1e-4` and `e`, and `atol` is `e` times the size of the output where it was moved to,
-            which is the rounding error of a difference. That is 2e-10 in float64, 1e-4 in float32, 0.05 in
-            float16 and 0.2 in bfloat16.
+            which is the rounding error of a difference, and `20 * eps` times the largest gradient, which is
+            what may be left of one that is zero. `e` is 2e-10 in float64, 1e-4 in float32, 0.05 in float16
+            and 0.2 in bfloat16.
         variables: Keras Variables by which it is differentiated too; if not given, the trainable ones that
             it reads.
         dtype: the floating dtype to which the arguments are cast, complex ones to its complex counterpart. If
@@ -120,7 +122,7 @@ def check_gradients(
         least for a step `h` of about `eps ** (1/3)`, here times the larger of 1 and the element. A second one
         of twice the step takes the first error to `O(h**4)` (Richardson's extrapolation; Press et al.,
         Numerical Recipes, section 5.7). Where the two are far apart, an element below 1 is moved by a share
-        of its own.
+        of its own, and one above 1 by as much as 1 is.
     """
     __tracebackhide__ = True
     if order < 1:
@@ -157,6 +159,7 @@ def check_gradients(
             if nth == 1:
                 _require_finite(flat)
                 check_linear(flat, rules)
+                check_own(flat, rules)
             found = _check_differences(flat, function, names, nth, rules, max_elements, found)
             if nth == 1 and compiled:
                 check_compiled(flat, rules)
@@ -215,7 +218,8 @@ def _check_differences(
             ruled = np.array([gradients[k][i][element] for element in elements])
             measured = np.array([values[k] for values, _ in differences])
             sizes = np.array([sizes[k] for _, sizes in differences])
-            bad = disagree(ruled, measured, rules.rtol, rules.atol(sizes)) | ~np.isfinite(measured)
+            atol = rules.atol(sizes, size_of(*gradients[k]))
+            bad = disagree(ruled, measured, rules.rtol, atol) | ~np.isfinite(measured)
             pairs = zip(elements, ruled, measured, strict=True)
             unlike += [
                 Unlike((output, name), element, (got, wanted))
@@ -270,10 +274,11 @@ def _difference(
     own = abs(values(inputs[i])[element])
     central = functools.partial(_central, function, inputs, i, element, weights)
     differences, sizes, steady = _extrapolated(central, rules, rules.step * max(1.0, own))
-    if steady or not 0.0 < own < 1.0:
+    # The step may be too long, for `log` close to zero, and for `cos` far from it.
+    shorter = rules.step * min(1.0, own)
+    if steady or own in (0.0, 1.0) or shorter < _SHORTEST * own * RESOLUTIONS[precision_of([inputs[i]])]:
         return differences, sizes
-    # The step may be too long for an element that is close to zero, as those of `log`.
-    return _extrapolated(central, rules, rules.step * own)[:2]
+    return _extrapolated(central, rules, shorter)[:2]
 
 
 def _extrapolated(
@@ -285,8 +290,9 @@ def _extrapolated(
         return near, sizes, True
     far, larger, moved = central(2.0 * length)
     sizes = [max(pair) for pair in zip(sizes, larger, strict=True)]
+    rounding = rules.rounding * rules.step / length  # as it is for a step of this length
     steady = not any(
-        disagree(np.asarray(a), np.asarray(b), _STEADY, rules.rounding * size).any()
+        disagree(np.asarray(a), np.asarray(b), _STEADY, rounding * size).any()
         for a, b, size in zip(near, far, moved, strict=True)
     )
     with np.errstate(invalid="ignore", over="ignore"):
@@ -295,6 +301,9 @@ def _extrapolated(
 
 _FAR = 0.05
 """A relative step, in half precision, of which the double may be out of a function's domain."""
+
+_SHORTEST = 100.0
+"""How many times the distance to the next number a step is at least, so that it ends where it should."""
 
 _STEADY = 0.02
 """How far differences of two steps may be apart for their extrapolation to be one of `rtol`."""

@@ -1,4 +1,7 @@
-"""Two laws that gradients obey: the pullback is linear, and a compiled function is the same function."""
+"""Laws that gradients obey, without a look at the function's differences.
+
+A pullback is linear, it is that of its own call, and a compiled function is the same function.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -7,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from multigrad.testing.flat import Flat, directions, like, values, vjp
-from multigrad.testing.precision import Tolerance
-from multigrad.testing.table import Unlike, disagree, fail, number_text, places
+from multigrad.testing.precision import Tolerance, size_of
+from multigrad.testing.table import GRADIENT, Unlike, disagree, fail, number_text, places
 
 
 @contextlib.contextmanager
@@ -34,14 +37,16 @@ def check_linear(flat: Flat, rules: Tolerance) -> None:
         for upstream in (left, right, both)
     )
     unlike, count = [], 0
-    for name, u, v, got in zip(flat.input_names, of_left, of_right, of_both, strict=True):
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = [a * u + b * v for u, v in zip(of_left, of_right, strict=True)]
+        parts = [np.abs(a * u) + np.abs(b * v) for u, v in zip(of_left, of_right, strict=True)]
+        whole = [np.abs(w * values(output)) for w, output in zip(both, outputs, strict=True)]
+    noise = rules.noise * size_of(*parts, *whole)
+    for name, part, wanted, got in zip(flat.input_names, parts, sums, of_both, strict=True):
         count += got.size
-        with np.errstate(invalid="ignore", over="ignore"):
-            wanted = a * u + b * v
-            parts = np.abs(a * u) + np.abs(b * v)
         finite = np.isfinite(got) & np.isfinite(wanted)
-        size = float(np.max(parts, where=finite, initial=0.0))
-        bad = finite & disagree(got, wanted, rules.rounding, rules.rounding * size)
+        size = float(np.max(part, where=finite, initial=0.0))
+        bad = finite & disagree(got, wanted, rules.rounding, rules.rounding * size + noise)
         unlike += [Unlike((name,), e, (got[e], wanted[e])) for e in places(bad)]
     if unlike:
         worst = max(unlike, key=Unlike.apart)
@@ -58,18 +63,48 @@ def check_linear(flat: Flat, rules: Tolerance) -> None:
         )
 
 
+def check_own(flat: Flat, rules: Tolerance) -> None:
+    """See that the pullback of a call is the same after another call: that its residuals are its own."""
+    __tracebackhide__ = True
+    outputs, pullback = vjp(flat, flat.inputs)
+    upstream = like(list(directions(outputs, seed=1)), outputs)
+    before = list(map(values, pullback(upstream)))
+    # Closer to zero: where logarithms, roots and inverse functions of angles are defined, too.
+    flat(*like([values(tensor) * 0.875 for tensor in flat.inputs], flat.inputs))
+    after = list(map(values, pullback(upstream)))
+    noise = rules.noise * size_of(*before)
+    unlike, count = [], 0
+    for name, wanted, got in zip(flat.input_names, before, after, strict=True):
+        count += got.size
+        bad = disagree(got, wanted, rules.noise, noise) & (np.isfinite(got) | np.isfinite(wanted))
+        unlike += [Unlike((name,), e, (got[e], wanted[e])) for e in places(bad & (got != wanted))]
+    if unlike:
+        worst = max(unlike, key=Unlike.apart)
+        fail(
+            flat.name,
+            "the gradient of a call is another one once the function was called again",
+            worst,
+            f"{number_text(worst.numbers[1])}, as before the other call",
+            number_text(worst.numbers[0]),
+            "let the rule close over what its own call computed, and read nothing that another one changes",
+            ("argument", "element", "after it", "before", "relative"),
+            unlike,
+            count,
+        )
+
+
 def check_compiled(flat: Flat, rules: Tolerance) -> None:
     """See that the outputs and gradients of the compiled function are those of the function."""
     __tracebackhide__ = True
     with noted("check_gradients compiled the function; it does not with compiled=False."):
         (eager, compiled) = (_all_of(flat, function) for function in (flat, flat.compiled()))
     unlike, count = [], 0
+    largest = size_of(*eager.values())
     for name, wanted in eager.items():
         got = compiled[name]
         count += got.size
-        finite = np.isfinite(wanted)
-        size = float(np.max(np.abs(wanted), where=finite, initial=0.0))
-        bad = disagree(got, wanted, rules.rounding, rules.rounding * size)
+        noise = 0.0 if name in flat.output_names else rules.noise * largest
+        bad = disagree(got, wanted, rules.rounding, rules.rounding * size_of(wanted) + noise)
         bad &= ~(np.isnan(got) & np.isnan(wanted)) & (got != wanted)
         unlike += [Unlike((name,), e, (got[e], wanted[e])) for e in places(bad)]
     if unlike:
@@ -93,4 +128,4 @@ def _all_of(flat: Flat, function: Callable[..., Sequence[Any]]) -> dict[str, np.
     gradients = pullback(like(list(directions(outputs, seed=0)), outputs))
     found = dict(zip(flat.output_names, map(values, outputs), strict=True))
     own = zip(flat.input_names, map(values, gradients), strict=True)
-    return found | {f"gradient of {name}": gradient for name, gradient in own}
+    return found | {f"{GRADIENT}{name}": gradient for name, gradient in own}

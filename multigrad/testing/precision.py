@@ -16,13 +16,23 @@ class Tolerance:
         eps = RESOLUTIONS[precision]
         self.precision = precision
         self.rounding = 5.0 * eps ** (2 / 3)
+        self.noise = 20.0 * eps
+        """What rounding leaves of a gradient that is zero, as a share of what cancels in it."""
         self.step = eps ** (1 / 3)
         self.rtol = max(1e-4, self.rounding) if rtol is None else rtol
         self._atol = atol
 
-    def atol(self, size: Any) -> Any:
-        """The absolute tolerance for differences of an output of this size, or of these."""
-        return self.rounding * size if self._atol is None else self._atol
+    def atol(self, size: Any, gradient: float) -> Any:
+        """The absolute tolerance for differences of an output of this size, or of these.
+
+        `gradient` is the size of the largest gradient: another one may be what is left of such numbers.
+        """
+        return self.rounding * size + self.noise * gradient if self._atol is None else self._atol
+
+
+def size_of(*arrays: np.ndarray) -> float:
+    """The size of the largest finite number in arrays."""
+    return max([float(np.max(np.abs(a), where=np.isfinite(a), initial=0.0)) for a in arrays], default=0.0)
 
 
 def precision(inputs: Sequence[Any], *functions: Callable[..., Sequence[Any]]) -> str:

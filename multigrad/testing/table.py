@@ -11,6 +11,9 @@ from multigrad.errors import message
 SHOWN = 10
 """How many disagreements a message shows."""
 
+GRADIENT = "gradient of "
+"""How the name of a gradient begins, before that of its argument."""
+
 
 @dataclass(frozen=True)
 class Unlike:
