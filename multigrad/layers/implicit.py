@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from multigrad.errors import describe, message, shape_text
+from multigrad.ops.arguments import plain
 from multigrad.ops.implicit import fixed_point
 
 
@@ -71,8 +72,8 @@ class FixedPoint(keras.layers.Layer):
                 )
             )
         self.supports_masking = True
-        self.cell, self.tolerance, self.max_iterations = cell, tolerance, max_iterations
-        self._given = None if shape is None else tuple(shape)
+        self.cell, self.tolerance, self.max_iterations = cell, plain(tolerance), plain(max_iterations)
+        self._given = None if shape is None else plain(tuple(shape))
 
     def build(self, input_shape: Any) -> None:
         # By a call, which builds a cell of any kind, and says what comes out of it.

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from multigrad.errors import message, shape_text
+from multigrad.ops.arguments import plain
 from multigrad.ops.quantizing import fake_quantize, levels
 from multigrad.ops.vector_quantizing import vector_quantize
 
@@ -54,6 +55,7 @@ class FakeQuantize(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
+        bits, signed, axis, step = map(plain, (bits, signed, axis, step))  # a number of NumPy's is a tensor
         _, self._highest = levels(bits, signed)
         if step is not None and not step > 0.0:
             raise ValueError(
@@ -66,9 +68,7 @@ class FakeQuantize(keras.layers.Layer):
                     mend="leave it out, and call `adapt` with data",
                 )
             )
-        # As Python's numbers: those of NumPy count as tensors.
-        self.bits, self.signed, self.axis = int(bits), bool(signed), axis
-        self._given = None if step is None else float(step)
+        self.bits, self.signed, self.axis, self._given = int(bits), signed, axis, step
         self.step: Any = None
 
     def build(self, input_shape: Any) -> None:
@@ -179,6 +179,7 @@ class VectorQuantizer(keras.layers.Layer):
 
     def __init__(self, count: Any, commitment: float = 0.25, initializer: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        count = plain(count)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1 or not commitment >= 0.0:
             raise ValueError(
                 message(
@@ -190,7 +191,7 @@ class VectorQuantizer(keras.layers.Layer):
                 )
             )
         self.supports_masking = True
-        self.count, self.commitment = count, float(commitment)  # no number of NumPy
+        self.count, self.commitment = count, plain(commitment)
         usual = keras.initializers.RandomUniform(-1.0 / count, 1.0 / count)
         self.initializer = keras.initializers.get(usual if initializer is None else initializer)
         self.codebook: Any = None

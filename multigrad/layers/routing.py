@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from multigrad.errors import describe, message
+from multigrad.ops.arguments import plain
 from multigrad.ops.routing import bound_of, clip_gradient, reverse_gradient, scale_gradient
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
@@ -161,10 +162,8 @@ class GradientClip(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
-        bound_of(value, norm)  # raises where there is none
-        # As Python's numbers: those of NumPy count as tensors.
-        self.value, self.norm = [None if bound is None else float(bound) for bound in (value, norm)]
-        self.axis = axis
+        self.value, self.norm, self.axis = map(plain, (value, norm, axis))
+        bound_of(self.value, self.norm)  # raises where there is none
 
     def call(self, inputs: Any) -> Any:
         return clip_gradient(inputs, value=self.value, norm=self.norm, axis=self.axis)

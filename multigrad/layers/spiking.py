@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from multigrad.ops.arguments import plain
 from multigrad.ops.spiking import spike, surrogate_of
 
 
@@ -42,10 +43,8 @@ class Spike(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
-        surrogate_of(surrogate, slope)  # raises where there is no such surrogate
-        # As Python's numbers: those of NumPy have a dtype of their own, and count as tensors.
-        self.threshold, self.surrogate = float(threshold), surrogate
-        self.slope = None if slope is None else float(slope)
+        self.threshold, self.surrogate, self.slope = plain(threshold), surrogate, plain(slope)
+        surrogate_of(self.surrogate, self.slope)  # raises where there is no such surrogate
 
     def call(self, inputs: Any) -> Any:
         return spike(inputs - self.threshold, self.surrogate, self.slope)

@@ -1,9 +1,20 @@
-"""What an op is given, as a tensor."""
+"""What an op is given, as it computes with it: tensors of what can be one, and numbers of Python's own."""
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import keras
+import numpy as np
 from keras import ops, tree
+
+from multigrad import backend
+from multigrad.errors import unusable
+from multigrad.ops.dtypes import dtype_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def as_tensor(value: Any) -> Any:
@@ -16,3 +27,54 @@ def as_tensor(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(map(ops.is_tensor, tree.flatten(value))):
         return ops.stack([as_tensor(part) for part in value])
     return ops.convert_to_tensor(value)
+
+
+def tensor_of(op: str, argument: str, value: Any) -> Any:
+    """The argument as a tensor, and a Variable as it is; a TypeError for anything else, such as None."""
+    if isinstance(value, keras.Variable):
+        return value
+    parts = tree.flatten(value) if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(part, (int, float, complex)) or hasattr(part, "dtype") for part in parts):
+        raise unusable(TypeError, op, argument, required="a tensor, or numbers", got=value, mend="pass one")
+    return as_tensor(value)
+
+
+def floating(op: str, argument: str, value: Any) -> Any:
+    """The argument as a tensor of a real floating dtype; a TypeError for any other."""
+    x = tensor_of(op, argument, value)
+    if not keras.backend.is_float_dtype(dtype_of(x)):
+        required, mend = "a real floating dtype", "cast it"
+        raise unusable(TypeError, op, argument, required=required, got=x, mend=mend)
+    return x
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number of Python's."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy's, or each in a tuple or list, as one of Python's; anything else as it is."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(plain, value))
+    return value.item() if isinstance(value, (np.number, np.bool_)) else value
+
+
+def with_plain(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Give a function the numbers of NumPy's in these arguments as Python's own.
+
+    In an op with a custom gradient a number of NumPy's is a tensor, which has a gradient; these are options.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        chosen = [name in names for name in parameters]
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            own: Any = [plain(v) if i < len(chosen) and chosen[i] else v for i, v in enumerate(args)]
+            named: Any = {name: plain(v) if name in names else v for name, v in kwargs.items()}
+            return function(*own, **named)
+
+        return functools.update_wrapper(backend.active.library_code(call), function)
+
+    return decorate

@@ -25,6 +25,7 @@ from multigrad.closure import HoldsNoTensor, lift, restore
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, unusable
 from multigrad.leaves import Layout, Symbolic, split
+from multigrad.ops.arguments import with_plain
 from multigrad.ops.dtypes import dtype_of
 from multigrad.variables import Pinned, Reads
 
@@ -38,6 +39,7 @@ def _saved_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return lambda f: names.register(name, f, Options(False, True), lambda: f)
 
 
+@with_plain("tolerance", "max_iterations")
 @_saved_as("multigrad>fixed_point")
 def fixed_point(
     f: Callable[..., Any], z0: Any, *args: Any, tolerance: float | None = None, max_iterations: int = 1000
@@ -102,6 +104,7 @@ def fixed_point(
         return symbolic.apply(fixed_point, f"multigrad>{name}", (f, z0, *args), options)
 
 
+@with_plain("tolerance", "max_iterations")
 @_saved_as("multigrad>implicit_root")
 def implicit_root(
     f: Callable[..., Any],

@@ -15,13 +15,14 @@ from keras import ops
 from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import message, unusable
-from multigrad.ops.arguments import as_tensor
+from multigrad.ops.arguments import as_tensor, tensor_of, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 _NAME = "linear_cross_entropy"
 _CHUNK_SIZE = 1024
 
 
+@with_plain("chunk_size")
 def linear_cross_entropy(
     features: Any, kernel: Any, labels: Any, bias: Any = None, *, chunk_size: int | None = None
 ) -> Any:
@@ -74,8 +75,9 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2411.09009); [Milakov and Gimelshein 2018, Online normalizer calculation for
         softmax](https://arxiv.org/abs/1805.02867).
     """
-    features, kernel, labels = map(as_tensor, (features, kernel, labels))
-    bias = None if bias is None else as_tensor(bias)
+    given = {"features": features, "kernel": kernel, "labels": labels}
+    features, kernel, labels = [as_tensor(tensor_of(_NAME, name, value)) for name, value in given.items()]
+    bias = None if bias is None else as_tensor(tensor_of(_NAME, "bias", bias))
     _check(features, kernel, labels, bias, chunk_size)
     return _loss_and_normalizer(kernel, bias, features, labels, chunk_size or _CHUNK_SIZE)[0]
 

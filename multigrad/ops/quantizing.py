@@ -9,6 +9,7 @@ from keras import ops
 from multigrad.binding import name_of
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, unusable
+from multigrad.ops.arguments import floating, is_number, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 from multigrad.ops.routing import fitting
 
@@ -95,12 +96,16 @@ def round_straight_through(x: Any) -> _Pair:
     Returns:
         A tensor of the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u`.
 
+    Raises:
+        TypeError: when `x` is not floating.
+
     References:
         Bengio, Léonard and Courville 2013, arXiv:1308.3432.
     """
-    return ops.round(x), lambda upstream: upstream
+    return ops.round(floating("round_straight_through", "x", x)), lambda upstream: upstream
 
 
+@with_plain("limit")
 @op_custom_gradient(name="multigrad>sign_straight_through")
 def sign_straight_through(x: Any, limit: float | None = 1.0) -> _Pair:
     """The sign of `x`, with the gradient of the identity up to a limit.
@@ -120,11 +125,20 @@ def sign_straight_through(x: Any, limit: float | None = 1.0) -> _Pair:
         -1, 0 or 1 in the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u` where
         `abs(x) <= limit`, and 0 elsewhere: that of a hard tanh.
 
+    Raises:
+        TypeError: when `x` is not floating, or the limit is no number.
+        ValueError: when the limit is negative.
+
     References:
         Hubara et al. 2016, Binarized Neural Networks, arXiv:1602.02830.
     """
+    x = floating("sign_straight_through", "x", x)
     if limit is None:
         return ops.sign(x), lambda upstream: upstream
+    if not is_number(limit) or not limit >= 0.0:
+        kind = ValueError if is_number(limit) else TypeError
+        required, mend = "a number of Python's or NumPy's, 0 or more, or None", "write limit=1.0, for example"
+        raise unusable(kind, "sign_straight_through", "limit", required=required, got=limit, mend=mend)
     within = ops.abs(x) <= limit
     return ops.sign(x), lambda upstream: ops.where(within, upstream, ops.zeros_like(upstream))
 
@@ -149,16 +163,24 @@ def clip_straight_through(x: Any, low: Any, high: Any) -> _Pair:
 
     Raises:
         TypeError: when `x` is not floating.
+        ValueError: when the shape of an end does not broadcast to that of `x`, or numbers are in the wrong
+            order.
 
     References:
         Bengio, Léonard and Courville 2013, arXiv:1308.3432.
     """
-    x = _floating("clip_straight_through", x)
+    x = floating("clip_straight_through", "x", x)
+    if is_number(low) and is_number(high) and not low <= high:
+        required, mend = f"a number that is not less than low, {low!r}", "swap them"
+        raise unusable(ValueError, "clip_straight_through", "high", required=required, got=high, mend=mend)
+    ends = {"low": low, "high": high}
+    low, high = [fitting("clip_straight_through", name, end, x) for name, end in ends.items()]
     # In the dtype of `x`: a wider end is an error on TensorFlow, and makes a wider output on JAX.
     low, high = [cast(end, dtype_of(x)) for end in (low, high)]
     return ops.clip(x, low, high), lambda upstream: (upstream, None, None)
 
 
+@with_plain("bits", "signed")
 @op_custom_gradient(name="multigrad>fake_quantize")
 def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pair:
     """`x` in steps of a learned size, as learned step size quantization has it.
@@ -185,13 +207,17 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pai
 
     Raises:
         TypeError: when `x` is not floating.
-        ValueError: for too few bits, or steps whose shape does not broadcast to that of `x`.
+        ValueError: for too few bits, a step that is a number and not positive, or steps whose shape does not
+            broadcast to that of `x`.
 
     References:
         Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153, equations 1 to 5 and section 2.2.
     """
     low, high = levels(bits, signed)
-    x = _floating("fake_quantize", x)
+    if is_number(step) and not step > 0.0:
+        required, mend = "a positive number, or a tensor of such", "pass step=0.1, for example"
+        raise unusable(ValueError, "fake_quantize", "step", required=required, got=step, mend=mend)
+    x = floating("fake_quantize", "x", x)
     dtype = dtype_of(x)
     # Half precision has no number for a small step, or for `n * high` of some hundred elements.
     wide = exact(dtype)
@@ -211,16 +237,9 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pai
     return ops.cast(step * whole, dtype), rule
 
 
-def _floating(op: str, x: Any) -> Any:
-    x = x if hasattr(x, "dtype") else ops.convert_to_tensor(x)
-    if not keras.backend.is_float_dtype(dtype_of(x)):
-        raise unusable(TypeError, op, "x", required="a real floating dtype", got=x, mend="cast it")
-    return x
-
-
 def levels(bits: int, signed: bool) -> tuple[int, int]:
     """The lowest and the highest number of steps that a value of so many bits can have."""
-    if bits != int(bits) or bits < (2 if signed else 1):
+    if not is_number(bits) or bits % 1 or bits < (2 if signed else 1):
         raise ValueError(
             message(
                 "fake_quantize",

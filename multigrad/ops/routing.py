@@ -7,7 +7,8 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message, shape_text
+from multigrad.errors import describe, message, shape_text, unusable
+from multigrad.ops.arguments import is_number, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact
 
 _Pair = tuple[Any, Callable[..., Any]]
@@ -34,6 +35,7 @@ def scale_gradient(x: Any, scale: Any) -> _Pair:
         Schrittwieser et al. 2020, Mastering Atari, Go, Chess and Shogi by Planning with a Learned Model,
         arXiv:1911.08265, which halves the gradient of a recurrent step in this way.
     """
+    x = tensor_of("scale_gradient", "x", x)
     factor = fitting("scale_gradient", "scale", scale, x)
     return x, lambda upstream: (_times(upstream, factor), None)
 
@@ -59,6 +61,7 @@ def reverse_gradient(x: Any, scale: Any = 1.0) -> _Pair:
     References:
         Ganin and Lempitsky 2015, Unsupervised Domain Adaptation by Backpropagation, arXiv:1409.7495.
     """
+    x = tensor_of("reverse_gradient", "x", x)
     factor = fitting("reverse_gradient", "scale", scale, x)
     return x, lambda upstream: (-_times(upstream, factor), None)
 
@@ -89,10 +92,22 @@ def stop_gradient_if(condition: Any, x: Any) -> _Pair:
         `x`. For an upstream gradient `u`, the gradient is 0 where the condition is true, and `u` elsewhere. A
         gradient that is NaN or infinite there does not come through.
 
+    Raises:
+        TypeError: when the condition is not of dtype bool.
+        ValueError: when its shape does not broadcast to that of `x`.
+
     References:
         `keras.ops.stop_gradient`, of which this is the choice by element.
     """
-
+    x = tensor_of("stop_gradient_if", "x", x)
+    if not isinstance(condition, bool) and getattr(condition, "dtype", None) is None:
+        condition = tensor_of("stop_gradient_if", "condition", condition)
+    if not isinstance(condition, bool) and dtype_of(condition) != "bool":
+        mend = "compare it, as in `condition > 0`; it comes before the tensor"
+        required = "a bool, or a tensor of dtype bool"
+        raise unusable(
+            TypeError, "stop_gradient_if", "condition", required=required, got=condition, mend=mend
+        )
     stopped = ops.cast(fitting("stop_gradient_if", "condition", condition, x), "bool")
 
     def rule(upstream: Any) -> Any:
@@ -101,6 +116,7 @@ def stop_gradient_if(condition: Any, x: Any) -> _Pair:
     return x, rule
 
 
+@with_plain("value", "norm", "axis")
 @op_custom_gradient(name="multigrad>clip_gradient")
 def clip_gradient(
     x: Any, *, value: float | None = None, norm: float | None = None, axis: Any = None
@@ -135,6 +151,7 @@ def clip_gradient(
         arXiv:1211.5063.
     """
     bound = bound_of(value, norm)
+    x = tensor_of("clip_gradient", "x", x)
     if norm is None:
         return x, lambda upstream: _clip_value(upstream, cast(bound, dtype_of(upstream)))
     return x, lambda upstream: _clip_norm(upstream, bound, axis)
@@ -143,12 +160,12 @@ def clip_gradient(
 def bound_of(value: float | None, norm: float | None) -> float:
     """The one of the two that is given."""
     given = [bound for bound in (value, norm) if bound is not None]
-    if len(given) != 1 or not given[0] > 0.0:
+    if len(given) != 1 or not is_number(given[0]) or not given[0] > 0.0:
         raise ValueError(
             message(
                 "clip_gradient",
                 "there is no bound to clip the gradient to",
-                required="either `value` or `norm`, a positive number",
+                required="either `value` or `norm`, a positive number of Python's or NumPy's",
                 got=f"value={value!r}, norm={norm!r}",
                 mend="write clip_gradient(x, norm=1.0), for example",
             )
@@ -208,7 +225,7 @@ def prevent_gradient(x: Any, reason: str = "") -> _Pair:
     def rule(upstream: Any) -> Any:
         raise RuntimeError(_prevented(reason, upstream))
 
-    return x, rule
+    return tensor_of("prevent_gradient", "x", x), rule
 
 
 def _prevented(reason: str, upstream: Any) -> str:
@@ -252,14 +269,19 @@ def print_gradient(x: Any, label: str = "gradient") -> _Pair:
         backend.active.observe(show, [upstream])
         return upstream
 
-    return x, rule
+    return tensor_of("print_gradient", "x", x), rule
 
 
 def fitting(op: str, argument: str, factor: Any, x: Any) -> Any:
-    """The factor, or size of a step, whose shape must broadcast to that of `x`.
+    """The factor, condition, end of a range or size of a step, whose shape must broadcast to that of `x`.
 
-    A gradient by `x` that it made larger would be none.
+    A gradient by `x` that it made larger would be none. And by a complex factor, one of a real `x` would be.
     """
+    factor = factor if isinstance(factor, (int, float, complex)) else tensor_of(op, argument, factor)
+    kinds = [dtype_of(v) if hasattr(v, "dtype") else type(v).__name__ for v in (factor, x)]
+    if kinds[0].startswith("complex") and not kinds[1].startswith("complex"):
+        required, mend = "a real number or tensor, as 'x' is real", "pass its real part"
+        raise unusable(TypeError, op, argument, required=required, got=factor, mend=mend)
     shape, whole = tuple(getattr(factor, "shape", ())), tuple(x.shape)
     pairs = zip(reversed(shape), reversed(whole), strict=False)
     if len(shape) > len(whole) or any(None not in (a, b) and a not in (1, b) for a, b in pairs):

@@ -7,7 +7,8 @@ from typing import Any
 from keras import ops
 
 from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import message
+from multigrad.errors import unusable
+from multigrad.ops.arguments import floating, is_number, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 
@@ -24,6 +25,7 @@ def _arctan(x: Any, slope: float) -> Any:
 _SURROGATES = {"fast_sigmoid": (_fast_sigmoid, 10.0), "arctan": (_arctan, 2.0)}
 
 
+@with_plain("slope")
 @op_custom_gradient(name="multigrad>spike")
 def spike(
     x: Any, surrogate: str = "fast_sigmoid", slope: float | None = None
@@ -49,6 +51,7 @@ def spike(
         is `u` times that derivative.
 
     Raises:
+        TypeError: when `x` is not floating, or the slope is no number.
         ValueError: for another surrogate, or a slope that is not positive.
 
     References:
@@ -57,6 +60,7 @@ def spike(
         of Spiking Neural Networks, arXiv:2007.05785.
     """
     derivative = surrogate_of(surrogate, slope)
+    x = floating("spike", "x", x)
     spikes = ops.where(ops.greater(x, 0.0), ops.ones_like(x), ops.zeros_like(x))
 
     def rule(upstream: Any) -> Any:
@@ -69,16 +73,12 @@ def spike(
 
 def surrogate_of(name: str, slope: float | None) -> Callable[[Any], Any]:
     """The derivative that stands in for that of the step."""
-    if name not in _SURROGATES or not (slope is None or slope > 0.0):
-        raise ValueError(
-            message(
-                "spike",
-                "there is no such surrogate",
-                argument="'surrogate'",
-                required=f"one of {', '.join(map(repr, _SURROGATES))}, and a positive slope",
-                got=f"{name!r}, slope={slope!r}",
-                mend='write spike(x, "arctan", slope=2.0), for example',
-            )
-        )
+    if name not in _SURROGATES:
+        required, mend = f"one of {', '.join(map(repr, _SURROGATES))}", 'write "arctan", for example'
+        raise unusable(ValueError, "spike", "surrogate", required=required, got=name, mend=mend)
+    if slope is not None and not (is_number(slope) and slope > 0.0):
+        kind = ValueError if is_number(slope) else TypeError
+        required, mend = "a positive number of Python's or NumPy's", "write slope=2.0, for example"
+        raise unusable(kind, "spike", "slope", required=required, got=slope, mend=mend)
     derivative, usual = _SURROGATES[name]
     return lambda x: derivative(x, slope or usual)

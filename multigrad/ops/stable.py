@@ -14,6 +14,7 @@ from keras import ops
 
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message
+from multigrad.ops.arguments import tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 
 _Pair = tuple[Any, Callable[..., Any]]
@@ -189,6 +190,7 @@ def safe_divide(x: Any, y: Any) -> _Pair:
     return ops.cast(ops.where(void, ops.zeros_like(b), a / b), dtype), rule
 
 
+@with_plain("axis", "keepdims")
 @op_custom_gradient(name="multigrad>safe_norm")
 def safe_norm(x: Any, axis: Any = None, keepdims: bool = False) -> _Pair:
     """The Euclidean norm, with a gradient of zero at zero, and no squares that overflow or vanish.
@@ -339,8 +341,8 @@ def _wide(x: Any, dtype: str) -> Any:
 
 def _real(op: str, argument: str, x: Any) -> Any:
     """The argument, a list of numbers as a tensor; it must not be complex."""
-    if isinstance(x, (list, tuple)):
-        x = ops.convert_to_tensor(x)
+    if not isinstance(x, (int, float, complex)):
+        x = tensor_of(op, argument, x)
     dtype = dtype_of(x) if hasattr(x, "dtype") else type(x).__name__
     if dtype.startswith("complex"):
         raise TypeError(

@@ -8,7 +8,7 @@ from keras import ops
 
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import unusable
-from multigrad.ops.arguments import as_tensor
+from multigrad.ops.arguments import is_number, tensor_of, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 _NAME = "vector_quantize"
@@ -25,6 +25,7 @@ class VectorQuantized(NamedTuple):
     """What each vector adds to the loss that trains the codebook, and commits `x` to it."""
 
 
+@with_plain("commitment")
 def vector_quantize(x: Any, codebook: Any, commitment: float = 0.25) -> VectorQuantized:
     """Each vector of `x` replaced by the closest one of a codebook, as VQ-VAE has it.
 
@@ -68,7 +69,7 @@ def vector_quantize(x: Any, codebook: Any, commitment: float = 0.25) -> VectorQu
         van den Oord, Vinyals and Kavukcuoglu 2017, Neural Discrete Representation Learning, arXiv:1711.00937,
         section 3.2.
     """
-    x, codebook = [v if isinstance(v, keras.Variable) else as_tensor(v) for v in (x, codebook)]
+    x, codebook = [tensor_of(_NAME, name, v) for name, v in (("x", x), ("codebook", codebook))]
     _check(x, codebook, commitment)
     # Keras makes named tuples by `keras.tree`, which on PyTorch (3.15) leaves a cycle with tensors in it.
     return VectorQuantized(*_vector_quantize(x, codebook, float(commitment)))
@@ -112,7 +113,7 @@ def _check(x: Any, codebook: Any, commitment: Any) -> None:
         required = f"shape (..., {width}), as the vectors of the codebook have {width} elements"
         raise _error(ValueError, "x", required, x, "bring the vectors to the last axis")
     required = "a number, 0 or more"
-    if isinstance(commitment, bool) or not isinstance(commitment, (int, float)):
+    if not is_number(commitment):
         raise _error(TypeError, "commitment", required, commitment, "multiply the loss by what is learned")
     if not commitment >= 0.0:
         raise _error(ValueError, "commitment", required, commitment, "write commitment=0.25, for example")

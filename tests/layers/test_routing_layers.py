@@ -85,7 +85,7 @@ def test_no_factor(scale):
 def test_bad_arguments():
     with pytest.raises(ValueError, match="no bound"):
         layers.GradientClip()
-    with pytest.raises(ValueError, match="no such surrogate"):
+    with pytest.raises(ValueError, match="surrogate cannot be used"):
         layers.Spike(surrogate="step")
     with pytest.raises(ValueError, match="too few bits"):
         layers.FakeQuantize(1)

@@ -125,9 +125,9 @@ def test_too_few_bits(bits, signed):
 
 
 @pytest.mark.forward
-@pytest.mark.parametrize("arguments", [("step",), ("arctan", -1.0)])
-def test_no_such_surrogate(arguments):
-    with pytest.raises(ValueError, match="no such surrogate"):
+@pytest.mark.parametrize(("arguments", "named"), [(("step",), "surrogate"), (("arctan", -1.0), "slope")])
+def test_no_such_surrogate(arguments, named):
+    with pytest.raises(ValueError, match=f"{named} cannot be used"):
         ops.spike(array(X), *arguments)
 
 

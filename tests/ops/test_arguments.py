@@ -1,0 +1,138 @@
+"""What the ops are given: NumPy's numbers for Python's, and what none of them can use."""
+
+import numpy as np
+import pytest
+from keras import ops as kops
+from support import BACKEND, array, close, compiled
+
+from multigrad import grad, layers, ops
+
+X = np.array([0.5, -2.0, 1.5], "float32")
+MASK = np.array([True, False, True])
+WEIGHTS = np.array([2.0, 3.0, 5.0], "float32")
+
+# Each with its options as Python's numbers, and as NumPy's.
+OPTIONS = {
+    "clip_gradient, value": (lambda x, n: ops.clip_gradient(x, value=n(2.5)), float),
+    "clip_gradient, norm": (lambda x, n: ops.clip_gradient(x, norm=n(1.0)), float),
+    "clip_gradient, axis": (lambda x, n: ops.clip_gradient(x, norm=1.0, axis=n(0)), int),
+    "clip_gradient, axes": (lambda x, n: ops.clip_gradient(x, norm=1.0, axis=(n(0),)), int),
+    "sign_straight_through": (lambda x, n: ops.sign_straight_through(x, n(1)), int),
+    "spike": (lambda x, n: ops.spike(x, "arctan", n(2)), int),
+    "spike, by name": (lambda x, n: ops.spike(x, slope=n(2.0)), float),
+    "fake_quantize": (lambda x, n: ops.fake_quantize(x, 0.25, n(4)), int),
+    "fake_quantize, step": (lambda x, n: ops.fake_quantize(x, n(0.25), 4), float),
+    "safe_norm": (lambda x, n: ops.safe_norm(x, axis=n(0)), int),
+    "vector_quantize": (lambda x, n: ops.vector_quantize(x, array([[1.0] * 3]), n(0.5)).loss, float),
+    "linear_cross_entropy": (
+        lambda x, n: ops.linear_cross_entropy(
+            kops.reshape(x, (1, 3)), array([[0.1, 0.2]] * 3), np.array([1]), chunk_size=n(1)
+        ),
+        int,
+    ),
+    "fixed_point": (
+        lambda x, n: ops.fixed_point(lambda z, x: 0.5 * z + x, x, x, tolerance=n(1e-5)),
+        float,
+    ),
+    "fixed_point, iterations": (
+        lambda x, n: ops.fixed_point(lambda z, x: 0.5 * z + x, x, x, max_iterations=n(50)),
+        int,
+    ),
+}
+NUMPYS = {int: (np.int64, np.int32), float: (np.float32, np.float64)}
+
+
+@pytest.mark.parametrize("run_by", [lambda f: f, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("op", "python"), OPTIONS.values(), ids=OPTIONS)
+def test_a_number_of_numpys_is_a_number(op, python, run_by):
+    def both(number):
+        def loss(x):
+            y = op(x, number)
+            return kops.sum(kops.multiply(y, WEIGHTS[0 if y.shape == () else slice(y.shape[0])]))
+
+        return run_by(lambda x: (loss(x), grad(loss)(x)))(array(X))
+
+    wanted = both(python)
+    for kind in NUMPYS[python]:
+        for got, right in zip(both(kind), wanted, strict=True):
+            close(got, right)
+
+
+def test_layers_take_them_too(tmp_path):
+    for layer, right in (
+        (
+            layers.GradientClip(norm=np.float64(1.0), axis=np.int64(-1)),
+            layers.GradientClip(norm=1.0, axis=-1),
+        ),
+        (layers.Spike(np.float32(0.25), slope=np.int64(3)), layers.Spike(0.25, slope=3)),
+        (layers.FakeQuantize(np.int64(4), axis=np.int64(-1)), layers.FakeQuantize(4, axis=-1)),
+        (layers.VectorQuantizer(np.int64(8), np.float32(0.5)), layers.VectorQuantizer(8, 0.5)),
+    ):
+        own, wanted = layer.get_config(), right.get_config()
+        own.pop("name"), wanted.pop("name")
+        assert own == wanted
+        assert all(type(own[key]) is type(wanted[key]) for key in own)
+
+
+MUST_BE_A_TENSOR = {
+    "scale_gradient": lambda x: ops.scale_gradient(x, 2.0),
+    "reverse_gradient": ops.reverse_gradient,
+    "stop_gradient_if": lambda x: ops.stop_gradient_if(True, x),
+    "clip_gradient": lambda x: ops.clip_gradient(x, norm=1.0),
+    "prevent_gradient": ops.prevent_gradient,
+    "print_gradient": ops.print_gradient,
+    "round_straight_through": ops.round_straight_through,
+    "sign_straight_through": ops.sign_straight_through,
+    "clip_straight_through": lambda x: ops.clip_straight_through(x, -1.0, 1.0),
+    "fake_quantize": lambda x: ops.fake_quantize(x, 0.1),
+    "spike": ops.spike,
+    "log1pexp": ops.log1pexp,
+    "logcosh": ops.logcosh,
+    "safe_sqrt": ops.safe_sqrt,
+    "safe_log": ops.safe_log,
+    "safe_divide": lambda x: ops.safe_divide(x, 2.0),
+    "safe_norm": ops.safe_norm,
+    "vector_quantize": lambda x: ops.vector_quantize(x, array([[1.0]])),
+    "linear_cross_entropy": lambda x: ops.linear_cross_entropy(x, array([[1.0]]), np.array([0])),
+}
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    "given", [None, "x", object(), [1.0, None]], ids=["None", "string", "object", "list"]
+)
+@pytest.mark.parametrize(("name", "op"), MUST_BE_A_TENSOR.items(), ids=MUST_BE_A_TENSOR)
+def test_what_is_no_tensor(name, op, given):
+    with pytest.raises(TypeError, match=rf"^{name}: (x|features) cannot be used\n(.|\n)*to mend it: "):
+        op(given)
+
+
+NO_OPTIONS = {
+    "scale_gradient: scale": lambda: ops.scale_gradient(array(X), None),
+    "reverse_gradient: scale": lambda: ops.reverse_gradient(array(X), 1j),
+    "stop_gradient_if: condition": lambda: ops.stop_gradient_if(array(X), array(MASK)),
+    "stop_gradient_if: condition ": lambda: ops.stop_gradient_if(1, array(X)),
+    "clip_gradient: there is no bound": lambda: ops.clip_gradient(array(X), norm="1"),
+    "clip_gradient: there is no bound ": lambda: ops.clip_gradient(array(X), norm=array(1.0)),
+    "sign_straight_through: limit": lambda: ops.sign_straight_through(array(X), -1.0),
+    "sign_straight_through: limit ": lambda: ops.sign_straight_through(array(X), "1"),
+    "clip_straight_through: low": lambda: ops.clip_straight_through(array(X), None, 1.0),
+    "clip_straight_through: high": lambda: ops.clip_straight_through(array(X), 1.0, -1.0),
+    "clip_straight_through: its shape": lambda: ops.clip_straight_through(array(X), np.zeros((2, 3)), 1.0),
+    "fake_quantize: step": lambda: ops.fake_quantize(array(X), 0.0),
+    "fake_quantize: step ": lambda: ops.fake_quantize(array(X), float("nan")),
+    "fake_quantize: there are too few bits": lambda: ops.fake_quantize(array(X), 0.1, "4"),
+    "spike: x": lambda: ops.spike(kops.cast(array(X), "complex64")),
+    "spike: slope": lambda: ops.spike(array(X), slope="2"),
+    "round_straight_through: x": lambda: ops.round_straight_through(3),
+    "vector_quantize: commitment": lambda: ops.vector_quantize(array([X]), array([X]), array(1.0)),
+}
+if BACKEND == "openvino":  # which has no complex numbers
+    del NO_OPTIONS["spike: x"]
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(("said", "call"), NO_OPTIONS.items(), ids=NO_OPTIONS)
+def test_what_is_no_option(said, call):
+    with pytest.raises((TypeError, ValueError), match=rf"^{said.strip()}(.|\n)*to mend it: "):
+        call()
