@@ -250,6 +250,16 @@ class _Reader:
             )
         named = list(zip(self._binding.names(), self._arguments.template, strict=True))
         differentiable = [name for name, template in named if self._is_differentiable(template)]
+        if isinstance(answer, Mapping):
+            return TypeError(
+                message(
+                    self._op,
+                    "the rule's dict has other keys than the arguments have names",
+                    required=f"the keys {', '.join(differentiable)}",
+                    got=", ".join(map(repr, answer)) or "none",
+                    mend="return one entry by the name of each differentiable argument, None for zero",
+                )
+            )
         required = [f"one entry per argument: {', '.join(self._binding.names())}"]
         if len(differentiable) < len(named):
             required.append(f"one per differentiable argument: {', '.join(differentiable)}")
@@ -257,8 +267,6 @@ class _Reader:
             required.append(f"one per flattened tensor: {len(self._specs)}")
         if isinstance(answer, (tuple, list)):
             got = f"{len(answer)} in a {type(answer).__name__}"
-        elif isinstance(answer, Mapping):
-            got = f"a mapping with the keys {', '.join(map(repr, answer))}"
         else:
             got = f"one entry, {describe(answer)}"
         return TypeError(

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 
 import multigrad
-from multigrad.demo import demo
 from multigrad.doctor import doctor
 from multigrad.frameworks import DIFFERENTIATING
 
@@ -29,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = _parser().parse_args(arguments)
     if given.command == "demo":
+        from multigrad.demo import demo  # which needs rich, that comes with Keras; the doctor may find none
+
         return demo(given.backend)
     return doctor()
 

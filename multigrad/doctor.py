@@ -10,9 +10,12 @@ from multigrad.frameworks import (
     DIFFERENTIATING,
     FORWARD_ONLY,
     how_to_add,
+    is_importable,
     is_installed,
     version_of,
 )
+
+_ADD_KERAS = "pip install keras"
 
 
 def doctor() -> int:
@@ -29,7 +32,7 @@ def doctor() -> int:
     """
     _line("Python", platform.python_version())
     _line("multigrad", multigrad.__version__)
-    _line("Keras", version_of("keras"))
+    _line("Keras", version_of("keras") if is_importable("keras") else f"missing: {_ADD_KERAS}")
     print()
     for backend in DIFFERENTIATING + FORWARD_ONLY:
         found = version_of(backend) if is_installed(backend) else f"missing: {how_to_add(backend)}"
@@ -50,6 +53,8 @@ def _line(name: str, text: str) -> None:
 def _problem_of(backend: str) -> str | None:
     """What keeps Keras from starting on the active backend."""
     known = DIFFERENTIATING + FORWARD_ONLY
+    if not is_importable("keras"):
+        return f"there is no Keras to run on it: {_ADD_KERAS}"
     if backend not in known:
         return f"Keras knows no such backend; set KERAS_BACKEND to one of {', '.join(known)}"
     if not is_installed(backend):

@@ -19,10 +19,18 @@ def is_installed(backend: str) -> bool:
     print([backend for backend in DIFFERENTIATING if is_installed(backend)])
     ```
     """
-    return all(_is_importable(module) for module in _modules(backend))
+    return all(is_importable(module) for module in _modules(backend))
 
 
-def _is_importable(module: str) -> bool:
+def is_importable(module: str) -> bool:
+    """Whether there is such a module to import.
+
+    ```python
+    from multigrad.frameworks import is_importable
+
+    print(is_importable("keras"))  # True
+    ```
+    """
     spec = importlib.util.find_spec(module)
     # A folder that an uninstalled framework left behind is a namespace package, without an origin.
     return spec is not None and spec.origin is not None
@@ -52,7 +60,7 @@ def how_to_add(backend: str) -> str:
     """The command that installs what a backend lacks."""
     if backend in DIFFERENTIATING:
         return f"pip install {backend}"
-    return f"pip install {' '.join(m for m in _modules(backend) if not _is_importable(m))}"
+    return f"pip install {' '.join(m for m in _modules(backend) if not is_importable(m))}"
 
 
 def _modules(backend: str) -> tuple[str, ...]:

@@ -67,6 +67,21 @@ def test_doctor_says_how_to_add_what_is_missing(monkeypatch, capsys):
     assert "it is missing" in printed.splitlines()[-1]
 
 
+def test_doctor_without_keras():
+    """And without what comes with it, such as rich."""
+    hidden = (
+        "import importlib.machinery as m; find = m.PathFinder.find_spec; "
+        "m.PathFinder.find_spec = lambda name, *rest: "
+        "None if name.partition('.')[0] in ('keras', 'rich') else find(name, *rest); "
+        "import sys; from multigrad.cli import main; sys.exit(main(['doctor']))"
+    )
+    done = run("-c", hidden, KERAS_BACKEND=BACKEND)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert not done.stderr
+    assert "Keras       missing: pip install keras\n" in done.stdout
+    assert done.stdout.endswith("there is no Keras to run on it: pip install keras\n")
+
+
 def test_doctor_names_the_known_backends_for_an_unknown_one():
     done = run("-m", "multigrad", "doctor", KERAS_BACKEND="theano")
     assert done.returncode == 1

@@ -136,6 +136,14 @@ DTYPES = [*HALVES, "float32", *(["float64"] if BACKEND in ("tensorflow", "torch"
 every = pytest.mark.parametrize("name", ROWS)
 
 
+@pytest.fixture(autouse=True)
+def built(request):
+    """A layer is built before it is compiled: what JAX's `jit` made of its weights would not outlive that."""
+    name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
+    if name in layers.__all__ and not ROWS[name].call.built:
+        ROWS[name].call.build(X.shape)
+
+
 def test_every_op_and_layer_has_a_row():
     own = {name for name in ops.__all__ if not hasattr(keras.ops, name)}
     assert {*ROWS} == own | {*layers.__all__}

@@ -11,7 +11,7 @@ import torch
 from keras import ops
 from support import close
 
-from multigrad import grad, op_custom_gradient, trace_gradients, value_and_grad
+from multigrad import grad, jvp, op_custom_gradient, trace_gradients, value_and_grad, vjp
 from multigrad.saving import Unsaved, decode, encode
 
 
@@ -675,6 +675,19 @@ def test_a_gradient_by_variables_has_no_history_and_says_so():
         value, (gradient,) = value_and_grad(op, variables=[weight])(1.0)
     assert not value.requires_grad
     assert not gradient.requires_grad
+
+
+def test_a_tangent_has_the_history_of_what_was_given():
+    """As that of torch.func has; what is differentiated inside is nobody's to ask for."""
+    for primal, direction in ((leaf(1.0), torch.ones(1)), (torch.ones(1), leaf(1.0))):
+        for op in (by_intermediate, torch.exp):
+            assert jvp(op, (primal,), (direction,))[1].requires_grad
+            assert not jvp(op, (primal.detach(),), (direction.detach(),))[1].requires_grad
+    by_primal = jvp(by_intermediate, (x := leaf(2.0),), (torch.ones(1),))[1]
+    close(torch.autograd.grad(by_primal.sum(), x)[0], torch.tensor([7.0 * 3.0 * 2.0 * 2.0]))
+    _, pull = vjp(by_intermediate, torch.tensor([2.0]))
+    assert not pull(torch.ones(1))[0].requires_grad
+    assert pull(leaf(1.0))[0].requires_grad
 
 
 def test_a_penalty_on_a_gradient_by_an_argument():

@@ -110,7 +110,14 @@ def _listed(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tenso
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors as variables of a derivative of its own."""
-    return [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+    return [t.view_as(t) if t.requires_grad else _own_leaf(t) for t in tensors]
+
+
+def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a leaf of a derivative, which nobody else can ask for a derivative by."""
+    leaf = tensor.detach().requires_grad_()
+    leaf.multigrad_own = True
+    return leaf
 
 
 def may_record() -> bool:
@@ -156,7 +163,7 @@ _DEPTH = threading.local()
 
 
 def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool:
-    """Whether `value`, or its gradient, depends on a leaf that is not one of `own`."""
+    """Whether `value`, or its gradient, depends on a leaf of the user's that is not one of `own`."""
     seen = set()
     nodes = [node_of(value) if value.requires_grad else None]
     while nodes:
@@ -165,7 +172,7 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)  # only the node of a leaf has one
-        if leaf is not None and not any([leaf is tensor for tensor in own]):
+        if leaf is not None and not (hasattr(leaf, "multigrad_own") or any([leaf is t for t in own])):
             return True
         nodes.extend(parent for parent, _ in node.next_functions)
         nodes.extend(_beside_inputs(node))
