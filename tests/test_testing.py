@@ -645,17 +645,74 @@ def test_a_steep_function_far_out(size):
     assert "is not that of the function" in fails(pole(1.01), np.array([size]))
 
 
-def test_a_rule_that_uses_what_another_call_left():
+@pytest.mark.parametrize(
+    ("function", "kept_of", "rule"),
+    [
+        (lambda x: x * x, lambda x: x, lambda x, u: 2.0 * u * x),
+        (ops.relu, lambda x: x > 0.0, lambda mask, u: ops.where(mask, u, 0.0)),
+        (ops.abs, ops.sign, lambda sign, u: u * sign),
+        (
+            lambda x: ops.max(x) + 0.0 * x,
+            lambda x: x == ops.max(x),
+            lambda hit, u: ops.where(hit, ops.sum(u), 0.0),
+        ),
+    ],
+    ids=["input", "mask", "sign", "place"],
+)
+def test_a_rule_that_uses_what_another_call_left(function, kept_of, rule):
     kept = {}
 
     @op_custom_gradient
-    def square(x):
-        kept["x"] = x
-        return x * x, lambda upstream: upstream * 2.0 * kept["x"]
+    def careless(x):
+        kept["own"] = kept_of(x)
+        return function(x), lambda upstream: rule(kept["own"], upstream)
 
     if BACKEND == "jax":  # where such a rule is traced at the call, and has what was there then
-        passes(square, X)
+        passes(careless, X)
         return
-    said = fails(square, X)
-    assert said.startswith("square: the gradient of a call is another one once the function was called again")
+    said = fails(careless, X)
+    assert said.startswith("careless: the gradient of a call is another one once the function was called")
     assert "argument: 'x'[" in said
+
+
+def test_a_function_that_takes_some_numbers_alone():
+    """Of which the other call's are none, or are."""
+
+    def careful(x, total, within):
+        if abs(float(ops.sum(x)) - total) > within:
+            raise ValueError("no probabilities")
+        return ops.log(x)
+
+    for within in (1e-2, 3e-3):
+        passes(op(lambda x, w=within: careful(x, 1.0, w), lambda x, u: u / x), np.array([0.2, 0.3, 0.5]))
+    ordered = np.array([0.2, 0.3, 0.5])
+
+    def rising(x):
+        if not bool(ops.all(x[1:] > x[:-1])):
+            raise ValueError("not in order")
+        return x * x
+
+    passes(op(rising, lambda x, u: 2.0 * u * x), ordered)
+
+
+@pytest.mark.parametrize("ratio", [10.0, 1e3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "fault", [lambda u, b: 0.0 * b, lambda u, b: -2.0 * u * b, lambda u, b: 2.0 * u * b + 0.1]
+)
+def test_a_small_gradient_beside_a_large_one(ratio, dtype, fault):
+    """What rounding may leave of a zero hides no fault of another one."""
+
+    @op_custom_gradient
+    def both(a, b):
+        return ratio * a * a + b * b, lambda u: (2.0 * ratio * u * a, fault(u, b))
+
+    assert "argument: 'b'[" in fails(both, X, X + 1.0, dtype=dtype)
+
+
+def test_a_wrong_sign_beside_another_in_half_precision():
+    @op_custom_gradient
+    def both(a, b):
+        return 30.0 * ops.sum(a) + ops.sum(b), lambda u: (30.0 * u + 0.0 * a, -u + 0.0 * b)
+
+    assert "argument: 'b'[" in fails(both, np.array([0.01, 0.02]), np.array([0.5, 0.6]), dtype="bfloat16")

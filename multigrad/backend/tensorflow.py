@@ -98,7 +98,7 @@ def _spec(tensor: Any) -> Spec:
 
 
 def sizes(shape: Any) -> tuple[int | None, ...] | None:
-    return None if shape.rank is None else tuple(shape)
+    return None if isinstance(shape, tf.TensorShape) and shape.rank is None else tuple(shape)
 
 
 def conform(gradient: Any, spec: Spec) -> Any:

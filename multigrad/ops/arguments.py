@@ -30,7 +30,18 @@ def as_tensor(value: Any) -> Any:
 
 
 def tensor_of(op: str, argument: str, value: Any) -> Any:
-    """The argument as a tensor, and a Variable as it is; a TypeError for anything else, such as None."""
+    """The argument as a tensor, and a Variable as it is; a TypeError for anything else, such as None.
+
+    Tensors in a list have gradients of their own inside of a custom gradient, and so are not one argument.
+    """
+    if isinstance(value, (list, tuple)) and any(hasattr(part, "dtype") for part in tree.flatten(value)):
+        mend = "write keras.ops.stack(...) around them, so that the gradient has their shapes"
+        raise unusable(TypeError, op, argument, required="one tensor, or numbers", got=value, mend=mend)
+    return stacked(op, argument, value)
+
+
+def stacked(op: str, argument: str, value: Any) -> Any:
+    """The argument as a tensor, of what `tensor_of` takes and of tensors in a list: outside of an op."""
     if isinstance(value, keras.Variable):
         return value
     parts = tree.flatten(value) if isinstance(value, (list, tuple)) else [value]
@@ -56,8 +67,9 @@ def is_number(value: Any) -> bool:
 def plain(value: Any) -> Any:
     """A number of NumPy's, or each in a tuple or list, as one of Python's; anything else as it is."""
     if isinstance(value, (tuple, list)):
-        return type(value)(map(plain, value))
-    return value.item() if isinstance(value, (np.number, np.bool_)) else value
+        return (tuple if isinstance(value, tuple) else list)(map(plain, value))
+    number = isinstance(value, (np.number, np.bool_)) or (isinstance(value, np.ndarray) and not value.shape)
+    return value.item() if number else value
 
 
 def with_plain(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

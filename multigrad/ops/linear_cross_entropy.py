@@ -15,7 +15,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import message, unusable
-from multigrad.ops.arguments import as_tensor, tensor_of, with_plain
+from multigrad.ops.arguments import as_tensor, stacked, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 _NAME = "linear_cross_entropy"
@@ -76,8 +76,8 @@ def linear_cross_entropy(
         softmax](https://arxiv.org/abs/1805.02867).
     """
     given = {"features": features, "kernel": kernel, "labels": labels}
-    features, kernel, labels = [as_tensor(tensor_of(_NAME, name, value)) for name, value in given.items()]
-    bias = None if bias is None else as_tensor(tensor_of(_NAME, "bias", bias))
+    features, kernel, labels = [as_tensor(stacked(_NAME, name, value)) for name, value in given.items()]
+    bias = None if bias is None else as_tensor(stacked(_NAME, "bias", bias))
     _check(features, kernel, labels, bias, chunk_size)
     return _loss_and_normalizer(kernel, bias, features, labels, chunk_size or _CHUNK_SIZE)[0]
 

@@ -282,7 +282,9 @@ def fitting(op: str, argument: str, factor: Any, x: Any) -> Any:
     if kinds[0].startswith("complex") and not kinds[1].startswith("complex"):
         required, mend = "a real number or tensor, as 'x' is real", "pass its real part"
         raise unusable(TypeError, op, argument, required=required, got=factor, mend=mend)
-    shape, whole = tuple(getattr(factor, "shape", ())), tuple(x.shape)
+    shape, whole = [backend.active.sizes(getattr(v, "shape", ())) for v in (factor, x)]
+    if shape is None or whole is None:
+        return factor  # of a rank that TensorFlow knows only when the graph runs
     pairs = zip(reversed(shape), reversed(whole), strict=False)
     if len(shape) > len(whole) or any(None not in (a, b) and a not in (1, b) for a, b in pairs):
         raise ValueError(

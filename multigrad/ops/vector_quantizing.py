@@ -8,7 +8,7 @@ from keras import ops
 
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import unusable
-from multigrad.ops.arguments import is_number, tensor_of, with_plain
+from multigrad.ops.arguments import is_number, stacked, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 _NAME = "vector_quantize"
@@ -69,7 +69,7 @@ def vector_quantize(x: Any, codebook: Any, commitment: float = 0.25) -> VectorQu
         van den Oord, Vinyals and Kavukcuoglu 2017, Neural Discrete Representation Learning, arXiv:1711.00937,
         section 3.2.
     """
-    x, codebook = [tensor_of(_NAME, name, v) for name, v in (("x", x), ("codebook", codebook))]
+    x, codebook = [stacked(_NAME, name, v) for name, v in (("x", x), ("codebook", codebook))]
     _check(x, codebook, commitment)
     # Keras makes named tuples by `keras.tree`, which on PyTorch (3.15) leaves a cycle with tensors in it.
     return VectorQuantized(*_vector_quantize(x, codebook, float(commitment)))

@@ -78,7 +78,7 @@ def compare_backends(
             differentiate and are installed, if not given.
         rtol, atol: two numbers agree where `abs(a - b) <= atol + rtol * abs(b)`. They depend on the dtypes
             where they are not given: with `e = 5 * eps ** (2/3)`, `rtol` is `e`, and `atol` is `e` times
-            the largest element: 1e-4 in float32. That of a gradient is larger by `20 * eps` times the
+            the largest element: 1e-4 in float32. That of a gradient is larger by `4 * eps` times the
             largest of all numbers, which is what may be left of one that is zero. Integers are compared
             exactly.
 

@@ -91,7 +91,7 @@ def check_gradients(
         rtol, atol: a derivative `g` agrees with a difference `d` where `abs(g - d) <= atol + rtol * abs(d)`.
             They depend on the precision where they are not given: with `e = 5 * eps ** (2/3)`, `rtol` is the
             larger of `1e-4` and `e`, and `atol` is `e` times the size of the output where it was moved to,
-            which is the rounding error of a difference, and `20 * eps` times the largest gradient, which is
+            which is the rounding error of a difference, and `4 * eps` times the largest gradient, which is
             what may be left of one that is zero. `e` is 2e-10 in float64, 1e-4 in float32, 0.05 in float16
             and 0.2 in bfloat16.
         variables: Keras Variables by which it is differentiated too; if not given, the trainable ones that

@@ -16,7 +16,7 @@ class Tolerance:
         eps = RESOLUTIONS[precision]
         self.precision = precision
         self.rounding = 5.0 * eps ** (2 / 3)
-        self.noise = 20.0 * eps
+        self.noise = (4.0 if eps < 1e-4 else 2.0) * eps  # in half precision, more would hide too much
         """What rounding leaves of a gradient that is zero, as a share of what cancels in it."""
         self.step = eps ** (1 / 3)
         self.rtol = max(1e-4, self.rounding) if rtol is None else rtol

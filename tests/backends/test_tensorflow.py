@@ -14,6 +14,7 @@ from keras import ops
 from support import close
 
 from multigrad import calculus, grad, op_custom_gradient, trace_gradients
+from multigrad import ops as shelf
 from multigrad.ops import implicit_root
 from multigrad.saving import Unsaved, decode, encode
 
@@ -117,6 +118,23 @@ def test_unknown_dimensions(shape):
     )
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
         tf.function(lambda x: tape_gradient(smaller, x), input_signature=signature)(X)
+
+
+@pytest.mark.parametrize("shape", [None, [None]])
+@pytest.mark.parametrize(
+    ("op", "slope"),
+    [
+        (lambda x: shelf.scale_gradient(x, 3.0), [3.0, 3.0]),
+        (lambda x: shelf.scale_gradient(x, X), [1.0, 2.0]),
+        (lambda x: shelf.stop_gradient_if(x > 1.0, x), [1.0, 0.0]),
+        (lambda x: shelf.clip_straight_through(x, -1.0, 1.5), [1.0, 1.0]),
+        (lambda x: shelf.fake_quantize(x, 0.5, 3), [1.0, 0.0]),
+    ],
+    ids=["number", "tensor", "condition", "range", "step"],
+)
+def test_ops_of_an_unknown_shape(op, slope, shape):
+    signature = [tf.TensorSpec(shape, "float32")]
+    close(tf.function(lambda x: tape_gradient(op, x), input_signature=signature)(X), tf.constant(slope))
 
 
 def test_control_flow():

@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -688,6 +689,26 @@ def test_a_tangent_has_the_history_of_what_was_given():
     _, pull = vjp(by_intermediate, torch.tensor([2.0]))
     assert not pull(torch.ones(1))[0].requires_grad
     assert pull(leaf(1.0))[0].requires_grad
+
+
+def in_a_thread(function, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def test_an_inner_derivative_in_another_thread():
+    """Which does not know that another one is being taken."""
+    x, one = torch.tensor([2.0]), torch.ones(1)
+    slope = grad(lambda y: (y**3).sum())
+    inner = {
+        "grad": lambda z: in_a_thread(slope, z),
+        "closed over": lambda z: in_a_thread(grad(lambda y: (y**2 * z * 3.0).sum()), x),
+        "jvp": lambda z: in_a_thread(lambda y: jvp(lambda w: w**3, (y,), (one,))[1], z),
+        "vjp": lambda z: in_a_thread(lambda y: vjp(lambda w: w**3, y)[1](one)[0], z),
+    }
+    for function in inner.values():
+        close(grad(lambda z, f=function: f(z).sum())(x), torch.tensor([12.0]))
+        close(jvp(function, (x,), (one,))[1], torch.tensor([12.0]))
 
 
 def test_a_penalty_on_a_gradient_by_an_argument():

@@ -107,6 +107,27 @@ def test_what_is_no_tensor(name, op, given):
         op(given)
 
 
+@pytest.mark.forward
+@pytest.mark.parametrize("name", list(MUST_BE_A_TENSOR)[:-2])
+def test_tensors_in_a_list_are_not_one_tensor(name):
+    """Their gradients would be one for each, and not of the shape of both."""
+    with pytest.raises(TypeError, match=rf"^{name}: x cannot be used\n(.|\n)*keras.ops.stack"):
+        MUST_BE_A_TENSOR[name]([array(X), array(X)])
+
+
+@pytest.mark.parametrize("stack", [lambda x: [x[0], x[1]], lambda x: (x[0], x[1])], ids=["list", "tuple"])
+def test_where_they_are_stacked_they_have_gradients(stack):
+    def both(run):
+        return grad(lambda x: kops.sum(run(x)))(array([X, WEIGHTS]))
+
+    codes, kernel, labels = array([[1.0] * 3]), array([[0.1, 0.2]] * 3), np.array([1, 0])
+    for run in (
+        lambda x: ops.vector_quantize(x, codes).loss,
+        lambda x: ops.linear_cross_entropy(x, kernel, labels),
+    ):
+        close(both(lambda x, run=run: run(stack(x))), both(run))
+
+
 NO_OPTIONS = {
     "scale_gradient: scale": lambda: ops.scale_gradient(array(X), None),
     "reverse_gradient: scale": lambda: ops.reverse_gradient(array(X), 1j),
@@ -118,6 +139,7 @@ NO_OPTIONS = {
     "sign_straight_through: limit ": lambda: ops.sign_straight_through(array(X), "1"),
     "clip_straight_through: low": lambda: ops.clip_straight_through(array(X), None, 1.0),
     "clip_straight_through: high": lambda: ops.clip_straight_through(array(X), 1.0, -1.0),
+    "scale_gradient: x": lambda: ops.scale_gradient([array(X)], 2.0),
     "clip_straight_through: its shape": lambda: ops.clip_straight_through(array(X), np.zeros((2, 3)), 1.0),
     "fake_quantize: step": lambda: ops.fake_quantize(array(X), 0.0),
     "fake_quantize: step ": lambda: ops.fake_quantize(array(X), float("nan")),
@@ -127,6 +149,8 @@ NO_OPTIONS = {
     "round_straight_through: x": lambda: ops.round_straight_through(3),
     "vector_quantize: commitment": lambda: ops.vector_quantize(array([X]), array([X]), array(1.0)),
 }
+if BACKEND == "numpy":  # whose tensors are NumPy's numbers
+    del NO_OPTIONS["clip_gradient: there is no bound "], NO_OPTIONS["vector_quantize: commitment"]
 if BACKEND == "openvino":  # which has no complex numbers
     del NO_OPTIONS["spike: x"]
 

@@ -28,9 +28,9 @@ def value_and_grad(
     recording = torch.is_grad_enabled()
     nested = getattr(_DEPTH, "value", 0)
     _DEPTH.value = nested + 1
+    own = _apart(tensors)
     try:
         with torch.enable_grad():
-            own = _apart(tensors)
             value, aux = function(*own)
         if not value.requires_grad:
             return (value, aux), [torch.zeros_like(t) for t in tensors]
@@ -47,6 +47,7 @@ def value_and_grad(
         return (answer[0], aux), answer[1:]
     finally:
         _DEPTH.value = nested
+        _end(own)
 
 
 def vjp(
@@ -58,12 +59,13 @@ def vjp(
         return (outputs, whole(aux)), lambda upstream: transpose(list(upstream))
     nested = getattr(_DEPTH, "value", 0)
     _DEPTH.value = nested + 1
+    own = _apart(tensors)
     try:
         with torch.enable_grad():
-            own = _apart(tensors)
             ends, aux = function(*own)
     finally:
         _DEPTH.value = nested
+        _end(own)
     # As above; and where there is a derivative by the upstream gradients, as in forward mode.
     others = any([_depends_on_others(end, own) for end in ends])
     outputs = ends if torch.is_grad_enabled() and (nested > 0 or others) else [end.detach() for end in ends]
@@ -110,14 +112,18 @@ def _listed(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tenso
 
 def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors as variables of a derivative of its own."""
-    return [t.view_as(t) if t.requires_grad else _own_leaf(t) for t in tensors]
+    with torch.enable_grad():  # of whose view the history leads back
+        return [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
 
 
-def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a leaf of a derivative, which nobody else can ask for a derivative by."""
-    leaf = tensor.detach().requires_grad_()
-    leaf.multigrad_own = True
-    return leaf
+def _end(own: Sequence[torch.Tensor]) -> None:
+    """Mark the leaves of a derivative that was taken: from now on nobody asks for another by them.
+
+    While it is being taken somebody may, and in another thread, where `_DEPTH` tells of none.
+    """
+    for tensor in own:
+        if tensor.is_leaf:
+            tensor.multigrad_ended = True
 
 
 def may_record() -> bool:
@@ -172,7 +178,7 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)  # only the node of a leaf has one
-        if leaf is not None and not (hasattr(leaf, "multigrad_own") or any([leaf is t for t in own])):
+        if leaf is not None and not (hasattr(leaf, "multigrad_ended") or any([leaf is t for t in own])):
             return True
         nodes.extend(parent for parent, _ in node.next_functions)
         nodes.extend(_beside_inputs(node))
