@@ -37,7 +37,7 @@ class Checked:
     elements: int
     """How many derivatives were compared with differences, those of all orders together."""
     largest: float
-    """How far one was off at most, relative to the largest of its argument."""
+    """How far one was off at most, relative to the largest of its argument, if that is more than rounding."""
 
 
 def check_gradients(
@@ -227,8 +227,8 @@ def _check_differences(
                 if wrong
             ]
             count += len(elements)
-            if len(elements) and not bad.any():
-                largest = max(largest, relative(np.abs(ruled - measured).max(), np.abs(measured).max()))
+            if size_of(measured) > np.max(atol, initial=0.0) and not bad.any():  # and is no zero
+                largest = max(largest, relative(np.abs(ruled - measured).max(), size_of(measured)))
     if unlike:
         _fail_differences(flat, unlike, nth, count - found.elements, rules.precision)
     precision = max(found.precision, rules.precision, key=RESOLUTIONS.__getitem__)
