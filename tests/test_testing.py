@@ -484,6 +484,12 @@ def test_agreement_on_a_zero():
     for name, number in (("gradient of 'b'", 1e-5), ("another", -3e-7)):
         with pytest.raises(AssertionError, match="the backends disagree"):
             compare({"jax": with_(1e-8, name), "torch": with_(number, name)}, ())
+    # Indices are no sizes.
+    one, other = with_(1e-8, "gradient of 'b'"), with_(1e-5, "gradient of 'b'")
+    for own in (one, other):
+        own.arrays["indices"], own.precisions["indices"] = np.array([10**6]), "exact"
+    with pytest.raises(AssertionError, match="the backends disagree"):
+        compare({"jax": one, "torch": other}, ())
 
 
 @pytest.mark.forward

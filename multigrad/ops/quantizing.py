@@ -171,7 +171,7 @@ def clip_straight_through(x: Any, low: Any, high: Any) -> _Pair:
     """
     x = floating("clip_straight_through", "x", x)
     if is_number(low) and is_number(high) and not low <= high:
-        required, mend = f"a number that is not less than low, {low!r}", "swap them"
+        required, mend = f"a number that is not less than low, {low!r}", "pass the smaller one first"
         raise unusable(ValueError, "clip_straight_through", "high", required=required, got=high, mend=mend)
     ends = {"low": low, "high": high}
     low, high = [fitting("clip_straight_through", name, end, x) for name, end in ends.items()]

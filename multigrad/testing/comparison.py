@@ -170,16 +170,19 @@ def compare(
     unlike: list[Unlike] = []
     largest: dict[str, float] = {}
     _require_alike(measured)
-    of_all = size_of(*measured[first].arrays.values())
+    own = measured[first]
+    of_all = size_of(*[array for name, array in own.arrays.items() if own.precisions[name] != "exact"])
     for name, wanted in measured[first].arrays.items():
         precision = max((m.precisions[name] for m in measured.values()), key=_ORDER.index)
-        own = Tolerance(precision, rtol, atol) if precision != "exact" else None
+        rules = Tolerance(precision, rtol, atol) if precision != "exact" else None
         size = size_of(wanted)
         gradient = of_all if name.startswith(GRADIENT) else 0.0
         largest[name] = 0.0
         for other in others:
             got = measured[other].arrays[name]
-            limits = (own.rounding if rtol is None else rtol, own.atol(size, gradient)) if own else (0.0, 0.0)
+            limits = (0.0, 0.0)
+            if rules:
+                limits = rules.rounding if rtol is None else rtol, rules.atol(size, gradient)
             alike = (np.isnan(got) & np.isnan(wanted)) | (got == wanted)
             bad = disagree(got, wanted, *limits) & ~alike
             pair = f"{other}, {first}"
