@@ -183,7 +183,7 @@ def _clip_norm(x: Any, norm: float, axis: Any) -> Any:
         return x
     dtype = dtype_of(x)
     x = ops.cast(x, exact(dtype))  # squares of 65,505 ones have no sum in float16
-    largest = ops.max(ops.abs(x), axis=axis, keepdims=True)
+    largest = ops.amax(ops.abs(x), axis=axis, keepdims=True)
     # Twice by a root: XLA may multiply by the inverse, which vanishes for the largest numbers there are.
     root = ops.sqrt(ops.where(largest > 0.0, largest, ops.ones_like(largest)))
     unit = x / root / root

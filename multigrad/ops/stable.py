@@ -246,7 +246,7 @@ def _in_units(x: Any, axis: Any) -> tuple[Any, Any, Any]:
         axis = tuple(range(len(x.shape)))
     scale = ops.ones_like(ops.sum(x, axis=axis, keepdims=True))
     if 0 not in tuple(x.shape):
-        largest = ops.max(_size(ops.stop_gradient(x)), axis=axis, keepdims=True)
+        largest = ops.amax(_size(ops.stop_gradient(x)), axis=axis, keepdims=True)
         usable = ops.logical_and(largest > 0.0, largest < float("inf"))
         # XLA may divide by a scale as it multiplies by the inverse, which must not be subnormal.
         bound = _LARGEST_SCALE[dtype_of(x)] * scale

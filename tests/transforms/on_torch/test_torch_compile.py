@@ -9,6 +9,7 @@ from support import close
 from torch.autograd import forward_ad
 
 from multigrad import grad, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
+from multigrad import ops as shelf
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
@@ -55,6 +56,36 @@ def test_compiled_whole(case):
     wanted = gradients(around(case.meant))
     close(gradients(compiled), wanted, 1e-4)
     close(gradients(compiled), wanted, 1e-4)
+
+
+SHELF = {
+    "scale_gradient": lambda x: shelf.scale_gradient(x, 2.0),
+    "reverse_gradient": shelf.reverse_gradient,
+    "stop_gradient_if": lambda x: shelf.stop_gradient_if(x > 0.0, x),
+    "clip_gradient by value": lambda x: shelf.clip_gradient(x, value=1.0),
+    "clip_gradient by norm": lambda x: shelf.clip_gradient(x, norm=1.0, axis=-1),
+    "round_straight_through": shelf.round_straight_through,
+    "sign_straight_through": shelf.sign_straight_through,
+    "clip_straight_through": lambda x: shelf.clip_straight_through(x, -1.0, 1.0),
+    "fake_quantize": lambda x: shelf.fake_quantize(x, 0.1, 4),
+    "log1pexp": shelf.log1pexp,
+    "logcosh": shelf.logcosh,
+    "safe_sqrt": lambda x: shelf.safe_sqrt(x * x),
+    "safe_log": lambda x: shelf.safe_log(x * x),
+    "safe_divide": lambda x: shelf.safe_divide(x, 2.0),
+    "safe_norm": lambda x: shelf.safe_norm(x, axis=-1),
+    "spike": shelf.spike,
+}
+
+
+@pytest.mark.parametrize("op", SHELF.values(), ids=SHELF)
+def test_the_shelf_compiled_whole(op):
+    def gradient(f):
+        x = X.clone().requires_grad_()
+        y = f(x)
+        return torch.autograd.grad(y, x, torch.full_like(y, 3.0))[0]
+
+    close(gradient(torch.compile(op, fullgraph=True, backend="aot_eager")), gradient(op))
 
 
 # Of PyTorch 2.13, which still uses them itself when it loads its compiler.
