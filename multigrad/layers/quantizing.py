@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from multigrad.errors import message, shape_text
-from multigrad.ops.arguments import plain
+from multigrad.ops.arguments import is_integer, plain
 from multigrad.ops.quantizing import fake_quantize, levels
 from multigrad.ops.vector_quantizing import vector_quantize
 
@@ -179,8 +179,8 @@ class VectorQuantizer(keras.layers.Layer):
 
     def __init__(self, count: Any, commitment: float = 0.25, initializer: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        count = plain(count)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1 or not commitment >= 0.0:
+        count, commitment = plain(count), plain(commitment)
+        if not is_integer(count) or count < 1 or not commitment >= 0.0:
             raise ValueError(
                 message(
                     "VectorQuantizer",
@@ -191,7 +191,7 @@ class VectorQuantizer(keras.layers.Layer):
                 )
             )
         self.supports_masking = True
-        self.count, self.commitment = count, plain(commitment)
+        self.count, self.commitment = count, commitment
         usual = keras.initializers.RandomUniform(-1.0 / count, 1.0 / count)
         self.initializer = keras.initializers.get(usual if initializer is None else initializer)
         self.codebook: Any = None

@@ -64,6 +64,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of Python's."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def plain(value: Any) -> Any:
     """A number of NumPy's, or each in a tuple or list, as one of Python's; anything else as it is."""
     if isinstance(value, (tuple, list)):

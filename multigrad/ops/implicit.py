@@ -25,7 +25,7 @@ from multigrad.closure import HoldsNoTensor, lift, restore
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, unusable
 from multigrad.leaves import Layout, Symbolic, split
-from multigrad.ops.arguments import with_plain
+from multigrad.ops.arguments import is_integer, with_plain
 from multigrad.ops.dtypes import dtype_of
 from multigrad.variables import Pinned, Reads
 
@@ -582,7 +582,6 @@ def _start(name: str, z0: Any) -> tuple[_Tensors, Layout]:
 
 
 def _require_positive(name: str, tolerance: Any, max_iterations: Any) -> None:
-    whole = isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
     for argument, value, right, required in (
         (
             "tolerance",
@@ -590,7 +589,12 @@ def _require_positive(name: str, tolerance: Any, max_iterations: Any) -> None:
             tolerance is None or 0.0 < tolerance < math.inf,
             "a positive number, or None",
         ),
-        ("max_iterations", max_iterations, whole and max_iterations > 0, "a positive integer"),
+        (
+            "max_iterations",
+            max_iterations,
+            is_integer(max_iterations) and max_iterations > 0,
+            "a positive integer",
+        ),
     ):
         if not right:
             mend = "pass one, or leave it out"

@@ -15,7 +15,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import message, unusable
-from multigrad.ops.arguments import as_tensor, stacked, with_plain
+from multigrad.ops.arguments import as_tensor, is_integer, stacked, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 _NAME = "linear_cross_entropy"
@@ -233,7 +233,7 @@ def _check(features: Any, kernel: Any, labels: Any, bias: Any, chunk_size: Any) 
             raise _error(TypeError, name, "a floating dtype", tensor, "cast it")
     if not keras.backend.is_int_dtype(dtype_of(labels)):
         raise _error(TypeError, "labels", "integers, one class for each token", labels, "cast them to int32")
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int)):
+    if chunk_size is not None and not is_integer(chunk_size):
         raise _error(TypeError, "chunk_size", "a positive integer, or None", chunk_size, _MEND_SIZE)
     if chunk_size is not None and chunk_size < 1:
         raise _error(ValueError, "chunk_size", "a positive integer, or None", chunk_size, _MEND_SIZE)

@@ -100,14 +100,13 @@ def stop_gradient_if(condition: Any, x: Any) -> _Pair:
         `keras.ops.stop_gradient`, of which this is the choice by element.
     """
     x = tensor_of("stop_gradient_if", "x", x)
-    if not isinstance(condition, bool) and getattr(condition, "dtype", None) is None:
+    if not isinstance(condition, bool):
         condition = tensor_of("stop_gradient_if", "condition", condition)
-    if not isinstance(condition, bool) and dtype_of(condition) != "bool":
-        mend = "compare it, as in `condition > 0`; it comes before the tensor"
-        required = "a bool, or a tensor of dtype bool"
-        raise unusable(
-            TypeError, "stop_gradient_if", "condition", required=required, got=condition, mend=mend
-        )
+        if dtype_of(condition) != "bool":
+            required, mend = "a bool, or a tensor of dtype bool", "compare it, as in `condition > 0`"
+            raise unusable(
+                TypeError, "stop_gradient_if", "condition", required=required, got=condition, mend=mend
+            )
     stopped = ops.cast(fitting("stop_gradient_if", "condition", condition, x), "bool")
 
     def rule(upstream: Any) -> Any:

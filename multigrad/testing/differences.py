@@ -10,7 +10,7 @@ import numpy as np
 
 from multigrad import backend
 from multigrad.binding import name_of
-from multigrad.errors import message
+from multigrad.errors import message, unusable
 from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, precision_of, values, vjp
 from multigrad.testing.laws import check_compiled, check_linear, check_own, noted
 from multigrad.testing.precision import Tolerance, precision, size_of
@@ -125,28 +125,12 @@ def check_gradients(
         of its own, and one above 1 by as much as 1 is.
     """
     __tracebackhide__ = True
-    if order < 1:
-        raise ValueError(
-            message(
-                name_of(fn),
-                "there is no derivative of this order to check",
-                argument="'order'",
-                required="1, or a higher order of derivatives",
-                got=str(order),
-                mend="leave it out for the gradient",
-            )
-        )
-    if max_elements < 1:
-        raise ValueError(
-            message(
-                name_of(fn),
-                "with no element there is nothing to check",
-                argument="'max_elements'",
-                required="1, or a larger number of elements",
-                got=str(max_elements),
-                mend="leave it out for 100",
-            )
-        )
+    for argument, number, required, mend in (
+        ("order", order, "1, or a higher order of derivatives", "leave it out for the gradient"),
+        ("max_elements", max_elements, "1, or a larger number of elements", "leave it out for 100"),
+    ):
+        if number < 1:
+            raise unusable(ValueError, name_of(fn), argument, required=required, got=number, mend=mend)
     with backend.active.wide():
         with noted("check_gradients calls it with floats in float64, unless it is told another `dtype`."):
             flat = Flat(fn, args, variables, dtype)

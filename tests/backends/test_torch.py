@@ -56,6 +56,9 @@ def test_private_names_are_there():
     assert torch._C._are_functorch_transforms_active() is False
     assert torch.autograd.forward_ad._current_level == -1
     assert torch._C._is_any_autocast_enabled() is False
+    assert torch._C._is_tracing() is False
+    assert torch._C._get_tracing_state() is None
+    torch._C._set_tracing_state(None)
     assert torch.ones(2)[:1]._is_view()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     with torch._functorch.utils.enable_single_level_autograd_function():

@@ -10,7 +10,7 @@ import torch
 
 from multigrad.backend import Call, Pullback
 from multigrad.backend.torch.node import is_alias, mark_integers, of_floating
-from multigrad.backend.torch.state import autocast_here, autocasting, is_transforming
+from multigrad.backend.torch.state import autocast_here, autocasting, is_transforming, unwritten
 from multigrad.backend.torch.tensors import specs_of
 from multigrad.backend.torch.transforms import apply_transforming
 from multigrad.shared import Shared
@@ -87,12 +87,8 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     outputs, rule, inputs, back = call.run(tensors)
     own = [output.clone().detach() if is_alias(output, inputs) else output.detach() for output in outputs]
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
-        writing = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)
-        try:
+        with unwritten():
             _Exported.apply(back, rule, specs_of(inputs), *inputs, *own)
-        finally:
-            torch._C._set_tracing_state(writing)
     return back.output.join(own)
 
 

@@ -27,6 +27,17 @@ untransformed = torch._functorch.utils.enable_single_level_autograd_function
 hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
 
 
+@contextlib.contextmanager
+def unwritten() -> Iterator[None]:
+    """Nothing that is done here is written down by a trace. Private: PyTorch (2.13) has no public way."""
+    writing = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(writing)
+
+
 def is_compiling() -> bool:
     return torch.compiler.is_compiling()
 
