@@ -58,7 +58,8 @@ def may_reach(obj: Any) -> bool:
         if len(_KNOWN) >= _KEPT:
             _KNOWN.clear()
         known = _KNOWN[id(obj.__code__)] = _Names(obj.__code__, obj.__globals__, reached, search.probes)
-    return known.reached or _Search().reaches_by_capture(obj)
+    captures = obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__
+    return known.reached or (captures is not None and _Search().reaches_by_capture(obj))
 
 
 class _Search:

@@ -17,14 +17,15 @@ import contextlib
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from multigrad.backend import Call, F, Ran, Spec
 from multigrad.closure import TypeSet, lift, restore
@@ -35,6 +36,7 @@ TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet()
 _TRACERS = TypeSet(jax.core.Tracer)
+_WRITTEN = TypeSet(DynamicJaxprTracer)  # stand-ins in a program that is written down
 
 
 LOOPS_IN_PLACE = True
@@ -154,7 +156,7 @@ def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
     inputs, own = list(inputs), list(outputs)
     if not any([_FLOATING[x.dtype] for x in inputs]):
         own = _without_gradient(outputs)
-    elif _any_traced((inputs, own)):
+    elif _any_traced([*inputs, *own]):
         own = _tie(inputs, own, _residuals(call, ran), call.name, call.options.forward_mode)
     return back.output.join(own)
 
@@ -164,8 +166,8 @@ def _without_gradient(outputs: Sequence[Any]) -> list[Any]:
     return [jax.lax.stop_gradient(o) if _TRACERS[type(o)] else o for o in outputs]
 
 
-def _any_traced(tree: Any) -> bool:
-    return any([_TRACERS[type(leaf)] for leaf in jax.tree.leaves(tree)])
+def _any_traced(arrays: Sequence[Any]) -> bool:
+    return any([_TRACERS[type(array)] for array in arrays])
 
 
 _Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
@@ -198,15 +200,12 @@ class _Residuals:
     def tree_unflatten(cls, static: Any, arrays: Any) -> "_Residuals":
         return cls(list(arrays), *static)
 
-    def tied_to(self, outputs: Sequence[Any]) -> "_Residuals":
-        """With `outputs` where the function's own outputs stood."""
+    def tied_to(self, outputs: Sequence[Any], needed: tuple[bool, ...]) -> "_Residuals":
+        """With `outputs` where the function's own outputs stood, for a derivative that has use for these."""
         arrays = list(self.arrays)
         for slot, index in self.outputs:
             arrays[slot] = outputs[index]
-        return _Residuals(arrays, self.pull, self.outputs, self.needed)
-
-    def needed_for(self, needed: Sequence[bool]) -> "_Residuals":
-        return _Residuals(self.arrays, self.pull, self.outputs, tuple(needed))
+        return _Residuals(arrays, self.pull, self.outputs, needed)
 
     def __call__(self, upstream: Sequence[Any]) -> Sequence[Any]:
         return self.pull(self.arrays, upstream, self.needed)
@@ -227,7 +226,7 @@ def _residuals(call: Call, ran: Ran) -> _Residuals:
         return back.pull(restore(template, arrays), upstream, needed, specs)
 
     pull: _Pull = pull_lifted
-    if opaque and _any_traced((list(inputs), list(outputs))):
+    if opaque and _any_traced([*inputs, *outputs]):
         arrays, pull = _traced((outputs, rule, inputs, back), specs)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, int] = {}
@@ -235,7 +234,7 @@ def _residuals(call: Call, ran: Ran) -> _Residuals:
         places.setdefault(id(output), index)
     for array in inputs:
         places.pop(id(array), None)
-    slots = tuple((s, places[id(array)]) for s, array in enumerate(arrays) if id(array) in places)
+    slots = tuple([(s, places[id(array)]) for s, array in enumerate(arrays) if id(array) in places])
     return _Residuals(arrays, pull, slots, everything)
 
 
@@ -298,7 +297,7 @@ def _tie(
     """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
     op = _op(lambda inputs, rest, differentiated: rest, name, forward_mode)
-    return op(inputs, (outputs, residuals.tied_to(outputs)))
+    return op(inputs, (outputs, residuals.tied_to(outputs, residuals.needed)))
 
 
 def _op(
@@ -316,34 +315,38 @@ def _op(
     def differentiated(inputs: list[Any], rest: Any, needed: list[bool]) -> tuple[list[Any], _Residuals]:
         outputs, residuals = step(inputs, rest, True)
         assert residuals is not None
-        if _any_traced((inputs, rest)):
+        if _any_traced(inputs) or (rest and _any_traced(jax.tree.leaves(rest))):
             # This may itself be differentiated, in which the rule is to stay in force.
-            outputs = _tie(inputs, outputs, residuals, name, forward_mode)
-        return outputs, residuals.tied_to(outputs).needed_for(needed)
+            tie = _tie_later if any([_WRITTEN[type(x)] for x in inputs]) else _tie
+            outputs = tie(inputs, outputs, residuals, name, forward_mode)
+        return outputs, residuals.tied_to(outputs, tuple(needed))
 
     if forward_mode:
         return _with_jvp(name, primal, differentiated)
 
     def fwd(inputs: list[Any], rest: Any) -> tuple[list[Any], _Residuals]:
         needed = [leaf.perturbed for leaf in inputs]
-        inputs, rest = jax.custom_derivatives.custom_vjp_primal_tree_values((inputs, rest))
-        return differentiated(_arrays(inputs), rest, needed)
+        if rest:
+            rest = jax.custom_derivatives.custom_vjp_primal_tree_values(rest)
+        return differentiated(_arrays([leaf.value for leaf in inputs]), rest, needed)
 
     def bwd(residuals: _Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
         return _conjugate(residuals(_upstream(cotangents))), None
 
-    op = jax.custom_vjp(_signed(primal, _PRIMAL))
-    op.defvjp(_signed(fwd, _PRIMAL), _signed(bwd, _PULL), symbolic_zeros=True)
+    op = jax.custom_vjp(_signed(primal))
+    op.defvjp(_signed(fwd), _signed(bwd), symbolic_zeros=True)
     return lambda inputs, rest: op(_varying_alike(inputs), rest)
 
 
-_PRIMAL = inspect.signature(lambda inputs, rest: None)
-_PULL = inspect.signature(lambda residuals, cotangents: None)
+_SIGNATURE = inspect.signature(lambda *operands: None)
 
 
-def _signed(function: F, signature: inspect.Signature) -> F:
-    """The function with its signature, which JAX asks for four times in a call and Python finds out anew."""
-    function.__signature__ = signature  # type: ignore[attr-defined] # any function has room for it
+def _signed(function: F) -> F:
+    """The function with a signature, which JAX asks for four times in a call and Python finds out anew.
+
+    To bind arguments to this one takes less time than to one that has a name for each.
+    """
+    function.__signature__ = _SIGNATURE  # type: ignore[attr-defined] # any function has room for it
     return function
 
 
@@ -353,32 +356,121 @@ def _mapped_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     if not own:
         return list(outputs)
     _, *outputs = _varying_alike([own[0], *outputs])
-    return _mapped_alike_p.bind(*own, *outputs, inputs=len(own))[len(own) :]
+    return _mapped_alike_p.bind(*outputs, *own, outputs=len(outputs))
 
 
-# A primitive, because only that has a say in batching at no cost: it is gone from the compiled program.
-# `jax.extend` and `jax.interpreters` are for this, but may change from one version to another (JAX 0.10).
-# It has the name of JAX's own that is the identity, too, for programs that convert JAX's by names.
-_mapped_alike_p = Primitive("optimization_barrier")
-_mapped_alike_p.multiple_results = True
-_mapped_alike_p.def_impl(lambda *arrays, inputs: list(arrays))
-_mapped_alike_p.def_abstract_eval(lambda *avals, inputs: list(avals))
-mlir.register_lowering(_mapped_alike_p, lambda _, *values, inputs: values)
+def _first() -> Primitive:
+    """A primitive of which the first operands are the outputs, and the rest has a say in transformations.
+
+    It costs nothing, and is gone from the compiled program. `jax.extend` and `jax.interpreters` are for
+    this, but may change from one version to another (JAX 0.10). It has the name of JAX's own that is the
+    identity, too, for programs that convert JAX's by names.
+    """
+
+    def outputs_of(*operands: Any, outputs: int, **_: Any) -> list[Any]:
+        return list(operands[:outputs])
+
+    primitive = Primitive("optimization_barrier")
+    primitive.multiple_results = True
+    primitive.def_impl(outputs_of)
+    primitive.def_abstract_eval(outputs_of)
+    mlir.register_lowering(
+        primitive, lambda _, *operands, **params: outputs_of(*operands, **params), cacheable=False
+    )
+    return primitive
+
+
+_mapped_alike_p, _tied_p = _first(), _first()
 
 
 def _map_alike(
-    axis: Any, arrays: Sequence[Any], places: Sequence[int | None], *, inputs: int
+    axis: Any, arrays: Sequence[Any], places: Sequence[int | None], *, outputs: int
 ) -> tuple[list[Any], Sequence[int | None]]:
-    if all(place is None for place in places[:inputs]):
-        return _mapped_alike_p.bind(*arrays, inputs=inputs), places
+    if all(place is None for place in places[outputs:]):
+        return _mapped_alike_p.bind(*arrays, outputs=outputs), places[:outputs]
     mapped = [
         jnp.broadcast_to(array, (axis.size, *array.shape)) if place is None else jnp.moveaxis(array, place, 0)
         for array, place in zip(arrays, places, strict=True)
     ]
-    return _mapped_alike_p.bind(*mapped, inputs=inputs), [0] * len(mapped)
+    return _mapped_alike_p.bind(*mapped, outputs=outputs), [0] * outputs
 
 
 batching.fancy_primitive_batchers[_mapped_alike_p] = _map_alike
+
+
+def _tie_later(
+    inputs: list[Any], outputs: list[Any], residuals: _Residuals, name: str, forward_mode: bool
+) -> list[Any]:
+    """The same as `_tie`, in a program that is written down: done where that is differentiated or mapped.
+
+    To write a primitive takes a tenth of the time, and few programs ever are.
+    """
+    outputs = _varying_alike([*outputs, *inputs])[: len(outputs)]
+    operands, tree = jax.tree.flatten((outputs, inputs, residuals))
+    return _tied_p.bind(
+        *operands,
+        outputs=len(outputs),
+        inputs=len(inputs),
+        tie=_Tie(tree, name, forward_mode),
+        # JAX (0.10) remembers parameters that it met, but forgets them where a jaxpr among them ends, as this
+        # one does with the program.
+        end=ClosedJaxpr(_NOTHING, ()),
+    )
+
+
+_NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+
+
+class _Tie(NamedTuple):
+    """What ties outputs, of its operands: the outputs, the inputs, and the arrays of the rule."""
+
+    tree: Any
+    name: str
+    forward_mode: bool
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        outputs, inputs, residuals = jax.tree.unflatten(self.tree, operands)
+        return _tie(inputs, outputs, residuals, self.name, self.forward_mode)
+
+
+def _differentiate_tied(
+    primals: Sequence[Any], tangents: Sequence[Any], *, outputs: int, inputs: int, tie: _Tie, end: Any
+) -> tuple[list[Any], list[Any]]:
+    moved = [i for i in range(outputs, outputs + inputs) if type(tangents[i]) is not ad.Zero]
+
+    def by_moved(*values: Any) -> list[Any]:
+        operands = list(primals)
+        for i, value in zip(moved, values, strict=True):
+            operands[i] = value
+        return tie(*operands)
+
+    own, pushed = jax.jvp(by_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+    return own, [
+        tangent if is_differentiable(output) else ad.Zero(jax.typeof(output).to_tangent_aval())
+        for output, tangent in zip(own, pushed, strict=True)
+    ]
+
+
+def _map_tied(
+    axis: Any,
+    operands: Sequence[Any],
+    places: Sequence[int | None],
+    *,
+    outputs: int,
+    inputs: int,
+    tie: _Tie,
+    end: Any,
+) -> tuple[list[Any], Sequence[int | None]]:
+    everywhere = any(
+        is_differentiable(operands[i]) and places[i] is not None for i in range(outputs, outputs + inputs)
+    )
+    to = [0 if everywhere or place is not None else None for place in places[:outputs]]
+    of_axis = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+    return jax.vmap(tie, tuple(places), to, **of_axis)(*operands), to
+
+
+ad.primitive_jvps[_tied_p] = _differentiate_tied
+batching.fancy_primitive_batchers[_tied_p] = _map_tied
 
 
 def _varying_alike(arrays: list[Any]) -> list[Any]:
@@ -420,7 +512,7 @@ def _with_jvp(
         own = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
         like = [o for o, f in zip(outputs, floating, strict=True) if f]
         transpose = jax.linear_transpose(vjp, like)
-        if not _any_traced((inputs, outputs)):
+        if not _any_traced([*inputs, *outputs]):
             tried = [jnp.asarray(trial(o.shape), o.dtype) for o in like]
             require_linear(name, vjp(tried), vjp([FAR * u for u in tried]), concrete)
         try:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import CASES
-from orders import EACH, W, X, first, orders, same
+from orders import EACH, WS, XS, W, X, first, orders, same
 from support import close
 
 from multigrad import op_custom_gradient
@@ -18,6 +18,34 @@ def test_around_derivatives(case):
 @EACH
 def test_within_derivatives(case):
     close(orders(jax.jit(jax.jit(case.op)))(X, W), orders(case.meant)(X, W), 1e-4)
+
+
+DONE = {
+    "first": first,
+    "second": lambda written: first(first(written)),
+    "by one argument": lambda written: lambda x, w: first(lambda w, _: written(x, w))(w, x),
+    "linearized": lambda written: lambda x, w: jax.linearize(first(written), x, w)[0],
+    "checkpoint": lambda written: first(jax.checkpoint(written)),
+    "mapped": lambda written: lambda x, w: jax.vmap(written)(XS * x, WS * w),
+    "mapped over one": lambda written: lambda x, w: jax.vmap(written, (0, None))(XS * x, w),
+    "first, mapped": lambda written: lambda x, w: jax.vmap(first(written), (None, 0), 1)(x, WS * w),
+    "mapped, first": lambda written: first(lambda x, w: jax.vmap(written, (None, 0))(x, WS * w)),
+    "loop, first": lambda written: first(
+        lambda x, w: jax.lax.scan(lambda x, w: (written(x, w)[0], x), x * 0.1, WS * w)
+    ),
+    "branch, first": lambda written: first(
+        lambda x, w: jax.lax.cond(x[0] > 0.0, written, lambda *both: both, x, w)
+    ),
+}
+
+
+@EACH
+@pytest.mark.parametrize("done", DONE.values(), ids=DONE)
+def test_done_to_derivatives_that_were_written_down(case, done):
+    """The rule stays in force in the program of a derivative."""
+    got, wanted = done(jax.jit(first(case.op))), done(first(case.meant))
+    close(got(X, W), wanted(X, W), 1e-3)
+    close(jax.jit(got)(X, W), wanted(X, W), 1e-3)
 
 
 @EACH
