@@ -1,6 +1,6 @@
 """The node of a call in eager code."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -120,6 +120,10 @@ def _tie(
     Returns, behind them, the slots of residuals that are outputs, the nodes of those that were closed over
     with their history, and whether one was computed on the way from inputs to outputs.
     """
+    many = len(inputs) > 8
+    inputs, others = (
+        _without_those_found(inputs, outputs, residuals) if many else (inputs, enumerate(residuals))
+    )
     own: list[torch.Tensor] = []
     for output in outputs:
         alias = output._is_view()
@@ -130,7 +134,7 @@ def _tie(
     tied: tuple[int, ...] = ()
     beside: tuple[Any, ...] = ()
     computed = False
-    for slot, residual in enumerate(residuals):
+    for slot, residual in others:
         for tensor in inputs:
             if residual is tensor:
                 break  # an output that is an input is the input
@@ -146,6 +150,18 @@ def _tie(
             else:
                 computed = computed or FLOATING[residual.dtype]
     return own, tied, beside, computed
+
+
+def _without_those_found(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]:
+    """The inputs that are outputs, and the residuals that are no inputs, with their slots.
+
+    To look for each of many among all of them would take the square of the time.
+    """
+    given, made = set(map(id, inputs)), set(map(id, outputs))
+    others = [(slot, residual) for slot, residual in enumerate(residuals) if id(residual) not in given]
+    return [tensor for tensor in inputs if id(tensor) in made], others
 
 
 def _is_view_within(tensor: torch.Tensor) -> bool:
@@ -222,14 +238,22 @@ def is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
     return output._is_view() or any([output is tensor for tensor in inputs])
 
 
-def mark_integers(ctx: Any, outputs: Sequence[torch.Tensor], *others: torch.Tensor) -> None:
-    """Tell PyTorch which outputs have no gradient: the integer ones and `others`."""
-    ctx.mark_non_differentiable(*[o for o in outputs if not FLOATING[o.dtype]], *others)
+def mark_integers(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
+    """Tell PyTorch which outputs have no gradient: the integer ones."""
+    integers: tuple[torch.Tensor, ...] = ()
+    for output in outputs:
+        if not FLOATING[output.dtype]:
+            integers = *integers, output
+    if integers:
+        ctx.mark_non_differentiable(*integers)
 
 
-def of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def of_floating(upstream: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
     """The upstream gradients; PyTorch has zeros for an integer output, where the rule gets None."""
-    return tuple([u if u is not None and FLOATING[u.dtype] else None for u in upstream])
+    for u in upstream:
+        if u is None or not FLOATING[u.dtype]:
+            return tuple([u if u is not None and FLOATING[u.dtype] else None for u in upstream])
+    return upstream
 
 
 class _Refused(torch.autograd.Function):

@@ -20,8 +20,11 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Aliases where a tensor comes twice, which Dynamo (PyTorch 2.13) does not take."""
     distinct: list[torch.Tensor] = []
     for tensor in tensors:
-        twice = any([tensor is other for other in distinct])
-        distinct.append(tensor.view_as(tensor) if twice else tensor)
+        for other in distinct:
+            if tensor is other:
+                tensor = tensor.view_as(tensor)
+                break
+        distinct.append(tensor)
     return distinct
 
 
@@ -34,7 +37,8 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         return back.output.join([output.detach() for output in outputs])
     with torch.no_grad():
         outputs, rule, inputs, back = call.run(tensors)
-    own = _Compiled.apply(back, rule, specs_of(inputs), *_distinct([*inputs, *outputs]))
+    code = back, rule, specs_of(inputs), autocast_here()
+    own = _Compiled.apply(code, *_distinct([*inputs, *outputs]))
     return back.output.join(own)
 
 
@@ -64,18 +68,18 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
         # Dynamo (PyTorch 2.13) leaves `ctx` out where there happens to be one parameter less than arguments.
-        back, rule, specs, *tensors = given
-        ctx.back, ctx.rule, ctx.specs, ctx.autocast = back, rule, specs, autocast_here()
-        outputs = [output.view_as(output) for output in tensors[len(specs) :]]
+        ctx.code, *tensors = given
+        outputs = tensors[len(ctx.code[2]) :]
         mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3 : 3 + len(ctx.specs)]
-        with autocasting(ctx.autocast):
-            gradients = ctx.back.pull(ctx.rule, of_floating(upstream), needed, ctx.specs)
-        return None, None, None, *gradients, *[None for _ in upstream]
+        back, rule, specs, autocast = ctx.code
+        needed = ctx.needs_input_grad[1 : 1 + len(specs)]
+        with autocasting(autocast):
+            gradients = back.pull(rule, of_floating(upstream), needed, specs)
+        return None, *gradients, *(None,) * len(upstream)
 
 
 def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -45,8 +46,7 @@ def is_compiling() -> bool:
 Autocast = tuple[torch.dtype | None, torch.dtype | None] | None
 """To which dtype autocast casts on the CPU and on the accelerator, None where it does not."""
 
-_accelerator = torch.accelerator.current_accelerator()
-_DEVICES = "cpu", "cpu" if _accelerator is None else _accelerator.type
+_ACCELERATOR = torch.accelerator.current_accelerator()
 
 # Private: the public way (PyTorch 2.13) asks for one device at a time, at twice the cost.
 is_autocast_anywhere = torch._C._is_any_autocast_enabled
@@ -56,16 +56,25 @@ def autocast_here() -> Autocast:
     """The autocast of this place in the program."""
     if not is_autocast_anywhere():
         return None
-    cpu, other = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in _DEVICES]
+    cpu = _dtype_on("cpu")
+    other = cpu if _ACCELERATOR is None else _dtype_on(_ACCELERATOR.type)
     return (cpu, other) if cpu or other else None
 
 
-@contextlib.contextmanager
-def autocasting(autocast: Autocast) -> Iterator[None]:
+def _dtype_on(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def autocasting(autocast: Autocast) -> contextlib.AbstractContextManager[Any]:
     """The autocast of another place, here."""
     cpu, other = autocast or (None, None)
-    with (
-        torch.autocast(_DEVICES[0], dtype=cpu, enabled=cpu is not None),
-        torch.autocast(_DEVICES[1], dtype=other, enabled=other is not None),
-    ):
+    on_cpu = torch.autocast("cpu", dtype=cpu, enabled=cpu is not None)
+    if _ACCELERATOR is None:
+        return on_cpu
+    return _both(on_cpu, torch.autocast(_ACCELERATOR.type, dtype=other, enabled=other is not None))
+
+
+@contextlib.contextmanager
+def _both(first: torch.autocast, second: torch.autocast) -> Iterator[None]:
+    with first, second:
         yield
