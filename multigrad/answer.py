@@ -54,17 +54,22 @@ def read(asked: Asked, answer: Any, specs: list[Spec | None], needed: Sequence[b
         TypeError: when the answer can be read in none of the ways that are documented.
         ValueError: when a gradient has a shape that is not its argument's.
     """
+    entries: Sequence[Any] | None = None
     if asked.arguments.flat:
         # The usual call: every argument is a tensor, and every entry the gradient of one.
         if _TENSORS[type(answer)]:
             if specs == [(answer.shape, answer.dtype, None)]:
                 return (answer,)
         elif type(answer) in _SEQUENCES and len(answer) == len(specs):
-            for entry, spec in zip(answer, specs):  # noqa: B905 - as long as each other, and often run
-                if not _TENSORS[type(entry)] or (entry.shape, entry.dtype, None) != spec:
-                    break
-            else:
-                return answer
+            entries = answer
+    else:
+        entries = asked.arguments.tensors_of(answer)
+    if entries is not None:
+        for entry, spec in zip(entries, specs):  # noqa: B905 - as long as each other, and often run
+            if not _TENSORS[type(entry)] or (entry.shape, entry.dtype, None) != spec:
+                break
+        else:
+            return entries
     return _Reader(asked.name, asked.arguments, asked.binding, specs).read(answer, needed)
 
 

@@ -5,7 +5,9 @@ which holds all the rest; `Layout.join` puts other tensors in their places. Abov
 has structure; below it there are the flat tensors of `split` alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -75,11 +77,31 @@ class Layout:
 
     def join(self, tensors: Sequence[Any]) -> Any:
         """The structure with `tensors` in the slots."""
-        return _fill(self.template, tensors, lambda static: static)
+        return _fill(self.template, tensors, True)
 
     def join_tensors_only(self, tensors: Sequence[Any]) -> Any:
         """The structure with `tensors` in the slots and None in every other leaf."""
-        return _fill(self.template, tensors, lambda static: None)
+        return _fill(self.template, tensors, False)
+
+    def tensors_of(self, answer: Any) -> Sequence[Any] | None:
+        """The flat tensors of what has this very structure, or that of its only part, as far as is known."""
+        return None
+
+
+class _Known(Layout):
+    """The layout of plain containers of tensors and of nothing else: one object for each such structure."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, outline: "_Outline", part: Layout | None) -> None:
+        super().__init__(_template(outline, itertools.count()))
+        self._part = part
+
+    def tensors_of(self, answer: Any) -> Sequence[Any] | None:
+        tensors: list[Any] = []
+        outline = _outline(answer, tensors) if type(answer) in _CONTAINERS else None
+        layout = None if outline is None else _layout_of(outline)
+        return tensors if layout is not None and (layout is self or layout is self._part) else None
 
 
 class _One(Layout):
@@ -141,10 +163,85 @@ def leaves_of(structure: Any) -> list[Any]:
     return leaves
 
 
-def _fill(template: Any, tensors: Sequence[Any], static: Callable[[Any], Any]) -> Any:
-    if type(template) is Slot:
+def _fill(template: Any, tensors: Sequence[Any], static: bool) -> Any:
+    """The structure of a template with tensors in its slots; static leaves stay, or become None."""
+    kind = type(template)
+    if kind is Slot:
         return tensors[template]
-    return rebuild(template, lambda leaf: tensors[leaf] if type(leaf) is Slot else static(leaf))
+    # Most parts are slots, and a function is not called for those.
+    if kind is dict:
+        return {
+            key: tensors[part] if type(part) is Slot else _fill(part, tensors, static)
+            for key, part in template.items()
+        }
+    if kind is list or kind is tuple:
+        parts = [tensors[part] if type(part) is Slot else _fill(part, tensors, static) for part in template]
+        return parts if kind is list else tuple(parts)
+    if _kind(template) == _NESTED:
+        return rebuild(template, lambda leaf: _fill(leaf, tensors, static))
+    return template if static else None
+
+
+_CONTAINERS = dict, list, tuple
+
+_Outline = int | tuple[type, int | tuple[str, ...], "tuple[_Outline, ...] | None"]
+"""What tells plain containers of tensors from others: 0 for a tensor, and for a container its type, its keys
+or their number, and the outlines of its parts, or None where all of them are tensors."""
+
+
+def _outline(part: Any, tensors: list[Any]) -> "_Outline | None":
+    """The outline of a tensor or container, whose tensors are put to the others; None for anything else."""
+    kind = type(part)
+    if _TENSORS[kind]:
+        tensors.append(part)
+        return 0
+    if kind is dict:
+        keys: int | tuple[str, ...] = tuple(part)
+        order = _order_of(keys)
+        if order is None:
+            return None
+        parts = [part[key] for key in order]
+    else:
+        parts, keys = part, len(part)
+    flat = True
+    for inner in parts:
+        if not _TENSORS[type(inner)]:
+            if type(inner) not in _CONTAINERS:
+                return None
+            flat = False
+    if flat:
+        tensors.extend(parts)
+        return kind, keys, None
+    outlines: list[Any] = [_outline(inner, tensors) for inner in parts]
+    return None if None in outlines else (kind, keys, tuple(outlines))
+
+
+@functools.lru_cache(4096)
+def _order_of(keys: tuple[Any, ...]) -> tuple[str, ...] | None:
+    """The order of the leaves in a dict with these keys; None where they are not all strings: 1 is True."""
+    return tuple(sorted(keys)) if all([type(key) is str for key in keys]) else None
+
+
+@functools.lru_cache(4096)
+def _layout_of(outline: _Outline) -> Layout:
+    """The layout of the structures that have an outline."""
+    if not isinstance(outline, tuple):
+        return ONE
+    parts = outline[2]
+    return _Known(outline, _layout_of(parts[0]) if parts is not None and len(parts) == 1 else None)
+
+
+def _template(outline: _Outline, places: Iterator[int]) -> Any:
+    """The structure of an outline, with slots for tensors."""
+    if not isinstance(outline, tuple):
+        return Slot(next(places))
+    kind, keys, outlines = outline
+    count = keys if isinstance(keys, int) else len(keys)
+    parts = [_template(inner, places) for inner in outlines or (0,) * count]
+    if isinstance(keys, int):
+        return kind(parts)
+    by_key = dict(zip(sorted(keys), parts, strict=True))
+    return {key: by_key[key] for key in keys}
 
 
 class _FlatLayouts(dict[int, Layout]):
@@ -187,6 +284,11 @@ def split(structure: Any, whole: bool = False) -> tuple[Sequence[Any], Layout]:
     if type(structure) is tuple and all([_TENSORS[type(part)] for part in structure]):
         return structure, FLAT_LAYOUTS[len(structure)]
     tensors: list[Any] = []
+    if type(structure) in _CONTAINERS and not backend.active.is_reading_code():
+        outline = _outline(structure, tensors)
+        if outline is not None:
+            return tensors, _layout_of(outline)
+        tensors = []
     return tensors, Layout(_split(structure, tensors, whole))
 
 

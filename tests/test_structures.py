@@ -62,6 +62,56 @@ def test_a_structure_in_and_out(structure):
     assert type(out) is type(structure) or structure is ONES
 
 
+@pytest.mark.parametrize("keys", [("b", "a"), ("a", "b"), (2, 1), (True, 0), ("b", 1)], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_dict_reaches_the_function_as_it_is_and_is_answered_in_any_order(keys, turned):
+    """Equal keys of another kind, or in another order, are those of another dict."""
+    given = []
+
+    @op_custom_gradient
+    def op(x, y):
+        given.append([(type(key), key) for key in x])
+        first, second = keys
+
+        def rule(u):
+            of_x = {first: u * 2.0 * y["z"][0], second: u * 3.0}
+            if turned:
+                of_x = dict(reversed(of_x.items()))
+            return of_x, {"z": [u * x[second]]}
+
+        return x[first] * x[second] * y["z"][0], rule
+
+    x = {keys[0]: ONES * 5.0, keys[1]: ONES * 7.0}
+    for _ in range(2):
+        of_x, of_y = grad(lambda x, y: ops.sum(op(x, y)), (0, 1))(x, {"z": [ONES * 11.0]})
+        close(list(of_x.values()), [ONES * 22.0, ONES * 3.0])
+        close(of_y, {"z": [ONES * 7.0]})
+        assert list(of_x) == list(keys)
+    assert all(kinds == [(type(key), key) for key in keys] for kinds in given)
+
+
+@pytest.mark.parametrize("wrap", [tuple, list])
+@pytest.mark.parametrize("count", [1, 2, 9, 30])
+def test_many_tensors_in_one_argument(wrap, count):
+    """Among them one that comes twice, one that is an output, and one that has no gradient."""
+    integer = np.array([1, 2])
+
+    @op_custom_gradient
+    def op(xs):
+        def rule(us):
+            first, _ = us
+            return wrap([None if i == count else first * (i + 2.0) for i, x in enumerate(xs)])
+
+        return (ops.sin(sum(xs[:count])), xs[0]), rule
+
+    def loss(xs):
+        first, second = op(wrap([*xs, integer, xs[0]]))
+        return ops.sum(first) + ops.sum(0.0 * second)
+
+    got = grad(loss)([ONES * float(i) for i in range(count)])
+    close(got, [ONES * (count + 5.0), *[ONES * (i + 2.0) for i in range(1, count)]])
+
+
 def test_empty_structures():
     op = op_custom_gradient(lambda x, rest: ((x * 2.0, [], {}), lambda U: (U[0] * 7.0, None)))
     assert op(array(1.0), ())[1:] == ([], {})

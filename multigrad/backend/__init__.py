@@ -129,6 +129,10 @@ class Backend(Protocol):
         """Mark a function whose result is the same for the same arguments, and holds no tensor."""
 
     @staticmethod
+    def is_reading_code() -> bool:
+        """Whether a compiler of Python reads this code instead of running it, and can keep nothing of it."""
+
+    @staticmethod
     def defaults_of(function: types.FunctionType) -> int:
         """How many positional parameters of a rule have defaults, as far as the framework can tell."""
 

@@ -68,6 +68,10 @@ def constant(function: F) -> F:
     return function
 
 
+def is_reading_code() -> bool:
+    return False
+
+
 def defaults_of(function: types.FunctionType) -> int:
     return len(function.__defaults__ or ())
 

@@ -38,6 +38,9 @@ def constant(function: F) -> F:
     return torch.compiler.assume_constant_result(function)
 
 
+is_reading_code = torch.compiler.is_dynamo_compiling
+
+
 def defaults_of(function: types.FunctionType) -> int:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     if torch.compiler.is_dynamo_compiling() and len(names) > 1 and names[-1] == "upstream":
