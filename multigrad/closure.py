@@ -315,9 +315,6 @@ class _Slot(int):
     """The place of one tensor among those that were lifted."""
 
 
-_slot = functools.lru_cache(256)(_Slot)  # a few are made again and again
-
-
 class _Made(NamedTuple):
     """A container, partial or method that is made anew from its parts."""
 
@@ -374,7 +371,7 @@ class _Walk:
         if self._tensor_types[kind]:
             slot = self._known.get(id(obj))
             if slot is None:
-                self._known[id(obj)] = slot = _slot(len(self.tensors))
+                self._known[id(obj)] = slot = _Slot(len(self.tensors))
                 self.tensors.append(obj)
             return slot
         if ATOMS[kind]:
@@ -400,15 +397,7 @@ class _Walk:
                 self._wrappers.add(id(obj))
                 self.opaque |= not all(map(self._is_plain, functions))
             return obj
-        lifted = []
-        for part in parts:
-            # Most are tensors that were not met yet, for which a function is not called.
-            if self._tensor_types[type(part)] and id(part) not in self._known:
-                self._known[id(part)] = slot = _slot(len(self.tensors))
-                self.tensors.append(part)
-                lifted.append(slot)
-            else:
-                lifted.append(self.lift(part))
+        lifted = [self.lift(part) for part in parts]
         if all(new is old for new, old in zip(lifted, parts, strict=True)):
             return obj
         return _Made(id(obj), make, lifted)
@@ -516,9 +505,7 @@ def _build(template: Any, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
 
 
 def _build_container(template: _Made, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
-    return template.make(
-        [tensors[p] if type(p) is _Slot else _build(p, tensors, made) for p in template.parts]
-    )
+    return template.make([_build(part, tensors, made) for part in template.parts])
 
 
 def _build_function(template: _Function, tensors: Sequence[Any], made: dict[int, Any]) -> types.FunctionType:

@@ -73,7 +73,7 @@ class Layout:
 
     def static_leaves(self) -> list[Any]:
         """The leaves that are no tensors."""
-        return [] if self.flat else [leaf for leaf in leaves_of(self.template) if type(leaf) is not Slot]
+        return [leaf for leaf in leaves_of(self.template) if type(leaf) is not Slot]
 
     def join(self, tensors: Sequence[Any]) -> Any:
         """The structure with `tensors` in the slots."""
@@ -96,6 +96,9 @@ class _Known(Layout):
     def __init__(self, outline: "_Outline", part: Layout | None) -> None:
         super().__init__(_template(outline, itertools.count()))
         self._part = part
+
+    def static_leaves(self) -> list[Any]:
+        return []
 
     def tensors_of(self, answer: Any) -> Sequence[Any] | None:
         tensors: list[Any] = []
@@ -121,6 +124,9 @@ class _Flat(Layout):
 
     __slots__ = ()
     flat = True
+
+    def static_leaves(self) -> list[Any]:
+        return []
 
     def join(self, tensors: Sequence[Any]) -> Any:
         return tuple(tensors)

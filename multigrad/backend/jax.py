@@ -36,7 +36,6 @@ TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet()
 _TRACERS = TypeSet(jax.core.Tracer)
-_WRITTEN = TypeSet(DynamicJaxprTracer)  # stand-ins in a program that is written down
 
 
 LOOPS_IN_PLACE = True
@@ -167,11 +166,11 @@ def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
 
 def _without_gradient(outputs: Sequence[Any]) -> list[Any]:
     """Outputs that no rule answers for: a tracer that the function reached has no gradient through it."""
-    return [jax.lax.stop_gradient(o) if _TRACERS[type(o)] else o for o in outputs]
+    return [jax.lax.stop_gradient(o) if isinstance(o, jax.core.Tracer) else o for o in outputs]
 
 
 def _any_traced(arrays: Sequence[Any]) -> bool:
-    return any([_TRACERS[type(array)] for array in arrays])
+    return any([isinstance(array, jax.core.Tracer) for array in arrays])
 
 
 _Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
@@ -321,7 +320,7 @@ def _op(
         assert residuals is not None
         if _any_traced(inputs) or (rest and _any_traced(jax.tree.leaves(rest))):
             # This may itself be differentiated, in which the rule is to stay in force.
-            tie = _tie_later if any([_WRITTEN[type(x)] for x in inputs]) else _tie
+            tie = _tie_later if any([isinstance(x, DynamicJaxprTracer) for x in inputs]) else _tie
             outputs = tie(inputs, outputs, residuals, name, forward_mode)
         return outputs, residuals.tied_to(outputs, tuple(needed))
 
