@@ -89,16 +89,18 @@ def assign(variable: keras.Variable, value: Any) -> None:
 
 
 def is_differentiable(tensor: Any) -> bool:
-    return tensor.dtype.is_floating or tensor.dtype.is_complex
+    dtype = tensor.dtype
+    return dtype.is_floating or dtype.is_complex
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
-    return [_spec(tensor) if is_differentiable(tensor) else None for tensor in tensors]
+    eager = tf.executing_eagerly()  # where every shape is known
+    return [_spec(tensor, eager) if is_differentiable(tensor) else None for tensor in tensors]
 
 
-def _spec(tensor: Any) -> Spec:
+def _spec(tensor: Any, known: bool) -> Spec:
     shape = tensor.shape
-    return shape, tensor.dtype, None if shape.is_fully_defined() else tensor
+    return shape, tensor.dtype, None if known or shape.is_fully_defined() else tensor
 
 
 def sizes(shape: Any) -> tuple[int | None, ...] | None:
