@@ -359,43 +359,37 @@ def _mapped_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     if not own:
         return list(outputs)
     _, *outputs = _varying_alike([own[0], *outputs])
-    return _mapped_alike_p.bind(*outputs, *own, outputs=len(outputs))
+    return _mapped_alike_p.bind(*outputs, *own, outputs=len(outputs))[: len(outputs)]
 
 
-def _first() -> Primitive:
-    """A primitive of which the first operands are the outputs, and the rest has a say in transformations.
+def _identity() -> Primitive:
+    """A primitive that gives its operands as they are, of which one says how it is transformed.
 
     It costs nothing, and is gone from the compiled program. `jax.extend` and `jax.interpreters` are for
     this, but may change from one version to another (JAX 0.10). It has the name of JAX's own that is the
     identity, too, for programs that convert JAX's by names.
     """
-
-    def outputs_of(*operands: Any, outputs: int, **_: Any) -> list[Any]:
-        return list(operands[:outputs])
-
     primitive = Primitive("optimization_barrier")
     primitive.multiple_results = True
-    primitive.def_impl(outputs_of)
-    primitive.def_abstract_eval(outputs_of)
-    mlir.register_lowering(
-        primitive, lambda _, *operands, **params: outputs_of(*operands, **params), cacheable=False
-    )
+    primitive.def_impl(lambda *operands, **_: list(operands))
+    primitive.def_abstract_eval(lambda *operands, **_: list(operands))
+    mlir.register_lowering(primitive, lambda _, *operands, **params: operands, cacheable=False)
     return primitive
 
 
-_mapped_alike_p, _tied_p = _first(), _first()
+_mapped_alike_p, _tied_p = _identity(), _identity()
 
 
 def _map_alike(
     axis: Any, arrays: Sequence[Any], places: Sequence[int | None], *, outputs: int
 ) -> tuple[list[Any], Sequence[int | None]]:
     if all(place is None for place in places[outputs:]):
-        return _mapped_alike_p.bind(*arrays, outputs=outputs), places[:outputs]
+        return _mapped_alike_p.bind(*arrays, outputs=outputs), places
     mapped = [
         jnp.broadcast_to(array, (axis.size, *array.shape)) if place is None else jnp.moveaxis(array, place, 0)
         for array, place in zip(arrays, places, strict=True)
     ]
-    return _mapped_alike_p.bind(*mapped, outputs=outputs), [0] * outputs
+    return _mapped_alike_p.bind(*mapped, outputs=outputs), [0] * len(mapped)
 
 
 batching.fancy_primitive_batchers[_mapped_alike_p] = _map_alike
@@ -410,23 +404,20 @@ def _tie_later(
     """
     outputs = _varying_alike([*outputs, *inputs])[: len(outputs)]
     operands, tree = jax.tree.flatten((outputs, inputs, residuals))
-    return _tied_p.bind(
-        *operands,
-        outputs=len(outputs),
-        inputs=len(inputs),
-        tie=_Tie(tree, name, forward_mode),
-        # JAX (0.10) remembers parameters that it met, but forgets them where a jaxpr among them ends, as this
-        # one does with the program.
-        end=ClosedJaxpr(_NOTHING, ()),
-    )
+    tie = _Tie(len(outputs), len(inputs), tree, name, forward_mode)
+    # JAX (0.10) remembers parameters that it met, but forgets them where a jaxpr among them ends, as this one
+    # does with the program.
+    return _tied_p.bind(*operands, tie=tie, end=ClosedJaxpr(_NOTHING, ()))[: len(outputs)]
 
 
 _NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 
 
 class _Tie(NamedTuple):
-    """What ties outputs, of its operands: the outputs, the inputs, and the arrays of the rule."""
+    """What ties outputs to inputs, all of which are among its operands, behind them the rule's arrays."""
 
+    outputs: int
+    inputs: int
     tree: Any
     name: str
     forward_mode: bool
@@ -435,11 +426,15 @@ class _Tie(NamedTuple):
         outputs, inputs, residuals = jax.tree.unflatten(self.tree, operands)
         return _tie(inputs, outputs, residuals, self.name, self.forward_mode)
 
+    def places_of_inputs(self) -> range:
+        """Where they stand among the operands."""
+        return range(self.outputs, self.outputs + self.inputs)
+
 
 def _differentiate_tied(
-    primals: Sequence[Any], tangents: Sequence[Any], *, outputs: int, inputs: int, tie: _Tie, end: Any
+    primals: Sequence[Any], tangents: Sequence[Any], *, tie: _Tie, end: Any
 ) -> tuple[list[Any], list[Any]]:
-    moved = [i for i in range(outputs, outputs + inputs) if type(tangents[i]) is not ad.Zero]
+    moved = [i for i in tie.places_of_inputs() if type(tangents[i]) is not ad.Zero]
 
     def by_moved(*values: Any) -> list[Any]:
         operands = list(primals)
@@ -447,29 +442,22 @@ def _differentiate_tied(
             operands[i] = value
         return tie(*operands)
 
-    own, pushed = jax.jvp(by_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
-    return own, [
+    outputs, pushed = jax.jvp(by_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+    own = [
         tangent if is_differentiable(output) else ad.Zero(jax.typeof(output).to_tangent_aval())
-        for output, tangent in zip(own, pushed, strict=True)
+        for output, tangent in zip(outputs, pushed, strict=True)
     ]
+    return [*outputs, *primals[tie.outputs :]], [*own, *tangents[tie.outputs :]]
 
 
 def _map_tied(
-    axis: Any,
-    operands: Sequence[Any],
-    places: Sequence[int | None],
-    *,
-    outputs: int,
-    inputs: int,
-    tie: _Tie,
-    end: Any,
-) -> tuple[list[Any], Sequence[int | None]]:
-    everywhere = any(
-        is_differentiable(operands[i]) and places[i] is not None for i in range(outputs, outputs + inputs)
-    )
-    to = [0 if everywhere or place is not None else None for place in places[:outputs]]
+    axis: Any, operands: Sequence[Any], places: Sequence[int | None], *, tie: _Tie, end: Any
+) -> tuple[list[Any], list[int | None]]:
+    everywhere = any(is_differentiable(operands[i]) and places[i] is not None for i in tie.places_of_inputs())
+    to = [0 if everywhere or place is not None else None for place in places[: tie.outputs]]
     of_axis = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
-    return jax.vmap(tie, tuple(places), to, **of_axis)(*operands), to
+    outputs = jax.vmap(tie, tuple(places), to, **of_axis)(*operands)
+    return [*outputs, *operands[tie.outputs :]], [*to, *places[tie.outputs :]]
 
 
 ad.primitive_jvps[_tied_p] = _differentiate_tied
