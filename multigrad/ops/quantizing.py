@@ -9,7 +9,7 @@ from keras import ops
 from multigrad.binding import name_of
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, unusable
-from multigrad.ops.arguments import floating, is_number, with_plain
+from multigrad.ops.arguments import floating, is_number, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 from multigrad.ops.routing import fitting
 
@@ -36,7 +36,8 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
         A function with the values of `fn`. For an upstream gradient `u`, its gradient is `u`.
 
     Raises:
-        TypeError: on a call, where the output is not floating: nothing could come back to it.
+        TypeError: on a call, where the input is no tensor, or the output is not floating: nothing could come
+            back to it.
         ValueError: on a call, where the output has another shape than the input.
 
     References:
@@ -47,7 +48,7 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
 
     @op_custom_gradient(name=title)
     def op(x: Any) -> _Pair:
-        x = ops.convert_to_tensor(x)
+        x = tensor_of(title, "x", x)
         y = fn(x)
         if not keras.backend.is_float_dtype(dtype_of(y)):
             raise TypeError(

@@ -81,6 +81,7 @@ MUST_BE_A_TENSOR = {
     "clip_gradient": lambda x: ops.clip_gradient(x, norm=1.0),
     "prevent_gradient": ops.prevent_gradient,
     "print_gradient": ops.print_gradient,
+    "straight_through": ops.straight_through(lambda x: x * 2.0, name="straight_through"),
     "round_straight_through": ops.round_straight_through,
     "sign_straight_through": ops.sign_straight_through,
     "clip_straight_through": lambda x: ops.clip_straight_through(x, -1.0, 1.0),
