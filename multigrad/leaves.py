@@ -84,18 +84,23 @@ class Layout:
         return _fill(self.template, tensors, False)
 
     def tensors_of(self, answer: Any) -> Sequence[Any] | None:
-        """The flat tensors of what has this very structure, or that of its only part, as far as is known."""
+        """The flat tensors of an answer for arguments of this layout, if it has their very structure or, for
+        a single argument, that of this; None where it has another one, or where that has to be found out.
+        """
         return None
 
 
-class _Known(Layout):
-    """The layout of plain containers of tensors and of nothing else: one object for each such structure."""
+class _Plain(Layout):
+    """The layout of plain containers of tensors and of nothing else, kept for the next ones of a structure.
+
+    So usually there is one object for each. Where there is another, answers are read in the longer way.
+    """
 
     __slots__ = ("_part",)
 
-    def __init__(self, outline: "_Outline", part: Layout | None) -> None:
+    def __init__(self, outline: "_Outline", part: "_Plain | None") -> None:
         super().__init__(_template(outline, itertools.count()))
-        self._part = part
+        self._part = part  # the layout of the only part: an answer for one argument may be that of this
 
     def static_leaves(self) -> list[Any]:
         return []
@@ -197,18 +202,12 @@ or their number, and the outlines of its parts, or None where all of them are te
 
 def _outline(part: Any, tensors: list[Any]) -> "_Outline | None":
     """The outline of a tensor or container, whose tensors are put to the others; None for anything else."""
-    kind = type(part)
-    if _TENSORS[kind]:
+    if _TENSORS[type(part)]:
         tensors.append(part)
         return 0
-    if kind is dict:
-        keys: int | tuple[str, ...] = tuple(part)
-        order = _order_of(keys)
-        if order is None:
-            return None
-        parts = [part[key] for key in order]
-    else:
-        parts, keys = part, len(part)
+    keys, parts = _keys_and_parts(part)
+    if keys is None:
+        return None
     flat = True
     for inner in parts:
         if not _TENSORS[type(inner)]:
@@ -217,24 +216,37 @@ def _outline(part: Any, tensors: list[Any]) -> "_Outline | None":
             flat = False
     if flat:
         tensors.extend(parts)
-        return kind, keys, None
+        return type(part), keys, None
     outlines: list[Any] = [_outline(inner, tensors) for inner in parts]
-    return None if None in outlines else (kind, keys, tuple(outlines))
+    return None if None in outlines else (type(part), keys, tuple(outlines))
+
+
+def _keys_and_parts(container: Any) -> tuple[int | tuple[str, ...] | None, Sequence[Any]]:
+    """The keys of a container, or their number, None for keys that outlines do not tell apart; and its parts.
+
+    Of keys, that is all but plain strings: 1 is True, and a string may be of a class of its own.
+    """
+    if type(container) is not dict:
+        return len(container), container
+    for key in container:
+        if type(key) is not str:
+            return None, ()
+    keys = tuple(container)
+    return keys, [container[key] for key in _in_order_of(keys)]
 
 
 @functools.lru_cache(4096)
-def _order_of(keys: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """The order of the leaves in a dict with these keys; None where they are not all strings: 1 is True."""
-    return tuple(sorted(keys)) if all([type(key) is str for key in keys]) else None
+def _in_order_of(keys: tuple[str, ...]) -> list[str]:
+    """The keys in the order of the leaves behind them."""
+    return sorted(keys)
 
 
 @functools.lru_cache(4096)
-def _layout_of(outline: _Outline) -> Layout:
-    """The layout of the structures that have an outline."""
-    if not isinstance(outline, tuple):
-        return ONE
+def _layout_of(outline: _Outline) -> "_Plain":
+    """The layout of the containers that have an outline."""
+    assert isinstance(outline, tuple)
     parts = outline[2]
-    return _Known(outline, _layout_of(parts[0]) if parts is not None and len(parts) == 1 else None)
+    return _Plain(outline, _layout_of(parts[0]) if parts is not None and len(parts) == 1 else None)
 
 
 def _template(outline: _Outline, places: Iterator[int]) -> Any:

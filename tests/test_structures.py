@@ -90,6 +90,46 @@ def test_a_dict_reaches_the_function_as_it_is_and_is_answered_in_any_order(keys,
     assert all(kinds == [(type(key), key) for key in keys] for kinds in given)
 
 
+class Unit(str):
+    """A key that knows more than its text."""
+
+    def __new__(cls, text, scale):
+        self = super().__new__(cls, text)
+        self.scale = scale
+        return self
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: ({"c": x},)])
+def test_keys_of_a_class_of_their_own(wrap):
+    """They are equal to plain strings, and are not these."""
+
+    @op_custom_gradient
+    def op(x):
+        own = keras.tree.flatten(x)
+        inner = x if isinstance(x, dict) else x[0].get("c", x[0])
+        scales = [getattr(key, "scale", 1.0) for key in inner]
+
+        def rule(upstream):
+            return (
+                keras.tree.pack_sequence_as(x, [u * s for u, s in zip(us(upstream), scales, strict=True)]),
+            )
+
+        return keras.tree.pack_sequence_as(x, [leaf * 2.0 for leaf in own]), rule
+
+    us = keras.tree.flatten
+    for keys, wanted in ((["a", "b"], [1.0, 1.0]), ([Unit("a", 2.0), Unit("b", 3.0)], [2.0, 3.0])) * 2:
+        outputs = []
+
+        def loss(x, outputs=outputs):
+            outputs.append(op(x))
+            return sum(map(ops.sum, us(outputs[0])))
+
+        x = wrap(dict.fromkeys(keys, ONES))
+        close(us(grad(loss)(x)), [ONES * w for w in wanted])
+        kept = outputs[0] if isinstance(outputs[0], dict) else outputs[0][0]
+        assert [type(key) for key in kept.get("c", kept)] == [type(key) for key in keys]
+
+
 @pytest.mark.parametrize("wrap", [tuple, list])
 @pytest.mark.parametrize("count", [1, 2, 9, 30])
 def test_many_tensors_in_one_argument(wrap, count):
