@@ -28,6 +28,30 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return distinct
 
 
+def _apart(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs, copied where one shares memory with an input or another one.
+
+    Of outputs of the program that share theirs, PyTorch (2.13) makes one of the other anew when it has run,
+    past the rule.
+    """
+    owners = [_owner(tensor) for tensor in inputs]
+    apart: list[torch.Tensor] = []
+    for output in outputs:
+        owner = _owner(output)
+        for other in owners:
+            if owner is other:
+                output = output.clone()
+                break
+        owners.append(owner)
+        apart.append(output)
+    return apart
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory it shows."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """The op as Dynamo traces it whole; it cannot follow the making of functions in `restore`."""
     if _is_transforming_traced():
@@ -37,9 +61,9 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         return back.output.join([output.detach() for output in outputs])
     with torch.no_grad():
         outputs, rule, inputs, back = call.run(tensors)
+        own = _apart(inputs, outputs)
     code = back, rule, specs_of(inputs), autocast_here()
-    own = _Compiled.apply(code, *_distinct([*inputs, *outputs]))
-    return back.output.join(own)
+    return back.output.join(_Compiled.apply(code, *_distinct(inputs), *own))
 
 
 # Keras keeps the scope in force from the first one on. Dynamo would notice, and compile a function anew
