@@ -7,8 +7,8 @@ The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns ou
   which the rule has no gradient, as on the other backends.
 - An outer derivative differentiates `fwd` as it stands, and loses the rule. So an `fwd` that runs on
   tracers ties its outputs to the rule again (`_tie`).
-- An output that does not depend on a mapped argument is one for the whole batch in `jax.vmap`, and the
-  argument would get the sum of all gradients. Here outputs are mapped wherever an input is.
+- An output that does not depend on what is mapped is one for the whole batch in `jax.vmap`, and comes with
+  the sum of all upstream gradients. Here outputs are mapped wherever anything is that the rule may use.
 - Cotangents of complex arrays are the conjugates of what TensorFlow and PyTorch call gradients, and
   the rule sees the latter.
 """
@@ -16,8 +16,8 @@ The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns ou
 import contextlib
 import inspect
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -313,7 +313,11 @@ def _op(
 
     def primal(inputs: list[Any], rest: Any) -> list[Any]:
         outputs, _ = step(inputs, rest, False)
-        return _mapped_alike(inputs, outputs) if _any_traced(inputs) else outputs
+        # In forward mode nothing comes back but by the tangents, which are mapped as what they come from.
+        beside = (
+            list(filter(is_differentiable, inputs)) if forward_mode else [*inputs, *jax.tree.leaves(rest)]
+        )
+        return _mapped_alike(name, outputs, beside) if _any_traced(beside) else outputs
 
     def differentiated(inputs: list[Any], rest: Any, needed: list[bool]) -> tuple[list[Any], _Residuals]:
         outputs, residuals = step(inputs, rest, True)
@@ -353,13 +357,10 @@ def _signed(function: F) -> F:
     return function
 
 
-def _mapped_alike(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The outputs, mapped wherever an input that has a gradient is, and varying as the inputs do."""
-    own = [x for x in inputs if is_differentiable(x)]
-    if not own:
-        return list(outputs)
-    _, *outputs = _varying_alike([own[0], *outputs])
-    return _mapped_alike_p.bind(*outputs, *own, outputs=len(outputs))[: len(outputs)]
+def _mapped_alike(name: str, outputs: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
+    """The outputs, mapped wherever something beside them is, and varying as that does."""
+    outputs = _varying_alike([*outputs, *beside])[: len(outputs)]
+    return _mapped_alike_p.bind(*outputs, *beside, outputs=len(outputs), name=name)[: len(outputs)]
 
 
 def _identity() -> Primitive:
@@ -381,18 +382,32 @@ _mapped_alike_p, _tied_p = _identity(), _identity()
 
 
 def _map_alike(
-    axis: Any, arrays: Sequence[Any], places: Sequence[int | None], *, outputs: int
+    axis: Any, operands: Sequence[Any], places: Sequence[int | None], *, outputs: int, name: str
 ) -> tuple[list[Any], Sequence[int | None]]:
     if all(place is None for place in places[outputs:]):
-        return _mapped_alike_p.bind(*arrays, outputs=outputs), places
+        return _mapped_alike_p.bind(*operands, outputs=outputs, name=name), places
     mapped = [
         jnp.broadcast_to(array, (axis.size, *array.shape)) if place is None else jnp.moveaxis(array, place, 0)
-        for array, place in zip(arrays, places, strict=True)
+        for array, place in zip(_arrays(operands), places, strict=True)
     ]
-    return _mapped_alike_p.bind(*mapped, outputs=outputs), [0] * len(mapped)
+    return _mapped_alike_p.bind(*mapped, outputs=outputs, name=name), [0] * len(mapped)
+
+
+def _without_rule(primals: Sequence[Any], tangents: Sequence[Any], *, outputs: int, name: str) -> NoReturn:
+    """It stands in what a rule differentiates, and so is differentiated only where JAX left the rule out."""
+    raise NotImplementedError(
+        message(
+            name,
+            "JAX differentiates the function itself, past its rule, as of every jax.custom_jvp there",
+            required="a derivative that JAX takes by the rule",
+            got="one of another derivative in a loop, of an op with forward_mode=True",
+            mend="leave forward_mode out, or take both derivatives inside of the loop's body",
+        )
+    )
 
 
 batching.fancy_primitive_batchers[_mapped_alike_p] = _map_alike
+ad.primitive_jvps[_mapped_alike_p] = _without_rule
 
 
 def _tie_later(
@@ -453,7 +468,11 @@ def _differentiate_tied(
 def _map_tied(
     axis: Any, operands: Sequence[Any], places: Sequence[int | None], *, tie: _Tie, end: Any
 ) -> tuple[list[Any], list[int | None]]:
-    everywhere = any(is_differentiable(operands[i]) and places[i] is not None for i in tie.places_of_inputs())
+    operands = _arrays(operands)
+    beside: Iterable[int] = range(tie.outputs, len(operands))
+    if tie.forward_mode:
+        beside = [i for i in tie.places_of_inputs() if is_differentiable(operands[i])]
+    everywhere = any(places[i] is not None for i in beside)
     to = [0 if everywhere or place is not None else None for place in places[: tie.outputs]]
     of_axis = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
     outputs = jax.vmap(tie, tuple(places), to, **of_axis)(*operands)

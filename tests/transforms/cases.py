@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from multigrad import op_custom_gradient
+from multigrad import ops as shelf
 
 stop = ops.stop_gradient
 
@@ -134,3 +135,19 @@ CASES = {
 
 ONE_FOR_ALL = Case(one_for_all, meant_one_for_all)
 """For `vmap`: its rule does not sum over what broadcasting made of `w`."""
+
+
+scaled_by_integer = op_custom_gradient(lambda x, k: (x * 2.0, lambda u: (u * ops.cast(k, x.dtype), None)))
+
+
+def scaled_by_what_it_closes_over(x, m):
+    return op_custom_gradient(lambda x: (x * 2.0, lambda u: u * m))(x)
+
+
+BY_THE_RULE_ALONE = {
+    "a condition": (lambda x, c: shelf.stop_gradient_if(c, x), [True, False, False], [0.0, 1.0, 1.0]),
+    "an integer": (scaled_by_integer, [2, 3, 5], [2.0, 3.0, 5.0]),
+    "closed over": (scaled_by_what_it_closes_over, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
+}
+"""For `vmap`: functions of a tensor and of what the output does not depend on; values of that; and the
+gradients by the tensor for each of them."""

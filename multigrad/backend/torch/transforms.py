@@ -104,7 +104,7 @@ class _Transformed(torch.autograd.Function):
         else:
             ran = call.run_foreseen(tensors)
             own = (*ran[0], *found.note(call, ran))
-        mapped = _mapped_alike(tensors[: found.inputs], own)
+        mapped = _mapped_alike(own, tensors)
         # No output may be a view of an input: PyTorch would have its derivative in forward mode be one.
         return tuple([o.clone() if is_alias(o, tensors) else o.detach() for o in mapped])
 
@@ -183,16 +183,18 @@ def _innermost(tensor: torch.Tensor) -> np.ndarray:
 
 
 @torch.compiler.disable
-def _mapped_alike(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The outputs, mapped by vmap wherever an input is.
+def _mapped_alike(outputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The outputs, mapped by vmap wherever something beside them is.
 
-    Where an output does not depend on a mapped input, vmap makes one of it for all, and the upstream
+    Where an output does not depend on what is mapped, vmap makes one of it for all, and the upstream
     gradients come summed: the rule would answer for the whole batch, in the name of each.
     """
-    zeros = [torch.zeros_like(x).sum() for x in inputs if is_differentiable(x) and _mappings(x)]
-    if not zeros:
+    floating = [output for output in outputs if is_differentiable(output)]
+    mapped = [tensor for tensor in beside if _mappings(tensor)]
+    if not (floating and mapped):
         return outputs
-    zero = sum(zeros)
+    like = {"dtype": floating[0].dtype, "device": floating[0].device}
+    zero = sum([torch.zeros_like(tensor, **like).sum() for tensor in mapped])
     count = _mappings(zero)
     return [
         o if not is_differentiable(o) or _mappings(o) == count else o + zero.to(o.device, o.dtype)

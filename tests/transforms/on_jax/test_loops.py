@@ -6,6 +6,8 @@ import pytest
 from orders import EACH, WS, XS, W, X, first, same
 from support import close
 
+from multigrad import op_custom_gradient
+
 
 def unrolled(function, x, ws):
     """Three rounds, each on the last one's result."""
@@ -93,3 +95,24 @@ def test_map(case):
         XS,
         WS,
     )
+
+
+def test_where_jax_leaves_the_rule_out_is_an_error():
+    """A second derivative in a loop, as of every `jax.custom_jvp`: with `forward_mode` an op is one."""
+    op = op_custom_gradient(lambda x: (jnp.exp(x), lambda u: u * 7.0 * jnp.exp(x)), forward_mode=True)
+
+    def looped(x):
+        return jax.lax.scan(lambda x, _: (jax.vmap(op)(0.5 * x), None), x, None, 2)[0]
+
+    def pulled(x):
+        return jax.vjp(looped, x)[1](jnp.ones_like(x))[0]
+
+    written = jax.make_jaxpr(pulled)(X)
+
+    def again(x):
+        return jax.core.eval_jaxpr(written.jaxpr, written.consts, x)[0].sum()
+
+    with pytest.raises(
+        NotImplementedError, match=r"lambda: JAX differentiates the function itself(.|\n)*to mend it: "
+    ):
+        jax.grad(again)(X)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, ONE_FOR_ALL
+from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL
 from orders import WS, XS, W, X, first, orders, same, weighted
 from support import close
 
@@ -100,6 +100,26 @@ def test_an_output_that_is_one_for_all(compiled, forward_mode):
     close(of_xs, 7.0 * upstream.swapaxes(0, 1))
     lowered = jax.jit(total).lower(X[:2], xs).as_text()
     assert "barrier" not in lowered
+
+
+@pytest.mark.parametrize(("op", "beside", "each"), BY_THE_RULE_ALONE.values(), ids=BY_THE_RULE_ALONE)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_what_the_rule_alone_depends_on(op, beside, each, wrap):
+    """Each element has its own upstream gradient, although all have one output."""
+    weights = jnp.array([1.0, 10.0, 100.0])
+
+    def total(x):
+        return (jax.vmap(wrap(op), (None, 0))(x, jnp.array(beside)) * weights).sum()
+
+    def squares(x):
+        derivatives = jax.vmap(wrap(jax.grad(lambda x, m: op(x, m) * x)), (None, 0))(x, jnp.array(beside))
+        return (derivatives * weights).sum()
+
+    x = jnp.float32(2.0)
+    wanted = (jnp.array(each) * weights).sum()
+    close(wrap(jax.grad(total))(x), wanted)
+    # The derivative of y + x y' is y' + y' + x y'', of which the last is zero.
+    close(wrap(jax.grad(squares))(x), 2.0 * wanted)
 
 
 def test_a_sum_along_a_named_axis():

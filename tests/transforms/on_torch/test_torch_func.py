@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CASES, ONE_FOR_ALL
+from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL
 from support import close
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -124,6 +124,24 @@ def test_vmap_within_vmap(case):
 
     close(every_pair(case.op), torch.stack([loop(case.meant, (None, 0), (x, WS)) for x in XS]), 1e-4)
     close(every_pair(grad(weighted(case.op))), every_pair(grad(weighted(case.meant))), 1e-4)
+
+
+@pytest.mark.parametrize(("op", "beside", "each"), BY_THE_RULE_ALONE.values(), ids=BY_THE_RULE_ALONE)
+def test_what_the_rule_alone_depends_on(op, beside, each):
+    """Each element has its own upstream gradient, although all have one output."""
+    weights, beside = torch.tensor([1.0, 10.0, 100.0]), torch.tensor(beside)
+
+    def total(x):
+        return (vmap(op, (None, 0))(x, beside) * weights).sum()
+
+    def squares(x):
+        return (vmap(grad(lambda x, m: op(x, m) * x), (None, 0))(x, beside) * weights).sum()
+
+    x = torch.tensor(2.0)
+    wanted = (torch.tensor(each) * weights).sum()
+    close(grad(total)(x), wanted)
+    # The derivative of y + x y' is y' + y' + x y'', of which the last is zero.
+    close(grad(squares)(x), 2.0 * wanted)
 
 
 @cases
