@@ -98,8 +98,8 @@ class _Plain(Layout):
 
     __slots__ = ("_part",)
 
-    def __init__(self, outline: "_Outline", part: "_Plain | None") -> None:
-        super().__init__(_template(outline, itertools.count()))
+    def __init__(self, skeleton: "_Skeleton", part: "_Plain | None") -> None:
+        super().__init__(_template(skeleton, itertools.count()))
         self._part = part  # the layout of the only part: an answer for one argument may be that of this
 
     def static_leaves(self) -> list[Any]:
@@ -107,8 +107,8 @@ class _Plain(Layout):
 
     def tensors_of(self, answer: Any) -> Sequence[Any] | None:
         tensors: list[Any] = []
-        outline = _outline(answer, tensors) if type(answer) in _CONTAINERS else None
-        layout = None if outline is None else _layout_of(outline)
+        skeleton = _skeleton(answer, tensors) if type(answer) in _CONTAINERS else None
+        layout = None if skeleton is None else _layout_of(skeleton)
         return tensors if layout is not None and (layout is self or layout is self._part) else None
 
 
@@ -195,17 +195,17 @@ def _fill(template: Any, tensors: Sequence[Any], static: bool) -> Any:
 
 _CONTAINERS = dict, list, tuple
 
-_Outline = int | tuple[type, int | tuple[str, ...], "tuple[_Outline, ...] | None"]
+_Skeleton = int | tuple[type, int | tuple[str, ...], "tuple[_Skeleton, ...] | None"]
 """What tells plain containers of tensors from others: 0 for a tensor, and for a container its type, its keys
-or their number, and the outlines of its parts, or None where all of them are tensors."""
+or their number, and the skeletons of its parts, or None where all of them are tensors."""
 
 
-def _outline(part: Any, tensors: list[Any]) -> "_Outline | None":
-    """The outline of a tensor or container, whose tensors are put to the others; None for anything else."""
+def _skeleton(part: Any, tensors: list[Any]) -> "_Skeleton | None":
+    """The skeleton of a tensor or container, whose tensors are put to the others; None for anything else."""
     if _TENSORS[type(part)]:
         tensors.append(part)
         return 0
-    keys, parts = _keys_and_parts(part)
+    keys, parts = _of_dict(part) if type(part) is dict else (len(part), part)
     if keys is None:
         return None
     flat = True
@@ -217,17 +217,15 @@ def _outline(part: Any, tensors: list[Any]) -> "_Outline | None":
     if flat:
         tensors.extend(parts)
         return type(part), keys, None
-    outlines: list[Any] = [_outline(inner, tensors) for inner in parts]
-    return None if None in outlines else (type(part), keys, tuple(outlines))
+    skeletons: list[Any] = [_skeleton(inner, tensors) for inner in parts]
+    return None if None in skeletons else (type(part), keys, tuple(skeletons))
 
 
-def _keys_and_parts(container: Any) -> tuple[int | tuple[str, ...] | None, Sequence[Any]]:
-    """The keys of a container, or their number, None for keys that outlines do not tell apart; and its parts.
+def _of_dict(container: dict[Any, Any]) -> tuple[int | tuple[str, ...] | None, Sequence[Any]]:
+    """The keys and parts of a dict; None for keys that skeletons, which are compared, do not tell apart.
 
-    Of keys, that is all but plain strings: 1 is True, and a string may be of a class of its own.
+    Those are all but plain strings: 1 is True, and a string may be of a class of its own.
     """
-    if type(container) is not dict:
-        return len(container), container
     for key in container:
         if type(key) is not str:
             return None, ()
@@ -242,20 +240,20 @@ def _in_order_of(keys: tuple[str, ...]) -> list[str]:
 
 
 @functools.lru_cache(4096)
-def _layout_of(outline: _Outline) -> "_Plain":
-    """The layout of the containers that have an outline."""
-    assert isinstance(outline, tuple)
-    parts = outline[2]
-    return _Plain(outline, _layout_of(parts[0]) if parts is not None and len(parts) == 1 else None)
+def _layout_of(skeleton: _Skeleton) -> "_Plain":
+    """The layout of the containers that have a skeleton."""
+    assert isinstance(skeleton, tuple)
+    parts = skeleton[2]
+    return _Plain(skeleton, _layout_of(parts[0]) if parts is not None and len(parts) == 1 else None)
 
 
-def _template(outline: _Outline, places: Iterator[int]) -> Any:
-    """The structure of an outline, with slots for tensors."""
-    if not isinstance(outline, tuple):
+def _template(skeleton: _Skeleton, places: Iterator[int]) -> Any:
+    """The structure of a skeleton, with slots for tensors."""
+    if not isinstance(skeleton, tuple):
         return Slot(next(places))
-    kind, keys, outlines = outline
+    kind, keys, skeletons = skeleton
     count = keys if isinstance(keys, int) else len(keys)
-    parts = [_template(inner, places) for inner in outlines or (0,) * count]
+    parts = [_template(inner, places) for inner in skeletons or (0,) * count]
     if isinstance(keys, int):
         return kind(parts)
     by_key = dict(zip(sorted(keys), parts, strict=True))
@@ -303,9 +301,9 @@ def split(structure: Any, whole: bool = False) -> tuple[Sequence[Any], Layout]:
         return structure, FLAT_LAYOUTS[len(structure)]
     tensors: list[Any] = []
     if type(structure) in _CONTAINERS and not backend.active.is_reading_code():
-        outline = _outline(structure, tensors)
-        if outline is not None:
-            return tensors, _layout_of(outline)
+        skeleton = _skeleton(structure, tensors)
+        if skeleton is not None:
+            return tensors, _layout_of(skeleton)
         tensors = []
     return tensors, Layout(_split(structure, tensors, whole))
 

@@ -130,7 +130,7 @@ class Backend(Protocol):
 
     @staticmethod
     def is_reading_code() -> bool:
-        """Whether a compiler of Python reads this code instead of running it, and can keep nothing of it."""
+        """Whether a compiler of Python reads this code in place of running it: nothing can be kept then."""
 
     @staticmethod
     def defaults_of(function: types.FunctionType) -> int:

@@ -349,9 +349,8 @@ _SIGNATURE = inspect.signature(lambda *operands: None)
 
 
 def _signed(function: F) -> F:
-    """The function with a signature, which JAX asks for four times in a call and Python finds out anew.
-
-    To bind arguments to this one takes less time than to one that has a name for each.
+    """The function with a signature, which JAX asks for four times in a call of a `custom_vjp`, and Python
+    would find out anew. To bind arguments to this one takes less time than to one with a name for each.
     """
     function.__signature__ = _SIGNATURE  # type: ignore[attr-defined] # any function has room for it
     return function
@@ -420,8 +419,8 @@ def _tie_later(
     outputs = _varying_alike([*outputs, *inputs])[: len(outputs)]
     operands, tree = jax.tree.flatten((outputs, inputs, residuals))
     tie = _Tie(len(outputs), len(inputs), tree, name, forward_mode)
-    # JAX (0.10) remembers parameters that it met, but forgets them where a jaxpr among them ends, as this one
-    # does with the program.
+    # JAX (0.10) keeps what it found out by the parameters until a jaxpr among them ends, as this one does
+    # with the program. Without one, rules and what they hold would be kept after it.
     return _tied_p.bind(*operands, tie=tie, end=ClosedJaxpr(_NOTHING, ()))[: len(outputs)]
 
 
@@ -457,6 +456,7 @@ def _differentiate_tied(
             operands[i] = value
         return tie(*operands)
 
+    # The tangents of outputs and residuals are those of the function, in whose place the rule stands.
     outputs, pushed = jax.jvp(by_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
     own = [
         tangent if is_differentiable(output) else ad.Zero(jax.typeof(output).to_tangent_aval())

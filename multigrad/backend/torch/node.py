@@ -120,14 +120,12 @@ def _tie(
     Returns, behind them, the slots of residuals that are outputs, the nodes of those that were closed over
     with their history, and whether one was computed on the way from inputs to outputs.
     """
-    many = len(inputs) > 8
-    inputs, others = (
-        _without_those_found(inputs, outputs, residuals) if many else (inputs, enumerate(residuals))
-    )
+    few = len(inputs) <= _FEW
+    given, others = (inputs, enumerate(residuals)) if few else _found_at_once(inputs, outputs, residuals)
     own: list[torch.Tensor] = []
     for output in outputs:
         alias = output._is_view()
-        for tensor in inputs:
+        for tensor in given:
             if output is tensor:
                 alias = True
         own.append(output.view_as(output) if alias else output.detach())
@@ -135,7 +133,7 @@ def _tie(
     beside: tuple[Any, ...] = ()
     computed = False
     for slot, residual in others:
-        for tensor in inputs:
+        for tensor in given:
             if residual is tensor:
                 break  # an output that is an input is the input
         else:
@@ -152,7 +150,11 @@ def _tie(
     return own, tied, beside, computed
 
 
-def _without_those_found(
+_FEW = 8
+"""So many tensors are looked through one by one in less time than they are put into a set."""
+
+
+def _found_at_once(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]:
     """The inputs that are outputs, and the residuals that are no inputs, with their slots.

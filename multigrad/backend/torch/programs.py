@@ -93,7 +93,8 @@ class _Compiled(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
         # Dynamo (PyTorch 2.13) leaves `ctx` out where there happens to be one parameter less than arguments.
         ctx.code, *tensors = given
-        outputs = tensors[len(ctx.code[2]) :]
+        _, _, specs, _ = ctx.code
+        outputs = tensors[len(specs) :]
         mark_integers(ctx, outputs)
         return tuple(outputs)
 
