@@ -54,14 +54,15 @@ def read(asked: Asked, answer: Any, specs: list[Spec | None], needed: Sequence[b
         TypeError: when the answer can be read in none of the ways that are documented.
         ValueError: when a gradient has a shape that is not its argument's.
     """
-    entries: Sequence[Any] | None = None
+    entries: Sequence[Any] | None
     if asked.arguments.flat:
         # The usual call: every argument is a tensor, and every entry the gradient of one.
         if _TENSORS[type(answer)]:
             if specs == [(answer.shape, answer.dtype, None)]:
                 return (answer,)
-        elif type(answer) in _SEQUENCES and len(answer) == len(specs):
-            entries = answer
+            entries = None
+        else:
+            entries = answer if type(answer) in _SEQUENCES and len(answer) == len(specs) else None
     else:
         entries = asked.arguments.tensors_of(answer)
     if entries is not None:

@@ -1,6 +1,6 @@
 """The node of a call in eager code."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -45,7 +45,8 @@ class _Node(torch.autograd.Function):
             if inputs is not tensors:
                 raise MoreInputs(HasRun(call, ran), *inputs)
         residuals, template, opaque = lift(rule, TENSORS, call.f)
-        own, tied, beside, computed = _tie(tensors, outputs, residuals)
+        tie = _tie if len(tensors) <= 8 else _tie_many
+        own, tied, beside, computed = tie(tensors, outputs, residuals)
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if not (computed or opaque):
@@ -120,20 +121,18 @@ def _tie(
     Returns, behind them, the slots of residuals that are outputs, the nodes of those that were closed over
     with their history, and whether one was computed on the way from inputs to outputs.
     """
-    few = len(inputs) <= _FEW
-    given, others = (inputs, enumerate(residuals)) if few else _found_at_once(inputs, outputs, residuals)
     own: list[torch.Tensor] = []
     for output in outputs:
         alias = output._is_view()
-        for tensor in given:
+        for tensor in inputs:
             if output is tensor:
                 alias = True
         own.append(output.view_as(output) if alias else output.detach())
     tied: tuple[int, ...] = ()
     beside: tuple[Any, ...] = ()
     computed = False
-    for slot, residual in others:
-        for tensor in given:
+    for slot, residual in enumerate(residuals):
+        for tensor in inputs:
             if residual is tensor:
                 break  # an output that is an input is the input
         else:
@@ -150,20 +149,17 @@ def _tie(
     return own, tied, beside, computed
 
 
-_FEW = 8
-"""So many tensors are looked through one by one in less time than they are put into a set."""
-
-
-def _found_at_once(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
-) -> tuple[Sequence[torch.Tensor], Iterable[tuple[int, torch.Tensor]]]:
-    """The inputs that are outputs, and the residuals that are no inputs, with their slots.
-
-    To look for each of many among all of them would take the square of the time.
-    """
+def _tie_many(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
+    """The same for many inputs: to look for each residual among all of them takes the square of the time."""
     given, made = set(map(id, inputs)), set(map(id, outputs))
-    others = [(slot, residual) for slot, residual in enumerate(residuals) if id(residual) not in given]
-    return [tensor for tensor in inputs if id(tensor) in made], others
+    slots = [slot for slot, residual in enumerate(residuals) if id(residual) not in given]
+    others = [residuals[slot] for slot in slots]
+    own, tied, beside, computed = _tie([x for x in inputs if id(x) in made], outputs, others)
+    for slot, residual in zip(slots, others, strict=True):
+        residuals[slot] = residual
+    return own, [slots[i] for i in tied], beside, computed
 
 
 def _is_view_within(tensor: torch.Tensor) -> bool:

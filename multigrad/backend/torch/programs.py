@@ -34,10 +34,12 @@ def _apart(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> l
     Of outputs of the program that share theirs, PyTorch (2.13) makes one of the other anew when it has run,
     past the rule.
     """
-    owners = [_owner(tensor) for tensor in inputs]
+    owners: list[torch.Tensor] = []
+    for tensor in inputs:
+        owners.append(tensor if tensor._base is None else tensor._base)  # noqa: PERF401 - a function to Dynamo
     apart: list[torch.Tensor] = []
     for output in outputs:
-        owner = _owner(output)
+        owner = output if output._base is None else output._base
         for other in owners:
             if owner is other:
                 output = output.clone()
@@ -45,11 +47,6 @@ def _apart(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> l
         owners.append(owner)
         apart.append(output)
     return apart
-
-
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory it shows."""
-    return tensor if tensor._base is None else tensor._base
 
 
 def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
