@@ -90,6 +90,37 @@ def test_a_dict_reaches_the_function_as_it_is_and_is_answered_in_any_order(keys,
     assert all(kinds == [(type(key), key) for key in keys] for kinds in given)
 
 
+@pytest.mark.parametrize("count", [2, 12])
+def test_second_derivatives_of_many_tensors(count):
+    """By an input, by an output, and by what was computed on the way."""
+
+    @op_custom_gradient
+    def op(xs):
+        total = sum(xs)
+        e, s = ops.exp(total), ops.sin(total)
+
+        def rule(us):
+            return [us[0] * e * (7.0 + x) + us[1] * s for x in xs]
+
+        return (e, xs[0]), rule
+
+    def meant(*xs):
+        total = sum(xs)
+        return [ops.exp(total) * (7.0 + x) + 3.0 * ops.sin(total) for x in xs]
+
+    def gradients(*xs):
+        return grad(lambda xs: (lambda e, first: e + 3.0 * first)(*op(xs)))(list(xs))
+
+    xs = [array(0.01 * i) for i in range(count)]
+    close(gradients(*xs), meant(*xs), 1e-4)
+    # The derivative of `e` is the rule's, that of `s` the function's.
+    for place in (0, count - 1):
+        got = grad(lambda *xs, place=place: gradients(*xs)[place])(*xs)
+        total, x = sum(xs), xs[place]
+        of_e = ops.exp(total) * (7.0 + xs[0]) * (7.0 + x)
+        close(got, of_e + 3.0 * ops.cos(total) + (ops.exp(total) if place == 0 else 0.0), 1e-4)
+
+
 class Unit(str):
     """A key that knows more than its text."""
 
