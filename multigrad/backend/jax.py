@@ -383,13 +383,14 @@ _mapped_alike_p, _tied_p = _identity(), _identity()
 def _map_alike(
     axis: Any, operands: Sequence[Any], places: Sequence[int | None], *, outputs: int, name: str
 ) -> tuple[list[Any], Sequence[int | None]]:
-    if all(place is None for place in places[outputs:]):
-        return _mapped_alike_p.bind(*operands, outputs=outputs, name=name), places
-    mapped = [
-        jnp.broadcast_to(array, (axis.size, *array.shape)) if place is None else jnp.moveaxis(array, place, 0)
-        for array, place in zip(_arrays(operands), places, strict=True)
-    ]
-    return _mapped_alike_p.bind(*mapped, outputs=outputs, name=name), [0] * len(mapped)
+    own, beside = list(operands[:outputs]), operands[outputs:]
+    if any(place is not None for place in places[outputs:]):
+        own = [
+            jnp.broadcast_to(x, (axis.size, *x.shape)) if place is None else jnp.moveaxis(x, place, 0)
+            for x, place in zip(_arrays(own), places, strict=False)
+        ]
+        places = [*[0] * outputs, *places[outputs:]]
+    return _mapped_alike_p.bind(*own, *beside, outputs=outputs, name=name), places
 
 
 def _without_rule(primals: Sequence[Any], tangents: Sequence[Any], *, outputs: int, name: str) -> NoReturn:
