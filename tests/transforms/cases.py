@@ -138,6 +138,7 @@ ONE_FOR_ALL = Case(one_for_all, meant_one_for_all)
 
 
 scaled_by_integer = op_custom_gradient(lambda x, k: (x * 2.0, lambda u: (u * ops.cast(k, x.dtype), None)))
+scaled_by_complex = op_custom_gradient(lambda x, k: (x * 2.0, lambda u: (u * ops.real(k), None)))
 
 
 def scaled_by_what_it_closes_over(x, m):
@@ -147,6 +148,7 @@ def scaled_by_what_it_closes_over(x, m):
 BY_THE_RULE_ALONE = {
     "a condition": (lambda x, c: shelf.stop_gradient_if(c, x), [True, False, False], [0.0, 1.0, 1.0]),
     "an integer": (scaled_by_integer, [2, 3, 5], [2.0, 3.0, 5.0]),
+    "a complex number": (scaled_by_complex, [2.0 + 1.0j, 3.0j, 5.0], [2.0, 0.0, 5.0]),
     "closed over": (scaled_by_what_it_closes_over, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
 }
 """For `vmap`: functions of a tensor and of what the output does not depend on; values of that; and the

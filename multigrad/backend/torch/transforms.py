@@ -193,7 +193,8 @@ def _mapped_alike(outputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor
     mapped = [tensor for tensor in beside if _mappings(tensor)]
     if not (floating and mapped):
         return outputs
-    like = {"dtype": floating[0].dtype, "device": floating[0].device}
+    # Real, whatever is mapped: to make a complex number real is a warning.
+    like = {"dtype": torch.float32, "device": floating[0].device}
     zero = sum([torch.zeros_like(tensor, **like).sum() for tensor in mapped])
     count = _mappings(zero)
     return [
