@@ -139,10 +139,9 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     layouts = []
 
     def run(inputs: list[Any], closed: list[Any], differentiated: bool) -> _Step:
-        ran = call.run_foreseen(inputs, restore(template, closed))
-        outputs, _, _, back = ran
+        ran = outputs, rule, _, back = call.run_foreseen(inputs, restore(template, closed))
         layouts.append(back.output)
-        return list(outputs), _residuals(call, ran) if differentiated else None
+        return list(outputs), _residuals(call, ran) if differentiated else lift(rule, TENSORS, call.f)[0]
 
     outputs = _op(run, call.name, call.options.forward_mode)(inputs, closed_over)
     return layouts[0].join(outputs)
@@ -214,7 +213,8 @@ class _Residuals:
         return self.pull(self.arrays, upstream, self.needed)
 
 
-_Step = tuple[list[Any], _Residuals | None]
+_Step = tuple[list[Any], Any]
+"""The outputs of a function, and its `_Residuals`, or the arrays in them where no derivative is asked for."""
 
 
 def _residuals(call: Call, ran: Ran) -> _Residuals:
@@ -299,7 +299,12 @@ def _tie(
 ) -> list[Any]:
     """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
-    op = _op(lambda inputs, rest, differentiated: rest, name, forward_mode)
+
+    def there(inputs: list[Any], rest: Any, differentiated: bool) -> _Step:
+        outputs, residuals = rest
+        return outputs, residuals if differentiated else residuals.arrays
+
+    op = _op(there, name, forward_mode)
     return op(inputs, (outputs, residuals.tied_to(outputs, residuals.needed)))
 
 
@@ -308,20 +313,17 @@ def _op(
 ) -> Callable[[list[Any], Any], list[Any]]:
     """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
 
-    `step` computes its outputs and, for a derivative, the residuals.
+    `step` computes its outputs and, for a derivative, the residuals, or else the arrays in them.
     """
 
     def primal(inputs: list[Any], rest: Any) -> list[Any]:
-        outputs, _ = step(inputs, rest, False)
+        outputs, arrays = step(inputs, rest, False)
         # In forward mode nothing comes back but by the tangents, which are mapped as what they come from.
-        beside = (
-            list(filter(is_differentiable, inputs)) if forward_mode else [*inputs, *jax.tree.leaves(rest)]
-        )
+        beside = [*filter(is_differentiable, inputs), *([] if forward_mode else arrays)]
         return _mapped_alike(name, outputs, beside) if _any_traced(beside) else outputs
 
     def differentiated(inputs: list[Any], rest: Any, needed: list[bool]) -> tuple[list[Any], _Residuals]:
         outputs, residuals = step(inputs, rest, True)
-        assert residuals is not None
         if _any_traced(inputs) or (rest and _any_traced(jax.tree.leaves(rest))):
             # This may itself be differentiated, in which the rule is to stay in force.
             tie = _tie_later if any([isinstance(x, DynamicJaxprTracer) for x in inputs]) else _tie
