@@ -230,13 +230,10 @@ def _of_dict(container: dict[Any, Any]) -> tuple[int | tuple[str, ...] | None, S
         if type(key) is not str:
             return None, ()
     keys = tuple(container)
-    return keys, [container[key] for key in _in_order_of(keys)]
+    return keys, [container[key] for key in _in_order_kept(keys)]
 
 
-@functools.lru_cache(4096)
-def _in_order_of(keys: tuple[str, ...]) -> list[str]:
-    """The keys in the order of the leaves behind them."""
-    return sorted(keys)
+_in_order_kept = functools.lru_cache(4096)(_in_order)  # by keys that are plain strings
 
 
 @functools.lru_cache(4096)
@@ -256,7 +253,7 @@ def _template(skeleton: _Skeleton, places: Iterator[int]) -> Any:
     parts = [_template(inner, places) for inner in skeletons or (0,) * count]
     if isinstance(keys, int):
         return kind(parts)
-    by_key = dict(zip(sorted(keys), parts, strict=True))
+    by_key = dict(zip(_in_order_kept(keys), parts, strict=True))
     return {key: by_key[key] for key in keys}
 
 

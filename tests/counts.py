@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from by_hand import PAIRS, total
-from support import BACKEND
+from support import BACKEND, equations
 
 import multigrad
 
@@ -133,7 +133,7 @@ def written(op: Callable[..., Any], arguments: Sequence[Any]) -> int:
         def step(*tensors: Any) -> Any:
             return jax.value_and_grad(total(op), tuple(range(len(tensors))))(*tensors)
 
-        return _equations(jax.make_jaxpr(step)(*arguments).jaxpr)
+        return len(list(equations(jax.make_jaxpr(step)(*arguments).jaxpr)))
     if BACKEND == "torch":
         return len(saved(op, arguments))
     import tensorflow as tf
@@ -145,13 +145,6 @@ def written(op: Callable[..., Any], arguments: Sequence[Any]) -> int:
         return value, tape.gradient(value, tensors)
 
     return len(tf.function(step, autograph=False).get_concrete_function(*arguments).graph.get_operations())
-
-
-def _equations(jaxpr: Any) -> int:
-    """Of a jaxpr and of all within."""
-    from jax.extend.core import jaxprs_in_params
-
-    return sum(1 + sum(map(_equations, jaxprs_in_params(equation.params))) for equation in jaxpr.eqns)
 
 
 def saved(op: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """What the tests say the same on every backend."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,23 @@ def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     return pytest.skip("tf.vectorized_map is told of in the README")
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of JAX's in a program, and in all programs within."""
+    from jax.extend.core import jaxprs_in_params
+
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
 def sizes_made(function: Callable[..., Any], *args: Any) -> list[int]:
     """The sizes of all tensors on the way of a function, as the backend records them."""
     if BACKEND == "jax":
         import jax
-        from jax.extend.core import jaxprs_in_params
 
-        def within(jaxpr):
-            for equation in jaxpr.eqns:
-                yield from (v.aval.size for v in equation.outvars)
-                for inner in jaxprs_in_params(equation.params):
-                    yield from within(inner)
-
-        return list(within(jax.make_jaxpr(function)(*args).jaxpr))
+        written = equations(jax.make_jaxpr(function)(*args).jaxpr)
+        return [variable.aval.size for equation in written for variable in equation.outvars]
     if BACKEND == "tensorflow":
         graph = compiled(function).get_concrete_function(*args).graph
         found = [tensor.shape.num_elements() for node in graph.get_operations() for tensor in node.outputs]

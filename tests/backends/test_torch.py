@@ -60,6 +60,9 @@ def test_private_names_are_there():
     assert torch._C._get_tracing_state() is None
     torch._C._set_tracing_state(None)
     assert torch.ones(2)[:1]._is_view()
+    whole = torch.ones(2)
+    assert whole._base is None
+    assert whole[:1]._base is whole
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     with torch._functorch.utils.enable_single_level_autograd_function():
         pass

@@ -238,20 +238,12 @@ def is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
 
 def mark_integers(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
     """Tell PyTorch which outputs have no gradient: the integer ones."""
-    integers: tuple[torch.Tensor, ...] = ()
-    for output in outputs:
-        if not FLOATING[output.dtype]:
-            integers = *integers, output
-    if integers:
-        ctx.mark_non_differentiable(*integers)
+    ctx.mark_non_differentiable(*[o for o in outputs if not FLOATING[o.dtype]])
 
 
-def of_floating(upstream: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+def of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The upstream gradients; PyTorch has zeros for an integer output, where the rule gets None."""
-    for u in upstream:
-        if u is None or not FLOATING[u.dtype]:
-            return tuple([u if u is not None and FLOATING[u.dtype] else None for u in upstream])
-    return upstream
+    return tuple([u if u is not None and FLOATING[u.dtype] else None for u in upstream])
 
 
 class _Refused(torch.autograd.Function):

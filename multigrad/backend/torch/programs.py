@@ -32,7 +32,7 @@ def _apart(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> l
     """The outputs, copied where one shares memory with an input or another one.
 
     Of outputs of the program that share theirs, PyTorch (2.13) makes one of the other anew when it has run,
-    past the rule.
+    past the rule. (`_base` is private: PyTorch 2.13 has no public name for the tensor of a view.)
     """
     owners: list[torch.Tensor] = []
     for tensor in inputs:

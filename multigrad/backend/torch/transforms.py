@@ -127,8 +127,7 @@ class _Transformed(torch.autograd.Function):
         with autocasting(found.autocast):
             own, computed = upstream[: len(outputs)], upstream[len(outputs) :]
             if any([u is not None for u in own]):
-                pairs = zip(own, outputs, strict=True)
-                zeros = tuple([torch.zeros_like(o) if u is None else u for u, o in pairs])
+                zeros = [torch.zeros_like(o) if u is None else u for u, o in zip(own, outputs, strict=True)]
                 rule = _transformed_rule(ctx, saved)
                 gradients = found.back.pull(rule, of_floating(zeros), needed, found.specs)
             if any([u is not None for u in computed]):

@@ -4,9 +4,8 @@ import jax
 import pytest
 from cases import CASES
 from jax import export
-from jax.extend.core import jaxprs_in_params
 from orders import EACH, W, X, first, orders
-from support import close
+from support import close, equations
 
 
 @EACH
@@ -28,16 +27,9 @@ def test_an_exported_gradient(platforms):
 @pytest.mark.parametrize("of", [lambda op: op, first], ids=["op", "gradient"])
 def test_what_converters_know_by_its_name(case, of):
     """A converter that reads JAX's equations by their names gives the operands of this one as they are."""
-    equations = list(_equations(jax.make_jaxpr(of(case.op))(X, W).jaxpr))
-    barriers = [equation for equation in equations if equation.primitive.name == "optimization_barrier"]
+    written = equations(jax.make_jaxpr(of(case.op))(X, W).jaxpr)
+    barriers = [equation for equation in written if equation.primitive.name == "optimization_barrier"]
     assert barriers
     for barrier in barriers:
         given, made = [[v.aval.str_short() for v in side] for side in (barrier.invars, barrier.outvars)]
         assert given == made
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner)

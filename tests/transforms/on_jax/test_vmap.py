@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL
-from jax.extend.core import jaxprs_in_params
 from orders import WS, XS, W, X, first, orders, same, weighted
-from support import close
+from support import close, sizes_made
 
 from multigrad import op_custom_gradient
 
@@ -127,21 +126,10 @@ def test_what_is_not_mapped_is_not_made_as_large():
     """The outputs alone are: of a weight that one element after the other uses there is one."""
     op = op_custom_gradient(lambda x, w: (x * 2.0, lambda u: (u * w.sum(), lambda: 7.0 * w)))
 
-    def sizes(function, *args):
-        return _sizes(jax.make_jaxpr(function)(*args).jaxpr)
-
     weight, xs = jnp.ones((300, 300)), jnp.ones((64, 2))
     for mapped in (lambda x: op(x, weight), lambda x: jax.vmap(op, (None, 0))(x, weight).sum(0)):
-        assert max(sizes(jax.vmap(mapped), xs)) <= weight.size
-    assert max(sizes(jax.vmap(jax.grad(lambda x: op(x, weight).sum())), xs)) <= weight.size
-
-
-def _sizes(jaxpr):
-    """Of all that is computed."""
-    for equation in jaxpr.eqns:
-        yield from [variable.aval.size for variable in equation.outvars]
-        for inner in jaxprs_in_params(equation.params):
-            yield from _sizes(inner)
+        assert max(sizes_made(jax.vmap(mapped), xs)) <= weight.size
+    assert max(sizes_made(jax.vmap(jax.grad(lambda x: op(x, weight).sum())), xs)) <= weight.size
 
 
 def test_a_sum_along_a_named_axis():
