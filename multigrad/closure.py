@@ -291,6 +291,35 @@ def may_hold(value: Any, seen: frozenset[int] = _NO_CELLS) -> bool:
     return not isinstance(value, (dict, list, tuple)) or any(may_hold(part, seen) for part in parts)
 
 
+def tensors_behind(obj: Any, tensor_types: TypeSet) -> Iterator[Any]:
+    """The tensors that are reached through `obj`, usually a function, and through a user's objects in turn.
+
+    What a framework's own object holds is not among them, and of a module nothing is.
+
+    ```python
+    held = types.SimpleNamespace(factors=[ops.ones(3)])
+    assert len(list(tensors_behind(lambda x: x * held.factors[0], TypeSet(Tensor)))) == 1
+    ```
+    """
+    waiting, seen = [obj], set()
+    while waiting:
+        obj = waiting.pop()
+        kind = type(obj)
+        if tensor_types[kind]:
+            yield obj
+        elif not (ATOMS[kind] or isinstance(obj, type) or id(obj) in seen):
+            seen.add(id(obj))
+            if kind is types.FunctionType:
+                scope = obj.__globals__
+                waiting += captured_by(obj)
+                if not is_of_framework(scope.get("__name__", "")):
+                    waiting += map(scope.get, operands(obj.__code__, "LOAD_GLOBAL", "LOAD_NAME"))
+            elif is_of_framework(kind.__module__) and not isinstance(obj, (list, tuple, dict, set)):
+                waiting += _functions_within(obj) or ()
+            else:
+                waiting += gc.get_referents(obj)  # the collector knows of attributes and slots alike
+
+
 def _assigned_cells(obj: Any, tensor_types: TypeSet, seen: set[int]) -> Iterator[int]:
     """The ids of the cells that a function, or one in its reach, assigns."""
     if id(obj) in seen:

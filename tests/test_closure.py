@@ -6,7 +6,7 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 
-from multigrad.closure import TypeSet, lift, restore
+from multigrad.closure import TypeSet, lift, restore, tensors_behind
 
 pytestmark = pytest.mark.forward
 
@@ -172,6 +172,37 @@ def test_objects_are_opaque():
     tensors, template, opaque = lift(lambda: held.e, TENSORS)
     assert (tensors, opaque) == ([], True)
     assert restore(template, [])() is held.e
+
+
+IN_A_GLOBAL = [Tensor(1)]
+
+
+class Slotted:
+    __slots__ = ("held", "other")
+
+
+class Holder:
+    of_the_class = Tensor(0)
+
+    def method(self, u, scale=Tensor(3)):  # noqa: B008
+        return u
+
+
+def test_tensors_behind_objects():
+    holder, slotted = Holder(), Slotted()
+    slotted.held = slotted  # a circle
+    slotted.other = {"its": (Tensor(4),)}
+    holder.one, holder.more = Tensor(2), {"slotted": slotted}
+
+    def found(function):
+        return sorted(tensor.value for tensor in tensors_behind(function, TENSORS))
+
+    assert found(lambda u: holder.one) == [2, 4]
+    assert found(holder.method) == [2, 3, 4]
+    assert found(functools.partial(holder.method, more=[Tensor(5)])) == [2, 3, 4, 5]
+    assert found(lambda u: IN_A_GLOBAL) == [1]
+    assert found(lambda u: slotted.held.held) == [4]
+    assert found(lambda u: u) == []
 
 
 def test_a_function_that_changes_its_own_attributes():

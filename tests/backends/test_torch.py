@@ -66,6 +66,15 @@ def test_private_names_are_there():
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     with torch._functorch.utils.enable_single_level_autograd_function():
         pass
+    assert torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters() == []
+    seen = []
+
+    def note(x):
+        seen.extend([t.key() for t in torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters()])
+        return x.sum()
+
+    torch.func.vmap(torch.func.grad(note))(torch.ones(2, 3))
+    assert seen == [torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Grad]
 
 
 def test_no_graph_is_built_where_none_is_needed():

@@ -5,6 +5,7 @@ means the same takes its value from the one, and its derivatives, of any order, 
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -145,11 +146,17 @@ def scaled_by_what_it_closes_over(x, m):
     return op_custom_gradient(lambda x: (x * 2.0, lambda u: u * m))(x)
 
 
+def scaled_by_what_an_object_holds(x, m):
+    held = SimpleNamespace(factors={"its": [m]})
+    return op_custom_gradient(lambda x: (x * 2.0, lambda u: u * held.factors["its"][0]))(x)
+
+
 BY_THE_RULE_ALONE = {
     "a condition": (lambda x, c: shelf.stop_gradient_if(c, x), [True, False, False], [0.0, 1.0, 1.0]),
     "an integer": (scaled_by_integer, [2, 3, 5], [2.0, 3.0, 5.0]),
     "a complex number": (scaled_by_complex, [2.0 + 1.0j, 3.0j, 5.0], [2.0, 0.0, 5.0]),
     "closed over": (scaled_by_what_it_closes_over, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
+    "an object": (scaled_by_what_an_object_holds, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
 }
 """For `vmap`: functions of a tensor and of what the output does not depend on; values of that; and the
 gradients by the tensor for each of them."""

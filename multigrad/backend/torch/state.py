@@ -26,6 +26,14 @@ def is_transforming() -> bool:
 untransformed = torch._functorch.utils.enable_single_level_autograd_function
 # Nor one to ask for the hooks that are called with what is saved, as a checkpoint's are.
 hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
+# Nor one to ask which transforms are at work.
+_transforms = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
+_VMAP = torch._C._functorch.TransformType.Vmap
+
+
+def is_mapping() -> bool:
+    """Whether a vmap is at work."""
+    return any([transform.key() == _VMAP for transform in _transforms()])
 
 
 @contextlib.contextmanager

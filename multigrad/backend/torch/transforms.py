@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 
 from multigrad.backend import Call, Pullback, Ran, Spec
 from multigrad.backend.torch.node import is_alias, mark_integers, of_floating, run_again
-from multigrad.backend.torch.state import Autocast, autocast_here, autocasting, hooks_of_saving
+from multigrad.backend.torch.state import Autocast, autocast_here, autocasting, hooks_of_saving, is_mapping
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
-from multigrad.closure import lift, restore
+from multigrad.closure import lift, restore, tensors_behind
 from multigrad.linear import FAR, require_linear, trial
 
 
@@ -23,11 +23,13 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     # The values of variables, and what is closed over, may be wrapped for a transform, and then have no
     # place inside of the Function. So the function runs outside of it, recorded, and its outputs are tied
     # to the inputs.
-    ran = outputs, _, inputs, back = call.run(tensors)
+    ran = outputs, rule, inputs, back = call.run(tensors)
     others = found.note(call, ran)
     found.standing = True
     own = [output.detach() for output in outputs]
-    outputs = _Transformed.apply(call, found, *inputs, *own, *others)
+    reached = tensors_behind(rule, TENSORS) if found.opaque and is_mapping() else ()
+    marks = [torch.zeros_like(t, dtype=torch.float32).sum() for t in reached if _mappings(t)]
+    outputs = _Transformed.apply(call, found, *inputs, *own, *others, *marks)
     return back.output.join(outputs[: found.outputs])
 
 
@@ -55,7 +57,8 @@ class _Found:
     """What is found out of a run, which is the same at every level.
 
     `places` says for each residual where it stands among inputs, outputs and the other residuals.
-    `standing` is whether the function ran outside of the Function, which is given all three then.
+    `standing` is whether the function ran outside of the Function, which is given all three then, and zeros
+    that are mapped as what the rule reaches through objects.
     """
 
     autocast: "Autocast"
