@@ -94,11 +94,11 @@ class _ByVariables(Pinned):
 
     def __init__(self, name: str, variables: Sequence[keras.Variable], tensors: Sequence[Any]) -> None:
         super().__init__(variables, tensors, keep=False)
-        self._name = name
+        self._name, self._by = name, frozenset(map(id, variables))
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
-        if value is not None and id(variable) in self.known and not backend.active.may_record():
+        if id(variable) in self._by and not backend.active.may_record():
             raise TypeError(
                 message(
                     self._name,

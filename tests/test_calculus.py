@@ -231,6 +231,18 @@ def test_the_output_is_differentiated():
     close(grad(lambda x: jvp(lambda y: y**2 * x, (x,), (1.0,))[0])(3.0), array(27.0))
 
 
+def test_an_assigned_variable_in_a_rule():
+    """Nobody differentiates by it, and so nobody asks how it is read."""
+    scale = keras.Variable(2.0, trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        scale.assign(4.0)
+        return x * scale, lambda u: 7.0 * u * scale
+
+    close(grad(lambda x: ops.sum(op(x)))(array(1.0, 2.0)), array(28.0, 28.0))
+
+
 def test_what_is_assigned_is_kept():
     count = keras.Variable(0.0, trainable=False)
 
