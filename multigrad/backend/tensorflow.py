@@ -275,8 +275,11 @@ def _linear_backward(name: str, backward: Callable[..., Sequence[Any]], *upstrea
     """`backward`, seen to be linear where values are at hand."""
     if tf.executing_eagerly():
         with record.stop_recording():
-            tried = [None if u is None else tf.constant(trial(u.shape), u.dtype) for u in upstream]
-            near, far = backward(*tried), backward(*[None if u is None else FAR * u for u in tried])
+            floating = [u is not None and is_differentiable(u) for u in upstream]
+            pairs = list(zip(upstream, floating, strict=True))
+            tried = [tf.constant(trial(u.shape), u.dtype) if f else u for u, f in pairs]
+            further = [FAR * u if f else u for u, f in zip(tried, floating, strict=True)]
+            near, far = backward(*tried), backward(*further)
             require_linear(name, near, far, concrete)
     return backward(*upstream)
 

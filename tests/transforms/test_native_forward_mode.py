@@ -60,3 +60,11 @@ def test_a_projection_is_linear():
 
     y = ops.softmax(X)
     close(native_jvp(softmax), 7.0 * y * (ALONG - ops.sum(ALONG * y)), 1e-4)
+
+
+def test_an_integer_beside_the_output():
+    @op_custom_gradient(forward_mode=True)
+    def op(x):
+        return (x * 2.0, ops.cast(x, "int32")), lambda u: 7.0 * u[0]
+
+    close(native_jvp(lambda x: op(x)[0]), 7.0 * ALONG)
