@@ -480,8 +480,11 @@ def _parts(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
         return (obj.func, obj.args, obj.keywords), _partial
     if kind is types.MethodType:
         return (obj.__func__, obj.__self__), _method
-    if isinstance(obj, tuple):
-        return obj, getattr(kind, "_make", kind)
+    if isinstance(obj, tuple) and not getattr(obj, "__dict__", None):  # others hold more than their parts
+        if all([ATOMS[type(part)] for part in obj]):
+            return (), list  # such as a shape
+        if make := getattr(kind, "_make", None):  # of a named tuple; others may be made of anything
+            return obj, make
     if isinstance(obj, types.BuiltinFunctionType) and isinstance(obj.__self__, types.ModuleType):
         return (), list
     return None, list

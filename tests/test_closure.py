@@ -163,6 +163,30 @@ def test_wrappers_are_lifted_with_what_they_wrap():
     assert (count, lifted(3), lifted.__wrapped__(3), lifted.__name__) == (1, -6, -6, "inner")
 
 
+class Marked(tuple):
+    __slots__ = ()
+
+    def __new__(cls, one, two):
+        return super().__new__(cls, (one, two))
+
+
+class Named(Pair):
+    mark = 1
+
+
+def test_a_class_of_tuples_stays_what_it_is():
+    """Its own parts, and what else it holds, are its own."""
+    named, marked = Named(Tensor(1), 2), Marked(Tensor(3), 4)
+    named.mark = 5
+    for held in (named, marked):
+        tensors, template, opaque = lift(lambda held=held: held, TENSORS)
+        assert opaque
+        assert not tensors
+        assert template() is held
+    shape = Marked(2, 3)
+    assert lift(lambda: shape, TENSORS)[2] is False
+
+
 def test_objects_are_opaque():
     class Held:
         def __init__(self):
