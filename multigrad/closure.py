@@ -286,7 +286,7 @@ def may_hold(value: Any, seen: frozenset[int] = _NO_CELLS) -> bool:
         return False  # it has no reference to anything
     seen |= {id(value)}
     if isinstance(value, types.FunctionType):
-        return any(may_hold(_content(cell), seen) for cell in value.__closure__ or ())
+        return any(may_hold(part, seen) for part in (*captured_by(value), *vars(value).values()))
     parts = value.values() if isinstance(value, dict) else value
     return not isinstance(value, (dict, list, tuple)) or any(may_hold(part, seen) for part in parts)
 

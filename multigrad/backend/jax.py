@@ -141,7 +141,10 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     def run(inputs: list[Any], closed: list[Any], differentiated: bool) -> _Step:
         ran = outputs, rule, _, back = call.run_foreseen(inputs, restore(template, closed))
         layouts.append(back.output)
-        return list(outputs), _residuals(call, ran) if differentiated else lift(rule, TENSORS, call.f)[0]
+        if differentiated:
+            return list(outputs), _residuals(call, ran, closed)
+        arrays, _, opaque = lift(rule, TENSORS, call.f)
+        return list(outputs), _residuals(call, ran, closed).arrays if opaque else arrays
 
     outputs = _op(run, call.name, call.options.forward_mode)(inputs, closed_over)
     return layouts[0].join(outputs)
@@ -217,7 +220,7 @@ _Step = tuple[list[Any], Any]
 """The outputs of a function, and its `_Residuals`, or the arrays in them where no derivative is asked for."""
 
 
-def _residuals(call: Call, ran: Ran) -> _Residuals:
+def _residuals(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> _Residuals:
     outputs, rule, inputs, back = ran
     if call.options.forward_mode:
         back = back.untraced  # in reverse mode, too, it is the transpose of a transpose that runs
@@ -229,7 +232,7 @@ def _residuals(call: Call, ran: Ran) -> _Residuals:
         return back.pull(restore(template, arrays), upstream, needed, specs)
 
     pull: _Pull = pull_lifted
-    if opaque and _any_traced([*inputs, *outputs]):
+    if opaque and _any_traced([*inputs, *outputs, *closed_over]):
         arrays, pull = _traced((outputs, rule, inputs, back), specs)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, int] = {}

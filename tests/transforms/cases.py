@@ -151,12 +151,32 @@ def scaled_by_what_an_object_holds(x, m):
     return op_custom_gradient(lambda x: (x * 2.0, lambda u: u * held.factors["its"][0]))(x)
 
 
+def scaled_by_what_an_object_within_holds(x, m):
+    @op_custom_gradient
+    def op(x):
+        held = SimpleNamespace(factor=m)
+        return x * 2.0, lambda u: u * held.factor
+
+    return op(x)
+
+
+@op_custom_gradient
+def scaled_by_function(x, scale):
+    return x * 2.0, lambda u: scale(u)
+
+
+def scaled_by_a_default(x, m):
+    return scaled_by_function(x, lambda u, by=m: u * by)
+
+
 BY_THE_RULE_ALONE = {
     "a condition": (lambda x, c: shelf.stop_gradient_if(c, x), [True, False, False], [0.0, 1.0, 1.0]),
     "an integer": (scaled_by_integer, [2, 3, 5], [2.0, 3.0, 5.0]),
     "a complex number": (scaled_by_complex, [2.0 + 1.0j, 3.0j, 5.0], [2.0, 0.0, 5.0]),
     "closed over": (scaled_by_what_it_closes_over, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
     "an object": (scaled_by_what_an_object_holds, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
+    "an object within": (scaled_by_what_an_object_within_holds, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
+    "a default of an argument": (scaled_by_a_default, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
 }
 """For `vmap`: functions of a tensor and of what the output does not depend on; values of that; and the
 gradients by the tensor for each of them."""

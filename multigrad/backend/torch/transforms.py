@@ -17,12 +17,12 @@ from multigrad.linear import FAR, require_linear, trial
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     found = _Found()
-    if not (lift(call.f, TENSORS)[0] or call.may_read()):
+    if not (lift(call.f, TENSORS)[0] or call.has_objects() or call.may_read()):
         outputs = _Transformed.apply(call, found, *tensors)
         return found.back.output.join(outputs[: found.outputs])
-    # The values of variables, and what is closed over, may be wrapped for a transform, and then have no
-    # place inside of the Function. So the function runs outside of it, recorded, and its outputs are tied
-    # to the inputs.
+    # The values of variables, and what is closed over or held by an object, may be wrapped for a transform,
+    # and then have no place inside of the Function. So the function runs outside of it, recorded, and its
+    # outputs are tied to the inputs.
     ran = outputs, rule, inputs, back = call.run(tensors)
     others = found.note(call, ran)
     found.standing = True
