@@ -255,7 +255,10 @@ def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], _Pull]:
         return [gradients[i] for i in places]
 
     floating = [is_differentiable(output) for output in outputs]
-    like = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o, f in zip(outputs, floating, strict=True) if f]
+    own = [output for output, f in zip(outputs, floating, strict=True) if f]
+    like: list[Any] = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in own]
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        like = _varying_alike([*own, *inputs])[: len(own)]  # only an array says along what it varies
     jaxpr = jax.make_jaxpr(flat)(*like)
 
     def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> list[Any]:

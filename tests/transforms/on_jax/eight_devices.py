@@ -1,6 +1,7 @@
 """Tests on eight devices, beside the same on one; `test_sharding.py` runs them."""
 
 import gc
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,18 @@ def test_shard_map_of_rows_that_share(case, check_vma):
     """The gradient of what every device has is the sum over devices."""
     got = by_shards(whole(case.op), PartitionSpec(), check_vma)
     close(jax.jit(first(got))(XS, W), on_one(first(whole(case.meant)), XS, W), 1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_of_a_rule_that_reaches_an_object(check_vma):
+    held = SimpleNamespace(factor=7.0)
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * held.factor * x))
+    rows = PartitionSpec("rows")
+    within = jax.shard_map(op, mesh=MESH, in_specs=rows, out_specs=rows, check_vma=check_vma)
+    close(jax.jit(jax.grad(lambda x: within(x).sum()))(XS), 7.0 * XS)
+    slope = jax.grad(lambda x: op(x).sum())
+    around = jax.shard_map(slope, mesh=MESH, in_specs=rows, out_specs=rows, check_vma=check_vma)
+    close(jax.jit(around)(XS), 7.0 * XS)
 
 
 @EACH
