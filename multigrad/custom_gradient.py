@@ -306,13 +306,17 @@ class Call:
         back.plain = False
         return outputs, rule, inputs, back
 
+    def objects(self) -> Sequence[Any]:
+        """The arguments that are no tensors, such as `self`."""
+        return self.back.arguments.static_leaves()
+
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
         return self.back.arguments.has_objects()
 
     def may_read(self) -> bool:
         """Whether the function may read a variable, as far as can be said before it runs."""
-        return may_reach(self.f) or any(map(may_reach, self.back.arguments.static_leaves()))
+        return may_reach(self.f) or any(map(may_reach, self.objects()))
 
     def may_read_another(self) -> bool:
         """Whether it may read a variable that has another value here than its own, in a scope."""

@@ -97,6 +97,9 @@ class Call(Protocol):
     def may_read_another(self) -> bool:
         """Whether it may read a variable that has another value here than its own, in a scope."""
 
+    def objects(self) -> Sequence[Any]:
+        """The arguments that are no tensors, such as `self`."""
+
     def has_objects(self) -> bool:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
 

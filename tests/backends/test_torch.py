@@ -693,6 +693,26 @@ def test_a_gradient_by_variables_has_no_history_and_says_so():
     assert not gradient.requires_grad
 
 
+class Slope:
+    def __init__(self, slope):
+        self.held = {"slope": slope}
+
+    @op_custom_gradient
+    def of(self, x):
+        return torch.sign(x), lambda u: 7.0 * u * self.held["slope"] * torch.abs(x)
+
+
+def test_a_gradient_depends_on_what_the_rule_alone_reaches():
+    """Which a later backward pass may ask for, and nobody else: then it has no history."""
+    x, weight, tensor, other = leaf(0.5), keras.Variable(3.0), leaf(3.0), leaf(1.0)
+    of_weight = op_custom_gradient(lambda x: (torch.sign(x), lambda u: 7.0 * u * weight * torch.abs(x)))
+    for op, held in ((of_weight, weight.value), (Slope(tensor).of, tensor)):
+        gradient = grad(lambda x, op=op: op(x).sum())(x.detach())
+        (gradient.sum() + other.sum()).backward()
+        close(held.grad.reshape(()), torch.tensor(3.5))
+    assert not grad(lambda x: Slope(3.0).of(x).sum())(x.detach()).requires_grad
+
+
 def test_a_tangent_has_the_history_of_what_was_given():
     """As that of torch.func has; what is differentiated inside is nobody's to ask for."""
     for primal, direction in ((leaf(1.0), torch.ones(1)), (torch.ones(1), leaf(1.0))):

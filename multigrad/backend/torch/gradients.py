@@ -13,8 +13,10 @@ from multigrad.backend.torch.state import (
     is_transforming,
 )
 from multigrad.backend.torch.tensors import TENSORS
-from multigrad.closure import lift
+from multigrad.closure import TypeSet, lift, tensors_behind
 from multigrad.errors import message
+
+_LEAVES = TypeSet(torch.Tensor, keras.Variable)
 
 
 def value_and_grad(
@@ -187,12 +189,15 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
 
 def _beside_inputs(node: Any) -> list[Any]:
     """The nodes of what the gradient of an op depends on beside its inputs: what the rule uses, and, where
-    that was computed by the function, what the function closes over.
+    that was computed by the function, what the function closes over, or reaches through objects.
 
     Nothing is asked for its saved tensors: under a checkpoint that would run the function again.
     """
     if not hasattr(node, "multigrad"):
         return []
-    *_, call, _, _, beside = node.multigrad
-    closed_over = [] if call is None else lift(call.f, TENSORS, call.f)[0]
-    return [*beside, *[node_of(tensor) for tensor in closed_over if tensor.requires_grad]]
+    *_, call, _, opaque, beside = node.multigrad
+    found = [] if call is None else lift(call.f, TENSORS, call.f)[0]
+    if opaque:
+        reached = tensors_behind([call.f, *call.objects()], _LEAVES)
+        found = [*found, *[leaf.value if isinstance(leaf, keras.Variable) else leaf for leaf in reached]]
+    return [*beside, *[node_of(tensor) for tensor in found if tensor.requires_grad]]
