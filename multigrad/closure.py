@@ -16,6 +16,7 @@ What is left where it stands, and why:
 Where a tensor could be reached through one of these, or through a global, the closure is called opaque.
 """
 
+import builtins
 import contextvars
 import dis
 import enum
@@ -175,13 +176,15 @@ class _Code:
     flat: bool  # whether neither is so: its cells are all there is to look at, and defaults by position
     cells: int  # how many cells it has
     probes: list[Probe]  # what it is not opaque by, but may be once something else stands there
+    containers: list[Any]  # those of these that may be once something is put in
 
     def is_stale_for(self, function: types.FunctionType) -> bool:
-        """Whether something else stands there, or the code is run in another namespace than the one read."""
+        """Whether something else is there, or the code is run in another namespace than the one read."""
         if not self.probes:
             return False
         own = self.probes[0][0] is function.__globals__
-        return not own or any([space.get(name) is not value for space, name, value in self.probes])
+        other = not own or any([space.get(name) is not value for space, name, value in self.probes])
+        return other or any(map(may_hold, self.containers))
 
 
 _CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
@@ -202,8 +205,8 @@ def _read_code(function: types.FunctionType) -> _Code:
     flat = not (assigned or opaque or wrapper or code.co_kwonlyargcount)
     if len(_CODES) >= _KEPT:
         _CODES.clear()
-    probes = [] if opaque else search.probes
-    found = _CODES[id(code)] = _Code(code, assigned, opaque, flat, len(code.co_freevars), probes)
+    probes, containers = ([], []) if opaque else (search.probes, search.containers)
+    found = _CODES[id(code)] = _Code(code, assigned, opaque, flat, len(code.co_freevars), probes, containers)
     return found
 
 
@@ -212,15 +215,17 @@ class _Globals:
 
     def __init__(self) -> None:
         self.probes: list[Probe] = []
+        self.containers: list[Any] = []
         self._seen: set[int] = set()
 
     def may_hold_by_name(self, function: types.FunctionType) -> bool:
         """Whether there may be some behind a global that the function uses."""
-        code = function.__code__
-        if is_of_framework(function.__globals__.get("__name__", "")):
+        code, scope = function.__code__, function.__globals__
+        if is_of_framework(scope.get("__name__", "")):
             return False
         used = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
-        return self._through(function.__globals__, used, names_in(code))
+        self.probes += [(scope, name, None) for name in used - scope.keys() - vars(builtins).keys()]
+        return self._through(scope, used, names_in(code))
 
     def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> bool:
         for name in names & namespace.keys():
@@ -249,6 +254,8 @@ class _Globals:
         if isinstance(value, type):
             bases = [base for base in value.__mro__ if not is_library(base.__module__)]
             return any(self._through(vars(base), attributes, attributes) for base in bases)
+        if isinstance(value, (dict, list)):
+            self.containers.append(value)
         return may_hold(value)
 
 

@@ -198,7 +198,22 @@ def test_objects_are_opaque():
     assert restore(template, [])() is held.e
 
 
-IN_A_GLOBAL = [Tensor(1)]
+FILLED_LATER, IN_A_GLOBAL = {}, [Tensor(1)]
+
+
+def test_what_comes_to_stand_in_a_global(monkeypatch):
+    def rule(u):
+        return FILLED_LATER.get("held", u)
+
+    def other(u):
+        return MADE_LATER  # noqa: F821
+
+    for function in (rule, other):
+        assert lift(function, TENSORS)[2] is False
+    monkeypatch.setitem(FILLED_LATER, "held", Tensor(1))
+    monkeypatch.setitem(globals(), "MADE_LATER", Tensor(1))
+    for function in (rule, other):
+        assert lift(function, TENSORS)[2] is True
 
 
 class Slotted:
