@@ -283,32 +283,37 @@ def _assigned_places(code: types.CodeType) -> Iterator[int]:
 _DEFINITIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type)
 
 
-def may_hold(value: Any, seen: frozenset[int] = _NO_CELLS) -> bool:
+def may_hold(value: Any, seen: set[int] | None = None) -> bool:
     """Whether tensors may be reached through an object; those of a module or class are looked for by name."""
     if isinstance(value, contextvars.ContextVar):
         return True  # which knows what it holds in each context, and tells no collector
+    seen = set() if seen is None else seen
     if ATOMS[type(value)] or isinstance(value, _DEFINITIONS) or id(value) in seen:
         return False
-    if not gc.is_tracked(value):
-        return False  # it has no reference to anything
-    seen |= {id(value)}
+    seen.add(id(value))
     if isinstance(value, types.FunctionType):
-        return any(may_hold(part, seen) for part in (*captured_by(value), *vars(value).values()))
-    parts = value.values() if isinstance(value, dict) else value
-    return not isinstance(value, (dict, list, tuple)) or any(may_hold(part, seen) for part in parts)
+        return any([may_hold(part, seen) for part in (*captured_by(value), *vars(value).values())])
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.values() if isinstance(value, dict) else value
+        return any(may_hold(part, seen) for part in (*parts, *getattr(value, "__dict__", {}).values()))
+    return gc.is_tracked(value)  # what is not tracked has no reference to anything
 
 
-def tensors_behind(obj: Any, tensor_types: TypeSet) -> Iterator[Any]:
+def tensors_behind(
+    obj: Any, tensor_types: TypeSet, through: tuple[type, ...] = (), seen: set[int] | None = None
+) -> Iterator[Any]:
     """The tensors that are reached through `obj`, usually a function, and through a user's objects in turn.
 
-    What a framework's own object holds is not among them, and of a module nothing is.
+    What a framework's own object holds is not among them, unless it is one of `through`, and nothing is that
+    stands in a module of Python's or a class. What is `seen` is not looked at again.
 
     ```python
     held = types.SimpleNamespace(factors=[ops.ones(3)])
     assert len(list(tensors_behind(lambda x: x * held.factors[0], TypeSet(Tensor)))) == 1
     ```
     """
-    waiting, seen = [obj], set()
+    seen = set() if seen is None else seen
+    waiting = [obj]
     while waiting:
         obj = waiting.pop()
         kind = type(obj)
@@ -318,13 +323,16 @@ def tensors_behind(obj: Any, tensor_types: TypeSet) -> Iterator[Any]:
             seen.add(id(obj))
             if kind is types.FunctionType:
                 scope = obj.__globals__
-                waiting += captured_by(obj)
+                waiting += [*captured_by(obj), *vars(obj).values()]
                 if not is_of_framework(scope.get("__name__", "")):
                     waiting += map(scope.get, operands(obj.__code__, "LOAD_GLOBAL", "LOAD_NAME"))
-            elif is_of_framework(kind.__module__) and not isinstance(obj, (list, tuple, dict, set)):
+            elif is_of_framework(kind.__module__) and not isinstance(obj, (*_CONTAINERS, *through)):
                 waiting += _functions_within(obj) or ()
             else:
                 waiting += gc.get_referents(obj)  # the collector knows of attributes and slots alike
+
+
+_CONTAINERS = list, tuple, dict, set
 
 
 def _assigned_cells(obj: Any, tensor_types: TypeSet, seen: set[int]) -> Iterator[int]:
@@ -428,7 +436,8 @@ class _Walk:
         if parts is None:
             functions = _functions_within(obj)
             if functions is None:
-                self.opaque |= gc.is_tracked(obj)  # what is not tracked has no reference to anything
+                # What the collector does not track has no reference to anything, unless it is made in C.
+                self.opaque |= isinstance(obj, tuple) or gc.is_tracked(obj)
             elif id(obj) not in self._wrappers:
                 self._wrappers.add(id(obj))
                 self.opaque |= not all(map(self._is_plain, functions))
@@ -490,8 +499,11 @@ def _parts(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
     if isinstance(obj, tuple) and not getattr(obj, "__dict__", None):  # others hold more than their parts
         if all([ATOMS[type(part)] for part in obj]):
             return (), list  # such as a shape
-        if make := getattr(kind, "_make", None):  # of a named tuple; others may be made of anything
+        if make := getattr(kind, "_make", None):  # of a named tuple
             return obj, make
+        if getattr(kind, "n_fields", None) == len(obj):  # of a framework's own in C, as of torch.max
+            return obj, kind
+        # Others may be made of anything.
     if isinstance(obj, types.BuiltinFunctionType) and isinstance(obj.__self__, types.ModuleType):
         return (), list
     return None, list

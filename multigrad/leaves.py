@@ -233,7 +233,7 @@ def _of_dict(container: dict[Any, Any]) -> tuple[int | tuple[str, ...] | None, S
     return keys, [container[key] for key in _in_order_kept(keys)]
 
 
-_in_order_kept = functools.lru_cache(4096)(_in_order)  # by keys that are plain strings
+_in_order_kept = functools.lru_cache(4096)(_in_order)  # for plain strings: equal keys of others may differ
 
 
 @functools.lru_cache(4096)

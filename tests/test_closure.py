@@ -2,11 +2,12 @@
 
 import enum
 import functools
+import os
 from collections import OrderedDict, namedtuple
 
 import pytest
 
-from multigrad.closure import TypeSet, lift, restore, tensors_behind
+from multigrad.closure import TypeSet, lift, may_hold, restore, tensors_behind
 
 pytestmark = pytest.mark.forward
 
@@ -185,6 +186,30 @@ def test_a_class_of_tuples_stays_what_it_is():
         assert template() is held
     shape = Marked(2, 3)
     assert lift(lambda: shape, TENSORS)[2] is False
+
+
+def test_a_tuple_that_is_made_in_c():
+    """It is no class of the user's, and not tracked by the collector."""
+    parts = [Tensor(1), *range(os.stat_result.n_fields - 1)]
+    made = os.stat_result(parts)
+    assert lift(lambda: made, TENSORS)[2] is True
+    assert may_hold(made)
+
+
+def test_wrappers_in_wrappers_are_looked_at_once():
+    def wrapped(u):
+        return u
+
+    for _ in range(60):
+        inner = wrapped
+
+        @functools.wraps(inner)
+        def wrapped(u, inner=inner):
+            return inner(u)
+
+    assert not may_hold(wrapped)
+    inner.held = Tensor(1)
+    assert may_hold(wrapped)
 
 
 def test_objects_are_opaque():

@@ -70,10 +70,15 @@ def test_private_names_are_there():
     seen = []
 
     def note(x):
-        seen.extend([t.key() for t in torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters()])
+        transforms = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters()
+        seen.extend([transform.key() for transform in transforms])
+        inner = torch.func.debug_unwrap(x, recurse=False)
+        assert torch._C._functorch.maybe_get_level(inner) == transforms[0].level()
+        assert torch._C._functorch.maybe_get_bdim(inner) == 1
+        assert transforms[0].batch_size() == 3
         return x.sum()
 
-    torch.func.vmap(torch.func.grad(note))(torch.ones(2, 3))
+    torch.func.vmap(torch.func.grad(note), 1)(torch.ones(2, 3))
     assert seen == [torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Grad]
 
 
@@ -711,6 +716,39 @@ def test_a_gradient_depends_on_what_the_rule_alone_reaches():
         (gradient.sum() + other.sum()).backward()
         close(held.grad.reshape(()), torch.tensor(3.5))
     assert not grad(lambda x: Slope(3.0).of(x).sum())(x.detach()).requires_grad
+
+
+def test_a_gradient_depends_on_the_weights_of_a_layer_that_is_held():
+    dense, linear, x = keras.layers.Dense(1), torch.nn.Linear(1, 1), leaf(0.5)
+    dense.build((None, 1))
+    for held in (dense, linear):
+        slope = Slope([held])
+
+        @op_custom_gradient
+        def op(x, slope=slope):
+            return torch.sign(x), lambda u: u * ops.sum(slope.held["slope"][0].bias) + 7.0 * u * x
+
+        gradient = grad(lambda x, op=op: op(x).sum())(x.detach())
+        assert gradient.requires_grad
+
+
+def test_a_view_of_a_weight_that_nobody_recorded_is_no_dependence():
+    with torch.no_grad():
+        view = leaf(1.0, 2.0).view(2)
+    assert view.requires_grad  # as PyTorch says, which has no node for it
+    held = Slope(3.0)
+    held.view = view
+    close(grad(lambda x: held.of(x).sum())(torch.ones(2)), torch.full((2,), 21.0))
+
+
+def test_a_second_derivative_through_what_top_k_gives():
+    @op_custom_gradient
+    def op(x):
+        found = ops.top_k(x * x, 2)
+        return found[0].sum(), lambda u: u * found[0].sum() * torch.ones(3)
+
+    x = torch.tensor([3.0, 1.0, 2.0])
+    close(grad(lambda x: grad(op)(x).sum())(x), torch.tensor([18.0, 0.0, 12.0]))
 
 
 def test_a_tangent_has_the_history_of_what_was_given():

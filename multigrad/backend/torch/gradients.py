@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import torch
 
-from multigrad.backend.torch.node import node_of, refuse
+from multigrad.backend.torch.node import is_view_within, node_of, refuse
 from multigrad.backend.torch.state import (
     is_transforming,
 )
@@ -172,7 +172,8 @@ _DEPTH = threading.local()
 
 def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool:
     """Whether `value`, or its gradient, depends on a leaf of the user's that is not one of `own`."""
-    seen = set()
+    seen: set[Any] = set()
+    reached: set[int] = set()
     nodes = [node_of(value) if value.requires_grad else None]
     while nodes:
         node = nodes.pop()
@@ -183,13 +184,14 @@ def _depends_on_others(value: torch.Tensor, own: Sequence[torch.Tensor]) -> bool
         if leaf is not None and not (hasattr(leaf, "multigrad_ended") or any([leaf is t for t in own])):
             return True
         nodes.extend(parent for parent, _ in node.next_functions)
-        nodes.extend(_beside_inputs(node))
+        nodes.extend(_beside_inputs(node, reached))
     return False
 
 
-def _beside_inputs(node: Any) -> list[Any]:
+def _beside_inputs(node: Any, reached: set[int]) -> list[Any]:
     """The nodes of what the gradient of an op depends on beside its inputs: what the rule uses, and, where
-    that was computed by the function, what the function closes over, or reaches through objects.
+    that was computed by the function, what the function closes over, or reaches through objects that were
+    not `reached` before.
 
     Nothing is asked for its saved tensors: under a checkpoint that would run the function again.
     """
@@ -198,6 +200,7 @@ def _beside_inputs(node: Any) -> list[Any]:
     *_, call, _, opaque, beside = node.multigrad
     found = [] if call is None else lift(call.f, TENSORS, call.f)[0]
     if opaque:
-        reached = tensors_behind([call.f, *call.objects()], _LEAVES)
-        found = [*found, *[leaf.value if isinstance(leaf, keras.Variable) else leaf for leaf in reached]]
-    return [*beside, *[node_of(tensor) for tensor in found if tensor.requires_grad]]
+        more = tensors_behind([call.f, *call.objects()], _LEAVES, (torch.nn.Module,), reached)
+        found = [*found, *[leaf.value if isinstance(leaf, keras.Variable) else leaf for leaf in more]]
+    with_nodes = [t for t in found if t.requires_grad and not is_view_within(t)]
+    return [*beside, *map(node_of, with_nodes)]

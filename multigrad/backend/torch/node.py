@@ -136,7 +136,7 @@ def _tie(
             if residual is tensor:
                 break  # an output that is an input is the input
         else:
-            if residual.requires_grad and not _is_view_within(residual):
+            if residual.requires_grad and not is_view_within(residual):
                 beside = *beside, node_of(residual)
                 continue
             for place, output in enumerate(outputs):
@@ -162,7 +162,7 @@ def _tie_many(
     return own, [slots[i] for i in tied], beside, computed
 
 
-def _is_view_within(tensor: torch.Tensor) -> bool:
+def is_view_within(tensor: torch.Tensor) -> bool:
     """Whether it is a view that the function made, where nothing is recorded, of what requires a gradient.
 
     PyTorch says of such a view that it requires one, too, and gives it no node.

@@ -26,14 +26,27 @@ def is_transforming() -> bool:
 untransformed = torch._functorch.utils.enable_single_level_autograd_function
 # Nor one to ask for the hooks that are called with what is saved, as a checkpoint's are.
 hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
-# Nor one to ask which transforms are at work.
+# Nor one to ask which transforms are at work, and which of them a tensor is wrapped for.
 _transforms = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
+_level, _axis = torch._C._functorch.maybe_get_level, torch._C._functorch.maybe_get_bdim
 _VMAP = torch._C._functorch.TransformType.Vmap
 
 
-def is_mapping() -> bool:
-    """Whether a vmap is at work."""
-    return any([transform.key() == _VMAP for transform in _transforms()])
+def batches() -> dict[int, int]:
+    """How many elements there are for each vmap that is at work, by its level."""
+    return {t.level(): t.batch_size() for t in _transforms() if t.key() == _VMAP}
+
+
+def is_mapped_by(sizes: dict[int, int], tensor: torch.Tensor) -> bool:
+    """Whether a tensor is mapped by some of these, and by no vmap that has ended, as one may be left over."""
+    mapped = False
+    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+        if inner.ndim > tensor.ndim:
+            if sizes.get(_level(tensor)) != inner.shape[_axis(tensor)]:
+                return False
+            mapped = True
+        tensor = inner
+    return mapped
 
 
 @contextlib.contextmanager

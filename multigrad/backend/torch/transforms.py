@@ -9,7 +9,14 @@ from torch.autograd import forward_ad
 
 from multigrad.backend import Call, Pullback, Ran, Spec
 from multigrad.backend.torch.node import is_alias, mark_integers, of_floating, run_again
-from multigrad.backend.torch.state import Autocast, autocast_here, autocasting, hooks_of_saving, is_mapping
+from multigrad.backend.torch.state import (
+    Autocast,
+    autocast_here,
+    autocasting,
+    batches,
+    hooks_of_saving,
+    is_mapped_by,
+)
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.closure import lift, restore, tensors_behind
 from multigrad.linear import FAR, require_linear, trial
@@ -27,8 +34,10 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     others = found.note(call, ran)
     found.standing = True
     own = [output.detach() for output in outputs]
-    reached = tensors_behind(rule, TENSORS) if found.opaque and is_mapping() else ()
-    marks = [torch.zeros_like(t, dtype=torch.float32).sum() for t in reached if _mappings(t)]
+    sizes = batches()
+    reached = tensors_behind(rule, TENSORS) if found.opaque and sizes else ()
+    mapped = [tensor for tensor in reached if is_mapped_by(sizes, tensor)]
+    marks = [torch.zeros_like(tensor, dtype=torch.float32).sum() for tensor in mapped]
     outputs = _Transformed.apply(call, found, *inputs, *own, *others, *marks)
     return back.output.join(outputs[: found.outputs])
 

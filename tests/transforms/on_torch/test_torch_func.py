@@ -126,6 +126,23 @@ def test_vmap_within_vmap(case):
     close(every_pair(grad(weighted(case.op))), every_pair(grad(weighted(case.meant))), 1e-4)
 
 
+def test_what_an_ended_vmap_left_behind():
+    """It maps nothing any more, though a tensor of it is still held by what the rule reaches."""
+
+    class Held:
+        factor = 7.0
+
+        @op_custom_gradient
+        def op(self, x):
+            return x * 2.0, lambda u: self.factor * u
+
+    held, seen = Held(), []
+    held.seen = seen
+    vmap(lambda x: seen.append(x) or x)(torch.ones(5, 2))
+    close(vmap(grad(lambda x: held.op(x).sum()))(torch.ones(2, 3)), torch.full((2, 3), 7.0))
+    assert vmap(held.op)(torch.ones(4, 3)).shape == (4, 3)
+
+
 @pytest.mark.parametrize(("op", "beside", "each"), BY_THE_RULE_ALONE.values(), ids=BY_THE_RULE_ALONE)
 def test_what_the_rule_alone_depends_on(op, beside, each):
     """Each element has its own upstream gradient, although all have one output."""
