@@ -305,7 +305,8 @@ def tensors_behind(
     """The tensors that are reached through `obj`, usually a function, and through a user's objects in turn.
 
     What a framework's own object holds is not among them, unless it is one of `through`, and nothing is that
-    stands in a module of Python's or a class. What is `seen` is not looked at again.
+    stands in a module of Python's or a class. What was `seen`, by the ids of objects that live on, is not
+    looked at again.
 
     ```python
     held = types.SimpleNamespace(factors=[ops.ones(3)])

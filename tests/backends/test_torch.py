@@ -716,6 +716,10 @@ def test_a_gradient_depends_on_what_the_rule_alone_reaches():
         (gradient.sum() + other.sum()).backward()
         close(held.grad.reshape(()), torch.tensor(3.5))
     assert not grad(lambda x: Slope(3.0).of(x).sum())(x.detach()).requires_grad
+    many = [*[Slope(3.0) for _ in range(5)], Slope(tensor), *[Slope(3.0) for _ in range(5)]]
+    for several in (many, many[::-1], many[5:], many[:6]):
+        gradient = grad(lambda x, several=several: sum(held.of(x) for held in several).sum())(x.detach())
+        assert gradient.requires_grad
 
 
 def test_a_gradient_depends_on_the_weights_of_a_layer_that_is_held():

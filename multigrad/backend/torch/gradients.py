@@ -199,8 +199,8 @@ def _beside_inputs(node: Any, reached: set[int]) -> list[Any]:
         return []
     *_, call, _, opaque, beside = node.multigrad
     found = [] if call is None else lift(call.f, TENSORS, call.f)[0]
-    if opaque:
-        more = tensors_behind([call.f, *call.objects()], _LEAVES, (torch.nn.Module,), reached)
-        found = [*found, *[leaf.value if isinstance(leaf, keras.Variable) else leaf for leaf in more]]
+    for root in (call.f, *call.objects()) if opaque else ():
+        for leaf in tensors_behind(root, _LEAVES, (torch.nn.Module,), reached):
+            found.append(leaf.value if isinstance(leaf, keras.Variable) else leaf)
     with_nodes = [t for t in found if t.requires_grad and not is_view_within(t)]
     return [*beside, *map(node_of, with_nodes)]
