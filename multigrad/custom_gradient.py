@@ -316,7 +316,7 @@ class Call:
 
     def may_read(self) -> bool:
         """Whether the function may read a variable, as far as can be said before it runs."""
-        return may_reach(self.f) or any(map(may_reach, self.objects()))
+        return may_reach(self.f) or any(map(may_reach, self.back.arguments.static_leaves()))
 
     def may_read_another(self) -> bool:
         """Whether it may read a variable that has another value here than its own, in a scope."""
