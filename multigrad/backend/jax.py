@@ -138,13 +138,10 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         return back.output.join(_without_gradient(outputs))
     layouts = []
 
-    def run(inputs: list[Any], closed: list[Any], differentiated: bool) -> _Step:
-        ran = outputs, rule, _, back = call.run_foreseen(inputs, restore(template, closed))
+    def run(inputs: list[Any], closed: list[Any]) -> _Step:
+        ran = outputs, _, _, back = call.run_foreseen(inputs, restore(template, closed))
         layouts.append(back.output)
-        if differentiated:
-            return list(outputs), _residuals(call, ran, closed)
-        arrays, _, opaque = lift(rule, TENSORS, call.f)
-        return list(outputs), _residuals(call, ran, closed).arrays if opaque else arrays
+        return list(outputs), _residuals(call, ran, closed)
 
     outputs = _op(run, call.name, call.options.forward_mode)(inputs, closed_over)
     return layouts[0].join(outputs)
@@ -216,8 +213,8 @@ class _Residuals:
         return self.pull(self.arrays, upstream, self.needed)
 
 
-_Step = tuple[list[Any], Any]
-"""The outputs of a function, and its `_Residuals`, or the arrays in them where no derivative is asked for."""
+_Step = tuple[list[Any], _Residuals]
+"""The outputs of a function, and what its rule uses."""
 
 
 def _residuals(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> _Residuals:
@@ -305,31 +302,26 @@ def _tie(
 ) -> list[Any]:
     """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
-
-    def there(inputs: list[Any], rest: Any, differentiated: bool) -> _Step:
-        outputs, residuals = rest
-        return outputs, residuals if differentiated else residuals.arrays
-
-    op = _op(there, name, forward_mode)
+    op = _op(lambda inputs, rest: rest, name, forward_mode)
     return op(inputs, (outputs, residuals.tied_to(outputs, residuals.needed)))
 
 
 def _op(
-    step: Callable[[list[Any], Any, bool], _Step], name: str, forward_mode: bool
+    step: Callable[[list[Any], Any], _Step], name: str, forward_mode: bool
 ) -> Callable[[list[Any], Any], list[Any]]:
     """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
 
-    `step` computes its outputs and, for a derivative, the residuals, or else the arrays in them.
+    `step` computes its outputs and the residuals.
     """
 
     def primal(inputs: list[Any], rest: Any) -> list[Any]:
-        outputs, arrays = step(inputs, rest, False)
+        outputs, residuals = step(inputs, rest)
         # In forward mode nothing comes back but by the tangents, which are mapped as what they come from.
-        beside = [*filter(is_differentiable, inputs), *([] if forward_mode else arrays)]
+        beside = [*filter(is_differentiable, inputs), *([] if forward_mode else residuals.arrays)]
         return _mapped_alike(name, outputs, beside) if _any_traced(beside) else outputs
 
     def differentiated(inputs: list[Any], rest: Any, needed: list[bool]) -> tuple[list[Any], _Residuals]:
-        outputs, residuals = step(inputs, rest, True)
+        outputs, residuals = step(inputs, rest)
         if _any_traced(inputs) or (rest and _any_traced(jax.tree.leaves(rest))):
             # This may itself be differentiated, in which the rule is to stay in force.
             tie = _tie_later if any([isinstance(x, DynamicJaxprTracer) for x in inputs]) else _tie
