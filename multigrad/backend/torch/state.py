@@ -32,21 +32,19 @@ _level, _axis = torch._C._functorch.maybe_get_level, torch._C._functorch.maybe_g
 _VMAP = torch._C._functorch.TransformType.Vmap
 
 
-def batches() -> dict[int, int]:
-    """How many elements there are for each vmap that is at work, by its level."""
-    return {t.level(): t.batch_size() for t in _transforms() if t.key() == _VMAP}
+def batches() -> set[tuple[int, int]]:
+    """The vmaps that are at work: the level of each, and its elements."""
+    return {(t.level(), t.batch_size()) for t in _transforms() if t.key() == _VMAP}
 
 
-def is_mapped_by(sizes: dict[int, int], tensor: torch.Tensor) -> bool:
-    """Whether a tensor is mapped by some of these, and by no vmap that has ended, as one may be left over."""
-    mapped = False
+def mappings(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The vmaps, within one another, by which a tensor is mapped: the level of each, and its elements."""
+    found = []
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
         if inner.ndim > tensor.ndim:
-            if sizes.get(_level(tensor)) != inner.shape[_axis(tensor)]:
-                return False
-            mapped = True
+            found.append((_level(tensor), inner.shape[_axis(tensor)]))
         tensor = inner
-    return mapped
+    return found
 
 
 @contextlib.contextmanager

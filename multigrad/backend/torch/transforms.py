@@ -15,7 +15,7 @@ from multigrad.backend.torch.state import (
     autocasting,
     batches,
     hooks_of_saving,
-    is_mapped_by,
+    mappings,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.closure import lift, restore, tensors_behind
@@ -34,9 +34,10 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     others = found.note(call, ran)
     found.standing = True
     own = [output.detach() for output in outputs]
-    sizes = batches()
-    reached = tensors_behind(rule, TENSORS) if found.opaque and sizes else ()
-    mapped = [tensor for tensor in reached if is_mapped_by(sizes, tensor)]
+    at_work = batches()
+    reached = tensors_behind(rule, TENSORS) if found.opaque and at_work else ()
+    # One that a vmap that has ended left behind is mapped no more.
+    mapped = [tensor for tensor in reached if at_work >= set(mappings(tensor)) > set()]
     marks = [torch.zeros_like(tensor, dtype=torch.float32).sum() for tensor in mapped]
     outputs = _Transformed.apply(call, found, *inputs, *own, *others, *marks)
     return back.output.join(outputs[: found.outputs])
@@ -201,26 +202,17 @@ def _mapped_alike(outputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor
     gradients come summed: the rule would answer for the whole batch, in the name of each.
     """
     floating = [output for output in outputs if is_differentiable(output)]
-    mapped = [tensor for tensor in beside if _mappings(tensor)]
+    mapped = [tensor for tensor in beside if mappings(tensor)]
     if not (floating and mapped):
         return outputs
     # Real, whatever is mapped: to make a complex number real is a warning.
     like = {"dtype": torch.float32, "device": floating[0].device}
     zero = sum([torch.zeros_like(tensor, **like).sum() for tensor in mapped])
-    count = _mappings(zero)
+    count = len(mappings(zero))
     return [
-        o if not is_differentiable(o) or _mappings(o) == count else o + zero.to(o.device, o.dtype)
+        o if not is_differentiable(o) or len(mappings(o)) == count else o + zero.to(o.device, o.dtype)
         for o in outputs
     ]
-
-
-def _mappings(tensor: torch.Tensor) -> int:
-    """By how many vmaps, within one another, a tensor is mapped."""
-    count = 0
-    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
-        count += inner.ndim > tensor.ndim
-        tensor = inner
-    return count
 
 
 def _transposed(
