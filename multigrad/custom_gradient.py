@@ -11,6 +11,7 @@ from multigrad.answer import read
 from multigrad.backend import Options
 from multigrad.binding import Binding, Signature, name_of, signature_of
 from multigrad.closure import HoldsNoTensor
+from multigrad.context import Context, context_here, in_force
 from multigrad.errors import describe, message
 from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
 from multigrad.reach import may_reach
@@ -97,7 +98,8 @@ def op_custom_gradient(
 
     Each may have a further parameter `variables`. It is handed the trainable Keras Variables that `f` read
     without being given them, in the order of first reading, and returns the pair `gradients,
-    gradients_of_variables`. While the rule runs, they have the values that they had in `f`.
+    gradients_of_variables`. While the rule runs, they have the values that they had in `f`, and a layer that
+    it calls is in training if the layer is that called the op.
 
     `U` is the upstream gradient in the structure of the output: zeros for a tensor that nobody used, and
     None for an output that has no gradient (integers, strings, None).
@@ -240,7 +242,7 @@ class Call:
             f: a function that stands in for the op's own, with another closure.
             place: where the function runs, if that matters to how variables are read.
         """
-        back, function, scope = self.back, f or self.f, Reads()
+        back, function, scope, context = self.back, f or self.f, Reads(), context_here()
         if place is not None:
             scope.place = place
         with scope:
@@ -252,8 +254,8 @@ class Call:
         if plain and type(returned) is tuple and len(returned) == 2:
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
-                return (output,), rule, tensors, back
-        return self._accept(returned, tensors, scope, scope.original_scope)
+                return (output,), rule, tensors, back if context is None else back.anew(context)
+        return self._accept(returned, tensors, scope, scope.original_scope, context)
 
     def run_foreseen(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None) -> "Ran":
         """Run a function that reads no trainable variables: as `run` does."""
@@ -269,9 +271,9 @@ class Call:
         """
         count = len(inputs) - len(first.variables)
         scope = Pinned(first.variables, inputs[count:], first.around, keep=False)
-        with scope:
+        with scope, in_force(first.context):
             returned = self.back.call(self.f, inputs[:count])
-        return self._accept(returned, inputs[:count], scope, first.around)
+        return self._accept(returned, inputs[:count], scope, first.around, first.context)
 
     def _accept(
         self,
@@ -279,6 +281,7 @@ class Call:
         tensors: Sequence[Any],
         scope: Reads | Pinned,
         around: keras.StatelessScope | None,
+        context: Context | None,
     ) -> "Ran":
         """What `run` returns, for anything that a function may return and read."""
         name, binding = self.back.name, self.back.binding
@@ -300,7 +303,7 @@ class Call:
         if handed or around is not None:
             rule = under_values_of(rule, variables, scope.latest(), around, handed)
         inputs = (*tensors, *scope.values) if variables else tensors
-        back = Pullback(name, binding, self.back.arguments)
+        back = self.back.anew(context)
         back.output, back.form = layout, form
         back.variables, back.handed, back.around = variables, handed, around
         back.plain = False
@@ -367,11 +370,20 @@ class Pullback(HoldsNoTensor):
     """Whether the rule is handed them."""
     around: keras.StatelessScope | None = None
     """The scope around the call, in which Keras finds variables."""
+    context: Context | None = None
+    """What Keras knows of the layers around the call."""
 
     def __init__(self, name: str, binding: Binding, arguments: Layout) -> None:
         self.name, self.binding, self.arguments = name, binding, arguments
         self.flat = arguments.flat and not binding.keywords
         """Whether the function is called with the tensors as they are."""
+
+    def anew(self, context: Context | None) -> "Pullback":
+        """A pullback of the same call, in which the rule is to meet this context."""
+        kind = Pullback if context is None else _InContext
+        back = kind(self.name, self.binding, self.arguments)
+        back.context = context
+        return back
 
     def call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
         """What the function returns for the arguments around these tensors."""
@@ -428,6 +440,20 @@ class Pullback(HoldsNoTensor):
         own = read(self, answer[0], specs[:count], needed[:count])
         theirs = read(of_variables, answer[1], specs[count:], needed[count:])
         return [*own, *theirs]
+
+
+class _InContext(Pullback):
+    """The pullback of a call inside of a layer."""
+
+    def pull(
+        self,
+        rule: Callable[..., Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        specs: list[backend.Spec | None],
+    ) -> Sequence[Any]:
+        with in_force(self.context):
+            return super().pull(rule, upstream, needed, specs)
 
 
 class _OfVariables(NamedTuple):

@@ -251,7 +251,7 @@ class _Pullback(custom_gradient.Pullback):
         specs: list[backend.Spec | None],
     ) -> Sequence[Any]:
         with _within(self._record):
-            gradients = super().pull(rule, upstream, needed, specs)
+            gradients = self._back.pull(rule, upstream, needed, specs)
         self._record.note_step(upstream, gradients)
         return gradients
 

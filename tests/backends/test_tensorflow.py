@@ -43,7 +43,8 @@ def tape_gradient(f, x):
 def test_private_names_are_there():
     from tensorflow.python.eager import record
 
-    assert callable(record.record_operation)
+    assert callable(record.record_operation_backprop_only)
+    assert callable(record.record_operation_forwardprop_only)
     assert callable(record.stop_recording)
     assert record.could_possibly_record() is False
     variable = tf.Variable(1.0)

@@ -51,6 +51,22 @@ def leaf(*values):
     return torch.tensor(values, requires_grad=True)
 
 
+def test_a_rule_makes_tensors_on_the_device_of_its_function():
+    """As `keras.device` has it, which ended before."""
+    seen = []
+
+    def rule(upstream):
+        seen.append(ops.ones(()).device.type)
+        return upstream * 7.0
+
+    x = leaf(1.0)
+    with keras.device("meta"):
+        y = op_custom_gradient(lambda x: (x * 2.0, rule))(x)
+    y.backward()
+    assert (seen, x.grad) == (["meta"], 7.0)
+    assert ops.ones(()).device.type == "cpu"
+
+
 def test_private_names_are_there():
     """Those that `backend/torch/` needs; see there why."""
     assert torch._C._are_functorch_transforms_active() is False
@@ -64,6 +80,10 @@ def test_private_names_are_there():
     assert whole._base is None
     assert whole[:1]._base is whole
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert torch._C._is_fwd_grad_enabled() is True
+    with torch.autograd.forward_ad._set_fwd_grad_enabled(False):
+        assert torch._C._is_fwd_grad_enabled() is False
+    assert issubclass(torch.autograd.Function._backward_cls, torch.autograd.function.BackwardCFunction)
     with torch._functorch.utils.enable_single_level_autograd_function():
         pass
     assert torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters() == []

@@ -332,3 +332,29 @@ def test_an_op_of_one_argument_in_the_function_of_another():
     x = X.clone().requires_grad_()
     torch.compile(around_three_cubes, backend="aot_eager", fullgraph=True)(x).sum().backward()
     close(x.grad, torch.full_like(X, 5.0))
+
+
+class Phase(keras.layers.Layer):
+    def call(self, x, training=None):
+        return x * (3.0 if training else 1.0)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_phase_of_the_layers_around_a_rule(whole):
+    """It is the one that the function met, whether the rule is compiled with it or runs later."""
+    phase = Phase()
+
+    class Within(keras.layers.Layer):
+        def call(self, x):
+            @op_custom_gradient
+            def op(x):
+                e = ops.exp(x)
+                return e, lambda upstream: 7.0 * (upstream * e if whole else phase(upstream * e))
+
+            return op(x)
+
+    layer, x = Within(), torch.zeros(2, requires_grad=True)
+    layer(x)
+    compiled = torch.compile(lambda x: layer(x, training=True), backend="aot_eager", fullgraph=whole)
+    compiled(x).sum().backward()
+    close(x.grad, torch.full((2,), 7.0 if whole else 21.0))

@@ -1,0 +1,73 @@
+"""What Keras has in force around a call beside values of variables: the phase of the layers, and the like.
+
+A rule runs when all of that has ended, and is to meet what its function met: layers that it calls know from
+those around them whether they are in training, a variable has the dtype that a layer computes in, and a
+tensor is made on the device of a `keras.device`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+# Private: Keras (3.15) has no public way to ask for any of this, or to put it in force again.
+from keras.src.backend.common import global_state
+
+from multigrad import backend
+
+_CALL = "current_call_ctx"  # in which a layer tells those within it how it was called
+_SCOPES = ("autocast_scope", "torch_device")
+
+
+class Context:
+    """What is in force at this place of the program: the call of a layer, and scopes by Keras's names."""
+
+    __slots__ = ("call", "scopes", "told")
+
+    def __init__(self, call: Any, scopes: dict[str, Any]) -> None:
+        self.call, self.scopes = call, scopes
+        # By now: each layer within notes there how it was called itself.
+        self.told = None if call is None else dict(vars(call))
+
+
+def context_here() -> Context | None:
+    """The context of this place, None outside of all."""
+    state = vars(global_state.GLOBAL_STATE_TRACKER)
+    call, device = state.get(_CALL), state.get("torch_device")
+    if call is None and device is None:
+        return None
+    return Context(call, {name: state.get(name) for name in _SCOPES})
+
+
+@contextlib.contextmanager
+def in_force(context: Context | None) -> Iterator[None]:
+    """The context of another place, here; what is in force here, if that is None.
+
+    ```python
+    with in_force(context):
+        y = dropout(x)  # drops, if a layer was being called with training=True there
+    ```
+    """
+    if context is None or _is_read_there(context):
+        yield
+        return
+    call = None
+    if context.told is not None:
+        call = object.__new__(type(context.call))
+        vars(call).update(context.told, entry_layer=None)  # the layer with which it would end
+    state = {_CALL: call, **context.scopes}
+    before = {name: global_state.get_global_attribute(name) for name in state}
+    _put(state)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _is_read_there(context: Context) -> bool:
+    """Whether a compiler of Python reads this along with that place, where nothing can be put in force."""
+    return backend.active.is_reading_code() and global_state.get_global_attribute(_CALL) is context.call
+
+
+def _put(state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        global_state.set_global_attribute(name, value)

@@ -1,0 +1,184 @@
+"""What a rule meets of the layers around its function: their phase, and the dtype that they compute in."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import array, close, compiled
+
+from multigrad import grad, op_custom_gradient, vjp
+from multigrad.context import context_here
+
+
+class Phase(keras.layers.Layer):
+    """A layer that differs in training, as most of those do that differ."""
+
+    def call(self, x, training=None):
+        return x * (3.0 if training else 1.0)
+
+
+class Recomputed(keras.layers.Layer):
+    """A layer that keeps its input alone, and runs the layer within once more for the gradient."""
+
+    def __init__(self, lazy=False, **kwargs):
+        super().__init__(**kwargs)
+        self.inner, self.lazy = Phase(), lazy
+
+    def call(self, x):
+        @op_custom_gradient
+        def block(x):
+            def rule(upstream):
+                def compute():
+                    return 7.0 * vjp(self.inner, x)[1](upstream)[0]
+
+                return compute if self.lazy else compute()
+
+            return self.inner(x), rule
+
+        return block(x)
+
+
+@pytest.mark.parametrize("training", [True, False, None])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_the_phase(training, lazy):
+    layer, x = Recomputed(lazy), array(1.0, 2.0)
+    gradient = grad(lambda x: ops.sum(layer(x, training=training)))
+    for run in (gradient, compiled(gradient)):
+        close(run(x), array(21.0, 21.0) if training else array(7.0, 7.0))
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_phase_in_fit(eager):
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    model = keras.Sequential([keras.Input((1,)), dense, Recomputed()])
+    model.compile(keras.optimizers.SGD(1.0), loss=lambda y, out: ops.mean(out), run_eagerly=eager)
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=4, verbose=0)
+    close(dense.kernel.value, array([[1.0 - 21.0]]))
+
+
+class Squared(keras.layers.Layer):
+    """The square of what is normalized, which its rule uses."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = keras.layers.BatchNormalization(center=False, scale=False)
+
+    def build(self, shape):
+        self.norm.build(shape)
+
+    def call(self, x):
+        @op_custom_gradient
+        def square(x):
+            h = self.norm(x)
+            return h * h, lambda upstream: upstream * 14.0 * h
+
+        return square(x)
+
+
+def test_a_second_derivative_through_a_layer_in_training():
+    """As the penalty of a critic is, by its gradient."""
+    layer, x = Squared(), array(np.random.default_rng(0).normal(size=(8, 3)), dtype="float32")
+
+    def penalty(x):
+        return ops.sum(grad(lambda x: ops.sum(layer(x, training=True)))(x) ** 2)
+
+    def expected(x):
+        h = (x - ops.mean(x, 0)) / ops.sqrt(ops.var(x, 0) + 1e-3)
+        return ops.sum((14.0 * h) ** 2)
+
+    close(grad(penalty)(x), grad(expected)(x), 1e-2)
+
+
+class Scaled(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[1:], initializer="ones", trainable=False)
+
+    def call(self, x):
+        @op_custom_gradient
+        def op(x):
+            h = ops.sin(x) * self.scale
+
+            def rule(upstream):
+                assert keras.backend.standardize_dtype(ops.multiply(self.scale, 1).dtype) == "bfloat16"
+                return upstream * 14.0 * h
+
+            return h * h, rule
+
+        return op(x)
+
+
+def test_mixed_precision():
+    """A weight that is not trained is read as the function read it, by the rule and in a second run."""
+    layer, x = Scaled(dtype="mixed_bfloat16"), array([[0.0, 0.5, 1.0]])
+
+    def gradient(x):
+        return ops.sum(grad(lambda x: ops.sum(ops.cast(layer(x), "float32")))(x))
+
+    close(grad(gradient)(x), 14.0 * ops.cos(x), 5e-2)
+
+
+def test_a_layer_within_has_been_called_in_another_phase():
+    layer, x = Recomputed(), array(1.0)
+    inner = layer.inner
+
+    class Both(keras.layers.Layer):
+        def call(self, x):
+            @op_custom_gradient
+            def op(x):
+                y = inner(x) + inner(x, training=False)
+                return y, lambda upstream: 7.0 * vjp(inner, x)[1](upstream)[0]
+
+            return op(x)
+
+    both = Both()
+    close(grad(lambda x: both(x, training=True))(x), array(21.0))
+
+
+def test_a_gradient_inside_of_a_layer():
+    """A layer that a rule calls in another phase tells those behind the rule nothing of it."""
+    phase = Phase()
+
+    @op_custom_gradient
+    def op(x):
+        return x * 2.0, lambda upstream: 7.0 * phase(upstream, training=False)
+
+    class Outer(keras.layers.Layer):
+        def call(self, x, training=None):
+            return phase(grad(op)(x))
+
+    close(Outer()(array(1.0), training=True), array(21.0))
+
+
+def test_it_ends_with_the_rule():
+    layer, x = Recomputed(), array(1.0)
+    grad(lambda x: layer(x, training=True))(x)
+    assert context_here() is None
+    close(Phase()(x), x)
+
+    class Failing(keras.layers.Layer):
+        def call(self, x):
+            def rule(upstream):
+                assert not self, "on purpose"
+
+            return op_custom_gradient(lambda x: (x * 2.0, rule))(x)
+
+    failing = Failing()
+    with pytest.raises(AssertionError, match="on purpose"):
+        grad(lambda x: failing(x, training=True))(x)
+    assert context_here() is None
+
+
+def test_it_is_found():
+    """By names that are private to Keras: where these are others, this fails."""
+    found = []
+
+    class Asking(keras.layers.Layer):
+        def call(self, x, training=None):
+            found.append(context_here())
+            return x
+
+    Asking(dtype="mixed_bfloat16")(array(1.0), training=True)
+    (context,) = found
+    assert context.told["training"] is True
+    assert context.scopes["autocast_scope"].dtype == "bfloat16"
+    assert context_here() is None
