@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multigrad import backend
-from multigrad.closure import HoldsNoTensor
+from multigrad.kinds import HoldsNoTensor
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _KEPT = 4096

@@ -10,9 +10,9 @@ from multigrad import backend, names, symbolic
 from multigrad.answer import read
 from multigrad.backend import Options
 from multigrad.binding import Binding, Signature, name_of, signature_of
-from multigrad.closure import HoldsNoTensor
 from multigrad.context import Context, context_here, in_force
 from multigrad.errors import describe, message
+from multigrad.kinds import HoldsNoTensor
 from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
 from multigrad.reach import may_reach
 from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, is_plain, own_arguments, takes_variables

@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.closure import may_hold
+from multigrad.behind import may_hold
 from multigrad.errors import message
 
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _SYMBOLIC, _WRITTEN = range(7)

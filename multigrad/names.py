@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import keras
 
 from multigrad.backend import Options
+from multigrad.behind import assigned_places
 from multigrad.binding import name_of
-from multigrad.closure import HoldsNoTensor, assigned_places
 from multigrad.errors import describe, message
+from multigrad.kinds import HoldsNoTensor
 
 Op = Callable[..., Any]
 

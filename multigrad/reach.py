@@ -13,7 +13,8 @@ from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 from multigrad import backend
-from multigrad.closure import ATOMS, captured_by
+from multigrad.behind import captured_by
+from multigrad.kinds import ATOMS
 from multigrad.namespaces import MISSING, Probe, is_library, names_in, operands
 
 _TENSORS = backend.active.TENSORS

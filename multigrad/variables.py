@@ -16,8 +16,8 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.closure import HoldsNoTensor
 from multigrad.errors import message
+from multigrad.kinds import HoldsNoTensor
 
 _TENSORS = backend.active.TENSORS
 

@@ -7,7 +7,9 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 
-from multigrad.closure import TypeSet, lift, may_hold, restore, tensors_behind
+from multigrad.behind import may_hold, tensors_behind
+from multigrad.closure import lift, restore
+from multigrad.kinds import TypeSet
 
 pytestmark = pytest.mark.forward
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import keras
 import numpy as np
 
-from multigrad.closure import TypeSet
 from multigrad.frameworks import DIFFERENTIATING, FORWARD_ONLY
+from multigrad.kinds import TypeSet
 
 F = TypeVar("F", bound=Callable[..., Any])
 

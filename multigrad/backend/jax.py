@@ -28,8 +28,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from multigrad.backend import Call, F, Ran, Spec
-from multigrad.closure import TypeSet, lift, restore
+from multigrad.closure import lift, restore
 from multigrad.errors import message
+from multigrad.kinds import TypeSet
 from multigrad.linear import FAR, not_linear, require_linear, trial
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)

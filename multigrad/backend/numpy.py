@@ -12,8 +12,8 @@ import keras
 import numpy as np
 
 from multigrad.backend import Call, F
-from multigrad.closure import TypeSet
 from multigrad.frameworks import DIFFERENTIATING
+from multigrad.kinds import TypeSet
 
 TENSORS = TypeSet(np.ndarray)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)

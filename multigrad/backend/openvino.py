@@ -31,7 +31,7 @@ from multigrad.backend.numpy import (
     vjp,
     wide,
 )
-from multigrad.closure import TypeSet
+from multigrad.kinds import TypeSet
 
 __all__ = [
     "CONVERTIBLE",

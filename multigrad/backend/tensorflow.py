@@ -32,8 +32,9 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from multigrad.backend import Call, F, Pullback, Spec
-from multigrad.closure import TypeSet, lift, restore
+from multigrad.closure import lift, restore
 from multigrad.errors import message
+from multigrad.kinds import TypeSet
 from multigrad.linear import FAR, require_linear, trial
 from multigrad.shared import Shared
 

@@ -21,9 +21,10 @@ from keras import ops, tree
 from multigrad import backend, names, symbolic
 from multigrad.backend import Options
 from multigrad.calculus import jacobian, vjp
-from multigrad.closure import HoldsNoTensor, lift, restore
+from multigrad.closure import lift, restore
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, unusable
+from multigrad.kinds import HoldsNoTensor
 from multigrad.leaves import Layout, Symbolic, split
 from multigrad.ops.arguments import is_integer, with_plain
 from multigrad.ops.dtypes import dtype_of

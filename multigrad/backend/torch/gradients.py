@@ -13,8 +13,10 @@ from multigrad.backend.torch.state import (
     is_transforming,
 )
 from multigrad.backend.torch.tensors import TENSORS
-from multigrad.closure import TypeSet, lift, tensors_behind
+from multigrad.behind import tensors_behind
+from multigrad.closure import lift
 from multigrad.errors import message
+from multigrad.kinds import TypeSet
 
 _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 

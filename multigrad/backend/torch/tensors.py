@@ -15,7 +15,7 @@ from multigrad.backend.torch.state import (
     is_tracing,
     is_transforming,
 )
-from multigrad.closure import TypeSet
+from multigrad.kinds import TypeSet
 
 TENSORS = TypeSet(torch.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)

@@ -18,7 +18,8 @@ from multigrad.backend.torch.state import (
     mappings,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
-from multigrad.closure import lift, restore, tensors_behind
+from multigrad.behind import tensors_behind
+from multigrad.closure import lift, restore
 from multigrad.linear import FAR, require_linear, trial
 
 

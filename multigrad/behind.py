@@ -1,0 +1,207 @@
+"""What stands behind an object, and behind the globals that a function uses: whether tensors may be reached.
+
+Said once for each code, and asked again where a name, or a container, has got something else since.
+"""
+
+import builtins
+import contextvars
+import dis
+import gc
+import inspect
+import types
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+from multigrad.kinds import ATOMS, TypeSet
+from multigrad.namespaces import Probe, code_within, is_library, is_of_framework, names_in, operands
+
+
+def content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is not bound yet, and may never be read
+        return None
+
+
+def captured_by(function: types.FunctionType) -> list[Any]:
+    """What a function closes over and has for defaults."""
+    cells = [content_of(cell) for cell in function.__closure__ or ()]
+    return [*cells, function.__defaults__, function.__kwdefaults__]
+
+
+@dataclass(slots=True)
+class _Code:
+    """What the code of a function tells about lifting out of it."""
+
+    code: types.CodeType  # kept alive, so that its id stays its own
+    assigned: frozenset[int]  # the free variables that it, or a function within it, assigns, by place
+    opaque: bool  # whether it reads a global in which there may be tensors
+    flat: bool  # whether neither is so: its cells are all there is to look at, and defaults by position
+    cells: int  # how many cells it has
+    probes: list[Probe]  # what it is not opaque by, but may be once something else stands there
+    containers: list[Any]  # those of these that may be once something is put in
+
+    def is_stale_for(self, function: types.FunctionType) -> bool:
+        """Whether something else is there, or the code is run in another namespace than the one read."""
+        if not self.probes:
+            return False
+        own = self.probes[0][0] is function.__globals__
+        other = not own or any([space.get(name) is not value for space, name, value in self.probes])
+        return other or any(map(may_hold, self.containers))
+
+
+CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
+_KEPT = 4096
+
+
+def code_of(function: types.FunctionType) -> _Code:
+    known = CODES.get(id(function.__code__))
+    return _read_code(function) if known is None or known.is_stale_for(function) else known
+
+
+def _read_code(function: types.FunctionType) -> _Code:
+    code = function.__code__
+    assigned = frozenset(_assigned_places(code))
+    search = _Globals()
+    opaque = search.may_hold_by_name(function)
+    wrapper = code.co_flags & inspect.CO_VARARGS  # of which attributes may tell more
+    flat = not (assigned or opaque or wrapper or code.co_kwonlyargcount)
+    if len(CODES) >= _KEPT:
+        CODES.clear()
+    probes, containers = ([], []) if opaque else (search.probes, search.containers)
+    found = CODES[id(code)] = _Code(code, assigned, opaque, flat, len(code.co_freevars), probes, containers)
+    return found
+
+
+class _Globals:
+    """A search for tensors behind the globals that a function uses, and those that it calls with them."""
+
+    def __init__(self) -> None:
+        self.probes: list[Probe] = []
+        self.containers: list[Any] = []
+        self._seen: set[int] = set()
+
+    def may_hold_by_name(self, function: types.FunctionType) -> bool:
+        """Whether there may be some behind a global that the function uses."""
+        code, scope = function.__code__, function.__globals__
+        if is_of_framework(scope.get("__name__", "")):
+            return False
+        used = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
+        self.probes += [(scope, name, None) for name in used - scope.keys() - vars(builtins).keys()]
+        return self._through(scope, used, names_in(code))
+
+    def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> bool:
+        for name in names & namespace.keys():
+            value = namespace[name]
+            if _is_of_library(value):
+                continue
+            self.probes.append((namespace, name, value))
+            if self._may_hold(value, attributes):
+                return True
+        return False
+
+    def _may_hold(self, value: Any, attributes: Set[str]) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            own = vars(value)
+            if is_library(value.__globals__.get("__name__", "")):  # around a user's, such as that of an op
+                return self._may_hold(own.get("__wrapped__"), attributes)
+            parts = (*captured_by(value), *own.values())
+            return any(self._may_hold(part, attributes) for part in parts) or self.may_hold_by_name(value)
+        if isinstance(value, types.ModuleType):
+            return self._through(vars(value), attributes, attributes)
+        if (functions := functions_within(value)) is not None:
+            return any(self._may_hold(function, attributes) for function in functions)
+        if isinstance(value, type):
+            bases = [base for base in value.__mro__ if not is_library(base.__module__)]
+            return any(self._through(vars(base), attributes, attributes) for base in bases)
+        if isinstance(value, (dict, list)):
+            self.containers.append(value)
+        return may_hold(value)
+
+
+def _is_of_library(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return is_library(value.__name__)
+    return isinstance(value, (*_DEFINITIONS, types.FunctionType)) and is_library(
+        getattr(value, "__module__", None) or ""
+    )
+
+
+def assigned_places(function: types.FunctionType) -> frozenset[int]:
+    """The places of the free variables that a function, or one within it, assigns."""
+    return (CODES.get(id(function.__code__)) or _read_code(function)).assigned
+
+
+def _assigned_places(code: types.CodeType) -> Iterator[int]:
+    stores = ("STORE_DEREF", "DELETE_DEREF")
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in stores}
+    for inner in code_within(code):
+        names |= {inner.co_freevars[place] for place in _assigned_places(inner)}
+    return (place for place, name in enumerate(code.co_freevars) if name in names)
+
+
+_DEFINITIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type)
+
+
+def may_hold(value: Any, seen: set[int] | None = None) -> bool:
+    """Whether tensors may be reached through an object; those of a module or class are looked for by name."""
+    if isinstance(value, contextvars.ContextVar):
+        return True  # which knows what it holds in each context, and tells no collector
+    seen = set() if seen is None else seen
+    if ATOMS[type(value)] or isinstance(value, _DEFINITIONS) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, types.FunctionType):
+        return any([may_hold(part, seen) for part in (*captured_by(value), *vars(value).values())])
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.values() if isinstance(value, dict) else value
+        return any(may_hold(part, seen) for part in (*parts, *getattr(value, "__dict__", {}).values()))
+    return gc.is_tracked(value)  # what is not tracked has no reference to anything
+
+
+def tensors_behind(
+    obj: Any, tensor_types: TypeSet, through: tuple[type, ...] = (), seen: set[int] | None = None
+) -> Iterator[Any]:
+    """The tensors that are reached through `obj`, usually a function, and through a user's objects in turn.
+
+    What a framework's own object holds is not among them, unless it is one of `through`, and nothing is that
+    stands in a module of Python's or a class. What was `seen`, by the ids of objects that live on, is not
+    looked at again.
+
+    ```python
+    held = types.SimpleNamespace(factors=[ops.ones(3)])
+    assert len(list(tensors_behind(lambda x: x * held.factors[0], TypeSet(Tensor)))) == 1
+    ```
+    """
+    seen = set() if seen is None else seen
+    waiting = [obj]
+    while waiting:
+        obj = waiting.pop()
+        kind = type(obj)
+        if tensor_types[kind]:
+            yield obj
+        elif not (ATOMS[kind] or isinstance(obj, type) or id(obj) in seen):
+            seen.add(id(obj))
+            if kind is types.FunctionType:
+                scope = obj.__globals__
+                waiting += [*captured_by(obj), *vars(obj).values()]
+                if not is_of_framework(scope.get("__name__", "")):
+                    waiting += map(scope.get, operands(obj.__code__, "LOAD_GLOBAL", "LOAD_NAME"))
+            elif is_of_framework(kind.__module__) and not isinstance(obj, (*_CONTAINERS, *through)):
+                waiting += functions_within(obj) or ()
+            else:
+                waiting += gc.get_referents(obj)  # the collector knows of attributes and slots alike
+
+
+_CONTAINERS = list, tuple, dict, set
+
+
+def functions_within(obj: Any) -> list[Any] | None:
+    """The user's functions in a framework's object around them, as of `jax.jit`; None for other objects."""
+    if isinstance(obj, type) or not (is_of_framework(type(obj).__module__) and hasattr(obj, "__wrapped__")):
+        return None  # a cache of the standard library's may hold more
+    return [obj.__wrapped__, *filter(callable, getattr(obj, "__dict__", {}).values())]
