@@ -8,6 +8,7 @@ import contextvars
 import dis
 import gc
 import inspect
+import operator
 import types
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
@@ -40,15 +41,16 @@ class _Code:
     flat: bool  # whether neither is so: its cells are all there is to look at, and defaults by position
     cells: int  # how many cells it has
     probes: list[Probe]  # what it is not opaque by, but may be once something else stands there
-    containers: list[Any]  # those of these that may be once something is put in
+    containers: list[tuple[Any, list[Any]]]  # the same for containers among these, with what stands in each
 
     def is_stale_for(self, function: types.FunctionType) -> bool:
         """Whether something else is there, or the code is run in another namespace than the one read."""
         if not self.probes:
             return False
         own = self.probes[0][0] is function.__globals__
-        other = not own or any([space.get(name) is not value for space, name, value in self.probes])
-        return other or any(map(may_hold, self.containers))
+        if not own or any([space.get(name) is not value for space, name, value in self.probes]):
+            return True
+        return any([not _are(_parts_of(container), parts) for container, parts in self.containers])
 
 
 CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
@@ -79,7 +81,7 @@ class _Globals:
 
     def __init__(self) -> None:
         self.probes: list[Probe] = []
-        self.containers: list[Any] = []
+        self.containers: list[tuple[Any, list[Any]]] = []
         self._seen: set[int] = set()
 
     def may_hold_by_name(self, function: types.FunctionType) -> bool:
@@ -87,6 +89,8 @@ class _Globals:
         code, scope = function.__code__, function.__globals__
         if is_of_framework(scope.get("__name__", "")):
             return False
+        if not all(map(is_library, operands(code, "IMPORT_NAME"))):
+            return True
         used = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
         self.probes += [(scope, name, None) for name in used - scope.keys() - vars(builtins).keys()]
         return self._through(scope, used, names_in(code))
@@ -94,10 +98,10 @@ class _Globals:
     def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> bool:
         for name in names & namespace.keys():
             value = namespace[name]
-            if _is_of_library(value):
-                continue
+            if isinstance(value, types.ModuleType) and is_library(value.__name__):
+                continue  # which nobody rebinds, and nearly every function uses
             self.probes.append((namespace, name, value))
-            if self._may_hold(value, attributes):
+            if not _is_of_library(value) and self._may_hold(value, attributes):
                 return True
         return False
 
@@ -109,7 +113,7 @@ class _Globals:
             own = vars(value)
             if is_library(value.__globals__.get("__name__", "")):  # around a user's, such as that of an op
                 return self._may_hold(own.get("__wrapped__"), attributes)
-            parts = (*captured_by(value), *own.values())
+            parts = (*captured_by(value), own)
             return any(self._may_hold(part, attributes) for part in parts) or self.may_hold_by_name(value)
         if isinstance(value, types.ModuleType):
             return self._through(vars(value), attributes, attributes)
@@ -118,9 +122,21 @@ class _Globals:
         if isinstance(value, type):
             bases = [base for base in value.__mro__ if not is_library(base.__module__)]
             return any(self._through(vars(base), attributes, attributes) for base in bases)
-        if isinstance(value, (dict, list)):
-            self.containers.append(value)
+        if type(value) in (dict, list, tuple):
+            within = _parts_of(value)
+            if not isinstance(value, tuple):
+                self.containers.append((value, within))
+            return any(self._may_hold(part, attributes) for part in within)
         return may_hold(value)
+
+
+def _parts_of(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _are(parts: list[Any], others: list[Any]) -> bool:
+    """Whether they are the very same objects."""
+    return len(parts) == len(others) and all(map(operator.is_, parts, others))
 
 
 def _is_of_library(value: Any) -> bool:
@@ -144,13 +160,11 @@ def _assigned_places(code: types.CodeType) -> Iterator[int]:
     return (place for place, name in enumerate(code.co_freevars) if name in names)
 
 
-_DEFINITIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type)
+_DEFINITIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, type)
 
 
 def may_hold(value: Any, seen: set[int] | None = None) -> bool:
     """Whether tensors may be reached through an object; those of a module or class are looked for by name."""
-    if isinstance(value, contextvars.ContextVar):
-        return True  # which knows what it holds in each context, and tells no collector
     seen = set() if seen is None else seen
     if ATOMS[type(value)] or isinstance(value, _DEFINITIONS) or id(value) in seen:
         return False
@@ -160,7 +174,8 @@ def may_hold(value: Any, seen: set[int] | None = None) -> bool:
     if isinstance(value, (dict, list, tuple)):
         parts = value.values() if isinstance(value, dict) else value
         return any(may_hold(part, seen) for part in (*parts, *getattr(value, "__dict__", {}).values()))
-    return gc.is_tracked(value)  # what is not tracked has no reference to anything
+    # What is not tracked refers to nothing, but a ContextVar tells no collector what it holds.
+    return isinstance(value, contextvars.ContextVar) or gc.is_tracked(value)
 
 
 def tensors_behind(
@@ -184,7 +199,7 @@ def tensors_behind(
         kind = type(obj)
         if tensor_types[kind]:
             yield obj
-        elif not (ATOMS[kind] or isinstance(obj, type) or id(obj) in seen):
+        elif not (ATOMS[kind] or isinstance(obj, (type, types.ModuleType)) or id(obj) in seen):
             seen.add(id(obj))
             if kind is types.FunctionType:
                 scope = obj.__globals__

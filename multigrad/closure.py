@@ -16,6 +16,7 @@ What is left where it stands, and why:
 Where a tensor could be reached through one of these, or through a global, the closure is called opaque.
 """
 
+import contextvars
 import functools
 import gc
 import inspect
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 from multigrad.behind import CODES, assigned_places, code_of, content_of, functions_within
 from multigrad.kinds import ATOMS, TypeSet
+from multigrad.namespaces import is_library
 
 _NO_CELLS: frozenset[int] = frozenset()
 
@@ -164,14 +166,17 @@ class _Recursion(NamedTuple):
 class _Walk:
     """One walk through an object; `lift` returns its argument itself when it finds no tensor in it."""
 
-    __slots__ = ("_known", "_shared", "_state", "_tensor_types", "_wrappers", "opaque", "tensors")
+    __slots__ = ("_inner", "_known", "_shared", "_state", "_tensor_types", "_wrappers", "opaque", "tensors")
 
-    def __init__(self, tensor_types: TypeSet, shared: frozenset[int], state: frozenset[int]) -> None:
+    def __init__(
+        self, tensor_types: TypeSet, shared: frozenset[int], state: frozenset[int], inner: bool = False
+    ) -> None:
         self.tensors: list[Any] = []
         self.opaque = False
         self._tensor_types = tensor_types
         self._shared = shared
         self._state = state
+        self._inner = inner  # whether somebody else holds the object, who may use its attributes
         # What an object was lifted to. One thing in two places stays one thing.
         self._known: dict[int, Any] = {}
         # Frameworks' objects that were looked into: a function in one may know it.
@@ -186,6 +191,9 @@ class _Walk:
                 self.tensors.append(obj)
             return slot
         if ATOMS[kind]:
+            return obj
+        if isinstance(obj, types.ModuleType):
+            self.opaque |= not is_library(obj.__name__)
             return obj
         if id(obj) in self._known:
             return self._known[id(obj)]
@@ -204,7 +212,7 @@ class _Walk:
             functions = functions_within(obj)
             if functions is None:
                 # What the collector does not track has no reference to anything, unless it is made in C.
-                self.opaque |= isinstance(obj, tuple) or gc.is_tracked(obj)
+                self.opaque |= isinstance(obj, (tuple, contextvars.ContextVar)) or gc.is_tracked(obj)
             elif id(obj) not in self._wrappers:
                 self._wrappers.add(id(obj))
                 self.opaque |= not all(map(self._is_plain, functions))
@@ -235,8 +243,9 @@ class _Walk:
                 else:
                     changed = True
         extras = None
-        # To look at `__dict__` makes one. Only a wrapper, or a function that knows itself, uses its own.
-        own = function.__dict__ if recursive or code.co_flags & inspect.CO_VARARGS else None
+        # To look at `__dict__` makes one. The outermost function uses its own as a wrapper, or by its name.
+        inner = self._inner or len(self._known) > 1
+        own = function.__dict__ if inner or recursive or code.co_flags & inspect.CO_VARARGS else None
         if own or function.__defaults__ or function.__kwdefaults__:
             old = [function.__defaults__, function.__kwdefaults__, own]
             new = [self.lift(part) for part in old]
@@ -246,7 +255,7 @@ class _Walk:
 
     def _is_plain(self, content: Any) -> bool:
         """Whether no tensor can be reached through what is left where it stands."""
-        walk = _Walk(self._tensor_types, _NO_CELLS, _NO_CELLS)
+        walk = _Walk(self._tensor_types, _NO_CELLS, _NO_CELLS, inner=True)
         walk._wrappers = self._wrappers
         walk.lift(content)
         return not (walk.tensors or walk.opaque)

@@ -40,13 +40,7 @@ def context_here() -> Context | None:
 
 @contextlib.contextmanager
 def in_force(context: Context | None) -> Iterator[None]:
-    """The context of another place, here; what is in force here, if that is None.
-
-    ```python
-    with in_force(context):
-        y = dropout(x)  # drops, if a layer was being called with training=True there
-    ```
-    """
+    """The context of another place, here; what is in force here, if that is None."""
     if context is None or _is_read_there(context):
         yield
         return

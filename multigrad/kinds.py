@@ -42,5 +42,5 @@ class HoldsNoTensor:
 # Kinds of object that hold no tensor of a call, whatever else they are.
 ATOMS = TypeSet(
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,
-    types.ModuleType, enum.Enum, np.dtype, np.generic, np.ndarray, np.ufunc, HoldsNoTensor,
+    enum.Enum, np.dtype, np.generic, np.ndarray, np.ufunc, HoldsNoTensor,
 )  # fmt: skip

@@ -5,6 +5,7 @@ function's closure, and at the globals that it and the functions it calls use. I
 found that could lead to a variable; anything unknown is a yes.
 """
 
+import contextvars
 import functools
 import gc
 import types
@@ -79,11 +80,13 @@ class _Search:
             return False
         self._seen.add(id(obj))
         if kind is types.FunctionType:
-            return self.reaches_by_name(obj) or self.reaches_by_capture(obj)
+            names = attributes | names_in(obj.__code__)
+            own = self._through_namespace(vars(obj), names, names)
+            return own or self.reaches_by_name(obj) or self.reaches_by_capture(obj)
         parts = _class_parts(obj) if isinstance(obj, type) else _parts(obj)
         if parts is not None:
             return any(map(self.reaches, parts))
-        return gc.is_tracked(obj)  # what is not tracked has no reference to anything
+        return isinstance(obj, contextvars.ContextVar) or gc.is_tracked(obj)  # as in `may_hold`
 
     def reaches_by_capture(self, function: types.FunctionType) -> bool:
         """Whether it is through what a function closes over, and its defaults."""

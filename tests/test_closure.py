@@ -1,10 +1,14 @@
 """Lifting tensors out of closures, with a class of its own standing for tensors."""
 
+import contextvars
 import enum
 import functools
+import math
 import os
+import types
 from collections import OrderedDict, namedtuple
 
+import keras
 import pytest
 
 from multigrad.behind import may_hold, tensors_behind
@@ -235,12 +239,78 @@ def test_what_comes_to_stand_in_a_global(monkeypatch):
     def other(u):
         return MADE_LATER  # noqa: F821
 
-    for function in (rule, other):
+    def hooked(u):
+        return HOOKS[0](u)
+
+    def attributed(u):
+        return helper.held * u
+
+    def rebound(u):
+        return ACTIVATION(u)
+
+    HOOKS[:] = [len]
+    vars(helper).clear()
+    every = (rule, other, hooked, attributed, rebound)
+    for function in every:
         assert lift(function, TENSORS)[2] is False
     monkeypatch.setitem(FILLED_LATER, "held", Tensor(1))
     monkeypatch.setitem(globals(), "MADE_LATER", Tensor(1))
-    for function in (rule, other):
+    HOOKS[:] = [hook]
+    helper.held = Tensor(1)
+    monkeypatch.setitem(globals(), "ACTIVATION", hook)
+    for function in every:
         assert lift(function, TENSORS)[2] is True
+
+
+HOOKS, ACTIVATION = [], keras.ops.abs
+
+
+def helper(u):
+    return u
+
+
+def hook(u):
+    return IN_A_GLOBAL[0]
+
+
+HOOKED, CLASSES = {"a": (hook,)}, []
+A_VARIABLE_OF_THE_CONTEXT = contextvars.ContextVar("held")
+
+
+def test_what_is_behind_a_container_or_a_module():
+    """As each of these is looked at through a global and through a cell."""
+
+    class Held:
+        by_the_class = Tensor(1)
+
+    CLASSES[:] = [Held]
+    module = types.ModuleType("of_a_user")
+    module.held = Tensor(1)
+    variable = A_VARIABLE_OF_THE_CONTEXT
+
+    def attributed(u):
+        return u
+
+    attributed.held = Tensor(1)
+
+    def imports(u):
+        import of_a_user
+
+        return u * of_a_user.held
+
+    rules = [
+        lambda u: HOOKED["a"][0](u),
+        lambda u: CLASSES[0].by_the_class,
+        lambda u: module.held,
+        lambda u: variable.get(),
+        lambda u: A_VARIABLE_OF_THE_CONTEXT.get(),
+        imports,
+    ]
+    assert [lift(rule, TENSORS)[2] for rule in rules] == [True] * len(rules)
+    (tensor,), template, opaque = lift(lambda u: attributed.held, TENSORS)
+    assert (tensor, opaque) == (attributed.held, False)
+    assert restore(template, [7])(None) == 7
+    assert lift(lambda u: (math.pi, keras.ops.abs(u), types.ModuleType), TENSORS)[2] is False
 
 
 class Slotted:

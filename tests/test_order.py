@@ -1,6 +1,7 @@
 """Second and third derivatives: through what the rule closes over, and by the rule."""
 
 import contextvars
+import sys
 import types
 
 import numpy as np
@@ -319,7 +320,57 @@ def by_context(x):
     return context.get() * 1.0, lambda u: u * context.get() * 7.0
 
 
-@pytest.mark.parametrize("op", [by_class, by_module, by_attribute, by_helper, by_context])
+hooks = [lambda u: u * helper_of_another() * 7.0]
+
+
+@op_custom_gradient
+def by_hook(x):
+    """A function in a container knows it."""
+    state["e"] = ops.exp(x)
+    return state["e"] * 1.0, lambda u: hooks[0](u)
+
+
+@op_custom_gradient
+def by_inner_attribute(x):
+    def inner():
+        return inner.e
+
+    inner.e = ops.exp(x)
+    return inner.e * 1.0, lambda u: u * inner.e * 7.0
+
+
+@op_custom_gradient
+def by_own_module(x):
+    own = module
+    own.e = ops.exp(x)
+    return own.e * 1.0, lambda u: u * own.e * 7.0
+
+
+@op_custom_gradient
+def by_own_context(x):
+    own = context
+    own.set(ops.exp(x))
+    return own.get() * 1.0, lambda u: u * own.get() * 7.0
+
+
+@op_custom_gradient
+def by_import(x):
+    sys.modules["kept_by_a_user"] = module
+    module.e = ops.exp(x)
+
+    def rule(u):
+        import kept_by_a_user
+
+        return u * kept_by_a_user.e * 7.0
+
+    return module.e * 1.0, rule
+
+
+BY_A_GLOBAL = [by_class, by_module, by_attribute, by_helper, by_context, by_hook]
+BESIDE = [by_inner_attribute, by_own_module, by_own_context, by_import]
+
+
+@pytest.mark.parametrize("op", [*BY_A_GLOBAL, *BESIDE])
 def test_what_a_rule_reaches_by_a_global(op):
     """It has its history, which is the function's, in a second derivative."""
     for x in (0.5, 1.5):
