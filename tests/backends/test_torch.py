@@ -99,6 +99,8 @@ def test_private_names_are_there():
         return x.sum()
 
     torch.func.vmap(torch.func.grad(note), 1)(torch.ones(2, 3))
+    with torch._C._DisableFuncTorch(), torch.utils._python_dispatch._disable_current_modes():
+        assert not torch._subclasses.fake_tensor.is_fake(torch.ones(2))
     assert seen == [torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Grad]
 
 

@@ -10,8 +10,11 @@ from multigrad.backend import Call, Pullback, Ran
 from multigrad.backend.torch.state import (
     autocast_here,
     autocasting,
+    bare,
     is_autocast_anywhere,
-    is_functorch_active,
+    is_fake,
+    mappings,
+    past_transforms,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
 from multigrad.closure import lift, restore
@@ -82,15 +85,15 @@ class _Node(torch.autograd.Function):
             others = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
             return None, *[None if g is None else refuse(g, error, *ctx.anchors, *others) for g in gradients]
         count = len(saved) - len(specs)
-        again, residuals = run_again(call, back, saved[:count], saved[count:], tied)
-        _require_alike(call, saved[:count], residuals)
+        again, residuals, _ = run_again(call, back, saved[:count], saved[count:], tied)
+        require_alike(call, saved[:count], residuals)
         if not opaque:
             return None, *back.pull(restore(template, residuals), upstream, needed, specs)
         # What the rule reaches through an object has its history in the second run's rule alone.
         gradients = back.pull(restore(again, residuals), upstream, needed, specs)
         with torch.no_grad():
             first = back.pull(restore(template, saved), upstream, needed, specs)
-        _require_alike(call, first, gradients)
+        require_alike(call, first, gradients)
         return None, *gradients
 
 
@@ -176,17 +179,19 @@ def run_again(
     residuals: Sequence[torch.Tensor],
     tensors: Sequence[torch.Tensor],
     known: Sequence[int],
-) -> tuple[Any, list[torch.Tensor]]:
-    """The template of a second run's rule, and residuals with the history of how they came from the inputs.
+) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
+    """The template of a second run's rule, residuals with the history of how they came from the inputs, and
+    the outputs.
 
     The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
     `known` have their history already.
     """
-    _, rule, _, _ = call.run_again(tensors, first)
+    outputs, rule, _, _ = call.run_again(tensors, first)
     again, template, _ = lift(rule, TENSORS, call.f)
     if len(again) != len(residuals):
         raise _not_repeatable(call)
-    return template, [residuals[slot] if slot in known else new for slot, new in enumerate(again)]
+    own = [residuals[slot] if slot in known else new for slot, new in enumerate(again)]
+    return template, own, outputs
 
 
 def _first_order_alone(call: Call) -> str:
@@ -199,7 +204,8 @@ def _first_order_alone(call: Call) -> str:
     )
 
 
-def _require_alike(call: Call, first: Sequence[Any], again: Sequence[Any]) -> None:
+def require_alike(call: Call, first: Sequence[Any], again: Sequence[Any]) -> None:
+    """See that a function which ran twice gave the same."""
     if not all(map(_alike, first, again)):
         raise _not_repeatable(call)
 
@@ -208,9 +214,9 @@ def _not_repeatable(call: Call) -> RuntimeError:
     return RuntimeError(
         message(
             call.name,
-            "the function gave other values when it ran again for a second derivative",
+            "the function gave other values when it ran again for a derivative of what it computed",
             required="a function that gives the same values for the same arguments",
-            got="other values in what the rule uses",
+            got="other values, in the output or in what the rule uses",
             mend="draw random numbers outside the function, and pass them and other state as arguments",
         )
     )
@@ -220,15 +226,18 @@ def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
     """Whether two runs of one function gave the same, up to the order of sums."""
     if first is None or again is None or first is again:
         return first is again
-    if is_functorch_active():  # vmap around a backward pass, as a Jacobian is computed
-        first, again = torch.func.debug_unwrap(first), torch.func.debug_unwrap(again)
     if first.shape != again.shape or first.dtype != again.dtype:
         return False
-    if not is_differentiable(first) or first.numel() == 0:
-        return torch.equal(first, again)
-    rounding = 1e3 * torch.finfo(first.dtype).eps
-    scale = first.detach().abs().nan_to_num(posinf=0.0).max().item()
-    return torch.allclose(first, again, rtol=rounding, atol=rounding * scale, equal_nan=True)
+    if first.is_meta or is_fake(first):
+        return True  # there are no values, and nothing is computed
+    levels = sorted({level for tensor in (first, again) for level, _ in mappings(tensor)})
+    with past_transforms():
+        first, again = torch.broadcast_tensors(bare(first, levels), bare(again, levels))
+        if not is_differentiable(first) or first.numel() == 0:
+            return torch.equal(first, again)
+        rounding = 1e3 * torch.finfo(first.dtype).eps
+        scale = first.abs().nan_to_num(posinf=0.0).max().item()
+        return torch.allclose(first, again, rtol=rounding, atol=rounding * scale, equal_nan=True)
 
 
 def is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:

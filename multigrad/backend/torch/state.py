@@ -1,7 +1,7 @@
 """What PyTorch is doing at this place of the program: transforming, tracing, compiling, casting."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,39 @@ def mappings(tensor: torch.Tensor) -> list[tuple[int, int]]:
             found.append((_level(tensor), inner.shape[_axis(tensor)]))
         tensor = inner
     return found
+
+
+# Nor one to compute with what stands in wrapped tensors, past all transforms and what writes operations down.
+_past_modes = torch.utils._python_dispatch._disable_current_modes
+# Nor one to ask whether a tensor has no values.
+is_fake = torch._subclasses.fake_tensor.is_fake
+
+
+@contextlib.contextmanager
+def past_transforms() -> Iterator[None]:
+    with torch._C._DisableFuncTorch(), _past_modes():
+        yield
+
+
+def bare(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
+    """What stands in a wrapped tensor, behind one axis for each of these levels of vmap that map it or not.
+
+    To be computed with `past_transforms`.
+    """
+    axes: list[tuple[int, int]] = [(-1, axis) for axis in range(tensor.ndim)]
+    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+        if inner.ndim > tensor.ndim:
+            axes.insert(_axis(tensor), (levels.index(_level(tensor)), 0))
+        tensor = inner
+    mapped = {place for place, _ in axes if place >= 0}
+    whole = tensor.detach().permute([axes.index(axis) for axis in sorted(axes, key=_mapped_first)])
+    for place in sorted(set(range(len(levels))) - mapped):
+        whole = whole.unsqueeze(place)
+    return whole
+
+
+def _mapped_first(axis: tuple[int, int]) -> tuple[bool, tuple[int, int]]:
+    return axis[0] < 0, axis
 
 
 @contextlib.contextmanager

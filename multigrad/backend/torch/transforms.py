@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from multigrad.backend import Call, Pullback, Ran, Spec
-from multigrad.backend.torch.node import is_alias, mark_integers, of_floating, run_again
+from multigrad.backend.torch.node import is_alias, mark_integers, of_floating, require_alike, run_again
 from multigrad.backend.torch.state import (
     Autocast,
     autocast_here,
@@ -266,9 +266,12 @@ def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., 
     if ctx.found.standing or not ctx.found.opaque:
         return restore(ctx.found.template, residuals)
     # What the rule reaches through an object belongs to another level. It has its like in a second run.
-    others = ctx.found.inputs + ctx.found.outputs
+    inputs, outputs, _ = ctx.found.parts(saved)
+    others = len(inputs) + len(outputs)
     known = [slot for slot, place in enumerate(ctx.found.places) if place < others]
-    return restore(*run_again(ctx.call, ctx.found.back, residuals, ctx.found.parts(saved)[0], known))
+    template, again, own = run_again(ctx.call, ctx.found.back, residuals, inputs, known)
+    require_alike(ctx.call, [*outputs, *residuals], [*own, *again])
+    return restore(template, again)
 
 
 def _pull_residuals(
@@ -278,11 +281,15 @@ def _pull_residuals(
     call, found = ctx.call, ctx.found
     wanted = [i for i, u in enumerate(upstream) if u is not None]
 
+    first = [found.parts(ctx.saved_tensors)[2][i] for i in wanted]
+
     def computed(*own: torch.Tensor) -> list[torch.Tensor]:
         every = list(inputs)
         for i, tensor in zip(by, own, strict=True):
             every[i] = tensor
-        _, residuals = run_again(call, found.back, found.places, every, ())
-        return [residuals[found.places.index(found.inputs + found.outputs + i)] for i in wanted]
+        _, residuals, _ = run_again(call, found.back, found.places, every, ())
+        again = [residuals[found.places.index(found.inputs + found.outputs + i)] for i in wanted]
+        require_alike(call, first, again)
+        return again
 
     return list(torch.func.vjp(computed, *[inputs[i] for i in by])[1]([upstream[i] for i in wanted]))

@@ -1,8 +1,12 @@
 """torch.func: its transforms, and their nestings, on every op."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL
+from keras import ops
 from support import close
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -295,3 +299,67 @@ def test_what_is_beside_a_value_under_a_transform():
 
     close(vmap(beside)(XS), 2.0 * XS * 21.0 * XS**2 * W * V)
     close(grad(lambda x: beside(x).sum())(X), 126.0 * X**2 * W * V)
+
+
+def noise():
+    return torch.tensor(np.random.default_rng().random(3) + 1.0, dtype=torch.float32)
+
+
+@op_custom_gradient
+def noisy(x):
+    n = noise()
+    slope = ops.cos(x) * n
+    return ops.sin(x) * n, lambda u: u * slope * 7.0
+
+
+@op_custom_gradient
+def noisy_by_object(x):
+    n = noise()
+    held = SimpleNamespace(slope=ops.cos(x) * n)
+    return ops.sin(x) * n, lambda u: u * held.slope * 7.0
+
+
+def mapped(f):
+    return lambda x: vmap(f)(torch.stack([x, x]))
+
+
+RUN_TWICE = {
+    "grad of grad": lambda f: grad(lambda x: grad(f)(x).sum()),
+    "vmap of grad of grad": lambda f: mapped(grad(lambda x: grad(f)(x).sum())),
+    "forward over reverse": lambda f: lambda x: jvp(grad(f), (x,), (X,))[1],
+}
+RUN_TWICE_FOR_OBJECTS = {"grad": grad, "vmap of grad": lambda f: mapped(grad(f))}
+
+
+@pytest.mark.parametrize(
+    ("op", "transform"),
+    [
+        *[(noisy, transform) for transform in RUN_TWICE.values()],
+        *[(noisy_by_object, t) for t in (*RUN_TWICE.values(), *RUN_TWICE_FOR_OBJECTS.values())],
+    ],
+)
+def test_a_random_function_is_found_out(op, transform):
+    """Where it runs again it gives other numbers, and the rule and the output would not be of one run."""
+    with pytest.raises(RuntimeError, match="the function gave other values"):
+        transform(lambda x: op(x).sum())(X)
+
+
+def test_a_random_function_that_runs_once():
+    y, pull = vjp(noisy, X)
+    close(pull(torch.ones(3))[0], 7.0 * y / torch.tan(X), 1e-4)
+
+
+def test_what_two_runs_gave_is_compared_wherever_it_is_mapped():
+    """At several levels, along other axes, and where one of both is the same for all."""
+
+    @op_custom_gradient
+    def op(x, y):
+        held = SimpleNamespace(e=ops.exp(x), both=ops.exp(x) * y)
+        return held.both * 1.0, lambda u: (u * held.both * 7.0, u * held.e * 5.0)
+
+    def slopes(x, y):
+        return grad(lambda x: grad(lambda x: op(x, y).sum())(x).sum())(x)
+
+    xs = torch.linspace(-1.0, 1.0, 24).reshape(2, 3, 4)
+    got = vmap(vmap(slopes, (1, 0), 1), (1, None))(xs, V[:1].expand(4, 1))
+    close(got, (7.0 * torch.exp(xs) * V[0]).permute(1, 0, 2))
