@@ -198,14 +198,25 @@ class _Reader:
                 if len(places) == len(answer):
                     yield [(*place, entry) for place, entry in zip(places, answer, strict=True)]
         elif isinstance(answer, Mapping):
-            keys = {name: name.strip("'") for name, _ in named}
-            wanted = {keys[name] for name, _ in differentiable}
-            if wanted <= answer.keys() <= set(keys.values()):
-                yield [(name, t, answer.get(keys[name])) for name, t in named]
+            by_name = self._by_name()
+            wanted = {name for name, (_, template) in by_name.items() if self._is_differentiable(template)}
+            if wanted <= answer.keys() <= by_name.keys():
+                yield [(*place, answer.get(name)) for name, place in by_name.items()]
         # Beside variables, an op may have no differentiable argument: a number that a rule answers for.
         alone = differentiable or named
         if len(alone) == 1 and not (type(alone[0][1]) is Slot and tree.is_nested(answer)):
             yield [(*alone[0], answer)]
+
+    def _by_name(self) -> dict[str, tuple[str, Any]]:
+        """The path and template of each parameter, of which `*args` has one, a tuple."""
+        by_name: dict[str, tuple[str, Any]] = {}
+        for path, template in zip(self._binding.names(), self._arguments.template, strict=True):
+            name, several, _ = path.strip("'").partition("'[")
+            if several:
+                _, others = by_name.get(name, ("", ()))
+                path, template = repr(name), (*others, template)
+            by_name[name] = path, template
+        return by_name
 
     def _is_differentiable(self, template: Any) -> bool:
         if type(template) is Slot:
@@ -257,11 +268,12 @@ class _Reader:
         named = list(zip(self._binding.names(), self._arguments.template, strict=True))
         differentiable = [name for name, template in named if self._is_differentiable(template)]
         if isinstance(answer, Mapping):
+            keys = [path for path, template in self._by_name().values() if self._is_differentiable(template)]
             return TypeError(
                 message(
                     self._op,
                     "the rule's dict has other keys than the arguments have names",
-                    required=f"the keys {', '.join(differentiable)}",
+                    required=f"the keys {', '.join(keys)}",
                     got=", ".join(map(repr, answer)) or "none",
                     mend="return one entry by the name of each differentiable argument, None for zero",
                 )
@@ -336,4 +348,6 @@ def _outline(template: Any) -> str:
     if isinstance(template, Mapping):
         return "{" + ", ".join(f"{k!r}: {_outline(v)}" for k, v in template.items()) + "}"
     parts = ", ".join(_outline(part) for part in template)
-    return f"[{parts}]" if isinstance(template, list) else f"({parts})"
+    if isinstance(template, list):
+        return f"[{parts}]"
+    return f"({parts},)" if len(template) == 1 else f"({parts})"

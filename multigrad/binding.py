@@ -10,7 +10,7 @@ from typing import Any
 from multigrad import backend
 from multigrad.kinds import HoldsNoTensor
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _KEPT = 4096
 
 
@@ -63,7 +63,7 @@ class Signature(HoldsNoTensor):
     def __init__(self, function: Callable[..., Any]) -> None:
         self.inspected = inspect.signature(function)
         parameters = self.inspected.parameters.values()
-        self.positional = [p.name for p in parameters if p.kind in _POSITIONAL]
+        self.positional = [p.name for p in parameters if p.kind in POSITIONAL]
         self.variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
         # Where nothing but these positional parameters can come, a full tuple needs no binding.
         plain = len(self.positional) == len(parameters)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from multigrad import backend
-from multigrad.binding import Binding, name_of
+from multigrad.binding import POSITIONAL, Binding, name_of
 from multigrad.errors import describe, message
 
 FORMS = (
@@ -87,10 +87,12 @@ def _profile_of_code(code: types.CodeType, defaults: int, keyword_defaults: tupl
 
 def _profile(signature: inspect.Signature) -> Profile:
     parameters = list(signature.parameters.values())
+    if len(parameters) == 1 and parameters[0].kind in POSITIONAL:
+        return WHOLE, 0, 0, REFUSED  # whatever its name
     variables = _variables(parameters)
     parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in parameters if p.kind in POSITIONAL]
     required = [p for p in positional if p.default is p.empty]
     needed_keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
     names = [p.name for p in positional if p.kind is not p.POSITIONAL_ONLY]

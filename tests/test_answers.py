@@ -81,6 +81,39 @@ def test_a_dict_argument_and_a_dict_of_arguments(answer):
 
 
 @pytest.mark.parametrize(
+    ("rest", "wanted"),
+    [
+        (lambda u: (3 * u, 5 * u), (3, 5)),
+        (lambda u: [None, 5 * u], (0, 5)),
+        (lambda u: lambda: (3 * u, lambda: 5 * u), (3, 5)),
+        (lambda u: None, (0, 0)),
+    ],
+)
+def test_a_dict_for_arguments_that_have_one_name(rest, wanted):
+    def rule(u):
+        return {"rest": rest(u), "x": 2 * u, "y": 7 * u}
+
+    op = op_custom_gradient(lambda x, *rest, y: (x + rest[0] + rest[1] + y, rule))
+    got = grad(lambda x, a, b, y: ops.sum(op(x, a, b, y=y)), (0, 1, 2, 3))(ONES, ONES, ONES, ONES)
+    close(got, (2 * ONES, wanted[0] * ONES, wanted[1] * ONES, 7 * ONES))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda u: {"x": u, "rest": u}, r"argument: 'rest'\n  required: .* \(tensor,\)"),
+        (lambda u: {"x": u, "rest": (u, u)}, "argument: 'rest'"),
+        (lambda u: {"x": u, "rest[0]": u}, "the keys 'x', 'rest'\n"),
+        (lambda u: {"x": u}, "the keys 'x', 'rest'\n"),
+    ],
+)
+def test_another_dict_for_them(answer, said):
+    op = op_custom_gradient(lambda x, *rest: (x + rest[0], lambda u: answer(u)))
+    with pytest.raises(TypeError, match=said):
+        grad(lambda x, y: ops.sum(op(x, y)))(ONES, ONES)
+
+
+@pytest.mark.parametrize(
     ("answer", "wanted"),
     [
         (lambda u: None, (0, 0, 0)),

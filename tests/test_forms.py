@@ -58,6 +58,7 @@ class Callable:
         lambda x: lambda a, upstream: upstream * 7.0 * a / x,
         lambda x: lambda a, upstream=None: upstream * 7.0 * a / x,
         lambda x: lambda g, variables=None: g * 7.0,
+        lambda x: lambda variables: variables * 7.0,
         lambda x: functools.partial(lambda factor, g: g * factor, 7.0),
         lambda x: functools.partial(lambda g, factor: g * factor, factor=7.0 * x / x),
         lambda x: Callable(7.0),
