@@ -114,7 +114,13 @@ def _parts(value: Any) -> dict[Any, Any]:
         return {part: part for part in value}
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
-    return getattr(value, "__dict__", {})
+    slots = [name for kind in type(value).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
+    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**own, **getattr(value, "__dict__", {})}
+
+
+def _listed(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def decode(data: Any) -> Any:

@@ -254,6 +254,35 @@ def test_state_that_would_be_lost(value, tmp_path):
     refused(keras.Model(x, takes_state(x, value)), tmp_path, "saved>takes_state", "argument: 'state'")
 
 
+@keras.saving.register_keras_serializable("saved")
+class Slotted(Holder):
+    __slots__ = ("other",)
+
+
+@keras.saving.register_keras_serializable("saved")
+class SlottedAlone:
+    __slots__ = "held"
+
+    def __init__(self, held=None):
+        self.held = held
+
+    def get_config(self):
+        return {}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls()
+
+
+def test_what_stands_in_slots_would_not_come_back():
+    slotted = Slotted()
+    slotted.other = 3
+    for value in (slotted, SlottedAlone(3)):
+        with pytest.raises(Unsaved):
+            encode(value)
+    assert decode(encode(SlottedAlone())).held is None
+
+
 @pytest.mark.parametrize(
     "value", [np.array([1.5, 2.5], ">f4"), np.longdouble(1.5), np.zeros(2, [("a", "i4")])]
 )
