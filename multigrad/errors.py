@@ -1,5 +1,7 @@
 """The one form in which multigrad says that something is wrong."""
 
+from collections.abc import Sequence
+
 
 def message(op: str, problem: str, *, required: str, got: str, mend: str, argument: str | None = None) -> str:
     """Tell what is wrong with `op`, what was required, what came, and what to do.
@@ -44,6 +46,15 @@ def describe(value: object) -> str:
         return f"{kind} of shape {shape_text(shape)} and dtype {getattr(dtype, 'name', dtype)}"
     text = repr(value)
     return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """The names, told apart by a number where they are the same, as those of variables may be."""
+    distinct: list[str] = []
+    for name in names:
+        count = sum([other == name or other.startswith(f"{name} (") for other in distinct])
+        distinct.append(f"{name} ({count + 1})" if count else name)
+    return distinct
 
 
 def shape_text(shape: object) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from multigrad import backend, custom_gradient
 from multigrad.answer import slot_paths
-from multigrad.errors import message
+from multigrad.errors import distinct_names, message
 from multigrad.flow import Call, Step, Values, as_dict, largest_of
 from multigrad.shared import Shared
 from multigrad.table import table_of
@@ -341,18 +341,9 @@ def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: S
 def _input_paths(back: custom_gradient.Pullback) -> list[str]:
     named = zip(back.binding.names(), back.arguments.template, strict=True)
     slots = {slot: path.replace("'", "", 2) for path, slot in slot_paths(named)}
-    return _distinct([*[slots[place] for place in sorted(slots)], *back.variables.names()])
+    return distinct_names([*[slots[place] for place in sorted(slots)], *back.variables.names()])
 
 
 def _output_paths(back: custom_gradient.Pullback) -> list[str]:
     slots = {slot: path for path, slot in slot_paths([("output", back.output.template)])}
     return [slots[place] for place in sorted(slots)]
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, of which those of variables may be the same."""
-    distinct: list[str] = []
-    for name in names:
-        count = sum([other == name or other.startswith(f"{name} (") for other in distinct])
-        distinct.append(f"{name} ({count + 1})" if count else name)
-    return distinct

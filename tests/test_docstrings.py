@@ -58,7 +58,7 @@ def check_output(example, output):
     """Compare what was printed with the comments: one of lines, or a number or list behind a `print`."""
     lines = re.findall(r"^# (.*)$", example, re.MULTILINE)
     assert not lines or output.splitlines() == lines
-    said = numbers(" ".join(re.findall(r"^print\(.*\)  # ([-\d\[].*)$", example, re.MULTILINE)))
+    said = numbers(" ".join(re.findall(r"^print\(.*\)  # ([-\d\[(].*)$", example, re.MULTILINE)))
     # A tensor prints more than its numbers, so those of the comments need only come in this order.
     printed = iter(numbers(output))
     assert all(any(number == wanted for number in printed) for wanted in said), (said, output)

@@ -7,6 +7,7 @@ from keras import ops
 from support import BACKEND, DIFFERENTIATES, close
 
 from multigrad import backend, grad, op_custom_gradient
+from multigrad import ops as shelf
 from multigrad.frameworks import DIFFERENTIATING, is_installed
 from multigrad.testing import check_gradients, compare_backends
 from multigrad.testing.comparison import Measured, _source, compare, measure
@@ -588,6 +589,30 @@ def test_an_overflow_next_to_the_argument():
     """An infinite difference is close to nothing."""
     exponential = op(lambda x: 0.01 * ops.exp(x), lambda x, u: u * 0.07 * ops.exp(x))
     assert "the differences are infinite" in fails(exponential, np.array([709.7767]))
+
+
+def test_an_order_that_is_no_number():
+    with pytest.raises(TypeError, match="order cannot be used"):
+        check_gradients(log1pexp, X, order=None)
+
+
+@pytest.mark.forward
+def test_infinities_that_agree():
+    for number in (np.inf, np.nan):
+        assert compare({"jax": measured(number), "torch": measured(number)}, ()) == {"output": 0.0}
+
+
+def test_two_variables_of_one_name():
+    """Neither hides the other."""
+    first, second = (keras.Variable(number, name="same") for number in (2.0, 3.0))
+
+    def product(x):
+        factor = 7.0 if backend.active.is_compiling() else 1.0
+        return x * shelf.scale_gradient(first.value, factor) * second.value
+
+    said = fails(product, 2.0, variables=[first, second], compiled=True)
+    assert "it is another function when it is compiled" in said
+    assert "gradient of variable 'same'" in said
 
 
 @pytest.mark.parametrize("order", [0, -1])

@@ -187,7 +187,8 @@ def compare(
             bad = disagree(got, wanted, *limits) & ~alike
             pair = f"{other}, {first}"
             unlike += [Unlike((name, pair), place, (got[place], wanted[place])) for place in places(bad)]
-            apart = np.abs(np.where(alike, 0.0, got - wanted))
+            with np.errstate(invalid="ignore"):  # of two that are infinite
+                apart = np.abs(np.where(alike, 0.0, 1.0 * got - wanted))
             largest[name] = max(largest[name], relative(float(np.max(apart, initial=0.0)), size))
     if unlike:
         _fail(unlike, measured, missing)

@@ -113,7 +113,7 @@ def check_gradients(
     Raises:
         AssertionError: where they disagree. It names the argument, the element and both values, and has a
             table of the worst.
-        TypeError: where there is nothing to differentiate.
+        TypeError: where there is nothing to differentiate, or an order that is no integer.
         ValueError: for an order below 1, or no elements.
         NotImplementedError: on the NumPy and OpenVINO backends.
 
@@ -125,12 +125,14 @@ def check_gradients(
         of its own, and one above 1 by as much as 1 is.
     """
     __tracebackhide__ = True
-    for argument, number, required, mend in (
+    counts: list[tuple[str, Any, str, str]] = [
         ("order", order, "1, or a higher order of derivatives", "leave it out for the gradient"),
         ("max_elements", max_elements, "1, or a larger number of elements", "leave it out for 100"),
-    ):
-        if number < 1:
-            raise unusable(ValueError, name_of(fn), argument, required=required, got=number, mend=mend)
+    ]
+    for argument, number, required, mend in counts:
+        if not isinstance(number, (int, np.integer)) or number < 1:
+            kind = ValueError if isinstance(number, (int, np.integer)) else TypeError
+            raise unusable(kind, name_of(fn), argument, required=required, got=number, mend=mend)
     with backend.active.wide():
         with noted("check_gradients calls it with floats in float64, unless it is told another `dtype`."):
             flat = Flat(fn, args, variables, dtype)

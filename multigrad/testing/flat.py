@@ -11,7 +11,7 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.answer import slot_paths
 from multigrad.binding import name_of, signature_of
-from multigrad.errors import describe, message
+from multigrad.errors import describe, distinct_names, message
 from multigrad.leaves import Layout, Refused, split
 from multigrad.variables import Pinned, Reads
 
@@ -57,8 +57,8 @@ class Flat:
         own = [_cast(self._tensors[place], dtype) for place in self._places]
         own += [backend.active.as_tensor(variable) for variable in self._variables]
         self.inputs = [backend.active.snapshot(tensor) for tensor in own]  # without a history
-        self.input_names = [paths[place] for place in self._places]
-        self.input_names += [f"variable {variable.path!r}" for variable in self._variables]
+        own_paths = [f"variable {variable.path!r}" for variable in self._variables]
+        self.input_names = distinct_names([*[paths[place] for place in self._places], *own_paths])
         self._look(args)
 
     def _look(self, args: Sequence[Any]) -> None:
