@@ -198,6 +198,16 @@ def jvp(
                 mend="write jvp(f, (x,), (tangent,))",
             )
         )
+    if not isinstance(tangents, (tuple, list)):
+        raise TypeError(
+            message(
+                name,
+                "the tangents are no sequence",
+                required="a tuple or list with one tangent for each primal",
+                got=describe(tangents),
+                mend="write jvp(f, (x,), (tangent,))",
+            )
+        )
     inputs, output, pull, *aux = _flat_vjp(name, f, primals, has_aux)
     directions = inputs.alike(name, "the tangents", tuple(tangents))
     ones = [ops.ones_like(tensor) for tensor in output.own]  # anything would do: the pullback is linear

@@ -34,7 +34,7 @@ class By:
         self.single = argnums is not None and not isinstance(argnums, Sequence)
         self.arguments = argnums is not None
         several = argnums if isinstance(argnums, Sequence) else () if argnums is None else (argnums,)
-        self.places = [operator.index(place) for place in several]
+        self.places = [_index(self.name, place) for place in several]
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], has_aux: bool) -> "FlatCall":
         """One call of the function."""
@@ -282,6 +282,22 @@ def _positions(name: str, places: Sequence[int], count: int) -> list[int]:
                 )
             )
     return positions
+
+
+def _index(name: str, place: Any) -> int:
+    try:
+        return operator.index(place)
+    except TypeError as error:
+        raise TypeError(
+            message(
+                name,
+                "argnums is no position",
+                argument="'argnums'",
+                required="the position of an argument, or a tuple or list of positions",
+                got=describe(place),
+                mend="write argnums=0, or argnums=(0, 1)",
+            )
+        ) from error
 
 
 def _position(name: str, place: int, count: int) -> int:

@@ -82,6 +82,11 @@ def test_argnums_out_of_range():
         grad(lambda x, y: x * y, 2)(1.0, 2.0)
 
 
+def test_argnums_that_are_none():
+    with pytest.raises(TypeError, match=r"argument: 'argnums'(.|\n)*got: float 0.5"):
+        grad(lambda x: x, 0.5)
+
+
 @pytest.mark.parametrize("argnums", [(0, 0), (1, -1)])
 @pytest.mark.parametrize("of", [grad, value_and_grad, jacobian, hessian])
 def test_an_argument_twice(of, argnums):
@@ -285,9 +290,10 @@ def test_no_primal(argument):
         jvp(lambda x: x, (argument,), (1.0,))
 
 
-@pytest.mark.parametrize("tangents", [(ONES,), (ONES, [ONES]), (ONES, 1.0, 1.0)])
+@pytest.mark.parametrize("tangents", [(ONES,), (ONES, [ONES]), (ONES, 1.0, 1.0), None, 1.0])
 def test_other_tangents(tangents):
-    with pytest.raises(TypeError, match="the structures differ") as error:
+    said = "the structures differ" if isinstance(tangents, tuple) else "the tangents are no sequence"
+    with pytest.raises(TypeError, match=said) as error:
         jvp(lambda x, w: x * w, (ONES, 1.0), tangents)
     assert "the tangents" in str(error.value)
 

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from multigrad.errors import message, shape_text
-from multigrad.ops.arguments import is_integer, plain
+from multigrad.ops.arguments import is_integer, is_number, plain
 from multigrad.ops.quantizing import fake_quantize, levels
 from multigrad.ops.vector_quantizing import vector_quantize
 
@@ -57,7 +57,7 @@ class FakeQuantize(keras.layers.Layer):
         self.supports_masking = True
         bits, signed, axis, step = map(plain, (bits, signed, axis, step))  # a number of NumPy's is a tensor
         _, self._highest = levels(bits, signed)
-        if step is not None and not step > 0.0:
+        if step is not None and not (is_number(step) and step > 0.0):
             raise ValueError(
                 message(
                     "FakeQuantize",
@@ -180,7 +180,7 @@ class VectorQuantizer(keras.layers.Layer):
     def __init__(self, count: Any, commitment: float = 0.25, initializer: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         count, commitment = plain(count), plain(commitment)
-        if not is_integer(count) or count < 1 or not commitment >= 0.0:
+        if not (is_integer(count) and count >= 1 and is_number(commitment) and commitment >= 0.0):
             raise ValueError(
                 message(
                     "VectorQuantizer",

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -84,8 +85,9 @@ def with_plain(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters
-        chosen = [name in names for name in parameters]
+        parameters = inspect.signature(function).parameters.values()
+        positional = itertools.takewhile(lambda p: p.kind is not p.VAR_POSITIONAL, parameters)
+        chosen = [p.name in names for p in positional]
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             own: Any = [plain(v) if i < len(chosen) and chosen[i] else v for i, v in enumerate(args)]

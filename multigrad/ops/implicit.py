@@ -26,11 +26,11 @@ from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, unusable
 from multigrad.kinds import HoldsNoTensor
 from multigrad.leaves import Layout, Symbolic, split
-from multigrad.ops.arguments import is_integer, with_plain
+from multigrad.ops.arguments import is_integer, is_number, with_plain
 from multigrad.ops.dtypes import dtype_of
 from multigrad.variables import Pinned, Reads
 
-_NUMBERS = (float, np.ndarray, np.generic)
+_NUMBERS = (int, float, np.ndarray, np.generic)
 _Tensors = Sequence[Any]
 _Map = Callable[[_Tensors], _Tensors]
 
@@ -342,8 +342,11 @@ class _Given(_Equation):
         f, args, values = self.parts([ops.stop_gradient(x) for x in parameters])
         with Pinned(self.variables, values, keep=False):
             returned = solver(f, self.z.join(z), *args)
+        self._check_structure(z, returned, "solver")
         returned = tree.map_structure(
-            lambda x: ops.convert_to_tensor(x, dtype_of(z[0])) if isinstance(x, _NUMBERS) else x, returned
+            lambda x, own: ops.convert_to_tensor(x, dtype_of(own)) if isinstance(x, _NUMBERS) else x,
+            returned,
+            self.z.join(z),
         )
         self._check(z, returned, "solver")
         return split(returned)[0]
@@ -362,12 +365,7 @@ class _Given(_Equation):
 
     def _check(self, z: _Tensors, returned: Any, argument: str = "f") -> None:
         """See that the function, or the solver, returned what is like `z`."""
-        like = self.z.join(z)
-        try:
-            tree.assert_same_structure(like, returned)
-        except (TypeError, ValueError) as error:
-            own = "the structure of `z0`"
-            raise self._unlike(TypeError, argument, "another structure", describe(returned), own) from error
+        self._check_structure(z, returned, argument)
         others, layout = split(returned)
         if len(others) != len(z):
             got = ", ".join(map(describe, layout.static_leaves()))
@@ -378,6 +376,13 @@ class _Given(_Equation):
                 raise self._unlike(TypeError, argument, "another dtype", *both)
             if tuple(own.shape) != tuple(other.shape):
                 raise self._unlike(ValueError, argument, "another shape", *both)
+
+    def _check_structure(self, z: _Tensors, returned: Any, argument: str) -> None:
+        try:
+            tree.assert_same_structure(self.z.join(z), returned)
+        except (TypeError, ValueError) as error:
+            own = "the structure of `z0`"
+            raise self._unlike(TypeError, argument, "another structure", describe(returned), own) from error
 
     def _unlike(self, kind: type[Exception], argument: str, what: str, got: str, own: str) -> Exception:
         who = "the solver" if argument == "solver" else "the function"
@@ -587,7 +592,7 @@ def _require_positive(name: str, tolerance: Any, max_iterations: Any) -> None:
         (
             "tolerance",
             tolerance,
-            tolerance is None or 0.0 < tolerance < math.inf,
+            tolerance is None or (is_number(tolerance) and 0.0 < tolerance < math.inf),
             "a positive number, or None",
         ),
         (

@@ -71,9 +71,9 @@ def spike(
     return spikes, rule
 
 
-def surrogate_of(name: str, slope: float | None) -> Callable[[Any], Any]:
+def surrogate_of(name: Any, slope: float | None) -> Callable[[Any], Any]:
     """The derivative that stands in for that of the step."""
-    if name not in _SURROGATES:
+    if not isinstance(name, str) or name not in _SURROGATES:
         required, mend = f"one of {', '.join(map(repr, _SURROGATES))}", 'write "arctan", for example'
         raise unusable(ValueError, "spike", "surrogate", required=required, got=name, mend=mend)
     if slope is not None and not (is_number(slope) and slope > 0.0):

@@ -129,6 +129,19 @@ def test_where_they_are_stacked_they_have_gradients(stack):
         close(both(lambda x, run=run: run(stack(x))), both(run))
 
 
+def test_numbers_of_numpy_behind_the_options_are_tensors():
+    """They are arguments of the function, and not options by their places."""
+    kinds = []
+
+    def step(z, *given):
+        kinds.append([hasattr(x, "shape") for x in given])
+        return z * 0.5
+
+    number = np.float32(1.0)
+    ops.fixed_point(step, array(X), number, number, number, number)
+    assert kinds[0] == [True] * 4
+
+
 NO_OPTIONS = {
     "scale_gradient: scale": lambda: ops.scale_gradient(array(X), None),
     "reverse_gradient: scale": lambda: ops.reverse_gradient(array(X), 1j),
@@ -146,6 +159,10 @@ NO_OPTIONS = {
     "fake_quantize: step ": lambda: ops.fake_quantize(array(X), float("nan")),
     "fake_quantize: there are too few bits": lambda: ops.fake_quantize(array(X), 0.1, "4"),
     "spike: x": lambda: ops.spike(kops.cast(array(X), "complex64")),
+    "spike: surrogate": lambda: ops.spike(array(X), surrogate=["arctan"]),
+    "fixed_point: tolerance": lambda: ops.fixed_point(lambda z: z, array(X), tolerance="1"),
+    "FakeQuantize: the step": lambda: layers.FakeQuantize(step="1"),
+    "VectorQuantizer: there is no such codebook": lambda: layers.VectorQuantizer(4, commitment=None),
     "spike: slope": lambda: ops.spike(array(X), slope="2"),
     "round_straight_through: x": lambda: ops.round_straight_through(3),
     "vector_quantize: commitment": lambda: ops.vector_quantize(array([X]), array([X]), array(1.0)),

@@ -509,11 +509,22 @@ def test_a_solver_that_returns_no_tensor():
     def root(a, found):
         return implicit_root(lambda z, a: z**3 + z - a, 0.5, a, solver=lambda f, z, a: found)
 
-    for found in (1.0, np.float64(1.0), np.ones(())):
+    for found in (1.0, 1, np.float64(1.0), np.ones(())):
         close(grad(lambda a, found=found: root(a, found))(2.0), array(0.25))
     for found, kind in ((None, TypeError), ("1", TypeError), ([1.0], TypeError), (np.ones(2), ValueError)):
         with pytest.raises(kind, match=r"implicit_root: the solver returns(.|\n)*'solver'(.|\n)*to mend it"):
             root(2.0, found)
+
+
+@pytest.mark.forward
+def test_numbers_of_a_solver_take_the_dtypes_of_the_start():
+    start = array(1.0, dtype="float16"), array(1.0)
+
+    def residual(z, a):
+        return z[0] - ops.cast(a, "float16"), z[1] - a
+
+    low, wide = implicit_root(residual, start, array(2.0), solver=lambda f, z, a: (np.float64(2.0), 2.0))
+    assert [keras.backend.standardize_dtype(x.dtype) for x in (low, wide)] == ["float16", "float32"]
 
 
 @pytest.mark.forward
