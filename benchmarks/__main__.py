@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for all that was found")
     parser.add_argument("--picture", type=Path, help="a file for the ratios and the curves")
     options = parser.parse_args()
-    chosen = [case for case in cases.every() if options.only in case.name]
+    every = cases.every()
+    assert {case.name for case in every} >= {*COMPILED}
+    chosen = [case for case in every if options.only in case.name]
     compiled = [case for case in chosen if case.name in COMPILED]
     few = max(3, options.rounds // 6)
     results = {
