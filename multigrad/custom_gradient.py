@@ -109,7 +109,7 @@ def op_custom_gradient(
     - a tensor, when one argument is differentiable;
     - a tuple or list with one entry per argument, or per differentiable argument, each in the structure
       of its argument, or one per flattened tensor;
-    - a dict from argument names to such entries.
+    - a dict from argument names to such entries, with a tuple for what came in by `*args`.
 
     None stands for zero, and a function of no arguments for a gradient that is computed only where it is
     needed. A gradient is cast to the dtype of its argument, and summed over the axes along which
