@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from multigrad.kinds import ATOMS, TypeSet
-from multigrad.namespaces import Probe, code_within, is_library, is_of_framework, names_in, operands
+from multigrad.namespaces import (
+    Probe,
+    code_within,
+    is_library,
+    is_library_module,
+    is_of_framework,
+    names_in,
+    operands,
+)
 
 
 def content_of(cell: types.CellType) -> Any:
@@ -47,10 +55,12 @@ class _Code:
         """Whether something else is there, or the code is run in another namespace than the one read."""
         if not self.probes:
             return False
-        own = self.probes[0][0] is function.__globals__
-        if not own or any([space.get(name) is not value for space, name, value in self.probes]):
+        if self.probes[0][0] is not function.__globals__:
             return True
-        return any([not _are(_parts_of(container), parts) for container, parts in self.containers])
+        for space, name, value in self.probes:  # no comprehension, which is a call
+            if space.get(name) is not value:
+                return True
+        return any(not _are(_parts_of(container), parts) for container, parts in self.containers)
 
 
 CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
@@ -98,10 +108,10 @@ class _Globals:
     def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> bool:
         for name in names & namespace.keys():
             value = namespace[name]
-            if isinstance(value, types.ModuleType) and is_library(value.__name__):
+            if is_library_module(value):
                 continue  # which nobody rebinds, and nearly every function uses
             self.probes.append((namespace, name, value))
-            if not _is_of_library(value) and self._may_hold(value, attributes):
+            if not _is_made_by_library(value) and self._may_hold(value, attributes):
                 return True
         return False
 
@@ -139,9 +149,7 @@ def _are(parts: list[Any], others: list[Any]) -> bool:
     return len(parts) == len(others) and all(map(operator.is_, parts, others))
 
 
-def _is_of_library(value: Any) -> bool:
-    if isinstance(value, types.ModuleType):
-        return is_library(value.__name__)
+def _is_made_by_library(value: Any) -> bool:
     return isinstance(value, (*_DEFINITIONS, types.FunctionType)) and is_library(
         getattr(value, "__module__", None) or ""
     )

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from multigrad.behind import CODES, assigned_places, code_of, content_of, functions_within
 from multigrad.kinds import ATOMS, TypeSet
-from multigrad.namespaces import is_library
+from multigrad.namespaces import is_library_module
 
 _NO_CELLS: frozenset[int] = frozenset()
 
@@ -69,7 +69,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
                 if not contents:
                     return contents, obj, False
                 return contents, (code, obj.__globals__, known.cells, None), False
-            if all([tensor_types[type(content)] or ATOMS[type(content)] for content in contents]):
+            if all([tensor_types[type(c)] or ATOMS[type(c)] or is_library_module(c) for c in contents]):
                 return _lift_beside_atoms(obj, contents, tensor_types)
     shared = frozenset(map(id, _cells(owner, set())))
     state = frozenset(_assigned_cells(obj, tensor_types, set()))
@@ -193,7 +193,7 @@ class _Walk:
         if ATOMS[kind]:
             return obj
         if isinstance(obj, types.ModuleType):
-            self.opaque |= not is_library(obj.__name__)
+            self.opaque |= not is_library_module(obj)
             return obj
         if id(obj) in self._known:
             return self._known[id(obj)]

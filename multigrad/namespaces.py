@@ -41,6 +41,11 @@ def is_library(module: str) -> bool:
     return is_of_framework(module) or module.partition(".")[0] in sys.stdlib_module_names
 
 
+def is_library_module(value: Any) -> bool:
+    """Whether it is such a module itself."""
+    return isinstance(value, types.ModuleType) and is_library(value.__name__)
+
+
 def is_of_framework(module: str) -> bool:
     """Whether it is one of Keras's, of its backends' or of this library's own."""
     return module.partition(".")[0] in _LIBRARIES
