@@ -241,6 +241,14 @@ def _primal(tensor: torch.Tensor) -> torch.Tensor:
     return forward_ad.unpack_dual(tensor, level=0).primal
 
 
+def _reaches_duals(rule: Callable[..., Any]) -> bool:
+    """Whether a dual number is behind an object, where no primal can be put in its place."""
+    if forward_ad._current_level < 0:
+        return False
+    reached = tensors_behind(rule, TENSORS)
+    return any([forward_ad.unpack_dual(tensor, level=0).tangent is not None for tensor in reached])
+
+
 class _PrimalOfBatch(torch.autograd.Function):
     """It tells vmap what PyTorch (2.13) does not: to unpack a batch of dual numbers."""
 
@@ -263,8 +271,9 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
     residuals = [saved[place] for place in ctx.found.places]
-    if ctx.found.standing or not ctx.found.opaque:
-        return restore(ctx.found.template, residuals)
+    rule = restore(ctx.found.template, residuals)
+    if not ctx.found.opaque or (ctx.found.standing and not _reaches_duals(rule)):
+        return rule
     # What the rule reaches through an object belongs to another level. It has its like in a second run.
     inputs, outputs, _ = ctx.found.parts(saved)
     others = len(inputs) + len(outputs)

@@ -8,6 +8,7 @@ import torch
 from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL
 from keras import ops
 from support import close
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -342,6 +343,30 @@ def test_a_random_function_is_found_out(op, transform):
     """Where it runs again it gives other numbers, and the rule and the output would not be of one run."""
     with pytest.raises(RuntimeError, match="the function gave other values"):
         transform(lambda x: op(x).sum())(X)
+
+
+def dual(f):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(X, torch.ones(3)))).tangent
+
+
+FORWARD = {
+    "jvp": lambda f: jvp(f, (X,), (torch.ones(3),))[1],
+    "jacfwd": lambda f: jacfwd(f)(X).diag(),
+    "forward_ad": dual,
+}
+
+
+@pytest.mark.parametrize("transform", FORWARD.values(), ids=FORWARD)
+def test_what_a_function_that_reaches_an_object_leaves_in_another_one(transform):
+    given = SimpleNamespace(scale=7.0)
+
+    @op_custom_gradient
+    def sine(x):
+        held = SimpleNamespace(slope=ops.cos(x) * given.scale)
+        return ops.sin(x), lambda u: u * held.slope
+
+    close(transform(sine), 7.0 * torch.cos(X))
 
 
 def test_a_random_function_that_runs_once():
