@@ -6,6 +6,7 @@ tensor is made on the device of a `keras.device`.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,12 +22,14 @@ _SCOPES = ("autocast_scope", "torch_device")
 class Context:
     """What is in force at this place of the program: the call of a layer, and scopes by Keras's names."""
 
-    __slots__ = ("call", "scopes", "told")
+    __slots__ = ("call", "kind", "scopes", "told")
 
     def __init__(self, call: Any, scopes: dict[str, Any]) -> None:
-        self.call, self.scopes = call, scopes
+        self.kind, self.scopes = type(call), scopes
+        # It knows the layer with which it ends, and lives no longer than that is called.
+        self.call = None if call is None else weakref.ref(call)
         # By now: each layer within notes there how it was called itself.
-        self.told = None if call is None else dict(vars(call))
+        self.told = None if call is None else {**vars(call), "entry_layer": None}
 
 
 def context_here() -> Context | None:
@@ -46,8 +49,8 @@ def in_force(context: Context | None) -> Iterator[None]:
         return
     call = None
     if context.told is not None:
-        call = object.__new__(type(context.call))
-        vars(call).update(context.told, entry_layer=None)  # the layer with which it would end
+        call = object.__new__(context.kind)
+        vars(call).update(context.told)
     state = {_CALL: call, **context.scopes}
     before = {name: global_state.get_global_attribute(name) for name in state}
     _put(state)
@@ -59,7 +62,10 @@ def in_force(context: Context | None) -> Iterator[None]:
 
 def _is_read_there(context: Context) -> bool:
     """Whether a compiler of Python reads this along with that place, where nothing can be put in force."""
-    return backend.active.is_reading_code() and global_state.get_global_attribute(_CALL) is context.call
+    if not backend.active.is_reading_code():
+        return False
+    call = global_state.get_global_attribute(_CALL)
+    return call is not None and context.call is not None and call is context.call()
 
 
 def _put(state: dict[str, Any]) -> None:

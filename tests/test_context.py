@@ -1,5 +1,8 @@
 """What a rule meets of the layers around its function: their phase, and the dtype that they compute in."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
@@ -166,6 +169,20 @@ def test_it_ends_with_the_rule():
     with pytest.raises(AssertionError, match="on purpose"):
         grad(lambda x: failing(x, training=True))(x)
     assert context_here() is None
+
+
+def test_it_keeps_no_layer():
+    """As a graph that knew the model around its ops would keep it."""
+    left = []
+    for _ in range(2):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), Recomputed()])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)
+        left.append(weakref.ref(model))
+        del model
+        keras.utils.clear_session()
+        gc.collect()
+    assert [model() for model in left] == [None, None]
 
 
 def test_it_is_found():

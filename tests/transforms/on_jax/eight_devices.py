@@ -204,4 +204,4 @@ def test_arrays_are_freed():
     for _ in range(10):
         op(x, w)
     gc.collect()
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before  # what other tests left may be freed meanwhile
