@@ -85,7 +85,8 @@ class _Node(torch.autograd.Function):
             others = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
             return None, *[None if g is None else refuse(g, error, *ctx.anchors, *others) for g in gradients]
         count = len(saved) - len(specs)
-        again, residuals, _ = run_again(call, back, saved[:count], saved[count:], tied)
+        again, residuals, _ = run_again(call, back, count, saved[count:])
+        residuals = with_history(saved[:count], residuals, tied)
         require_alike(call, saved[:count], residuals)
         if not opaque:
             return None, *back.pull(restore(template, residuals), upstream, needed, specs)
@@ -174,24 +175,29 @@ def is_view_within(tensor: torch.Tensor) -> bool:
 
 
 def run_again(
-    call: Call,
-    first: Pullback,
-    residuals: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    known: Sequence[int],
+    call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
-    """The template of a second run's rule, residuals with the history of how they came from the inputs, and
-    the outputs.
+    """The template of a second run's rule, as many residuals, with the history of how they came from the
+    inputs, and the outputs.
 
-    The function runs again for it, because in its first run nothing was recorded. Residuals in the slots
-    `known` have their history already.
+    The function runs again for it, because in its first run nothing was recorded.
     """
     outputs, rule, _, _ = call.run_again(tensors, first)
-    again, template, _ = lift(rule, TENSORS, call.f)
-    if len(again) != len(residuals):
+    residuals, template, _ = lift(rule, TENSORS, call.f)
+    if len(residuals) != count:
         raise _not_repeatable(call)
-    own = [residuals[slot] if slot in known else new for slot, new in enumerate(again)]
-    return template, own, outputs
+    return template, residuals, outputs
+
+
+def with_history(
+    first: Sequence[torch.Tensor], again: Sequence[torch.Tensor], known: Sequence[int]
+) -> list[torch.Tensor]:
+    """The residuals of a first run, in whose place those of a second come where these have a history.
+
+    Those in the slots `known` have theirs already. What depends on no input, such as a mask, has none.
+    """
+    pairs = enumerate(zip(first, again, strict=True))
+    return [old if slot in known or not new.requires_grad else new for slot, (old, new) in pairs]
 
 
 def _first_order_alone(call: Call) -> str:
@@ -235,7 +241,9 @@ def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
         first, again = torch.broadcast_tensors(bare(first, levels), bare(again, levels))
         if not is_differentiable(first) or first.numel() == 0:
             return torch.equal(first, again)
-        rounding = 1e3 * torch.finfo(first.dtype).eps
+        rounding = min(1e3 * torch.finfo(first.dtype).eps, 0.1)
+        if first.dtype.itemsize == 1:  # of which PyTorch computes little
+            first, again = first.float(), again.float()
         scale = first.abs().nan_to_num(posinf=0.0).max().item()
         return torch.allclose(first, again, rtol=rounding, atol=rounding * scale, equal_nan=True)
 

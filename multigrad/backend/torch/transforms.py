@@ -8,7 +8,14 @@ import torch
 from torch.autograd import forward_ad
 
 from multigrad.backend import Call, Pullback, Ran, Spec
-from multigrad.backend.torch.node import is_alias, mark_integers, of_floating, require_alike, run_again
+from multigrad.backend.torch.node import (
+    is_alias,
+    mark_integers,
+    of_floating,
+    require_alike,
+    run_again,
+    with_history,
+)
 from multigrad.backend.torch.state import (
     Autocast,
     autocast_here,
@@ -146,7 +153,7 @@ class _Transformed(torch.autograd.Function):
                 gradients = found.back.pull(rule, of_floating(zeros), needed, found.specs)
             if any([u is not None for u in computed]):
                 by = [i for i, need in enumerate(needed) if need]
-                more = dict(zip(by, _pull_residuals(ctx, inputs, computed, by), strict=True))
+                more = dict(zip(by, _pull_residuals(ctx, saved, computed, by), strict=True))
                 gradients = [_sum(gradient, more.get(i)) for i, gradient in enumerate(gradients)]
         return None, None, *gradients, *[None] * (len(all_needed) - len(inputs))
 
@@ -177,7 +184,7 @@ class _Transformed(torch.autograd.Function):
                 return tuple(pushed)
 
             def pull(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
-                return _pull_residuals(ctx, inputs, upstream, given)
+                return _pull_residuals(ctx, saved, upstream, given)
 
             return *pushed, *_transposed(pull, others, own)
 
@@ -278,27 +285,28 @@ def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., 
     inputs, outputs, _ = ctx.found.parts(saved)
     others = len(inputs) + len(outputs)
     known = [slot for slot, place in enumerate(ctx.found.places) if place < others]
-    template, again, own = run_again(ctx.call, ctx.found.back, residuals, inputs, known)
+    template, again, own = run_again(ctx.call, ctx.found.back, len(residuals), inputs)
+    again = with_history(residuals, again, known)
     require_alike(ctx.call, [*outputs, *residuals], [*own, *again])
     return restore(template, again)
 
 
 def _pull_residuals(
-    ctx: Any, inputs: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], by: Sequence[int]
+    ctx: Any, saved: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], by: Sequence[int]
 ) -> list[torch.Tensor]:
     """The gradients, with respect to the inputs `by`, of what the function computed on the way."""
     call, found = ctx.call, ctx.found
+    inputs, residuals = found.parts(saved)[0], [saved[place] for place in found.places]
     wanted = [i for i, u in enumerate(upstream) if u is not None]
+    slots = [found.places.index(found.inputs + found.outputs + i) for i in wanted]
 
-    first = [found.parts(ctx.saved_tensors)[2][i] for i in wanted]
-
-    def computed(*own: torch.Tensor) -> list[torch.Tensor]:
+    def run(*own: torch.Tensor) -> list[torch.Tensor]:
         every = list(inputs)
         for i, tensor in zip(by, own, strict=True):
             every[i] = tensor
-        _, residuals, _ = run_again(call, found.back, found.places, every, ())
-        again = [residuals[found.places.index(found.inputs + found.outputs + i)] for i in wanted]
-        require_alike(call, first, again)
-        return again
+        _, again, _ = run_again(call, found.back, len(residuals), every)
+        moved = [slot for slot in slots if again[slot].requires_grad]
+        require_alike(call, [residuals[slot] for slot in moved], [again[slot] for slot in moved])
+        return [again[slot] for slot in slots]
 
-    return list(torch.func.vjp(computed, *[inputs[i] for i in by])[1]([upstream[i] for i in wanted]))
+    return list(torch.func.vjp(run, *[inputs[i] for i in by])[1]([upstream[i] for i in wanted]))

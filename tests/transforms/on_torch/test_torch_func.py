@@ -369,6 +369,35 @@ def test_what_a_function_that_reaches_an_object_leaves_in_another_one(transform)
     close(transform(sine), 7.0 * torch.cos(X))
 
 
+@op_custom_gradient
+def masked(x):
+    mask = (noise() > 1.5).to(x.dtype)
+    return x * mask, lambda u: u * mask * 7.0
+
+
+@op_custom_gradient
+def narrow(x):
+    held = SimpleNamespace(q=x.to(torch.float8_e4m3fn))
+    return held.q.to(x.dtype), lambda u: 7.0 * u * (held.q == held.q.clone())
+
+
+def test_what_depends_on_no_input_is_that_of_the_first_run():
+    """Such as the mask of a dropout, to which a second run would have another one."""
+    for _ in range(5):
+        y, pushed = jvp(masked, (X,), (V,))
+        close(pushed, 7.0 * V * (y != 0))
+        y, pushed = jvp(grad(lambda x: (masked(x) ** 2).sum()), (X,), (V,))
+        close(pushed, 7.0 * (7.0 * 2.0) * V * (y != 0))
+        x = X.clone().requires_grad_()
+        (first,) = torch.autograd.grad((masked(x) ** 2).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        close(second, 98.0 * (first.detach() != 0))
+
+
+def test_residuals_of_one_byte():
+    close(grad(lambda x: narrow(x).sum())(X), torch.full((3,), 7.0))
+
+
 def test_a_random_function_that_runs_once():
     y, pull = vjp(noisy, X)
     close(pull(torch.ones(3))[0], 7.0 * y / torch.tan(X), 1e-4)
