@@ -9,6 +9,7 @@ import dis
 import gc
 import inspect
 import operator
+import sys
 import types
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from multigrad.kinds import ATOMS, TypeSet
 from multigrad.namespaces import (
     Probe,
     code_within,
+    imported,
     is_library,
     is_library_module,
     is_of_framework,
@@ -48,6 +50,7 @@ class _Code:
     opaque: bool  # whether it reads a global in which there may be tensors
     flat: bool  # whether neither is so: its cells are all there is to look at, and defaults by position
     cells: int  # how many cells it has
+    scope: dict[str, Any]  # the namespace that was read
     probes: list[Probe]  # what it is not opaque by, but may be once something else stands there
     containers: list[tuple[Any, list[Any]]]  # the same for containers among these, with what stands in each
 
@@ -55,7 +58,7 @@ class _Code:
         """Whether something else is there, or the code is run in another namespace than the one read."""
         if not self.probes:
             return False
-        if self.probes[0][0] is not function.__globals__:
+        if self.scope is not function.__globals__:
             return True
         for space, name, value in self.probes:  # no comprehension, which is a call
             if space.get(name) is not value:
@@ -75,18 +78,20 @@ def code_of(function: types.FunctionType) -> _Code:
 def _read_code(function: types.FunctionType) -> _Code:
     code = function.__code__
     assigned = frozenset(_assigned_places(code))
-    search = _Globals()
+    search = Globals()
     opaque = search.may_hold_by_name(function)
     wrapper = code.co_flags & inspect.CO_VARARGS  # of which attributes may tell more
     flat = not (assigned or opaque or wrapper or code.co_kwonlyargcount)
     if len(CODES) >= _KEPT:
         CODES.clear()
     probes, containers = ([], []) if opaque else (search.probes, search.containers)
-    found = CODES[id(code)] = _Code(code, assigned, opaque, flat, len(code.co_freevars), probes, containers)
+    found = CODES[id(code)] = _Code(
+        code, assigned, opaque, flat, len(code.co_freevars), function.__globals__, probes, containers
+    )
     return found
 
 
-class _Globals:
+class Globals:
     """A search for tensors behind the globals that a function uses, and those that it calls with them."""
 
     def __init__(self) -> None:
@@ -95,53 +100,80 @@ class _Globals:
         self._seen: set[int] = set()
 
     def may_hold_by_name(self, function: types.FunctionType) -> bool:
-        """Whether there may be some behind a global that the function uses."""
+        """Whether there may be some behind a global that the function uses, or a module that it imports."""
+        return self._may_hold(self._by_name(function))
+
+    def may_hold_by_module(self, module: types.ModuleType, code: types.CodeType) -> bool:
+        """Whether there may be some behind what such a code may use of a module."""
+        names = names_in(code)
+        return not is_library_module(module) and self._may_hold(self._through(vars(module), names, names))
+
+    def _may_hold(self, waiting: "list[_Lead]") -> bool:
+        while waiting:
+            value, attributes = waiting.pop()
+            if id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            leads = self._leads(value, attributes)
+            if leads is None:
+                if may_hold(value):
+                    return True
+            else:
+                waiting += leads
+        return False
+
+    def _leads(self, value: Any, attributes: Set[str]) -> "list[_Lead] | None":
+        """Where it leads to, None where there are no names to tell."""
+        if isinstance(value, types.FunctionType):
+            own = vars(value)
+            if is_library(value.__globals__.get("__name__", "")):  # around a user's, as that of an op
+                return [(own.get("__wrapped__"), attributes)]
+            return [*[(part, attributes) for part in (*captured_by(value), own)], *self._by_name(value)]
+        if isinstance(value, types.ModuleType):
+            return self._through(vars(value), attributes, attributes)
+        if (functions := functions_within(value)) is not None:
+            return [(function, attributes) for function in functions]
+        if isinstance(value, type):
+            bases = [base for base in value.__mro__ if not is_library(base.__module__)]
+            return [lead for base in bases for lead in self._through(vars(base), attributes, attributes)]
+        if type(value) in (dict, list, tuple):
+            parts = _parts_of(value)
+            if not isinstance(value, tuple):
+                self.containers.append((value, parts))
+            return [(part, attributes) for part in parts]
+        return None
+
+    def _by_name(self, function: types.FunctionType) -> "list[_Lead]":
         code, scope = function.__code__, function.__globals__
         if is_of_framework(scope.get("__name__", "")):
-            return False
-        if not all(map(is_library, operands(code, "IMPORT_NAME"))):
-            return True
-        used = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
+            return []
+        used, attributes = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME")), names_in(code)
         self.probes += [(scope, name, None) for name in used - scope.keys() - vars(builtins).keys()]
-        return self._through(scope, used, names_in(code))
+        modules = frozenset([whole for name in imported(code, scope) for whole in (name, name.split(".")[0])])
+        # One that was not imported yet holds nothing of a call.
+        self.probes += [(sys.modules, name, None) for name in modules - sys.modules.keys()]
+        return [*self._through(scope, used, attributes), *self._through(sys.modules, modules, attributes)]
 
-    def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> bool:
+    def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> "list[_Lead]":
+        found: list[_Lead] = []
         for name in names & namespace.keys():
             value = namespace[name]
             if is_library_module(value):
                 continue  # which nobody rebinds, and nearly every function uses
             self.probes.append((namespace, name, value))
-            if not _is_made_by_library(value) and self._may_hold(value, attributes):
-                return True
-        return False
+            if not _is_made_by_library(value):
+                found.append((value, attributes))
+        return found
 
-    def _may_hold(self, value: Any, attributes: Set[str]) -> bool:
-        if id(value) in self._seen:
-            return False
-        self._seen.add(id(value))
-        if isinstance(value, types.FunctionType):
-            own = vars(value)
-            if is_library(value.__globals__.get("__name__", "")):  # around a user's, such as that of an op
-                return self._may_hold(own.get("__wrapped__"), attributes)
-            parts = (*captured_by(value), own)
-            return any(self._may_hold(part, attributes) for part in parts) or self.may_hold_by_name(value)
-        if isinstance(value, types.ModuleType):
-            return self._through(vars(value), attributes, attributes)
-        if (functions := functions_within(value)) is not None:
-            return any(self._may_hold(function, attributes) for function in functions)
-        if isinstance(value, type):
-            bases = [base for base in value.__mro__ if not is_library(base.__module__)]
-            return any(self._through(vars(base), attributes, attributes) for base in bases)
-        if type(value) in (dict, list, tuple):
-            within = _parts_of(value)
-            if not isinstance(value, tuple):
-                self.containers.append((value, within))
-            return any(self._may_hold(part, attributes) for part in within)
-        return may_hold(value)
+
+_Lead = tuple[Any, Set[str]]
+"""What a search comes to, and the names of attributes by which it is used."""
 
 
 def _parts_of(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
+    """What stands in it, but for numbers, texts and the like, which may come and go."""
+    parts = container.values() if isinstance(container, dict) else container
+    return [part for part in parts if not ATOMS[type(part)]]
 
 
 def _are(parts: list[Any], others: list[Any]) -> bool:

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from multigrad.behind import CODES, assigned_places, code_of, content_of, functions_within
+from multigrad.behind import CODES, Globals, assigned_places, code_of, content_of, functions_within
 from multigrad.kinds import ATOMS, TypeSet
 from multigrad.namespaces import is_library_module
 
@@ -230,6 +230,9 @@ class _Walk:
         changed = recursive = False
         for place, cell in enumerate(cells):
             content = content_of(cell)
+            if isinstance(content, types.ModuleType):
+                self.opaque |= Globals().may_hold_by_module(content, code)
+                continue
             if id(cell) in self._state or (
                 id(cell) in self._shared and not self._tensor_types[type(content)]
             ):

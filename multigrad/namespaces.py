@@ -1,9 +1,10 @@
 """The names that the code of a function uses, and what stands behind them in a namespace."""
 
 import dis
+import importlib.util
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MISSING = object()
@@ -26,6 +27,19 @@ def operands(code: types.CodeType, *instructions: str) -> Iterator[str]:
             yield instruction.argval
     for inner in code_within(code):
         yield from operands(inner, *instructions)
+
+
+def imported(code: types.CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
+    """The modules that a code object, or one within it, imports, by their full names."""
+    loaded: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level, name = loaded[-2], instruction.argval
+            package = scope.get("__package__") or scope.get("__name__", "").rpartition(".")[0]
+            yield importlib.util.resolve_name("." * level + name, package) if level and package else name
+        loaded.append(instruction.argval)
+    for inner in code_within(code):
+        yield from imported(inner, scope)
 
 
 def names_in(code: types.CodeType) -> set[str]:

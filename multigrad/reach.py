@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from multigrad import backend
 from multigrad.behind import captured_by
 from multigrad.kinds import ATOMS
-from multigrad.namespaces import MISSING, Probe, is_library, names_in, operands
+from multigrad.namespaces import MISSING, Probe, imported, is_library, names_in, operands
 
 _TENSORS = backend.active.TENSORS
 
@@ -101,7 +101,7 @@ class _Search:
         namespace, code = function.__globals__, function.__code__
         if is_library(namespace.get("__name__", "")):
             return False
-        if not all(map(is_library, operands(code, "IMPORT_NAME"))):
+        if not all(map(is_library, imported(code, namespace))):
             return True
         return self._through_namespace(namespace, names_in(code), operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
 

@@ -5,12 +5,14 @@ import enum
 import functools
 import math
 import os
+import sys
 import types
 from collections import OrderedDict, namedtuple
 
 import keras
 import pytest
 
+from multigrad import behind
 from multigrad.behind import may_hold, tensors_behind
 from multigrad.closure import lift, restore
 from multigrad.kinds import TypeSet
@@ -277,7 +279,7 @@ HOOKED, CLASSES = {"a": (hook,)}, []
 A_VARIABLE_OF_THE_CONTEXT = contextvars.ContextVar("held")
 
 
-def test_what_is_behind_a_container_or_a_module():
+def test_what_is_behind_a_container_or_a_module(monkeypatch):
     """As each of these is looked at through a global and through a cell."""
 
     class Held:
@@ -298,7 +300,12 @@ def test_what_is_behind_a_container_or_a_module():
 
         return u * of_a_user.held
 
+    monkeypatch.setitem(sys.modules, "of_a_user", module)
+    monkeypatch.setitem(sys.modules, "multigrad_made_up.token", module)
+    in_a_package = {"__package__": "multigrad_made_up", "__name__": "multigrad_made_up.own"}
+    exec("def relative(u):\n    from .token import held\n    return u * held", in_a_package)
     rules = [
+        in_a_package["relative"],
         lambda u: HOOKED["a"][0](u),
         lambda u: CLASSES[0].by_the_class,
         lambda u: module.held,
@@ -311,6 +318,67 @@ def test_what_is_behind_a_container_or_a_module():
     assert (tensor, opaque) == (attributed.held, False)
     assert restore(template, [7])(None) == 7
     assert lift(lambda u: (math.pi, keras.ops.abs(u), types.ModuleType), TENSORS)[2] is False
+
+
+def test_imports_and_modules_that_hold_nothing(monkeypatch):
+    """JAX traces an opaque rule, which may not branch on values then."""
+    plain = types.ModuleType("plain_of_a_user")
+    plain.factor = 3.0
+    own = pytest
+
+    def imports(u):
+        import plain_of_a_user
+        import pytest
+
+        return pytest.approx(u) * plain_of_a_user.factor
+
+    rules = [imports, lambda u: plain.factor * u, lambda u: own.approx(u)]
+    assert [lift(rule, TENSORS)[2] for rule in rules] == [False] * len(rules)
+    monkeypatch.setitem(sys.modules, "plain_of_a_user", plain)
+    assert lift(imports, TENSORS)[2] is False
+    plain.factor = Tensor(3)
+    assert [lift(rule, TENSORS)[2] for rule in rules] == [True, True, False]
+
+
+NUMBERS = []
+
+
+def test_numbers_come_and_go_in_a_container():
+    """Nothing is looked at anew for them."""
+
+    def rule(u):
+        NUMBERS.append(1.0)
+        return u
+
+    assert lift(rule, TENSORS)[2] is False
+    read = behind.CODES[id(rule.__code__)]
+    rule(1.0)
+    assert lift(rule, TENSORS)[2] is False
+    assert behind.CODES[id(rule.__code__)] is read
+    NUMBERS.append(Tensor(1))
+    assert lift(rule, TENSORS)[2] is True
+
+
+def test_a_long_chain_of_functions():
+    def last(u):
+        return u
+
+    chained = last
+    for _ in range(5000):
+
+        def function(u):
+            return u
+
+        function.next = chained
+        chained = function
+    CHAIN["first"] = chained
+    assert lift(lambda u: CHAIN["first"](u), TENSORS)[2] is False
+    last.held = Tensor(1)
+    CHAIN["first"] = functools.partial(chained)  # which is looked at anew
+    assert lift(lambda u: CHAIN["first"](u), TENSORS)[2] is True
+
+
+CHAIN = {}
 
 
 class Slotted:
