@@ -37,7 +37,8 @@ def imported(code: types.CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
             level, name = loaded[-2], instruction.argval
             package = scope.get("__package__") or scope.get("__name__", "").rpartition(".")[0]
             yield importlib.util.resolve_name("." * level + name, package) if level and package else name
-        loaded.append(instruction.argval)
+        if instruction.opname != "EXTENDED_ARG":
+            loaded.append(instruction.argval)
     for inner in code_within(code):
         yield from imported(inner, scope)
 
