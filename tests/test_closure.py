@@ -340,12 +340,15 @@ def test_imports_and_modules_that_hold_nothing(monkeypatch):
     assert [lift(rule, TENSORS)[2] for rule in rules] == [True, True, False]
 
 
-def test_an_import_in_long_code():
+def test_an_import_in_long_code(monkeypatch):
     """Of many constants, whose instructions have others before them."""
     lines = [f"    u = {{'{number}': {number}.5}}" for number in range(300)]
-    space = {"__name__": "alone"}
-    exec("\n".join(["def rule(u):", *lines, "    import os.path", "    return os.path.sep"]), space)
-    assert lift(space["rule"], TENSORS)[2] is False
+    module = types.ModuleType("of_long_code")
+    module.held = Tensor(1)
+    monkeypatch.setitem(sys.modules, "of_long_code", module)
+    space = {"__name__": "package.module", "__package__": "package"}
+    exec("\n".join(["def rule(u):", *lines, "    from of_long_code import held", "    return held"]), space)
+    assert lift(space["rule"], TENSORS)[2] is True
 
 
 NUMBERS = []
