@@ -42,31 +42,46 @@ def captured_by(function: types.FunctionType) -> list[Any]:
 
 
 @dataclass(slots=True)
-class _Code:
-    """What the code of a function tells about lifting out of it."""
+class _Finding:
+    """Whether there may be tensors behind names."""
 
-    code: types.CodeType  # kept alive, so that its id stays its own
-    assigned: frozenset[int]  # the free variables that it, or a function within it, assigns, by place
-    opaque: bool  # whether it reads a global in which there may be tensors
-    flat: bool  # whether neither is so: its cells are all there is to look at, and defaults by position
-    cells: int  # how many cells it has
-    scope: dict[str, Any]  # the namespace that was read
+    opaque: bool
     probes: list[Probe]  # what it is not opaque by, but may be once something else stands there
     containers: list[tuple[Any, list[Any]]]  # the same for containers among these, with what stands in each
 
-    def is_stale_for(self, function: types.FunctionType) -> bool:
-        """Whether something else is there, or the code is run in another namespace than the one read."""
-        if not self.probes:
-            return False
-        if self.scope is not function.__globals__:
-            return True
+    def is_stale(self) -> bool:
+        """Whether something else is there."""
         for space, name, value in self.probes:  # no comprehension, which is a call
             if space.get(name) is not value:
                 return True
         return any(not _are(_parts_of(container), parts) for container, parts in self.containers)
 
 
+@dataclass(slots=True)
+class _Code(_Finding):
+    """What the code of a function tells about lifting out of it, opaque for what is behind its globals."""
+
+    code: types.CodeType  # kept alive, so that its id stays its own
+    scope: dict[str, Any]  # the namespace that was read
+    assigned: frozenset[int]  # the free variables that it, or a function within it, assigns, by place
+    flat: bool  # whether its cells are all there is to look at, and defaults by position
+    cells: int  # how many cells it has
+
+    def is_stale_for(self, function: types.FunctionType) -> bool:
+        """Whether something else is there, or the code is run in another namespace than the one read."""
+        return bool(self.probes) and (self.scope is not function.__globals__ or self.is_stale())
+
+
+@dataclass(slots=True)
+class _Module(_Finding):
+    """What is behind a module by the names in a code."""
+
+    code: types.CodeType  # kept alive, both, so that their ids stay their own
+    module: types.ModuleType
+
+
 CODES: dict[int, _Code] = {}  # by id: to hash a code object costs as much as a whole walk
+_MODULES: dict[tuple[int, int], _Module] = {}
 _KEPT = 4096
 
 
@@ -78,35 +93,51 @@ def code_of(function: types.FunctionType) -> _Code:
 def _read_code(function: types.FunctionType) -> _Code:
     code = function.__code__
     assigned = frozenset(_assigned_places(code))
-    search = Globals()
-    opaque = search.may_hold_by_name(function)
+    found = opaque, _, _ = _Search().by_name(function)
     wrapper = code.co_flags & inspect.CO_VARARGS  # of which attributes may tell more
     flat = not (assigned or opaque or wrapper or code.co_kwonlyargcount)
     if len(CODES) >= _KEPT:
         CODES.clear()
-    probes, containers = ([], []) if opaque else (search.probes, search.containers)
-    found = CODES[id(code)] = _Code(
-        code, assigned, opaque, flat, len(code.co_freevars), function.__globals__, probes, containers
-    )
-    return found
+    CODES[id(code)] = _Code(*found, code, function.__globals__, assigned, flat, len(code.co_freevars))
+    return CODES[id(code)]
 
 
-class Globals:
-    """A search for tensors behind the globals that a function uses, and those that it calls with them."""
+def may_hold_by_module(module: types.ModuleType, code: types.CodeType) -> bool:
+    """Whether tensors may be reached through what such a code may use of a module."""
+    if is_library_module(module):
+        return False
+    known = _MODULES.get((id(code), id(module)))
+    if known is None or known.is_stale():
+        if len(_MODULES) >= _KEPT:
+            _MODULES.clear()
+        known = _Module(*_Search().by_module(module, code), code, module)
+        _MODULES[id(code), id(module)] = known
+    return known.opaque
+
+
+_Found = tuple[bool, list[Probe], list[tuple[Any, list[Any]]]]
+"""What a `_Finding` is made of."""
+
+
+class _Search:
+    """A search for tensors behind the names that a function uses, and those that it calls with them."""
 
     def __init__(self) -> None:
-        self.probes: list[Probe] = []
-        self.containers: list[tuple[Any, list[Any]]] = []
+        self._probes: list[Probe] = []
+        self._containers: list[tuple[Any, list[Any]]] = []
         self._seen: set[int] = set()
 
-    def may_hold_by_name(self, function: types.FunctionType) -> bool:
-        """Whether there may be some behind a global that the function uses, or a module that it imports."""
-        return self._may_hold(self._by_name(function))
+    def by_name(self, function: types.FunctionType) -> _Found:
+        """Behind the globals that a function uses, and the modules that it imports."""
+        return self._found(self._by_name(function))
 
-    def may_hold_by_module(self, module: types.ModuleType, code: types.CodeType) -> bool:
-        """Whether there may be some behind what such a code may use of a module."""
+    def by_module(self, module: types.ModuleType, code: types.CodeType) -> _Found:
+        """Behind what a code may use of a module."""
         names = names_in(code)
-        return not is_library_module(module) and self._may_hold(self._through(vars(module), names, names))
+        return self._found(self._through(vars(module), names, names))
+
+    def _found(self, waiting: "list[_Lead]") -> _Found:
+        return (True, [], []) if self._may_hold(waiting) else (False, self._probes, self._containers)
 
     def _may_hold(self, waiting: "list[_Lead]") -> bool:
         while waiting:
@@ -139,7 +170,7 @@ class Globals:
         if type(value) in (dict, list, tuple):
             parts = _parts_of(value)
             if not isinstance(value, tuple):
-                self.containers.append((value, parts))
+                self._containers.append((value, parts))
             return [(part, attributes) for part in parts]
         return None
 
@@ -148,10 +179,10 @@ class Globals:
         if is_of_framework(scope.get("__name__", "")):
             return []
         used, attributes = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME")), names_in(code)
-        self.probes += [(scope, name, None) for name in used - scope.keys() - vars(builtins).keys()]
+        self._probes += [(scope, name, None) for name in used - scope.keys() - vars(builtins).keys()]
         modules = frozenset([whole for name in imported(code, scope) for whole in (name, name.split(".")[0])])
         # One that was not imported yet holds nothing of a call.
-        self.probes += [(sys.modules, name, None) for name in modules - sys.modules.keys()]
+        self._probes += [(sys.modules, name, None) for name in modules - sys.modules.keys()]
         return [*self._through(scope, used, attributes), *self._through(sys.modules, modules, attributes)]
 
     def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> "list[_Lead]":
@@ -160,7 +191,7 @@ class Globals:
             value = namespace[name]
             if is_library_module(value):
                 continue  # which nobody rebinds, and nearly every function uses
-            self.probes.append((namespace, name, value))
+            self._probes.append((namespace, name, value))
             if not _is_made_by_library(value):
                 found.append((value, attributes))
         return found

@@ -25,7 +25,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from multigrad.behind import CODES, Globals, assigned_places, code_of, content_of, functions_within
+from multigrad.behind import (
+    CODES,
+    assigned_places,
+    code_of,
+    content_of,
+    functions_within,
+    may_hold_by_module,
+)
 from multigrad.kinds import ATOMS, TypeSet
 from multigrad.namespaces import is_library_module
 
@@ -231,7 +238,7 @@ class _Walk:
         for place, cell in enumerate(cells):
             content = content_of(cell)
             if isinstance(content, types.ModuleType):
-                self.opaque |= Globals().may_hold_by_module(content, code)
+                self.opaque |= may_hold_by_module(content, code)
                 continue
             if id(cell) in self._state or (
                 id(cell) in self._shared and not self._tensor_types[type(content)]

@@ -334,6 +334,9 @@ def test_imports_and_modules_that_hold_nothing(monkeypatch):
 
     rules = [imports, lambda u: plain.factor * u, lambda u: own.approx(u)]
     assert [lift(rule, TENSORS)[2] for rule in rules] == [False] * len(rules)
+    read = dict(behind._MODULES)
+    assert [lift(rule, TENSORS)[2] for rule in rules] == [False] * len(rules)
+    assert [known is behind._MODULES[key] for key, known in read.items()] == [True] * len(read) != []
     monkeypatch.setitem(sys.modules, "plain_of_a_user", plain)
     assert lift(imports, TENSORS)[2] is False
     plain.factor = Tensor(3)
