@@ -114,13 +114,15 @@ def _parts(value: Any) -> dict[Any, Any]:
         return {part: part for part in value}
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
-    slots = [name for kind in type(value).__mro__ for name in _listed(vars(kind).get("__slots__", ()))]
-    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**own, **getattr(value, "__dict__", {})}
-
-
-def _listed(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    slots = [
+        name
+        for kind in type(value).__mro__
+        if "__slots__" in vars(kind)
+        for name, slot in vars(kind).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    ]
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**held, **getattr(value, "__dict__", {})}
 
 
 def decode(data: Any) -> Any:

@@ -182,9 +182,10 @@ def unregistered(x):
 Point = namedtuple("Point", "x y")
 
 
-@keras.saving.register_keras_serializable("saved")
-class Holder:
+class Forgetful:
     """What its config tells comes back; what it was given to hold does not."""
+
+    __slots__ = ()
 
     def __init__(self, held=None):
         self.held = held
@@ -195,6 +196,11 @@ class Holder:
     @classmethod
     def from_config(cls, config):
         return cls()
+
+
+@keras.saving.register_keras_serializable("saved")
+class Holder(Forgetful):
+    """It holds it as an attribute."""
 
 
 @keras.saving.register_keras_serializable("saved")
@@ -260,24 +266,22 @@ class Slotted(Holder):
 
 
 @keras.saving.register_keras_serializable("saved")
-class SlottedAlone:
+class SlottedAlone(Forgetful):
     __slots__ = "held"
 
+
+@keras.saving.register_keras_serializable("saved")
+class Private(Forgetful):
+    __slots__ = ("__held",)
+
     def __init__(self, held=None):
-        self.held = held
-
-    def get_config(self):
-        return {}
-
-    @classmethod
-    def from_config(cls, config):
-        return cls()
+        self.__held = held
 
 
 def test_what_stands_in_slots_would_not_come_back():
     slotted = Slotted()
     slotted.other = 3
-    for value in (slotted, SlottedAlone(3)):
+    for value in (slotted, SlottedAlone(3), Private(3)):
         with pytest.raises(Unsaved):
             encode(value)
     assert decode(encode(SlottedAlone())).held is None
