@@ -39,12 +39,16 @@ def batches() -> set[tuple[int, int]]:
 
 def mappings(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """The vmaps, within one another, by which a tensor is mapped: the level of each, and its elements."""
-    found = []
+    return [(level, count) for level, count, _ in _mapped(tensor)]
+
+
+def _mapped(tensor: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """The same, with the axis that stands within for each."""
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
         if inner.ndim > tensor.ndim:
-            found.append((_level(tensor), inner.shape[_axis(tensor)]))
+            axis = _axis(tensor)
+            yield _level(tensor), inner.shape[axis], axis
         tensor = inner
-    return found
 
 
 # Nor one to compute with what stands in wrapped tensors, past all transforms and what writes operations down.
@@ -64,20 +68,15 @@ def bare(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
 
     To be computed with `past_transforms`.
     """
-    axes: list[tuple[int, int]] = [(-1, axis) for axis in range(tensor.ndim)]
-    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
-        if inner.ndim > tensor.ndim:
-            axes.insert(_axis(tensor), (levels.index(_level(tensor)), 0))
-        tensor = inner
-    mapped = {place for place, _ in axes if place >= 0}
-    whole = tensor.detach().permute([axes.index(axis) for axis in sorted(axes, key=_mapped_first)])
-    for place in sorted(set(range(len(levels))) - mapped):
-        whole = whole.unsqueeze(place)
+    axes = [(1, axis) for axis in range(tensor.ndim)]
+    for level, _, axis in _mapped(tensor):
+        axes.insert(axis, (0, levels.index(level)))
+    whole = torch.func.debug_unwrap(tensor, recurse=True).detach()
+    whole = whole.permute([axes.index(axis) for axis in sorted(axes)])
+    for place in range(len(levels)):
+        if (0, place) not in axes:
+            whole = whole.unsqueeze(place)
     return whole
-
-
-def _mapped_first(axis: tuple[int, int]) -> tuple[bool, tuple[int, int]]:
-    return axis[0] < 0, axis
 
 
 @contextlib.contextmanager
