@@ -312,7 +312,8 @@ class _Given(_Equation):
             returned = self.call(z, [ops.stop_gradient(x) for x in own])
         if scope.assigned:
             raise self._impure([variable for variable, _ in scope.assigned.values()])
-        self._check(z, returned)
+        self._check_structure(z, returned, "f")
+        self._check_tensors(z, returned, "f")
         self.variables = list(scope.variables)
         return [*own, *map(backend.active.as_tensor, self.variables)]
 
@@ -348,7 +349,7 @@ class _Given(_Equation):
             returned,
             self.z.join(z),
         )
-        self._check(z, returned, "solver")
+        self._check_tensors(z, returned, "solver")
         return split(returned)[0]
 
     def _impure(self, assigned: Sequence[keras.Variable]) -> TypeError:
@@ -363,9 +364,16 @@ class _Given(_Equation):
             )
         )
 
-    def _check(self, z: _Tensors, returned: Any, argument: str = "f") -> None:
-        """See that the function, or the solver, returned what is like `z`."""
-        self._check_structure(z, returned, argument)
+    def _check_structure(self, z: _Tensors, returned: Any, argument: str) -> None:
+        """See that the function, or the solver, returned the structure of `z`."""
+        try:
+            tree.assert_same_structure(self.z.join(z), returned)
+        except (TypeError, ValueError) as error:
+            own = "the structure of `z0`"
+            raise self._unlike(TypeError, argument, "another structure", describe(returned), own) from error
+
+    def _check_tensors(self, z: _Tensors, returned: Any, argument: str) -> None:
+        """See that it is made of tensors like those of `z`."""
         others, layout = split(returned)
         if len(others) != len(z):
             got = ", ".join(map(describe, layout.static_leaves()))
@@ -376,13 +384,6 @@ class _Given(_Equation):
                 raise self._unlike(TypeError, argument, "another dtype", *both)
             if tuple(own.shape) != tuple(other.shape):
                 raise self._unlike(ValueError, argument, "another shape", *both)
-
-    def _check_structure(self, z: _Tensors, returned: Any, argument: str) -> None:
-        try:
-            tree.assert_same_structure(self.z.join(z), returned)
-        except (TypeError, ValueError) as error:
-            own = "the structure of `z0`"
-            raise self._unlike(TypeError, argument, "another structure", describe(returned), own) from error
 
     def _unlike(self, kind: type[Exception], argument: str, what: str, got: str, own: str) -> Exception:
         who = "the solver" if argument == "solver" else "the function"
