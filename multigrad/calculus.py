@@ -188,26 +188,17 @@ def jvp(
         NotImplementedError: on the NumPy and OpenVINO backends.
     """
     name = name_of(f)
-    if not isinstance(primals, (tuple, list)):
-        raise TypeError(
-            message(
-                name,
-                "the primals are no sequence of arguments",
-                required="a tuple or list with one primal for each argument",
-                got=describe(primals),
-                mend="write jvp(f, (x,), (tangent,))",
+    for what, given in (("primal", primals), ("tangent", tangents)):
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(
+                message(
+                    name,
+                    f"the {what}s are no sequence of arguments",
+                    required=f"a tuple or list with one {what} for each argument",
+                    got=describe(given),
+                    mend="write jvp(f, (x,), (tangent,))",
+                )
             )
-        )
-    if not isinstance(tangents, (tuple, list)):
-        raise TypeError(
-            message(
-                name,
-                "the tangents are no sequence",
-                required="a tuple or list with one tangent for each primal",
-                got=describe(tangents),
-                mend="write jvp(f, (x,), (tangent,))",
-            )
-        )
     inputs, output, pull, *aux = _flat_vjp(name, f, primals, has_aux)
     directions = inputs.alike(name, "the tangents", tuple(tangents))
     ones = [ops.ones_like(tensor) for tensor in output.own]  # anything would do: the pullback is linear

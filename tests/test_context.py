@@ -7,17 +7,10 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import array, close, compiled
+from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
 from multigrad.context import context_here
-
-
-class Phase(keras.layers.Layer):
-    """A layer that differs in training, as most of those do that differ."""
-
-    def call(self, x, training=None):
-        return x * (3.0 if training else 1.0)
 
 
 class Recomputed(keras.layers.Layer):

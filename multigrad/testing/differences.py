@@ -130,8 +130,9 @@ def check_gradients(
         ("max_elements", max_elements, "1, or a larger number of elements", "leave it out for 100"),
     ]
     for argument, number, required, mend in counts:
-        if not isinstance(number, (int, np.integer)) or number < 1:
-            kind = ValueError if isinstance(number, (int, np.integer)) else TypeError
+        whole = isinstance(number, (int, np.integer))
+        if not whole or number < 1:
+            kind = ValueError if whole else TypeError
             raise unusable(kind, name_of(fn), argument, required=required, got=number, mend=mend)
     with backend.active.wide():
         with noted("check_gradients calls it with floats in float64, unless it is told another `dtype`."):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from cases import CASES
 from keras import ops
-from support import close
+from support import Phase, close
 from torch.autograd import forward_ad
 
 from multigrad import grad, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
@@ -332,11 +332,6 @@ def test_an_op_of_one_argument_in_the_function_of_another():
     x = X.clone().requires_grad_()
     torch.compile(around_three_cubes, backend="aot_eager", fullgraph=True)(x).sum().backward()
     close(x.grad, torch.full_like(X, 5.0))
-
-
-class Phase(keras.layers.Layer):
-    def call(self, x, training=None):
-        return x * (3.0 if training else 1.0)
 
 
 @pytest.mark.parametrize("whole", [True, False])
