@@ -94,9 +94,12 @@ def sizes_made(function: Callable[..., Any], *args: Any) -> list[int]:
         written = equations(jax.make_jaxpr(function)(*args).jaxpr)
         return [variable.aval.size for equation in written for variable in equation.outvars]
     if BACKEND == "tensorflow":
-        graph = compiled(function).get_concrete_function(*args).graph
-        found = [tensor.shape.num_elements() for node in graph.get_operations() for tensor in node.outputs]
-        return [size for size in found if size is not None]
+        import tensorflow as tf
+
+        graph = compiled(function).get_concrete_function(*args).graph.as_graph_def(add_shapes=True)
+        nodes = [*graph.node, *[node for called in graph.library.function for node in called.node_def]]
+        shapes = [tf.TensorShape(s) for node in nodes for s in node.attr["_output_shapes"].list.shape]
+        return [shape.num_elements() for shape in shapes if shape.is_fully_defined()]
     from torch.utils._python_dispatch import TorchDispatchMode
 
     found = []

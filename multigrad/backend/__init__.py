@@ -7,7 +7,7 @@ the active Keras backend is ever imported.
 
 import importlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -116,12 +116,17 @@ class Backend(Protocol):
     STAND_INS: TypeSet
     """Types that stand for a tensor while a program is written down, and can have no rule."""
 
-    LOOPS_IN_PLACE: bool
-    """Whether `keras.ops.fori_loop` is one program, which updates the tensors that it carries in place."""
-
     @staticmethod
-    def after(tensor: Any, other: Any) -> Any:
-        """The tensor, which is there once `other` is: an order for what a framework runs side by side."""
+    def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+        """`function(in_place, *static, rows, upstream, others)` as a function of three lists of tensors.
+
+        The first two hold tensors with a row for each of something, such as a token. So does the first of
+        the two lists that the function returns. With `in_place` it runs in a compiled program, where
+        `keras.ops.fori_loop` updates in place what it carries. That is made once for the shapes of the
+        tensors, and kept. It may have more rows, copies of others of which the upstream gradient is zero,
+        and which add nothing to what has no row for each. Without, the function runs as it is written. It
+        gives the same either way, and its derivatives are those of what is written.
+        """
 
     @staticmethod
     def library_code(function: F) -> F:

@@ -14,9 +14,10 @@ The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns ou
 """
 
 import contextlib
+import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -37,13 +38,6 @@ TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet()
 _TRACERS = TypeSet(jax.core.Tracer)
-
-
-LOOPS_IN_PLACE = True
-
-
-def after(tensor: Any, other: Any) -> Any:
-    return tensor
 
 
 def library_code(function: F) -> F:
@@ -579,6 +573,11 @@ def may_record() -> bool:
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
+
+
+@functools.lru_cache(256)
+def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+    return jax.jit(functools.partial(function, True, *static))
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

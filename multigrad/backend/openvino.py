@@ -4,9 +4,7 @@ import keras
 
 from multigrad.backend.numpy import (
     CONVERTIBLE,
-    LOOPS_IN_PLACE,
     STAND_INS,
-    after,
     apply,
     as_tensor,
     assign,
@@ -22,6 +20,7 @@ from multigrad.backend.numpy import (
     library_code,
     may_record,
     observe,
+    program,
     sizes,
     snapshot,
     specs_of,
@@ -35,10 +34,8 @@ from multigrad.kinds import TypeSet
 
 __all__ = [
     "CONVERTIBLE",
-    "LOOPS_IN_PLACE",
     "STAND_INS",
     "TENSORS",
-    "after",
     "apply",
     "as_tensor",
     "assign",
@@ -54,6 +51,7 @@ __all__ = [
     "library_code",
     "may_record",
     "observe",
+    "program",
     "sizes",
     "snapshot",
     "specs_of",

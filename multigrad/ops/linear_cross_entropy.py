@@ -7,7 +7,7 @@ operations in place.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -90,39 +90,68 @@ def _loss_and_normalizer(kernel: Any, bias: Any, features: Any, labels: Any, chu
 
     The latter is an output because the rule uses it: so the rule is what differentiates it in its turn.
     """
+    others = [kernel] if bias is None else [kernel, bias]
+    tokens, shape = ops.shape(labels), ops.shape(features)
+    labels = ops.cast(ops.reshape(labels, (-1, 1)), "int32")
+    plan = _Plan(kernel.shape[0], kernel.shape[1], min(chunk_size, kernel.shape[1]))
     # Without gradients, of which TensorFlow's tape would keep all chunks.
-    head = _Head(_constant(kernel), _constant(bias), _constant(features), labels, chunk_size)
-    normalizer, target = head.normalizer_and_target()
-    shape = ops.shape(labels)
-    normalizer = ops.reshape(normalizer, shape)
+    row, *constants = map(ops.stop_gradient, (ops.reshape(features, (-1, plan.width)), *others))
+    found, _ = backend.active.program(_normalizer_and_target, plan)([labels, row], [], constants)
+    normalizer, target = [ops.reshape(x, tokens) for x in found]
 
     def rule(upstream: Any) -> tuple[Any, ...]:
-        head = _Head(kernel, bias, features, labels, chunk_size)
         computed: dict[str, Any] = {}
 
         def of(name: str) -> Callable[[], Any]:
             def gradient() -> Any:
                 if name not in computed:
-                    computed.update(head.gradients(normalizer, upstream, whole=name != "features"))
+                    rows = [labels, ops.reshape(features, (-1, plan.width)), ops.reshape(normalizer, (-1, 1))]
+                    columns = [ops.reshape(u, (-1, 1)) for u in upstream]
+                    run = backend.active.program(_gradients, plan, name != "features")
+                    (of_features,), of_others = run(rows, columns, others)
+                    computed["features"] = ops.reshape(of_features, shape)
+                    computed.update(zip(("kernel", "bias"), of_others, strict=False))
                 return computed[name]
 
             return gradient
 
         return of("kernel"), None if bias is None else of("bias"), of("features"), None, None
 
-    return (normalizer - ops.reshape(target, shape), normalizer), rule
+    return (normalizer - target, normalizer), rule
+
+
+class _Plan(NamedTuple):
+    """What a head is, whatever its tensors hold."""
+
+    width: int
+    classes: int
+    chunk_size: int
+
+
+def _normalizer_and_target(
+    in_place: bool, plan: _Plan, rows: list[Any], upstream: list[Any], others: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    head = _Head(in_place, plan, *rows, *others)
+    return [*head.normalizer_and_target()], []
+
+
+def _gradients(
+    in_place: bool, plan: _Plan, whole: bool, rows: list[Any], upstream: list[Any], others: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    labels, features, normalizer = rows
+    u, v = upstream
+    of_features, *parts = _Head(in_place, plan, labels, features, *others).gradients(normalizer, u, v, whole)
+    return [of_features], parts
 
 
 class _Head:
     """The layer and the labels, with a row for each token, and its computations chunk by chunk."""
 
-    def __init__(self, kernel: Any, bias: Any, features: Any, labels: Any, chunk_size: int) -> None:
-        self.kernel, self.bias = kernel, bias
-        self.features = ops.reshape(features, (-1, kernel.shape[0]))  # a row for each token
-        self.labels = ops.cast(ops.reshape(labels, (-1, 1)), "int32")
-        self.shape = ops.shape(features)
-        self.width, self.classes = kernel.shape
-        self.chunk_size = min(chunk_size, self.classes)
+    def __init__(
+        self, in_place: bool, plan: _Plan, labels: Any, features: Any, kernel: Any, bias: Any = None
+    ) -> None:
+        self.in_place, self.plan, self.labels = in_place, plan, labels
+        self.kernel, self.features, self.bias = kernel, features, bias
         self.dtype = dtype_of(features)
         self.exact = exact(self.dtype)
 
@@ -131,7 +160,7 @@ class _Head:
 
         def step(start: Any, size: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             normalizer, target = carry
-            logits = self.logits(backend.active.after(self.features, normalizer), start, size)
+            logits = self.logits(start, size)
             place = self.labels - start
             inside = ops.logical_and(place >= 0, place < size)
             found = ops.take_along_axis(logits, ops.clip(place, 0, size - 1), axis=1)
@@ -141,23 +170,20 @@ class _Head:
         nothing = ops.cast(ops.zeros_like(self.labels), self.exact)
         return self.fold(step, (nothing - float("inf"), nothing + float("nan")))
 
-    def gradients(self, normalizer: Any, upstream: Any, whole: bool) -> dict[str, Any]:
-        """The gradients of all arguments, or only that of the features."""
-        normalizer, u, v = [ops.reshape(x, (-1, 1)) for x in (normalizer, *upstream)]
+    def gradients(self, normalizer: Any, u: Any, v: Any, whole: bool) -> tuple[Any, ...]:
+        """The gradients by features, kernel and bias, or by the features alone."""
         both = u + v
 
         def step(start: Any, size: int, of_features: Any) -> tuple[Any, tuple[Any, ...]]:
-            features, labels = [backend.active.after(x, of_features) for x in (self.features, self.labels)]
-            softmax = ops.exp(self.logits(features, start, size) - normalizer)
-            hit = ops.equal(labels - start, ops.arange(size, dtype="int32"))
+            softmax = ops.exp(self.logits(start, size) - normalizer)
+            hit = ops.equal(self.labels - start, ops.arange(size, dtype="int32"))
             of_logits = softmax * both - ops.where(hit, u, ops.zeros_like(u))
             narrow = ops.cast(of_logits, self.dtype)
             more = narrow @ ops.transpose(self.columns(start, size))
             of_features = of_features + ops.cast(more, self.exact)
             if not whole:
                 return of_features, ()
-            of_kernel = ops.cast(ops.transpose(features) @ narrow, self.kernel.dtype)
-            of_features = backend.active.after(of_features, of_kernel)
+            of_kernel = ops.cast(ops.transpose(self.features) @ narrow, self.kernel.dtype)
             if self.bias is None:
                 return of_features, (of_kernel,)
             of_bias = ops.cast(ops.sum(of_logits, axis=0), self.bias.dtype)
@@ -166,15 +192,14 @@ class _Head:
         zeros = ops.cast(ops.zeros_like(self.features), self.exact)
         like = [x for x in (self.kernel, self.bias) if whole and x is not None]
         of_features, parts = self.collect(step, zeros, like)
-        found = {"features": ops.reshape(of_features, self.shape)}
-        return found | dict(zip(("kernel", "bias"), parts, strict=False))
+        return of_features, *parts
 
     def columns(self, start: Any, size: int) -> Any:
-        return ops.cast(ops.slice(self.kernel, (0, start), (self.width, size)), self.dtype)
+        return ops.cast(ops.slice(self.kernel, (0, start), (self.plan.width, size)), self.dtype)
 
-    def logits(self, features: Any, start: Any, size: int) -> Any:
+    def logits(self, start: Any, size: int) -> Any:
         # The operator, because `ops.matmul` (Keras 3.15) computes in float32 on PyTorch what is of float64.
-        logits = ops.cast(features @ self.columns(start, size), self.exact)
+        logits = ops.cast(self.features @ self.columns(start, size), self.exact)
         return logits if self.bias is None else logits + ops.cast(self.bias_of(start, size), self.exact)
 
     def bias_of(self, start: Any, size: int) -> Any:
@@ -191,12 +216,12 @@ class _Head:
 
         Each of the parts is a chunk, along the last axis, of something like a tensor of `like`.
         """
-        # In eager code JAX would compile the loop in every call.
-        if backend.active.LOOPS_IN_PLACE and backend.active.is_compiling():
+        if self.in_place:
             return self._collect_in_place(step, carry, like)
         pieces = []
-        for start in range(0, self.classes, self.chunk_size):
-            carry, parts = step(start, min(self.chunk_size, self.classes - start), carry)
+        classes, chunk_size = self.plan.classes, self.plan.chunk_size
+        for start in range(0, classes, chunk_size):
+            carry, parts = step(start, min(chunk_size, classes - start), carry)
             pieces.append(parts)
         return carry, [ops.concatenate(of_one, axis=-1) for of_one in zip(*pieces, strict=True)]
 
@@ -211,18 +236,13 @@ class _Head:
                 [ops.slice_update(w, (0,) * (w.ndim - 1) + (start,), part) for w, part in both]
             )
 
-        count, rest = divmod(self.classes, self.chunk_size)
+        classes, chunk_size = self.plan.classes, self.plan.chunk_size
+        count, rest = divmod(classes, chunk_size)
         state = carry, tuple(map(ops.zeros_like, like))
-        state = ops.fori_loop(
-            0, count, lambda i, state: body(i * self.chunk_size, self.chunk_size, state), state
-        )
+        state = ops.fori_loop(0, count, lambda i, state: body(i * chunk_size, chunk_size, state), state)
         if rest:
-            state = body(self.classes - rest, rest, state)
+            state = body(classes - rest, rest, state)
         return state[0], list(state[1])
-
-
-def _constant(tensor: Any) -> Any:
-    return None if tensor is None else ops.stop_gradient(tensor)
 
 
 def _check(features: Any, kernel: Any, labels: Any, bias: Any, chunk_size: Any) -> None:

@@ -15,6 +15,7 @@ from support import close
 
 from multigrad import calculus, grad, op_custom_gradient, trace_gradients
 from multigrad import ops as shelf
+from multigrad.backend.tensorflow import _room, program
 from multigrad.ops import implicit_root
 from multigrad.saving import Unsaved, decode, encode
 
@@ -47,6 +48,7 @@ def test_private_names_are_there():
     assert callable(record.record_operation_forwardprop_only)
     assert callable(record.stop_recording)
     assert record.could_possibly_record() is False
+    assert record.should_record_backprop([tf.ones(1)]) is False
     variable = tf.Variable(1.0)
     with record.VariableWatcher() as watcher:
         variable.read_value()
@@ -749,3 +751,48 @@ def test_a_root_of_a_number_of_equations_that_is_not_known(batch_size):
             model()
     else:
         close(model()(2.0 * ops.ones((2, 3))), ops.ones((2, 3)))
+
+
+def test_room_is_one_of_few_numbers_that_are_little_larger():
+    counts = [*range(1, 3000), 100_000, 1_000_000]
+    rooms = [int(_room(count)) for count in counts]
+    assert all(0 <= room - count <= max(63, count / 8) for count, room in zip(counts, rooms, strict=True))
+    assert len(set(rooms[:2999])) < 30
+    assert int(_room(0)) == 0
+
+
+def cubes(in_place, rows, upstream, others):
+    """The cube of each row, false in place, and the sum of what comes from upstream."""
+    WRITTEN.append(in_place)
+    factor = 1.0 + in_place
+    return [factor * row**3 for row in rows], [sum(map(tf.reduce_sum, upstream), start=tf.zeros(())), *others]
+
+
+WRITTEN: list[bool] = []
+
+
+def test_a_program_is_written_once_for_a_few_numbers_of_rows():
+    WRITTEN.clear()
+    run = program(cubes)
+    assert run is program(cubes)
+    for count in range(1, 64):
+        rows, upstream = tf.range(count, dtype="float32")[:, None], tf.ones((count, 1))
+        (found,), (total, *other) = run([rows], [upstream], [X])
+        close([found, total, other[0]], [2.0 * rows**3, tf.constant(float(count)), X])
+    assert WRITTEN == [True]
+
+
+@pytest.mark.parametrize("signature", [None, [tf.TensorSpec((None, 1))]])
+def test_a_program_is_differentiated_as_it_is_written(signature):
+    x = tf.constant([[1.0], [2.0], [3.0]])
+
+    def by_tape(x):
+        return tape_gradient(lambda x: program(cubes)([x], [], [])[0][0], x)
+
+    def in_graph(x):  # where nobody records, and a gradient is asked for later
+        return tf.gradients(program(cubes)([x], [], [])[0][0], x)[0]
+
+    for gradient in (by_tape, in_graph):
+        close(tf.function(gradient, input_signature=signature)(x), 3 * x**2)
+    close(by_tape(x), 3 * x**2)
+    assert program(cubes)([x], [], [])[0][0][1, 0] == 16.0

@@ -174,6 +174,35 @@ def test_the_logits_never_exist_whole():
     assert largest(lambda *args: linear_cross_entropy(*args, chunk_size=5)) <= 64 * 5
 
 
+def test_a_program_has_one_chunk():
+    """Of which the others take the place, also where a compiler goes through all of it."""
+    if BACKEND == "torch":
+        pytest.skip("PyTorch runs one chunk after the other, which takes no program")
+    x, w, y = ops.ones((64, 2)), ops.ones((2, 40)), ops.zeros((64,), "int32")
+
+    def written(size):
+        def loss(x, w):
+            return ops.sum(linear_cross_entropy(x, w, y, chunk_size=size))
+
+        return len(sizes_made(grad(loss, argnums=(0, 1)), x, w))
+
+    assert written(5) == written(10) == written(20)
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+def test_any_number_of_tokens(count):
+    x, y = np.float32(RANDOM.standard_normal((count, 4))), RANDOM.integers(0, 7, count)
+    weights, w = array(RANDOM.standard_normal(count)), array(W)
+
+    def gradients(loss, b):
+        return grad(lambda x, w, b: ops.sum(weights * loss(x, w, y, b)), argnums=(0, 1, 2))(array(x), w, b)
+
+    # So large that the exponential of it alone is infinite.
+    for b in (array(B), array(100.0 + B)):
+        got = gradients(lambda *args: linear_cross_entropy(*args, chunk_size=3), b)
+        close(got, gradients(plain, b), 1e-4)
+
+
 def test_a_frozen_kernel_costs_nothing():
     if BACKEND == "tensorflow":
         pytest.skip("the tape asks for every gradient")

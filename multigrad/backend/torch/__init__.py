@@ -32,10 +32,8 @@ from multigrad.backend.torch.programs import apply_compiled, apply_exporting, co
 from multigrad.backend.torch.state import is_compiling, is_functorch_active, is_tracing, untransformed
 from multigrad.backend.torch.tensors import (
     CONVERTIBLE,
-    LOOPS_IN_PLACE,
     STAND_INS,
     TENSORS,
-    after,
     as_tensor,
     assign,
     concrete,
@@ -46,6 +44,7 @@ from multigrad.backend.torch.tensors import (
     is_reading_code,
     library_code,
     observe,
+    program,
     sizes,
     snapshot,
     specs_of,
@@ -55,10 +54,8 @@ from multigrad.backend.torch.transforms import apply_transforming, is_apart
 
 __all__ = [
     "CONVERTIBLE",
-    "LOOPS_IN_PLACE",
     "STAND_INS",
     "TENSORS",
-    "after",
     "apply",
     "as_tensor",
     "assign",
@@ -74,6 +71,7 @@ __all__ = [
     "library_code",
     "may_record",
     "observe",
+    "program",
     "sizes",
     "snapshot",
     "specs_of",

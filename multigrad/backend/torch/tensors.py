@@ -1,8 +1,9 @@
 """What the upper half asks of a tensor."""
 
 import contextlib
+import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import keras
@@ -22,11 +23,8 @@ CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet(torch.fx.Proxy)
 
 
-LOOPS_IN_PLACE = False
-
-
-def after(tensor: Any, other: Any) -> Any:
-    return tensor
+def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+    return functools.partial(function, False, *static)
 
 
 def library_code(function: F) -> F:
