@@ -2,12 +2,12 @@
 
     python -m benchmarks.large_vocabulary --json numbers.json
 
-For the active backend; on PyTorch against its own `torch.nn.functional.linear_cross_entropy` in chunks, too.
-Each variant runs in processes of its own, in turn, so that a disturbance meets all of them: it computes the
-mean loss and its gradients by features and kernel. The peak of memory is what a process held at most, less
-what it held before the first step: of the gradients and of all that was there on the way. The C library gives
-large blocks back at once when memory is measured (`MALLOC_MMAP_THRESHOLD_`), so that what was freed is not
-counted; times are taken without that.
+For the active backend, in eager code, compiled, and on TensorFlow as `fit` compiles it; on PyTorch against
+its own `torch.nn.functional.linear_cross_entropy` in chunks, too. Each variant runs in processes of its own,
+in turn, so that a disturbance meets all of them: it computes the mean loss and its gradients by features and
+kernel. The peak of memory is what a process held at most, less what it held before the first step: of the
+gradients and of all that was there on the way. The C library gives large blocks back at once when memory is
+measured (`MALLOC_MMAP_THRESHOLD_`), so that what was freed is not counted; times are taken without that.
 """
 
 import argparse
@@ -35,7 +35,9 @@ from multigrad.ops import linear_cross_entropy
 from .native import active as native
 
 VARIANTS = ("plain", "chunks", *(["native"] if hasattr(native, "linear_cross_entropy") else []))
-MODES = {"torch": ("eager",)}.get(keras.backend.backend(), ("eager", "compiled"))
+MODES = {"jax": ("eager", "compiled"), "tensorflow": ("eager", "compiled", "fit"), "torch": ("eager",)}[
+    keras.backend.backend()
+]
 MEGABYTE = 1e6
 
 
@@ -66,15 +68,20 @@ def step_of(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]
     else:
         loss = {"plain": plain, "chunks": chunks}[variant]
 
-    def gradients(features: Any, kernel: Any) -> Any:
+    def gradients(features: Any, labels: Any, kernel: Any) -> Any:
         return keras.tree.flatten(
             value_and_grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(features, kernel)
         )
 
-    run = backend.active.compiled(gradients) if mode == "compiled" else gradients
+    arguments = features, labels, kernel
+    run = gradients
+    if mode == "compiled":
+        run = backend.active.compiled(gradients)
+    elif mode == "fit":
+        run = native.as_in_fit(gradients, arguments[:2], arguments[2:])
 
     def step() -> list[Any]:
-        found = run(features, kernel)
+        found = run(*arguments)
         for tensor in found:
             getattr(tensor, "block_until_ready", lambda: None)()
         float(found[0])
@@ -176,7 +183,7 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=3, default=[4096, 512, 32768])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--mode", choices=("eager", "compiled"))
+    parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--variant", choices=VARIANTS, help="measure this one, in this process")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path)

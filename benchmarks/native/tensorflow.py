@@ -54,6 +54,15 @@ def compiled(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
     return run
 
 
+def as_in_fit(
+    f: Callable[..., Any], batch: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
+) -> Callable[..., Any]:
+    """`f(*batch, *weights)` as the `fit` of Keras compiles a step: by XLA, for a batch of any size."""
+    specs = [tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype) for tensor in batch]
+    specs += [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in weights]
+    return tf.function(f, input_signature=specs, autograph=False, jit_compile=True)
+
+
 def _both(f: Callable[..., Any]) -> Callable[[Any], Any]:
     def both(args: Any) -> Any:
         return runner(f, args)()

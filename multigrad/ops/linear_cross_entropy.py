@@ -4,6 +4,9 @@ The logits are computed in chunks of classes, twice: forward for the logarithm o
 which is all that is kept, and backward for the softmax. A chunk of classes has its own part of the kernel's
 gradient. Chunks of tokens would each have to add to the whole of it, and hold it three times without
 operations in place.
+
+Where there is a compiler, the chunks are a loop in a program of their own, in which each takes the place of
+the one before. A compiler that is given them one by one, as by unrolling the loop, may have all at once.
 """
 
 from collections.abc import Callable
@@ -47,6 +50,10 @@ def linear_cross_entropy(
     carried from chunk to chunk by its logarithm, which is stable for logits of any size, and kept. Backward,
     each chunk of logits is computed once more, and with it `p`: an extra product of matrices, instead of
     reading and writing the logits.
+
+    On JAX and TensorFlow this is one program of XLA's, which is compiled when it is first run on arguments
+    of such shapes, also in eager code. TensorFlow compiles it for few numbers of tokens, up to an eighth
+    larger than they are or a multiple of 64.
 
     Arguments:
         features: a floating tensor of shape `(..., d)`, a row for each token.
