@@ -2,7 +2,7 @@
 
     python -m benchmarks.large_vocabulary --json numbers.json
 
-For the active backend, in eager code, compiled, and on TensorFlow as `fit` compiles it; on PyTorch against
+For the active backend, in eager code, compiled, and on TensorFlow by XLA, as in `fit`; on PyTorch against
 its own `torch.nn.functional.linear_cross_entropy` in chunks, too. Each variant runs in processes of its own,
 in turn, so that a disturbance meets all of them: it computes the mean loss and its gradients by features and
 kernel. The peak of memory is what a process held at most, less what it held before the first step: of the
@@ -35,7 +35,7 @@ from multigrad.ops import linear_cross_entropy
 from .native import active as native
 
 VARIANTS = ("plain", "chunks", *(["native"] if hasattr(native, "linear_cross_entropy") else []))
-MODES = {"jax": ("eager", "compiled"), "tensorflow": ("eager", "compiled", "fit"), "torch": ("eager",)}[
+MODES = {"jax": ("eager", "compiled"), "tensorflow": ("eager", "compiled", "xla"), "torch": ("eager",)}[
     keras.backend.backend()
 ]
 MEGABYTE = 1e6
@@ -77,7 +77,7 @@ def step_of(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]
     run = gradients
     if mode == "compiled":
         run = backend.active.compiled(gradients)
-    elif mode == "fit":
+    elif mode == "xla":
         run = native.as_in_fit(gradients, arguments[:2], arguments[2:])
 
     def step() -> list[Any]:

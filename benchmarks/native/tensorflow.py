@@ -57,7 +57,7 @@ def compiled(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
 def as_in_fit(
     f: Callable[..., Any], batch: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
 ) -> Callable[..., Any]:
-    """`f(*batch, *weights)` as the `fit` of Keras compiles a step: by XLA, for a batch of any size."""
+    """`f(*batch, *weights)` as Keras compiles a step of `fit` on a GPU: by XLA, for a batch of any size."""
     specs = [tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype) for tensor in batch]
     specs += [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in weights]
     return tf.function(f, input_signature=specs, autograph=False, jit_compile=True)

@@ -121,12 +121,18 @@ class Backend(Protocol):
         """`function(in_place, *static, rows, upstream, others)` as a function of three lists of tensors.
 
         The first two hold tensors with a row for each of something, such as a token. So does the first of
-        the two lists that the function returns. With `in_place` it runs in a compiled program, where
-        `keras.ops.fori_loop` updates in place what it carries. That is made once for the shapes of the
-        tensors, and kept. It may have more rows, copies of others of which the upstream gradient is zero,
-        and which add nothing to what has no row for each. Without, the function runs as it is written. It
-        gives the same either way, and its derivatives are those of what is written.
+        the two lists that the function returns. With `in_place` it runs in a compiled program, which is made
+        once for the shapes of the tensors and kept, and in which `keras.ops.fori_loop` updates in place what
+        it carries. Without, it runs as it is written: where there is no compiler, or where a derivative may
+        be asked for that the program would not have.
+
+        A program may be given extra rows: copies of the last one, whose upstream gradient is zero. The
+        function must not let them change the second list. They are cut from the first.
         """
+
+    @staticmethod
+    def after(tensor: Any, other: Any) -> Any:
+        """The tensor, which is there once `other` is: an order for what a framework runs side by side."""
 
     @staticmethod
     def library_code(function: F) -> F:

@@ -25,6 +25,10 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
     return functools.partial(function, False, *static)
 
 
+def after(tensor: Any, other: Any) -> Any:
+    return tensor
+
+
 def library_code(function: F) -> F:
     return function
 
@@ -94,8 +98,8 @@ def may_record() -> NoReturn:
     raise _no_gradients()
 
 
-def unrecorded() -> NoReturn:
-    raise _no_gradients()
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
 
 
 def compiled(function: Callable[..., Any]) -> NoReturn:

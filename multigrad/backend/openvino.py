@@ -5,6 +5,7 @@ import keras
 from multigrad.backend.numpy import (
     CONVERTIBLE,
     STAND_INS,
+    after,
     apply,
     as_tensor,
     assign,
@@ -36,6 +37,7 @@ __all__ = [
     "CONVERTIBLE",
     "STAND_INS",
     "TENSORS",
+    "after",
     "apply",
     "as_tensor",
     "assign",

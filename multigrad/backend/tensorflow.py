@@ -51,6 +51,13 @@ _LOST = (
 )
 
 
+def after(tensor: Any, other: Any) -> Any:
+    if tf.executing_eagerly():
+        return tensor
+    with tf.control_dependencies([other]):
+        return tf.identity(tensor)
+
+
 def library_code(function: F) -> F:
     """Keep AutoGraph out, as `tf.custom_gradient` does."""
     return tf.autograph.experimental.do_not_convert(function)
@@ -384,40 +391,25 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
         functools.partial(function, True, *static), autograph=False, jit_compile=True, reduce_retracing=True
     )
 
-    @tf.custom_gradient
-    def compiled(rows: list[tf.Tensor], upstream: list[tf.Tensor], others: list[tf.Tensor]) -> Any:
-        def rule(*cotangents: tf.Tensor) -> list[tf.Tensor | None]:
-            every = [*rows, *upstream, *others]
-            floating = [tensor for tensor in every if is_differentiable(tensor)]
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(floating)
-                outputs = tf.nest.flatten(written(rows, upstream, others))
-            gradients = iter(tape.gradient(outputs, floating, cotangents))
-            return [next(gradients) if is_differentiable(tensor) else None for tensor in every]
-
-        count, more_rows, more_upstream = rows[0].shape[0], rows, upstream
-        # XLA compiles anew for each number of rows. Where there may be many, it gets one of few.
-        if tf.executing_eagerly() or count is None:
-            count = tf.shape(rows[0])[0]
-            room = _room(count)
-            places = tf.minimum(tf.range(room), count - 1)
-            more_rows = [tf.gather(tensor, places) for tensor in rows]
-            more_upstream = [tf.pad(tensor, [[0, room - count], [0, 0]]) for tensor in upstream]
-        of_rows, of_others = in_place(more_rows, more_upstream, others)
-        return ([tensor[:count] for tensor in of_rows], of_others), rule
-
     def run(rows: list[tf.Tensor], upstream: list[tf.Tensor], others: list[tf.Tensor]) -> Any:
-        # XLA differentiates no loop in place.
-        recorded = record.should_record_backprop([*rows, *upstream, *others])
-        return (written if recorded else compiled)(rows, upstream, others)
+        # XLA differentiates no loop in place, and of a graph a derivative may be asked for later.
+        if record.could_possibly_record() or not tf.executing_eagerly():
+            return written(rows, upstream, others)
+        # It compiles anew for each number of rows, of which it gets one of few.
+        count = int(rows[0].shape[0])
+        room = _room(count)
+        places = tf.minimum(tf.range(room), count - 1)
+        more_rows = [tf.gather(tensor, places) for tensor in rows]
+        more_upstream = [tf.pad(tensor, [[0, room - count], [0, 0]]) for tensor in upstream]
+        of_rows, of_others = in_place(more_rows, more_upstream, others)
+        return [tensor[:count] for tensor in of_rows], of_others
 
     return run
 
 
-def _room(count: Any) -> Any:
-    """The next of few numbers that are at most an eighth larger, or a multiple of 64."""
-    powers = 64 * 2 ** tf.range(20)
-    step = tf.reduce_max(tf.where(8 * powers <= count, powers, 64))
+def _room(count: int) -> int:
+    """The next of few numbers: a multiple of 64, or at most an eighth larger."""
+    step = max(64, 1 << max(count.bit_length() - 4, 0))
     return -(-count // step) * step
 
 

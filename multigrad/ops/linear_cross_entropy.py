@@ -6,7 +6,7 @@ gradient. Chunks of tokens would each have to add to the whole of it, and hold i
 operations in place.
 
 Where there is a compiler, the chunks are a loop in a program of their own, in which each takes the place of
-the one before. A compiler that is given them one by one, as by unrolling the loop, may have all at once.
+the one before. XLA, when it is given them one by one, as in a graph of TensorFlow's, has all of them at once.
 """
 
 from collections.abc import Callable
@@ -51,9 +51,9 @@ def linear_cross_entropy(
     each chunk of logits is computed once more, and with it `p`: an extra product of matrices, instead of
     reading and writing the logits.
 
-    On JAX and TensorFlow this is one program of XLA's, which is compiled when it is first run on arguments
-    of such shapes, also in eager code. TensorFlow compiles it for few numbers of tokens, up to an eighth
-    larger than they are or a multiple of 64.
+    On JAX, and in eager code of TensorFlow, either pass is a program of XLA's, which is compiled when it is
+    first run on arguments of such shapes. TensorFlow rounds the number of tokens up for it, to a multiple of
+    64 or by an eighth at most, so that few programs are compiled.
 
     Arguments:
         features: a floating tensor of shape `(..., d)`, a row for each token.
@@ -101,9 +101,9 @@ def _loss_and_normalizer(kernel: Any, bias: Any, features: Any, labels: Any, chu
     tokens, shape = ops.shape(labels), ops.shape(features)
     labels = ops.cast(ops.reshape(labels, (-1, 1)), "int32")
     plan = _Plan(kernel.shape[0], kernel.shape[1], min(chunk_size, kernel.shape[1]))
-    # Without gradients, of which TensorFlow's tape would keep all chunks.
     row, *constants = map(ops.stop_gradient, (ops.reshape(features, (-1, plan.width)), *others))
-    found, _ = backend.active.program(_normalizer_and_target, plan)([labels, row], [], constants)
+    with backend.active.unrecorded():  # as TensorFlow's tape would keep all chunks
+        found, _ = backend.active.program(_normalizer_and_target, plan)([labels, row], [], constants)
     normalizer, target = [ops.reshape(x, tokens) for x in found]
 
     def rule(upstream: Any) -> tuple[Any, ...]:
@@ -167,7 +167,7 @@ class _Head:
 
         def step(start: Any, size: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             normalizer, target = carry
-            logits = self.logits(start, size)
+            logits = self.logits(backend.active.after(self.features, normalizer), start, size)
             place = self.labels - start
             inside = ops.logical_and(place >= 0, place < size)
             found = ops.take_along_axis(logits, ops.clip(place, 0, size - 1), axis=1)
@@ -182,15 +182,17 @@ class _Head:
         both = u + v
 
         def step(start: Any, size: int, of_features: Any) -> tuple[Any, tuple[Any, ...]]:
-            softmax = ops.exp(self.logits(start, size) - normalizer)
-            hit = ops.equal(self.labels - start, ops.arange(size, dtype="int32"))
+            features, labels = [backend.active.after(x, of_features) for x in (self.features, self.labels)]
+            softmax = ops.exp(self.logits(features, start, size) - normalizer)
+            hit = ops.equal(labels - start, ops.arange(size, dtype="int32"))
             of_logits = softmax * both - ops.where(hit, u, ops.zeros_like(u))
             narrow = ops.cast(of_logits, self.dtype)
             more = narrow @ ops.transpose(self.columns(start, size))
             of_features = of_features + ops.cast(more, self.exact)
             if not whole:
                 return of_features, ()
-            of_kernel = ops.cast(ops.transpose(self.features) @ narrow, self.kernel.dtype)
+            of_kernel = ops.cast(ops.transpose(features) @ narrow, self.kernel.dtype)
+            of_features = backend.active.after(of_features, of_kernel)
             if self.bias is None:
                 return of_features, (of_kernel,)
             of_bias = ops.cast(ops.sum(of_logits, axis=0), self.bias.dtype)
@@ -204,9 +206,9 @@ class _Head:
     def columns(self, start: Any, size: int) -> Any:
         return ops.cast(ops.slice(self.kernel, (0, start), (self.plan.width, size)), self.dtype)
 
-    def logits(self, start: Any, size: int) -> Any:
+    def logits(self, features: Any, start: Any, size: int) -> Any:
         # The operator, because `ops.matmul` (Keras 3.15) computes in float32 on PyTorch what is of float64.
-        logits = ops.cast(self.features @ self.columns(start, size), self.exact)
+        logits = ops.cast(features @ self.columns(start, size), self.exact)
         return logits if self.bias is None else logits + ops.cast(self.bias_of(start, size), self.exact)
 
     def bias_of(self, start: Any, size: int) -> Any:
