@@ -6,9 +6,10 @@ import keras
 import pytest
 from jax import export
 from keras import ops
-from support import close
+from support import close, sizes_made
 
 from multigrad import grad, op_custom_gradient, trace_gradients
+from multigrad.ops import linear_cross_entropy
 
 X = jnp.asarray([1.0, 2.0])
 
@@ -398,3 +399,16 @@ def test_a_rule_of_another_that_holds_a_tensor():
         return grad(op)(2.0)
 
     close(grad(outer)(4.0), jnp.float32(3.0))
+
+
+def test_linear_cross_entropy_has_one_chunk():
+    """Of which the others take the place."""
+    x, w, y = ops.ones((64, 2)), ops.ones((2, 40)), ops.zeros((64,), "int32")
+
+    def written(size):
+        def loss(x, w):
+            return ops.sum(linear_cross_entropy(x, w, y, chunk_size=size))
+
+        return len(sizes_made(grad(loss, argnums=(0, 1)), x, w))
+
+    assert written(5) == written(10) == written(20)

@@ -1,5 +1,7 @@
 """The cross entropy of a large vocabulary: against plain code, and that the logits never exist whole."""
 
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -174,19 +176,25 @@ def test_the_logits_never_exist_whole():
     assert largest(lambda *args: linear_cross_entropy(*args, chunk_size=5)) <= 64 * 5
 
 
-def test_a_program_has_one_chunk():
-    """Of which the others take the place."""
-    if BACKEND != "jax":
-        pytest.skip("PyTorch has no program, and TensorFlow's, which is for eager code, is not written down")
-    x, w, y = ops.ones((64, 2)), ops.ones((2, 40)), ops.zeros((64,), "int32")
+@pytest.mark.parametrize(
+    ("transform", "size", "with_programs"), [(lambda f: f, 5, ["jax", "tensorflow"]), (compiled, 6, ["jax"])]
+)
+def test_which_backends_have_programs(monkeypatch, transform, size, with_programs):
+    x, w, y, b = arguments()
+    head = sys.modules[linear_cross_entropy.__module__]._Head
+    collect, loops = head._collect_in_place, []
 
-    def written(size):
-        def loss(x, w):
-            return ops.sum(linear_cross_entropy(x, w, y, chunk_size=size))
+    def collect_in_place(*args):
+        loops.append(args)
+        return collect(*args)
 
-        return len(sizes_made(grad(loss, argnums=(0, 1)), x, w))
-
-    assert written(5) == written(10) == written(20)
+    monkeypatch.setattr(head, "_collect_in_place", collect_in_place)
+    run = transform(grad(lambda w: ops.sum(linear_cross_entropy(x, w, y, b, chunk_size=size))))
+    run(w)
+    first = len(loops)
+    assert (first > 0) == (BACKEND in with_programs)
+    run(w + 1.0)
+    assert len(loops) == first  # what is compiled is kept
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
