@@ -78,7 +78,7 @@ def step_of(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]
     if mode == "compiled":
         run = backend.active.compiled(gradients)
     elif mode == "xla":
-        run = native.as_in_fit(gradients, arguments[:2], arguments[2:])
+        run = native.by_xla(gradients, arguments[:2], arguments[2:])
 
     def step() -> list[Any]:
         found = run(*arguments)

@@ -54,7 +54,7 @@ def compiled(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
     return run
 
 
-def as_in_fit(
+def by_xla(
     f: Callable[..., Any], batch: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
 ) -> Callable[..., Any]:
     """`f(*batch, *weights)` as Keras compiles a step of `fit` on a GPU: by XLA, for a batch of any size."""

@@ -393,11 +393,13 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
 
     def run(rows: list[tf.Tensor], upstream: list[tf.Tensor], others: list[tf.Tensor]) -> Any:
         # XLA differentiates no loop in place, and of a graph a derivative may be asked for later.
-        if record.could_possibly_record() or not tf.executing_eagerly():
+        if may_record() or not tf.executing_eagerly():
             return written(rows, upstream, others)
         # It compiles anew for each number of rows, of which it gets one of few.
         count = int(rows[0].shape[0])
         room = _room(count)
+        if room == count:
+            return in_place(rows, upstream, others)
         places = tf.minimum(tf.range(room), count - 1)
         more_rows = [tf.gather(tensor, places) for tensor in rows]
         more_upstream = [tf.pad(tensor, [[0, room - count], [0, 0]]) for tensor in upstream]

@@ -101,9 +101,9 @@ def _loss_and_normalizer(kernel: Any, bias: Any, features: Any, labels: Any, chu
     tokens, shape = ops.shape(labels), ops.shape(features)
     labels = ops.cast(ops.reshape(labels, (-1, 1)), "int32")
     plan = _Plan(kernel.shape[0], kernel.shape[1], min(chunk_size, kernel.shape[1]))
-    row, *constants = map(ops.stop_gradient, (ops.reshape(features, (-1, plan.width)), *others))
     with backend.active.unrecorded():  # as TensorFlow's tape would keep all chunks
-        found, _ = backend.active.program(_normalizer_and_target, plan)([labels, row], [], constants)
+        rows = [labels, ops.reshape(features, (-1, plan.width))]
+        found, _ = backend.active.program(_normalizer_and_target, plan)(rows, [], others)
     normalizer, target = [ops.reshape(x, tokens) for x in found]
 
     def rule(upstream: Any) -> tuple[Any, ...]:
@@ -128,7 +128,7 @@ def _loss_and_normalizer(kernel: Any, bias: Any, features: Any, labels: Any, chu
 
 
 class _Plan(NamedTuple):
-    """What a head is, whatever its tensors hold."""
+    """What is the same in every call of a head. Programs are told apart by it, so it is no tensor's shape."""
 
     width: int
     classes: int
