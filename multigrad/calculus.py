@@ -324,7 +324,9 @@ def _require_linear(
             return
         signs = [ops.where(ops.real(t) * s < 0, 1.0, -1.0) for t, s in zip(tangent, sums, strict=True)]
         far = [ops.cast(-FAR * sign, t.dtype) for sign, t in zip(signs, tangent, strict=True)]
-        for upstream, pulled in ((ones, of_ones), (far, pull(far))):
+    of_far = pull(far)  # recorded, as a rule may take a gradient
+    with backend.active.unrecorded():
+        for upstream, pulled in ((ones, of_ones), (far, of_far)):
             got, of_got = _product(pulled, directions)
             wanted, of_wanted = _product(upstream, tangent)
             if not agree(got, wanted, of_got + of_wanted):

@@ -335,6 +335,20 @@ def test_a_linear_rule_is_not_refused(rule, dtype):
     close(ops.cast(got, "float32"), ops.cast(0.0 * along if wanted is None else wanted, "float32"), 1e-2)
 
 
+def taking_a_gradient(change):
+    def f(x):
+        return x**2, lambda u: 3.0 * vjp(lambda x: x**2, x)[1](change(u))[0]
+
+    return op_custom_gradient(f)
+
+
+def test_jvp_through_a_rule_that_takes_a_gradient():
+    x, along = array(1.0, 2.0), array(3.0, -1.0)
+    close(jvp(taking_a_gradient(lambda u: u), (x,), (along,))[1], 6.0 * x * along)
+    with pytest.raises(ValueError, match="not linear in its upstream"):
+        jvp(taking_a_gradient(ops.tanh), (x,), (along,))
+
+
 def test_infinity_and_nan_are_passed_on():
     tangent = jvp(ops.sqrt, (array(0.0, 1.0),), (ONES,))[1]
     assert numpy(tangent).tolist() == [np.inf, 0.5]

@@ -13,6 +13,7 @@ that is an output of the op, the rule is given the tied one, so that it stays in
 """
 
 import contextlib
+import contextvars
 import functools
 import gc
 import itertools
@@ -272,15 +273,38 @@ def _record(
 
 def _linear_backward(name: str, backward: Callable[..., Sequence[Any]], *upstream: Any) -> Sequence[Any]:
     """`backward`, seen to be linear where values are at hand."""
-    if tf.executing_eagerly():
-        with record.stop_recording():
-            floating = [u is not None and is_differentiable(u) for u in upstream]
-            pairs = list(zip(upstream, floating, strict=True))
-            tried = [tf.constant(trial(u.shape), u.dtype) if f else u for u, f in pairs]
-            further = [FAR * u if f else u for u, f in zip(tried, floating, strict=True)]
-            near, far = backward(*tried), backward(*further)
-            require_linear(name, near, far, concrete)
-    return backward(*upstream)
+    token = _TRANSPOSED.set(name)
+    try:
+        if tf.executing_eagerly():
+            with record.stop_recording():
+                floating = [u is not None and is_differentiable(u) for u in upstream]
+                pairs = list(zip(upstream, floating, strict=True))
+                tried = [tf.constant(trial(u.shape), u.dtype) if f else u for u, f in pairs]
+                further = [FAR * u if f else u for u, f in zip(tried, floating, strict=True)]
+                near, far = backward(*tried), backward(*further)
+                require_linear(name, near, far, concrete)
+        return backward(*upstream)
+    finally:
+        _TRANSPOSED.reset(token)
+
+
+# The op whose rule is transposed here for forward mode, in which TensorFlow (2.21) records on no tape.
+_TRANSPOSED: contextvars.ContextVar[str | None] = contextvars.ContextVar("transposed", default=None)
+
+
+def _require_tapes() -> None:
+    """See that a gradient can be taken here; it would be zero."""
+    name = _TRANSPOSED.get()
+    if name is not None:
+        raise NotImplementedError(
+            message(
+                name,
+                "its rule takes a gradient, for which TensorFlow has no forward mode",
+                required="a rule of operations and of ops",
+                got="one that calls a gradient function, itself or in an op",
+                mend="take the derivative by multigrad.jvp, or in reverse mode",
+            )
+        )
 
 
 def _here(tensors: Sequence[Any]) -> Sequence[Any]:
@@ -338,6 +362,7 @@ def _gradient(name: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
 def value_and_grad(
     function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
 ) -> tuple[tuple[Any, Any], list[Any]]:
+    _require_tapes()
     own = [tf.identity(tensor) for tensor in tensors]  # apart from the same tensor closed over
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(own)
@@ -349,6 +374,7 @@ def value_and_grad(
 def vjp(
     function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
 ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+    _require_tapes()
     own = [tf.identity(tensor) for tensor in tensors]
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(own)
@@ -366,6 +392,7 @@ def vjp(
 def jacobian(
     function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
 ) -> tuple[Any, list[list[Any]]]:
+    _require_tapes()
     own = [tf.identity(tensor) for tensor in tensors]
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
         tape.watch(own)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 from support import close
 
-from multigrad import calculus, grad, op_custom_gradient, trace_gradients
+from multigrad import calculus, grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
 from multigrad.backend.tensorflow import _room, program
 from multigrad.ops import implicit_root
@@ -729,6 +729,22 @@ def test_a_trace_in_forward_mode_has_no_steps():
         y = op(x)
     assert float(acc.jvp(y)) == 21.0
     assert (len(trace.calls), trace.steps) == (1, [])
+
+
+@pytest.mark.parametrize("within", [lambda f: f, tf.function])
+def test_in_forward_mode_a_rule_takes_no_gradient(within):
+    """TensorFlow's tapes have none there, and it would be zero."""
+    x = tf.constant(3.0)
+    rule = lambda u: 7.0 * vjp(lambda x: x**2, x)[1](u)[0]  # noqa: E731
+    op = op_custom_gradient(lambda x: (x**2, rule), name="op")
+
+    def forward(x):
+        with tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc:
+            y = op(x)
+        return acc.jvp(y)
+
+    with pytest.raises(NotImplementedError, match=r"op: its rule takes a gradient(.|\n)*multigrad\.jvp"):
+        within(forward)(x)
 
 
 OWN = [f for _, f in inspect.getmembers(calculus, inspect.isfunction) if f.__module__ == calculus.__name__]

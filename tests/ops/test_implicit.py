@@ -10,7 +10,7 @@ from counts import saved
 from keras import ops
 from support import BACKEND, array, close, compiled, numpy
 
-from multigrad import grad
+from multigrad import grad, jvp
 from multigrad.ops import fixed_point, implicit_root
 from multigrad.testing import check_gradients
 
@@ -109,6 +109,13 @@ def test_structures():
     got = grad(lambda a, b: total({"a": a, "b": (b, 4, "static")}), argnums=(0, 1))(1.5, 0.7)
     close(got, grad(closed, argnums=(0, 1))(1.5, 0.7))
     close(total(more), closed(array(1.5), array(0.7)))
+
+
+def test_forward_mode():
+    """By multigrad: the rule takes a gradient, which a framework's own has not everywhere."""
+    root = lambda a: fixed_point(heron, 1.0, a)  # noqa: E731
+    close(jvp(root, (4.0,), (8.0,)), (array(2.0), array(2.0)), 1e-5)
+    close(jvp(grad(root), (4.0,), (8.0,)), (array(0.25), array(-0.25)), 1e-4)
 
 
 def test_the_start_has_no_gradient():
