@@ -2,6 +2,9 @@
 
     python -m benchmarks.large_vocabulary --json numbers.json
 
+Of the chunks there are two variants: one loss of all tokens, whose gradients are computed in the forward pass
+where that can be, and a loss for each token, whose mean is taken behind.
+
 For the active backend, in eager code, compiled, and on TensorFlow by XLA, as in `fit`; on PyTorch against
 its own `torch.nn.functional.linear_cross_entropy` in chunks, too. Each variant runs in processes of its own,
 in turn, so that a disturbance meets all of them: it computes the mean loss and its gradients by features and
@@ -34,7 +37,7 @@ from multigrad.ops import linear_cross_entropy
 
 from .native import active as native
 
-VARIANTS = ("plain", "chunks", *(["native"] if hasattr(native, "linear_cross_entropy") else []))
+VARIANTS = ("plain", "one loss", "by token", *(["native"] if hasattr(native, "linear_cross_entropy") else []))
 MODES = {"jax": ("eager", "compiled"), "tensorflow": ("eager", "compiled", "xla"), "torch": ("eager",)}[
     keras.backend.backend()
 ]
@@ -46,7 +49,11 @@ def plain(features: Any, kernel: Any, labels: Any) -> Any:
     return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
 
 
-def chunks(features: Any, kernel: Any, labels: Any) -> Any:
+def one_loss(features: Any, kernel: Any, labels: Any) -> Any:
+    return linear_cross_entropy(features, kernel, labels, reduction="mean")
+
+
+def by_token(features: Any, kernel: Any, labels: Any) -> Any:
     return ops.mean(linear_cross_entropy(features, kernel, labels))
 
 
@@ -66,12 +73,12 @@ def step_of(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]
     if variant == "native":
         kernel, loss = native.rows_for_classes(kernel), native.linear_cross_entropy
     else:
-        loss = {"plain": plain, "chunks": chunks}[variant]
+        loss = {"plain": plain, "one loss": one_loss, "by token": by_token}[variant]
 
     def gradients(features: Any, labels: Any, kernel: Any) -> Any:
-        return keras.tree.flatten(
-            value_and_grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(features, kernel)
-        )
+        # Not by `keras.tree`: on PyTorch (2.13) its tree holds what it flattened until garbage is collected.
+        value, found = value_and_grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(features, kernel)
+        return [value, *found]
 
     arguments = features, labels, kernel
     run = gradients

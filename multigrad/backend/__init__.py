@@ -124,7 +124,7 @@ class Backend(Protocol):
         the two lists that the function returns. With `in_place` it runs in a compiled program, which is made
         once for the shapes of the tensors and kept, and in which `keras.ops.fori_loop` updates in place what
         it carries. Without, it runs as it is written: where there is no compiler, or where a derivative may
-        be asked for that the program would not have.
+        be asked for that the program would not have: in a graph that is outside of `unrecorded`.
 
         A program may be given extra rows: copies of the last one, whose upstream gradient is zero. The
         function must not let them change the second list. They are cut from the first.
@@ -219,8 +219,26 @@ class Backend(Protocol):
         """Whether what is computed here can be on the way to a gradient that is asked for around it."""
 
     @staticmethod
+    def needs_plain_rule() -> bool:
+        """Whether a rule that runs here must do without ops of its own, to be differentiated in its turn.
+
+        What it writes down may be copied without their rules, or no gradient can be taken in these.
+        """
+
+    @staticmethod
+    def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
+        """By which of the tensors a gradient is to be expected, for what can be computed for it beforehand.
+
+        In vain that costs what it takes, where nobody drops what is not used. None is, where the loops over
+        it would be written out into a program.
+        """
+
+    @staticmethod
     def unrecorded() -> AbstractContextManager[Any]:
-        """A context for what nobody differentiates. It need do nothing where that costs nothing."""
+        """A context for what nobody differentiates, now or later, and in which no gradient is taken.
+
+        It need do nothing where that costs nothing.
+        """
 
     @staticmethod
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -575,6 +575,14 @@ def may_record() -> bool:
     return True
 
 
+def needs_plain_rule() -> bool:
+    return False
+
+
+def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
+    return [isinstance(tensor, jax.core.Tracer) for tensor in tensors]
+
+
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 

@@ -98,6 +98,14 @@ def may_record() -> NoReturn:
     raise _no_gradients()
 
 
+def needs_plain_rule() -> NoReturn:
+    raise _no_gradients()
+
+
+def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
+    return [False] * len(tensors)
+
+
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 

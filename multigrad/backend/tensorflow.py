@@ -405,25 +405,50 @@ def may_record() -> bool:
     return record.could_possibly_record()
 
 
-def unrecorded() -> Any:
-    return record.stop_recording()
+def needs_plain_rule() -> bool:
+    return may_record()  # it is copied for a Jacobian, and in forward mode there are no tapes
+
+
+def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
+    return [may_record() and (tf.executing_eagerly() or _has_xla())] * len(tensors)
+
+
+_UNRECORDED = contextvars.ContextVar("unrecorded", default=False)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    token = _UNRECORDED.set(True)
+    try:
+        with record.stop_recording():
+            yield
+    finally:
+        _UNRECORDED.reset(token)
 
 
 @functools.lru_cache(256)
 def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
     written = functools.partial(function, False, *static)
-    if platform.system() == "Darwin" and tf.config.list_physical_devices("GPU"):
-        return written  # there is no XLA for Metal
-    in_place = tf.function(
-        functools.partial(function, True, *static), autograph=False, jit_compile=True, reduce_retracing=True
-    )
+    if not _has_xla():
+        return written
+    traced = tf.function(functools.partial(function, True, *static), autograph=False, jit_compile=True)
+
+    def in_place(*tensors: list[tf.Tensor]) -> Any:
+        specs = [[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in some] for some in tensors]
+        with tf.init_scope():  # apart from the graph that is being built, which it would keep alive
+            whole = traced.get_concrete_function(*specs)
+        return whole(*tensors)
 
     def run(rows: list[tf.Tensor], upstream: list[tf.Tensor], others: list[tf.Tensor]) -> Any:
+        eager = tf.executing_eagerly()
         # XLA differentiates no loop in place, and of a graph a derivative may be asked for later.
-        if may_record() or not tf.executing_eagerly():
+        if may_record() or not (eager or _UNRECORDED.get()):
             return written(rows, upstream, others)
-        # It compiles anew for each number of rows, of which it gets one of few.
-        count = int(rows[0].shape[0])
+        count = rows[0].shape[0]
+        if not eager:
+            # For a number of rows that is not known yet, it would compile anew whenever that is another one.
+            return (written if count is None else in_place)(rows, upstream, others)
+        # So it is here, too, for each number of rows, of which it gets one of few.
         room = _room(count)
         if room == count:
             return in_place(rows, upstream, others)
@@ -434,6 +459,10 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
         return [tensor[:count] for tensor in of_rows], of_others
 
     return run
+
+
+def _has_xla() -> bool:
+    return not (platform.system() == "Darwin" and tf.config.list_physical_devices("GPU"))  # none for Metal
 
 
 def _room(count: int) -> int:

@@ -1,25 +1,25 @@
 """A linear layer and the cross entropy of its softmax, over so many classes that the logits are too large.
 
-The logits are computed in chunks of classes, twice: forward for the logarithm of their summed exponentials,
-which is all that is kept, and backward for the softmax. A chunk of classes has its own part of the kernel's
-gradient. Chunks of tokens would each have to add to the whole of it, and hold it three times without
-operations in place.
-
-Where there is a compiler, the chunks are a loop in a program of their own, in which each takes the place of
-the one before. XLA, when it is given them one by one, as in a graph of TensorFlow's, has all of them at once.
+What is computed, in chunks, is in `chunked_head`; here is what an op of it asks, and when. A loss for each
+token has its gradients computed in the backward pass, by the logits that are computed once more. Of a loss
+of all tokens they are known in the forward pass, up to a factor.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from keras import ops
 
 from multigrad import backend
+from multigrad.calculus import vjp
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import message, unusable
+from multigrad.ops import chunked_head
 from multigrad.ops.arguments import as_tensor, is_integer, stacked, with_plain
+from multigrad.ops.chunked_head import Plan
 from multigrad.ops.dtypes import dtype_of, exact
+from multigrad.ops.stable import safe_divide
 
 _NAME = "linear_cross_entropy"
 _CHUNK_SIZE = 1024
@@ -27,7 +27,14 @@ _CHUNK_SIZE = 1024
 
 @with_plain("chunk_size")
 def linear_cross_entropy(
-    features: Any, kernel: Any, labels: Any, bias: Any = None, *, chunk_size: int | None = None
+    features: Any,
+    kernel: Any,
+    labels: Any,
+    bias: Any = None,
+    *,
+    sample_weight: Any = None,
+    reduction: str | None = None,
+    chunk_size: int | None = None,
 ) -> Any:
     """The cross entropy of `softmax(features @ kernel + bias)` for each label, without the logits.
 
@@ -38,55 +45,100 @@ def linear_cross_entropy(
     features, labels = np.ones((2, 3)), np.array([0, 3])  # two tokens
 
     def loss(kernel):
-        return ops.sum(linear_cross_entropy(features, kernel, labels))
+        return linear_cross_entropy(features, kernel, labels, reduction="mean")
 
-    print(grad(loss)(np.zeros((3, 4)))[0])  # [-0.5, 0.5, 0.5, -0.5]
+    print(grad(loss)(np.zeros((3, 4)))[0])  # [-0.25, 0.25, 0.25, -0.25]
     ```
 
     It is what `keras.ops.matmul` and `keras.losses.sparse_categorical_crossentropy(from_logits=True)` compute
     together. Those hold the logits of all tokens and classes several times over; this holds those of one
-    chunk of classes. With the logits `z = x W + b` and the softmax `p`, the loss of a token with the label
-    `y` is `log(sum(exp(z))) - z[y]`, and its gradient by `z` is `p` less one at `y`. Forward, the sum is
-    carried from chunk to chunk by its logarithm, which is stable for logits of any size, and kept. Backward,
-    each chunk of logits is computed once more, and with it `p`: an extra product of matrices, instead of
-    reading and writing the logits.
+    chunk. With the logits `z = x W + b` and the softmax `p`, the loss of a token with the label `y` is
+    `log(sum(exp(z))) - z[y]`, and its gradient by `z` is `p` less one at `y`. The sum is carried from chunk
+    to chunk by its logarithm, which is stable for logits of any size.
 
-    On JAX, and in eager code of TensorFlow, either pass is a program of XLA's, which is compiled when it is
-    first run on arguments of such shapes. TensorFlow rounds the number of tokens up for it, to a multiple of
-    64 or by an eighth at most, so that few programs are compiled.
+    Prefer a `reduction` to one of your own. There is one upstream gradient then, and the gradients for an
+    upstream gradient of one are computed in the forward pass, with three products of matrices, as in plain
+    code. For a loss of each token, each chunk of logits is computed once more in the backward pass, a fourth
+    product, instead of reading and writing the logits. So it is with a `reduction`, too, where nothing says
+    that a gradient will be asked for, in `torch.compile`, in a graph of TensorFlow's with any number of
+    tokens, for symbolic tensors, and for float16, whose gradients may be too small without the scale of the
+    loss.
+
+    On JAX and TensorFlow either pass is a program of XLA's, which is compiled when it is first run on
+    arguments of such shapes. In eager code, TensorFlow rounds the number of tokens up for it, to a multiple
+    of 64 or by an eighth at most, so that few programs are compiled. In a graph of TensorFlow's, the backward
+    pass and what has any number of tokens are no programs.
 
     Arguments:
         features: a floating tensor of shape `(..., d)`, a row for each token.
         kernel: a floating tensor of shape `(d, classes)`, which is cast to the dtype of the features.
         labels: integers of shape `(...)`, from 0 to `classes - 1`. A negative one, or one that is larger,
             is an error where there are values; in compiled code its loss is NaN. To ignore a token, give
-            it any label and multiply its loss by zero.
+            it any label and the weight zero.
         bias: a tensor of shape `(classes,)`, or None for no bias.
-        chunk_size: how many classes are computed at a time. The chunk of logits has so many columns, and
-            a row for each token. If not given, it is 1024.
+        sample_weight: numbers or bools of shape `(...)`, by which the losses are multiplied.
+        reduction: what becomes of the losses, by Keras's names. None or `"none"`: there is one for each
+            token; `"sum"`: their sum; `"mean"` or `"sum_over_batch_size"`: that, divided by the number of
+            tokens; `"mean_with_sample_weight"`: divided by the sum of the weights. The mean of nothing is 0.
+        chunk_size: how many classes are computed at a time; 1024 if not given. The chunk of logits has so
+            many columns, and a row for each token. Where gradients are computed in the forward pass, there
+            are, beside a chunk, all logits of 64 to 512 tokens, depending on the number of features.
 
     Returns:
-        The loss of each token, of shape `(...)`. It is of the features' dtype, but float32 for float16 and
-        bfloat16, in which the products are computed and nothing is summed up. The labels have no gradient.
+        The loss of each token, of shape `(...)`, or of all of them, of shape `()`. It is of the features'
+        dtype, but float32 for float16 and bfloat16, in which the products are computed and nothing is summed
+        up. The labels have no gradient.
 
         A derivative of the gradient is right, and holds what was computed of all chunks.
 
     Raises:
-        TypeError: when `features`, `kernel` or `bias` is not floating, `labels` is not of integers, or
-            `chunk_size` is no integer.
+        TypeError: when `features`, `kernel` or `bias` is not floating, `labels` is not of integers,
+            `sample_weight` is complex, or `chunk_size` is no integer.
         ValueError: when the shapes do not fit, the number of classes is not known, `chunk_size` is not
-            positive, or a label is out of range.
+            positive, `reduction` is unknown, or a label is out of range.
 
     References:
         [Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models](
-        https://arxiv.org/abs/2411.09009); [Milakov and Gimelshein 2018, Online normalizer calculation for
-        softmax](https://arxiv.org/abs/1805.02867).
+        https://arxiv.org/abs/2411.09009); [Hsu et al. 2024, Liger Kernel: Efficient Triton Kernels for LLM
+        Training](https://arxiv.org/abs/2410.10989), whose gradients are those of the forward pass; [Milakov
+        and Gimelshein 2018, Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867).
     """
     given = {"features": features, "kernel": kernel, "labels": labels}
-    features, kernel, labels = [as_tensor(stacked(_NAME, name, value)) for name, value in given.items()]
-    bias = None if bias is None else as_tensor(stacked(_NAME, "bias", bias))
-    _check(features, kernel, labels, bias, chunk_size)
-    return _loss_and_normalizer(kernel, bias, features, labels, chunk_size or _CHUNK_SIZE)[0]
+    optional = {"bias": bias, "sample_weight": sample_weight}
+    given |= {name: value for name, value in optional.items() if value is not None}
+    tensors = {name: as_tensor(stacked(_NAME, name, value)) for name, value in given.items()}
+    _check(**tensors, chunk_size=chunk_size, reduction=reduction)
+    labels, weights = tensors.pop("labels"), tensors.pop("sample_weight", None)
+    dtype = exact(dtype_of(tensors["features"]))
+    weights = None if weights is None else ops.cast(weights, dtype)
+    chunk_size = chunk_size or _CHUNK_SIZE
+    if reduction in (None, "none"):
+        losses = _losses(tensors, labels, chunk_size)
+        return losses if weights is None else losses * weights
+    expected = _expected(tensors, labels)
+    primals = tensors | {"weights": _shares(reduction, weights, labels, dtype)}
+    if not any(expected.values()):
+        return _weighted_sum(primals, labels, chunk_size)
+    whole = expected["kernel"] or expected.get("bias", False)
+    return _sum_with_gradients(primals, labels, chunk_size, whole)
+
+
+def _shares(reduction: str, weights: Any, labels: Any, dtype: str) -> Any:
+    """What the loss of each token is multiplied by in the sum."""
+    if weights is None:
+        weights = ops.ones_like(labels, dtype=dtype)
+    elif reduction == "mean_with_sample_weight":
+        return safe_divide(weights, ops.sum(weights))
+    return weights if reduction == "sum" else weights / ops.cast(ops.size(labels), dtype)
+
+
+def _expected(tensors: dict[str, Any], labels: Any) -> dict[str, bool]:
+    """Which gradients are worth being computed in the forward pass."""
+    symbolic = any(isinstance(tensor, keras.KerasTensor) for tensor in (labels, *tensors.values()))
+    counted = all(isinstance(size, int) and size for size in labels.shape)  # JAX has symbols for sizes, too
+    if symbolic or not counted or dtype_of(tensors["features"]) == "float16":
+        return dict.fromkeys(tensors, False)
+    return dict(zip(tensors, backend.active.gradients_expected(list(tensors.values())), strict=True))
 
 
 # The kernel stands before the features, so that its gradient is asked for first: what it computes has the
@@ -97,14 +149,10 @@ def _loss_and_normalizer(kernel: Any, bias: Any, features: Any, labels: Any, chu
 
     The latter is an output because the rule uses it: so the rule is what differentiates it in its turn.
     """
-    others = [kernel] if bias is None else [kernel, bias]
-    tokens, shape = ops.shape(labels), ops.shape(features)
-    labels = ops.cast(ops.reshape(labels, (-1, 1)), "int32")
-    plan = _Plan(kernel.shape[0], kernel.shape[1], min(chunk_size, kernel.shape[1]))
+    others, rows, plan = _flat(kernel, bias, features, labels, chunk_size)
     with backend.active.unrecorded():  # as TensorFlow's tape would keep all chunks
-        rows = [labels, ops.reshape(features, (-1, plan.width))]
-        found, _ = backend.active.program(_normalizer_and_target, plan)(rows, [], others)
-    normalizer, target = [ops.reshape(x, tokens) for x in found]
+        found, _ = backend.active.program(chunked_head.normalizer_and_target, plan)(rows, [], others)
+    normalizer, target = [ops.reshape(x, ops.shape(labels)) for x in found]
 
     def rule(upstream: Any) -> tuple[Any, ...]:
         computed: dict[str, Any] = {}
@@ -112,11 +160,13 @@ def _loss_and_normalizer(kernel: Any, bias: Any, features: Any, labels: Any, chu
         def of(name: str) -> Callable[[], Any]:
             def gradient() -> Any:
                 if name not in computed:
-                    rows = [labels, ops.reshape(features, (-1, plan.width)), ops.reshape(normalizer, (-1, 1))]
+                    # Once more, to be recorded where this is differentiated.
+                    others, rows, _ = _flat(kernel, bias, features, labels, chunk_size)
+                    rows.append(ops.reshape(normalizer, (-1, 1)))
                     columns = [ops.reshape(u, (-1, 1)) for u in upstream]
-                    run = backend.active.program(_gradients, plan, name != "features")
+                    run = backend.active.program(chunked_head.gradients, plan, name != "features")
                     (of_features,), of_others = run(rows, columns, others)
-                    computed["features"] = ops.reshape(of_features, shape)
+                    computed["features"] = ops.reshape(of_features, ops.shape(features))
                     computed.update(zip(("kernel", "bias"), of_others, strict=False))
                 return computed[name]
 
@@ -127,134 +177,145 @@ def _loss_and_normalizer(kernel: Any, bias: Any, features: Any, labels: Any, chu
     return (normalizer - target, normalizer), rule
 
 
-class _Plan(NamedTuple):
-    """What is the same in every call of a head. Programs are told apart by it, so it is no tensor's shape."""
-
-    width: int
-    classes: int
-    chunk_size: int
-
-
-def _normalizer_and_target(
-    in_place: bool, plan: _Plan, rows: list[Any], upstream: list[Any], others: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    head = _Head(in_place, plan, *rows, *others)
-    return [*head.normalizer_and_target()], []
+def _flat(kernel: Any, bias: Any, features: Any, labels: Any, chunk_size: int) -> tuple[Any, Any, Plan]:
+    """What has a row for each token, what has not, and how large it is."""
+    plan = Plan(kernel.shape[0], kernel.shape[1], min(chunk_size, kernel.shape[1]))
+    rows = [ops.cast(ops.reshape(labels, (-1, 1)), "int32"), ops.reshape(features, (-1, plan.width))]
+    return [kernel] if bias is None else [kernel, bias], rows, plan
 
 
-def _gradients(
-    in_place: bool, plan: _Plan, whole: bool, rows: list[Any], upstream: list[Any], others: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    labels, features, normalizer = rows
-    u, v = upstream
-    of_features, *parts = _Head(in_place, plan, labels, features, *others).gradients(normalizer, u, v, whole)
-    return [of_features], parts
+def _losses(primals: dict[str, Any], labels: Any, chunk_size: int) -> Any:
+    kernel, bias, features = [primals.get(name) for name in ("kernel", "bias", "features")]
+    return _loss_and_normalizer(kernel, bias, features, labels, chunk_size)[0]
 
 
-class _Head:
-    """The layer and the labels, with a row for each token, and its computations chunk by chunk."""
-
-    def __init__(
-        self, in_place: bool, plan: _Plan, labels: Any, features: Any, kernel: Any, bias: Any = None
-    ) -> None:
-        self.in_place, self.plan, self.labels = in_place, plan, labels
-        self.kernel, self.features, self.bias = kernel, features, bias
-        self.dtype = dtype_of(features)
-        self.exact = exact(self.dtype)
-
-    def normalizer_and_target(self) -> tuple[Any, Any]:
-        """The logarithm of each token's summed exponentials, and the logit of its label."""
-
-        def step(start: Any, size: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            normalizer, target = carry
-            logits = self.logits(backend.active.after(self.features, normalizer), start, size)
-            place = self.labels - start
-            inside = ops.logical_and(place >= 0, place < size)
-            found = ops.take_along_axis(logits, ops.clip(place, 0, size - 1), axis=1)
-            both = ops.concatenate([normalizer, ops.logsumexp(logits, axis=1, keepdims=True)], axis=1)
-            return ops.logsumexp(both, axis=1, keepdims=True), ops.where(inside, found, target)
-
-        nothing = ops.cast(ops.zeros_like(self.labels), self.exact)
-        return self.fold(step, (nothing - float("inf"), nothing + float("nan")))
-
-    def gradients(self, normalizer: Any, u: Any, v: Any, whole: bool) -> tuple[Any, ...]:
-        """The gradients by features, kernel and bias, or by the features alone."""
-        both = u + v
-
-        def step(start: Any, size: int, of_features: Any) -> tuple[Any, tuple[Any, ...]]:
-            features, labels = [backend.active.after(x, of_features) for x in (self.features, self.labels)]
-            softmax = ops.exp(self.logits(features, start, size) - normalizer)
-            hit = ops.equal(labels - start, ops.arange(size, dtype="int32"))
-            of_logits = softmax * both - ops.where(hit, u, ops.zeros_like(u))
-            narrow = ops.cast(of_logits, self.dtype)
-            more = narrow @ ops.transpose(self.columns(start, size))
-            of_features = of_features + ops.cast(more, self.exact)
-            if not whole:
-                return of_features, ()
-            of_kernel = ops.cast(ops.transpose(features) @ narrow, self.kernel.dtype)
-            of_features = backend.active.after(of_features, of_kernel)
-            if self.bias is None:
-                return of_features, (of_kernel,)
-            of_bias = ops.cast(ops.sum(of_logits, axis=0), self.bias.dtype)
-            return of_features, (of_kernel, of_bias)
-
-        zeros = ops.cast(ops.zeros_like(self.features), self.exact)
-        like = [x for x in (self.kernel, self.bias) if whole and x is not None]
-        of_features, parts = self.collect(step, zeros, like)
-        return of_features, *parts
-
-    def columns(self, start: Any, size: int) -> Any:
-        return ops.cast(ops.slice(self.kernel, (0, start), (self.plan.width, size)), self.dtype)
-
-    def logits(self, features: Any, start: Any, size: int) -> Any:
-        # The operator, because `ops.matmul` (Keras 3.15) computes in float32 on PyTorch what is of float64.
-        logits = ops.cast(features @ self.columns(start, size), self.exact)
-        return logits if self.bias is None else logits + ops.cast(self.bias_of(start, size), self.exact)
-
-    def bias_of(self, start: Any, size: int) -> Any:
-        return ops.slice(self.bias, (start,), (size,))
-
-    def fold(self, step: Callable[..., Any], carry: Any) -> Any:
-        """`carry = step(start, size, carry)` for each chunk."""
-        return self.collect(lambda *chunk: (step(*chunk), ()), carry, [])[0]
-
-    def collect(
-        self, step: Callable[..., tuple[Any, tuple[Any, ...]]], carry: Any, like: list[Any]
-    ) -> tuple[Any, list[Any]]:
-        """`carry, parts = step(start, size, carry)` for each chunk: the last carry, and the parts joined.
-
-        Each of the parts is a chunk, along the last axis, of something like a tensor of `like`.
-        """
-        if self.in_place:
-            return self._collect_in_place(step, carry, like)
-        pieces = []
-        classes, chunk_size = self.plan.classes, self.plan.chunk_size
-        for start in range(0, classes, chunk_size):
-            carry, parts = step(start, min(chunk_size, classes - start), carry)
-            pieces.append(parts)
-        return carry, [ops.concatenate(of_one, axis=-1) for of_one in zip(*pieces, strict=True)]
-
-    def _collect_in_place(
-        self, step: Callable[..., tuple[Any, tuple[Any, ...]]], carry: Any, like: list[Any]
-    ) -> tuple[Any, list[Any]]:
-        def body(start: Any, size: int, state: tuple[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
-            carry, wholes = state
-            carry, parts = step(start, size, carry)
-            both = zip(wholes, parts, strict=True)
-            return carry, tuple(
-                [ops.slice_update(w, (0,) * (w.ndim - 1) + (start,), part) for w, part in both]
-            )
-
-        classes, chunk_size = self.plan.classes, self.plan.chunk_size
-        count, rest = divmod(classes, chunk_size)
-        state = carry, tuple(map(ops.zeros_like, like))
-        state = ops.fori_loop(0, count, lambda i, state: body(i * chunk_size, chunk_size, state), state)
-        if rest:
-            state = body(classes - rest, rest, state)
-        return state[0], list(state[1])
+def _weighted_sum(primals: dict[str, Any], labels: Any, chunk_size: int) -> Any:
+    """The sum of the losses, each times its weight, of which every derivative is right."""
+    weights = primals["weights"]
+    return ops.sum(weights * _losses(primals, labels, chunk_size))
 
 
-def _check(features: Any, kernel: Any, labels: Any, bias: Any, chunk_size: Any) -> None:
+@op_custom_gradient(name="multigrad>linear_cross_entropy_sum")
+def _sum_with_gradients(primals: dict[str, Any], labels: Any, chunk_size: int, whole: bool) -> Any:
+    """The same, and its gradients in the same go; without `whole` those by features and weights alone.
+
+    They may be more than are needed, but never stand for others: what is not there is computed when the rule
+    is asked for it.
+    """
+    fixed = {name: ops.stop_gradient(primal) for name, primal in primals.items()}
+    weights = fixed.pop("weights")
+    others, rows, plan = _flat(fixed["kernel"], fixed.get("bias"), fixed["features"], labels, chunk_size)
+    run = backend.active.program(chunked_head.losses_and_gradients, plan, whole)
+    with backend.active.unrecorded():
+        (losses, of_features), of_others = run(rows, [ops.reshape(weights, (-1, 1))], others)
+        losses = ops.reshape(losses, ops.shape(weights))
+        value = ops.sum(weights * losses)
+    known = {"features": ops.reshape(of_features, ops.shape(fixed["features"])), "weights": losses}
+    known |= dict(zip(("kernel", "bias"), of_others, strict=False))
+
+    def rule(upstream: Any) -> Any:
+        computed: dict[str, Any] = {}
+
+        def of(name: str) -> Callable[[], Any]:
+            def gradient() -> Any:
+                if name not in computed:
+                    if name not in known or backend.active.needs_plain_rule():
+                        computed.update(_written_gradients(upstream, primals, labels, chunk_size))
+                    else:
+                        computed.update(_scaled(upstream, primals, labels, chunk_size, known))
+                return computed[name]
+
+            return gradient
+
+        return {"primals": {name: of(name) for name in primals}}
+
+    return value, rule
+
+
+# The gradients `g` of the weighted sum are known for an upstream gradient of one, as constants. The two
+# functions that are linear in something else, `u * g` and `sum(v * g)`, are one another's transposes, so that
+# they are what there is to do with them in derivatives of any order; by the primals these are of `g` itself.
+
+
+@op_custom_gradient(name="multigrad>linear_cross_entropy_gradients")
+def _scaled(
+    upstream: Any, primals: dict[str, Any], labels: Any, chunk_size: int, known: dict[str, Any]
+) -> Any:
+    """`u * g` for a number `u`."""
+
+    def rule(directions: dict[str, Any]) -> Any:
+        return {
+            "upstream": lambda: _along(directions, primals, labels, chunk_size, known),
+            "primals": lambda: _of_primals(upstream, directions, primals, labels, chunk_size),
+            "known": None,
+        }
+
+    return {n: ops.cast(ops.multiply(upstream, g), g.dtype) for n, g in known.items()}, rule
+
+
+@op_custom_gradient(name="multigrad>linear_cross_entropy_slope")
+def _along(
+    directions: dict[str, Any], primals: dict[str, Any], labels: Any, chunk_size: int, known: dict[str, Any]
+) -> Any:
+    """`sum(v * g)` for directions `v`, in the dtype of the loss."""
+
+    def rule(upstream: Any) -> Any:
+        return {
+            "directions": lambda: _scaled(upstream, primals, labels, chunk_size, known),
+            "primals": lambda: _of_primals(upstream, directions, primals, labels, chunk_size),
+            "known": None,
+        }
+
+    dtype = dtype_of(primals["weights"])
+    return sum(ops.sum(ops.cast(directions[n], dtype) * ops.cast(g, dtype)) for n, g in known.items()), rule
+
+
+def _of_primals(
+    upstream: Any, directions: dict[str, Any], primals: dict[str, Any], labels: Any, chunk_size: int
+) -> Any:
+    """The gradient of `u * sum(v * g)` by the primals."""
+
+    def gradients(primals: dict[str, Any]) -> Any:
+        found = _written_gradients(upstream, primals, labels, chunk_size)
+        return {name: found[name] for name in directions}
+
+    _, pull = vjp(gradients, primals)
+    return pull(directions)[0]
+
+
+def _written_gradients(
+    upstream: Any, primals: dict[str, Any], labels: Any, chunk_size: int
+) -> dict[str, Any]:
+    """The gradients of the weighted sum by operations of the framework's alone, so with all derivatives."""
+    features, weights = primals["features"], primals["weights"]
+    others, rows, plan = _flat(primals["kernel"], primals.get("bias"), features, labels, chunk_size)
+    (normalizer, target), _ = chunked_head.normalizer_and_target(False, plan, rows, [], others)
+    scale = ops.reshape(upstream * weights, (-1, 1))
+    columns = [scale, ops.zeros_like(scale)]
+    (of_features,), of_others = chunked_head.gradients(
+        False, plan, True, [*rows, normalizer], columns, others
+    )
+    found = {
+        "features": ops.cast(ops.reshape(of_features, ops.shape(features)), features.dtype),
+        "weights": upstream * ops.reshape(normalizer - target, ops.shape(weights)),
+    }
+    return found | dict(zip(("kernel", "bias"), of_others, strict=False))
+
+
+_REDUCTIONS = (None, "none", "sum", "mean", "sum_over_batch_size", "mean_with_sample_weight")
+_MEND_SIZE = "pass how many classes are computed at a time, or leave it out"
+
+
+def _check(
+    features: Any,
+    kernel: Any,
+    labels: Any,
+    bias: Any = None,
+    sample_weight: Any = None,
+    *,
+    chunk_size: Any,
+    reduction: Any,
+) -> None:
     """See the function of the module's name for what is required."""
     given = {"features": features, "kernel": kernel, "bias": bias}
     for name, tensor in given.items():
@@ -262,11 +323,19 @@ def _check(features: Any, kernel: Any, labels: Any, bias: Any, chunk_size: Any) 
             raise _error(TypeError, name, "a floating dtype", tensor, "cast it")
     if not keras.backend.is_int_dtype(dtype_of(labels)):
         raise _error(TypeError, "labels", "integers, one class for each token", labels, "cast them to int32")
+    if sample_weight is not None and "complex" in dtype_of(sample_weight):
+        raise _error(
+            TypeError, "sample_weight", "real numbers, or bools", sample_weight, "take its real part"
+        )
     if chunk_size is not None and not is_integer(chunk_size):
         raise _error(TypeError, "chunk_size", "a positive integer, or None", chunk_size, _MEND_SIZE)
     if chunk_size is not None and chunk_size < 1:
         raise _error(ValueError, "chunk_size", "a positive integer, or None", chunk_size, _MEND_SIZE)
-    _check_shapes(features, kernel, labels, bias)
+    if not (reduction is None or isinstance(reduction, str)) or reduction not in _REDUCTIONS:
+        required = f"one of {', '.join(map(repr, _REDUCTIONS))}"
+        mend = "leave it out for the loss of each token"
+        raise _error(ValueError, "reduction", required, reduction, mend)
+    _check_shapes(features, kernel, labels, bias, sample_weight)
     values = None if isinstance(labels, keras.KerasTensor) else backend.active.concrete(labels)
     if values is not None and values.size and not 0 <= values.min() <= values.max() < kernel.shape[1]:
         got = f"labels from {values.min()} to {values.max()}"
@@ -277,15 +346,12 @@ def _check(features: Any, kernel: Any, labels: Any, bias: Any, chunk_size: Any) 
                 argument="'labels'",
                 required=f"from 0 to {kernel.shape[1] - 1}, as the kernel has {kernel.shape[1]} columns",
                 got=got,
-                mend="give a token that is to be ignored any label, and multiply its loss by zero",
+                mend="give a token that is to be ignored any label, and zero in sample_weight",
             )
         )
 
 
-_MEND_SIZE = "pass how many classes are computed at a time, or leave it out"
-
-
-def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any) -> None:
+def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any, sample_weight: Any) -> None:
     if len(kernel.shape) != 2 or None in tuple(kernel.shape) or not kernel.shape[1]:
         required = "two known dimensions, (d, classes), and at least one class"
         raise _error(ValueError, "kernel", required, kernel, "pass one column for each class")
@@ -296,16 +362,22 @@ def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any) -> None:
             "pass one row for each token, and the kernel as (d, classes)",
         )  # fmt: skip
     tokens = tuple(features.shape)[:-1]
-    own = tuple(labels.shape)
-    if len(own) != len(tokens) or any(
-        None not in pair and pair[0] != pair[1] for pair in zip(own, tokens, strict=True)
-    ):
-        required = f"shape {tokens}, that of the features without the last axis"
-        raise _error(ValueError, "labels", required, labels, "pass one class for each token")
+    for_each = {"labels": (labels, "class"), "sample_weight": (sample_weight, "weight")}
+    for name, (tensor, what) in for_each.items():
+        if tensor is not None and not _may_be_alike(tuple(tensor.shape), tokens):
+            required = f"shape {tokens}, that of the features without the last axis"
+            raise _error(ValueError, name, required, tensor, f"pass one {what} for each token")
     if bias is not None and tuple(bias.shape) != (classes,):
         raise _error(
             ValueError, "bias", f"shape ({classes},)", bias, "pass one number for each class, or None"
         )
+
+
+def _may_be_alike(shape: tuple[int | None, ...], other: tuple[int | None, ...]) -> bool:
+    """Whether two shapes are the same, as far as they are known."""
+    if len(shape) != len(other):
+        return False
+    return all(None in pair or pair[0] == pair[1] for pair in zip(shape, other, strict=True))
 
 
 def _error(kind: type[Exception], argument: str, required: str, got: Any, mend: str) -> Exception:

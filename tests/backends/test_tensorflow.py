@@ -1,5 +1,6 @@
 """What is about TensorFlow alone."""
 
+import functools
 import gc
 import inspect
 import itertools
@@ -838,14 +839,15 @@ def in_branch(f):
     return lambda x: tf.cond(tf.reduce_sum(x) > -9.0, lambda: f(x), lambda: 0.0)
 
 
-def head(x):
+def head(x, reduction):
     w = tf.reshape(tf.range(8.0) / 8, (2, 4))
-    return tf.reduce_sum(shelf.linear_cross_entropy(x, w, Y, chunk_size=3) ** 2)
+    return tf.reduce_sum(shelf.linear_cross_entropy(x, w, Y, chunk_size=3, reduction=reduction) ** 2)
 
 
-def plain_head(x):
+def plain_head(x, reduction):
     w = tf.reshape(tf.range(8.0) / 8, (2, 4))
-    return tf.reduce_sum(keras.losses.sparse_categorical_crossentropy(Y, x @ w, from_logits=True) ** 2)
+    losses = keras.losses.sparse_categorical_crossentropy(Y, x @ w, from_logits=True)
+    return tf.reduce_sum(losses**2) if reduction is None else tf.reduce_sum(losses) ** 2
 
 
 @pytest.mark.parametrize(
@@ -856,6 +858,62 @@ def plain_head(x):
     ],
 )
 @pytest.mark.parametrize("around", [lambda f: f, tf.function])
-def test_linear_cross_entropy_in_graphs_and_out_of_them(derivative, within, around):
+@pytest.mark.parametrize("reduction", [None, "sum"])
+def test_linear_cross_entropy_in_graphs_and_out_of_them(derivative, within, around, reduction):
     x = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]])
-    close(around(lambda x: derivative(within(head), x))(x), derivative(plain_head, x))
+    own, wanted = [functools.partial(f, reduction=reduction) for f in (head, plain_head)]
+    close(around(lambda x: derivative(within(own), x))(x), derivative(wanted, x))
+
+
+def by_xla(f):
+    return tf.function(f, jit_compile=True)
+
+
+def with_any_number(f):
+    return tf.function(f, input_signature=[tf.TensorSpec((None, 2))])
+
+
+@pytest.mark.parametrize("reduction", [None, "sum"])
+@pytest.mark.parametrize("around", [by_xla, with_any_number, lambda f: tf.function(in_branch_of_all(f))])
+def test_linear_cross_entropy_in_other_graphs(around, reduction):
+    x = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]])
+    own, wanted = [functools.partial(f, reduction=reduction) for f in (head, plain_head)]
+    close(around(lambda x: tape_gradient(own, x))(x), tape_gradient(wanted, x))
+
+
+def in_branch_of_all(f):
+    return lambda x: tf.cond(tf.reduce_sum(x) > -9.0, lambda: f(x), lambda: x)
+
+
+def test_a_graph_with_any_number_of_tokens_has_no_program():
+    """It would be compiled anew for each number."""
+    x, w = tf.ones((3, 2)), tf.ones((2, 4))
+
+    def own(x):
+        return shelf.linear_cross_entropy(x, w, tf.zeros_like(x[:, 0], tf.int32), reduction="sum")
+
+    def calls(around):
+        graph = around(lambda x: tape_gradient(own, x)).get_concrete_function(x).graph
+        return [op.type for op in graph.get_operations() if "Call" in op.type]
+
+    assert (len(calls(tf.function)), calls(with_any_number)) == (1, [])
+
+
+@pytest.mark.parametrize("reduction", [None, "sum"])
+def test_a_program_keeps_no_graph_alive(reduction):
+    x = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]])
+    own = functools.partial(head, reduction=reduction)
+    function = tf.function(lambda x: tape_gradient(own, x))
+    graph = weakref.ref(function.get_concrete_function(x).graph)
+    function(x)
+    del function
+    gc.collect()
+    assert graph() is None
+
+
+@pytest.mark.parametrize("reduction", [None, "sum"])
+def test_linear_cross_entropy_in_a_vectorized_map(reduction):
+    x = tf.constant([[[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]], [[1.0, 1.0], [0.5, 0.5], [2.0, 1.0]]])
+    own, wanted = [functools.partial(f, reduction=reduction) for f in (head, plain_head)]
+    got = tf.vectorized_map(lambda x: tape_gradient(own, x), x)
+    close(got, tf.stack([tape_gradient(wanted, part) for part in x]))

@@ -1,15 +1,13 @@
 """The cross entropy of a large vocabulary: against plain code, and that the logits never exist whole."""
 
-import sys
-
 import keras
 import numpy as np
 import pytest
 from keras import ops
 from support import BACKEND, array, close, compiled, mapped_grad, numpy, sizes_made
 
-from multigrad import grad
-from multigrad.ops import linear_cross_entropy
+from multigrad import backend, grad, jvp
+from multigrad.ops import chunks, linear_cross_entropy
 from multigrad.testing import check_gradients
 
 RANDOM = np.random.default_rng(0)
@@ -156,6 +154,9 @@ def test_training_in_mixed_precision():
         ({"labels": Y + 2}, ValueError, "labels from 2 to 8"),
         ({"labels": Y - 1}, ValueError, "labels from -1 to 5"),
         ({"bias": B[:3]}, ValueError, "'bias'"),
+        ({"sample_weight": np.ones(3)}, ValueError, "'sample_weight'"),
+        ({"reduction": "median"}, ValueError, "'reduction'"),
+        ({"reduction": ["mean"]}, ValueError, "'reduction'"),
         ({"chunk_size": 0}, ValueError, "'chunk_size'"),
         ({"chunk_size": 2.0}, TypeError, "'chunk_size'"),
     ],
@@ -176,23 +177,25 @@ def test_the_logits_never_exist_whole():
     assert largest(lambda *args: linear_cross_entropy(*args, chunk_size=5)) <= 64 * 5
 
 
-@pytest.mark.parametrize(
-    ("transform", "size", "with_programs"), [(lambda f: f, 5, ["jax", "tensorflow"]), (compiled, 6, ["jax"])]
-)
-def test_which_backends_have_programs(monkeypatch, transform, size, with_programs):
+@pytest.mark.parametrize("reduction", [None, "mean"])
+@pytest.mark.parametrize(("transform", "size"), [(lambda f: f, 5), (compiled, 6)])
+def test_which_backends_have_programs(monkeypatch, transform, size, reduction):
     x, w, y, b = arguments()
-    head = sys.modules[linear_cross_entropy.__module__]._Head
-    collect, loops = head._collect_in_place, []
+    loop, loops = chunks.InPlace.loop, []
 
-    def collect_in_place(*args):
+    def counted(*args):
         loops.append(args)
-        return collect(*args)
+        return loop(*args)
 
-    monkeypatch.setattr(head, "_collect_in_place", collect_in_place)
-    run = transform(grad(lambda w: ops.sum(linear_cross_entropy(x, w, y, b, chunk_size=size))))
+    monkeypatch.setattr(chunks.InPlace, "loop", counted)
+
+    def loss(w):
+        return ops.sum(linear_cross_entropy(x, w, y, b, chunk_size=size, reduction=reduction))
+
+    run = transform(grad(loss))
     run(w)
     first = len(loops)
-    assert (first > 0) == (BACKEND in with_programs)
+    assert (first > 0) == (BACKEND in ("jax", "tensorflow"))
     run(w + 1.0)
     assert len(loops) == first  # what is compiled is kept
 
@@ -211,26 +214,25 @@ def test_any_number_of_tokens(count):
         close(got, gradients(plain, b), 1e-4)
 
 
-def test_a_frozen_kernel_costs_nothing():
+@pytest.mark.parametrize(
+    ("reduction", "wanted"),
+    [(None, {"": 1, "x": 3, "xw": 4, "w": 4}), ("mean", {"": 1, "x": 2, "xw": 3, "w": 3})],
+)
+def test_what_nobody_needs_costs_nothing(reduction, wanted):
     if BACKEND == "tensorflow":
         pytest.skip("the tape asks for every gradient")
-    products = []
+    given = {"x": ops.ones((64, 2)), "w": ops.ones((2, 40))}
+    y = ops.zeros((64,), "int32")
 
-    def count(size, frozen):
-        x, w = ops.ones((64, 2)), ops.ones((2, 40))
-        y = ops.zeros((64,), "int32")
+    def products(needed):
+        def function(*args):
+            x, w = (given | dict(zip(needed, args, strict=True))).values()
+            return ops.sum(linear_cross_entropy(x, w, y, chunk_size=40, reduction=reduction))
 
-        def function(x, w):
-            return ops.sum(linear_cross_entropy(x, w, y, chunk_size=size))
+        gradients = grad(function, argnums=tuple(range(len(needed)))) if needed else function
+        return products_in(gradients, *[given[name] for name in needed])
 
-        if frozen:
-            return grad(lambda x: function(x, w)), (x,)
-        return grad(function, argnums=(0, 1)), (x, w)
-
-    for frozen in (True, False):
-        function, args = count(40, frozen)
-        products.append(products_in(function, *args))
-    assert products == [3, 4]
+    assert {needed: products(needed) for needed in wanted} == wanted
 
 
 def products_in(function, *args):
@@ -238,7 +240,7 @@ def products_in(function, *args):
     if BACKEND == "jax":
         import jax
 
-        return str(jax.make_jaxpr(function)(*args)).count("dot_general[")
+        return str(jax.make_jaxpr(function)(*args)).count("dot_general[")  # drops nothing
     from torch.utils._python_dispatch import TorchDispatchMode
 
     found = []
@@ -253,8 +255,211 @@ def products_in(function, *args):
     return sum(found)
 
 
+# ------------------------------------------------------------------------------- one loss of all
+
+COUNT = 150  # tokens, of which 64 are taken at a time
+MANY = {
+    "features": array(RANDOM.standard_normal((COUNT, 4))),
+    "kernel": array(W),
+    "bias": array(B),
+    "sample_weight": array(RANDOM.random(COUNT)),
+}
+LABELS = RANDOM.integers(0, 7, COUNT)
+REDUCTIONS = ["sum", "mean", "sum_over_batch_size", "mean_with_sample_weight"]
+
+
+def plain_loss(features, kernel, bias=None, sample_weight=None, reduction="mean"):
+    losses = plain(features, kernel, LABELS, bias)
+    weights = ops.ones_like(losses) if sample_weight is None else sample_weight
+    by = {"sum": 1.0, "mean_with_sample_weight": ops.sum(weights)}
+    return ops.sum(losses * weights) / by.get(reduction, COUNT)
+
+
+def loss_of_all(features, kernel, bias=None, sample_weight=None, reduction="mean", size=3):
+    return linear_cross_entropy(
+        features, kernel, LABELS, bias, sample_weight=sample_weight, reduction=reduction, chunk_size=size
+    )
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("without", [[], ["sample_weight"], ["bias", "sample_weight"]])
+def test_one_loss_of_all(reduction, without):
+    given = {name: value for name, value in MANY.items() if name not in without}
+    close(loss_of_all(**given, reduction=reduction), plain_loss(**given, reduction=reduction), 1e-5)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("reduction", [None, "none"])
+def test_weighted_losses(reduction):
+    wanted = plain(MANY["features"], MANY["kernel"], LABELS) * MANY["sample_weight"]
+    close(loss_of_all(MANY["features"], MANY["kernel"], None, MANY["sample_weight"], reduction), wanted)
+    mask = LABELS != 3
+    wanted = plain(MANY["features"], MANY["kernel"], LABELS) * array(mask * 1.0)
+    close(loss_of_all(MANY["features"], MANY["kernel"], None, mask, reduction), wanted)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, compiled])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("without", [[], ["sample_weight"], ["bias", "sample_weight"]])
+def test_gradients_of_one_loss(transform, reduction, without):
+    names = [name for name in MANY if name not in without]
+
+    def gradients(loss):
+        def scaled(*args):  # so that the upstream gradient is not one
+            return 3.0 * ops.log(loss(**dict(zip(names, args, strict=True)), reduction=reduction))
+
+        return transform(grad(scaled, argnums=tuple(range(len(names)))))(*[MANY[name] for name in names])
+
+    close(gradients(loss_of_all), gradients(plain_loss), 1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100, None])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+def test_any_number_of_tokens_in_one_loss(count, size):
+    x, y, weights = MANY["features"][:count], LABELS[:count], MANY["sample_weight"][:count]
+
+    def gradients(loss):
+        return grad(lambda x, w, b: loss(x, w, b), argnums=(0, 1, 2))(x, MANY["kernel"], 100.0 + MANY["bias"])
+
+    got = gradients(
+        lambda x, w, b: linear_cross_entropy(
+            x, w, y, b, sample_weight=weights, reduction="sum", chunk_size=size
+        )
+    )
+    close(got, gradients(lambda x, w, b: ops.sum(weights * plain(x, w, y, b))), 1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
+def test_differences_of_one_loss(reduction):
+    def loss(x, w, b, weights):
+        return linear_cross_entropy(
+            x, w, Y, b, sample_weight=weights, reduction=reduction, chunk_size=3
+        )  # of a shape (2, 3)
+
+    done = check_gradients(loss, X, W, B, RANDOM.random((2, 3)) + 0.5, order=2)
+    assert done.precision == "float64"
+
+
+def test_complex_weights():
+    weights = ops.cast(array(np.ones((2, 3))), "complex64")
+    with pytest.raises(TypeError, match="'sample_weight'"):
+        linear_cross_entropy(X, W, Y, sample_weight=weights)
+
+
+def test_further_derivatives_of_one_loss():
+    def along(f):
+        return lambda w, b: jvp(f, (w, b), (b[:1] * w, b))[1]
+
+    def derivatives(loss):
+        def f(w, b):
+            return ops.square(loss(MANY["features"], w, b, MANY["sample_weight"]))
+
+        def steep(w, b):
+            return ops.sum(ops.square(grad(f, argnums=0)(w, b)))
+
+        w, b = MANY["kernel"], MANY["bias"]
+        return [along(f)(w, b), along(grad(f))(w, b), grad(along(f))(w, b), grad(steep, argnums=(0, 1))(w, b)]
+
+    close(derivatives(loss_of_all), derivatives(plain_loss), 1e-3)
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2])
+def test_a_gradient_that_was_not_expected_is_right(monkeypatch, seen):
+    def expected(tensors):
+        return [place == seen for place in range(len(tensors))]
+
+    monkeypatch.setattr(backend.active, "gradients_expected", expected)
+
+    def gradients(loss):
+        given = [MANY[name] for name in ("features", "kernel", "bias")]
+        return grad(lambda *args: loss(*args, MANY["sample_weight"]), argnums=(0, 1, 2))(*given)
+
+    close(gradients(loss_of_all), gradients(plain_loss), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes_of_one_loss(dtype):
+    if (BACKEND, dtype) == ("jax", "float64"):
+        pytest.skip("JAX has float64 in a mode of its own, in which test_differences_of_one_loss runs")
+    x, w, b = [ops.cast(MANY[name], dtype) for name in ("features", "kernel", "bias")]
+    loss = loss_of_all(x, w, b)
+    assert keras.backend.standardize_dtype(loss.dtype) == ("float64" if dtype == "float64" else "float32")
+    gradients = grad(loss_of_all, argnums=(0, 1, 2))(x, w, b)
+    assert {keras.backend.standardize_dtype(g.dtype) for g in gradients} == {dtype}
+    wanted = grad(plain_loss, argnums=(0, 1, 2))(*[MANY[name] for name in ("features", "kernel", "bias")])
+    close([ops.cast(g, "float32") for g in gradients], list(wanted), 2e-3 if "16" in dtype else 1e-5)
+
+
+def test_a_scaled_loss_of_half_precision():
+    """What loss scaling is for: without it the gradient of a token is smaller than float16 has any."""
+    x, w, b = [ops.cast(MANY[name], "float16") for name in ("features", "kernel", "bias")]
+    weights = 1e-6 * MANY["sample_weight"]
+
+    def gradient(loss, *args):
+        return grad(lambda *args: 1e6 * loss(*args, weights, "sum"))(*args)
+
+    wanted = gradient(plain_loss, *[MANY[name] for name in ("features", "kernel", "bias")])
+    close(ops.cast(gradient(loss_of_all, x, w, b), "float32"), wanted, 1e-2)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_tokens_and_no_weights_in_one_loss(reduction):
+    def loss(x, w, weights):
+        return linear_cross_entropy(
+            x, w, LABELS[: len(x)], sample_weight=weights, reduction=reduction, chunk_size=3
+        )
+
+    for count in (0, COUNT):
+        x, weights = MANY["features"][:count], 0.0 * MANY["sample_weight"][:count]
+        close(loss(x, MANY["kernel"], weights), array(0.0))
+        found = grad(loss, argnums=(0, 1))(x, MANY["kernel"], weights)
+        close(list(found), [0.0 * x, 0.0 * MANY["kernel"]])
+
+
+def test_one_loss_never_has_all_logits():
+    x, w, y = ops.ones((256, 2)), ops.ones((2, 40)), ops.zeros((256,), "int32")
+
+    def largest(loss):
+        return max(sizes_made(grad(loss, argnums=(0, 1)), x, w))
+
+    assert largest(lambda x, w: ops.mean(plain(x, w, y))) >= 256 * 40
+    assert largest(lambda x, w: linear_cross_entropy(x, w, y, chunk_size=5, reduction="mean")) <= 64 * 40
+
+
+class Loss(Head):
+    def call(self, features, labels):
+        self.add_loss(linear_cross_entropy(features, self.kernel, labels, reduction="mean"))
+        return features
+
+
+def test_training_by_one_loss():
+    layer = Loss()
+    inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
+    model = keras.Model([inputs, labels], layer(inputs, labels))
+    model.compile(keras.optimizers.SGD(1.0))
+    data = [X.astype("float32"), Y.astype("int32")]
+    first, *_, last = model.fit(data, epochs=10, verbose=0).history["loss"]
+    assert last < 0.7 * first
+    assert model.evaluate(data, verbose=0) < first
+
+
+def test_a_functional_model_of_one_loss():
+    inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
+    outputs = linear_cross_entropy(inputs, W.astype("float32"), labels, reduction="mean")
+    assert outputs.shape == ()
+    model = keras.Model([inputs, labels], outputs)
+    close(
+        model([array(X), array(Y, dtype="int32")]),
+        ops.mean(plain(array(X), array(W), array(Y, dtype="int32"))),
+    )
+
+
 def test_a_batch_of_heads():
     """Under the backend's own map over a leading axis."""
     x, w, y, _ = arguments()
-    mapped = mapped_grad(lambda x, y: ops.sum(linear_cross_entropy(x, w, y, chunk_size=3)))
-    close(mapped(x, y), grad(lambda x: ops.sum(plain(x, w, y)))(x))
+    for own in (
+        lambda x, y: ops.sum(linear_cross_entropy(x, w, y, chunk_size=3)),
+        lambda x, y: linear_cross_entropy(x, w, y, chunk_size=3, reduction="sum"),
+    ):
+        close(mapped_grad(own)(x, y), grad(lambda x: ops.sum(plain(x, w, y)))(x))

@@ -26,7 +26,15 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from multigrad.backend import Call
-from multigrad.backend.torch.gradients import jacobian, may_record, unrecorded, value_and_grad, vjp
+from multigrad.backend.torch.gradients import (
+    gradients_expected,
+    jacobian,
+    may_record,
+    needs_plain_rule,
+    unrecorded,
+    value_and_grad,
+    vjp,
+)
 from multigrad.backend.torch.node import HasRun, MoreInputs, attach, join_of
 from multigrad.backend.torch.programs import apply_compiled, apply_exporting, compiled, uncompiled
 from multigrad.backend.torch.state import is_compiling, is_functorch_active, is_tracing, untransformed
@@ -66,12 +74,14 @@ __all__ = [
     "conform",
     "constant",
     "defaults_of",
+    "gradients_expected",
     "is_compiling",
     "is_differentiable",
     "is_reading_code",
     "jacobian",
     "library_code",
     "may_record",
+    "needs_plain_rule",
     "observe",
     "program",
     "sizes",

@@ -9,9 +9,7 @@ import keras
 import torch
 
 from multigrad.backend.torch.node import is_view_within, node_of, refuse
-from multigrad.backend.torch.state import (
-    is_transforming,
-)
+from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.backend.torch.tensors import TENSORS
 from multigrad.behind import tensors_behind
 from multigrad.closure import lift
@@ -132,6 +130,17 @@ def _end(own: Sequence[torch.Tensor]) -> None:
 
 def may_record() -> bool:
     return True  # under `torch.no_grad` on purpose; a checkpoint records when it runs again
+
+
+def needs_plain_rule() -> bool:
+    return False
+
+
+def gradients_expected(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    if is_compiling():
+        return [False] * len(tensors)
+    anyhow = is_transforming()
+    return [torch.is_grad_enabled() and (anyhow or tensor.requires_grad) for tensor in tensors]
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
