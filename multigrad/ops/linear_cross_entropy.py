@@ -197,10 +197,9 @@ def _weighted_sum(primals: dict[str, Any], labels: Any, chunk_size: int) -> Any:
 
 @op_custom_gradient(name="multigrad>linear_cross_entropy_sum")
 def _sum_with_gradients(primals: dict[str, Any], labels: Any, chunk_size: int, whole: bool) -> Any:
-    """The same, and its gradients in the same go; without `whole` those by features and weights alone.
+    """The same, with its gradients in the same go: all of them, or without `whole` by features and weights.
 
-    They may be more than are needed, but never stand for others: what is not there is computed when the rule
-    is asked for it.
+    One that is not known is computed when the rule is asked for it.
     """
     fixed = {name: ops.stop_gradient(primal) for name, primal in primals.items()}
     weights = fixed.pop("weights")
