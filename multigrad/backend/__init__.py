@@ -229,8 +229,8 @@ class Backend(Protocol):
     def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
         """By which of the tensors a gradient is to be expected, for what can be computed for it beforehand.
 
-        To expect one in vain costs time alone, and none where what nobody uses is dropped. None is expected
-        where loops would be written out into a program.
+        To expect one in vain costs time alone. None is expected where loops would be written out into a
+        program, nor where what is computed beforehand would be too small without the scale of the loss.
         """
 
     @staticmethod

@@ -580,7 +580,10 @@ def needs_plain_rule() -> bool:
 
 
 def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
-    return [isinstance(tensor, jax.core.Tracer) for tensor in tensors]
+    # Beside what is being differentiated, what is only written down is a constant.
+    traced = [isinstance(tensor, jax.core.Tracer) for tensor in tensors]
+    inner = [t and not isinstance(x, DynamicJaxprTracer) for x, t in zip(tensors, traced, strict=True)]
+    return inner if any(inner) else traced
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:

@@ -50,6 +50,18 @@ def normalizer_and_target(
     return [normalizer, target], []
 
 
+def with_derivatives(
+    in_place: bool, plan: Plan, rows: list[Any], upstream: list[Any], others: list[Any]
+) -> Answer:
+    """The same, for who differentiates it: the third of the rows is the normalizer as a constant.
+
+    The logarithm of a sum that is one has its derivatives, too, where a chunk has only logits of minus
+    infinity. That of its own sum, which is zero, has none.
+    """
+    labels, features, normalizer = rows
+    return [*_Head(_loops(in_place), plan, labels, features, *others).with_derivatives(normalizer)], []
+
+
 def gradients(
     in_place: bool, plan: Plan, whole: bool, rows: list[Any], upstream: list[Any], others: list[Any]
 ) -> Answer:
@@ -121,16 +133,34 @@ class _Head:
         def step(start: Any, size: int, state: Any) -> Any:
             normalizer, target, kept = state
             logits = self.logits(backend.active.after(self.features, normalizer), start, size)
-            place = self.labels - start
-            inside = ops.logical_and(place >= 0, place < size)
-            found = ops.take_along_axis(logits, ops.clip(place, 0, size - 1), axis=1)
+            target = self.target(logits, start, size, target)
             both = ops.concatenate([normalizer, ops.logsumexp(logits, axis=1, keepdims=True)], axis=1)
             kept = self.loops.put(kept, -1, start, logits) if keep else kept
-            return ops.logsumexp(both, axis=1, keepdims=True), ops.where(inside, found, target), kept
+            return ops.logsumexp(both, axis=1, keepdims=True), target, kept
 
         nothing = ops.cast(ops.zeros_like(self.labels), self.exact)
         kept = self.loops.empty((self.labels.shape[0], self.plan.classes), self.exact) if keep else ()
         return self.each_chunk(step, (nothing - float("inf"), nothing + float("nan"), kept))
+
+    def with_derivatives(self, normalizer: Any) -> tuple[Any, Any]:
+        """The same of a normalizer that is given as a constant."""
+
+        def step(start: Any, size: int, state: Any) -> Any:
+            total, target = state
+            logits = self.logits(backend.active.after(self.features, total), start, size)
+            total = total + ops.sum(ops.exp(logits - normalizer), axis=1, keepdims=True)
+            return total, self.target(logits, start, size, target)
+
+        zeros = ops.zeros_like(normalizer)
+        total, target = self.each_chunk(step, (zeros, zeros + float("nan")))
+        return normalizer + ops.log(total), target
+
+    def target(self, logits: Any, start: Any, size: int, otherwise: Any) -> Any:
+        """The logit of each label that is in a chunk."""
+        place = self.labels - start
+        inside = ops.logical_and(place >= 0, place < size)
+        found = ops.take_along_axis(logits, ops.clip(place, 0, size - 1), axis=1)
+        return ops.where(inside, found, otherwise)
 
     def gradients(
         self, normalizer: Any, of_target: Any, of_softmax: Any, of_others: list[Any], logits: Any

@@ -61,8 +61,8 @@ def linear_cross_entropy(
     code. For a loss of each token, each chunk of logits is computed once more in the backward pass, a fourth
     product, instead of reading and writing the logits. So it is with a `reduction`, too, where nothing says
     that a gradient will be asked for, in `torch.compile`, in a graph of TensorFlow's with any number of
-    tokens, for symbolic tensors, and for float16, whose gradients may be too small without the scale of the
-    loss.
+    tokens, for symbolic tensors, and where something is of float16, under `torch.autocast` too, in which
+    gradients may be too small without the scale of the loss.
 
     On JAX and TensorFlow either pass is a program of XLA's, which is compiled when it is first run on
     arguments of such shapes. In eager code, TensorFlow rounds the number of tokens up for it, to a multiple
@@ -136,7 +136,8 @@ def _expected(tensors: dict[str, Any], labels: Any) -> dict[str, bool]:
     """Which gradients are worth being computed in the forward pass."""
     symbolic = any(isinstance(tensor, keras.KerasTensor) for tensor in (labels, *tensors.values()))
     counted = all(isinstance(size, int) and size for size in labels.shape)  # JAX has symbols for sizes, too
-    if symbolic or not counted or dtype_of(tensors["features"]) == "float16":
+    narrow = any(dtype_of(tensor) == "float16" for tensor in tensors.values())
+    if symbolic or not counted or narrow:
         return dict.fromkeys(tensors, False)
     return dict(zip(tensors, backend.active.gradients_expected(list(tensors.values())), strict=True))
 
@@ -249,7 +250,11 @@ def _scaled(
             "known": None,
         }
 
-    return {n: ops.cast(ops.multiply(upstream, g), g.dtype) for n, g in known.items()}, rule
+    def times(gradient: Any) -> Any:
+        dtype = dtype_of(gradient)
+        return ops.cast(ops.cast(upstream, exact(dtype)) * ops.cast(gradient, exact(dtype)), dtype)
+
+    return {name: times(gradient) for name, gradient in known.items()}, rule
 
 
 @op_custom_gradient(name="multigrad>linear_cross_entropy_slope")
@@ -288,7 +293,10 @@ def _written_gradients(
     """The gradients of the weighted sum by operations of the framework's alone, so with all derivatives."""
     features, weights = primals["features"], primals["weights"]
     others, rows, plan = _flat(primals["kernel"], primals.get("bias"), features, labels, chunk_size)
-    (normalizer, target), _ = chunked_head.normalizer_and_target(False, plan, rows, [], others)
+    with backend.active.unrecorded():
+        fixed = [list(map(ops.stop_gradient, tensors)) for tensors in (rows, others)]
+        (normalizer, _), _ = chunked_head.normalizer_and_target(False, plan, fixed[0], [], fixed[1])
+    normalizer, target = chunked_head.with_derivatives(False, plan, [*rows, normalizer], [], others)[0]
     scale = ops.reshape(upstream * weights, (-1, 1))
     columns = [scale, ops.zeros_like(scale)]
     (of_features,), of_others = chunked_head.gradients(

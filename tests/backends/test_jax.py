@@ -412,3 +412,17 @@ def test_linear_cross_entropy_has_one_chunk():
         return len(sizes_made(grad(loss, argnums=(0, 1)), x, w))
 
     assert written(5) == written(10) == written(20)
+
+
+def test_a_frozen_kernel_beside_what_is_differentiated_costs_nothing():
+    y = ops.zeros((64,), "int32")
+
+    def loss(x, w):
+        return linear_cross_entropy(x, w, y, chunk_size=40, reduction="mean")
+
+    def products(function):
+        return str(jax.make_jaxpr(jax.jit(function))(ops.ones((64, 2)), ops.ones((2, 40)))).count(
+            "dot_general["
+        )
+
+    assert [products(grad(loss, argnums)) for argnums in (0, (0, 1))] == [2, 3]

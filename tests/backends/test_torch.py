@@ -13,6 +13,7 @@ from keras import ops
 from support import close
 
 from multigrad import grad, jvp, op_custom_gradient, trace_gradients, value_and_grad, vjp
+from multigrad.ops import linear_cross_entropy
 from multigrad.saving import Unsaved, decode, encode
 
 
@@ -884,3 +885,20 @@ def test_a_trace_in_bfloat16():
         op(x).sum().backward()
     assert trace.to_dict()["steps"][0]["downstream"]["x"]["mean"] == 7.0
     assert trace.to_dict()["steps"][0]["downstream"]["x"]["dtype"] == "bfloat16"
+
+
+def test_one_loss_of_many_tokens_under_autocast_to_float16():
+    """Its gradients are as small as the scale of the loss is large, which only the backward pass knows."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(4096, 8, generator=generator), 0.1 * torch.randn(8, 2000, generator=generator)
+    y = torch.randint(0, 2000, (4096,), generator=generator)
+
+    def gradient(cast):
+        kernel = w.clone().requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=cast):
+            loss = linear_cross_entropy(x, kernel, y, reduction="mean")
+        (2.0**16 * loss).backward()
+        return kernel.grad / 2.0**16
+
+    wanted = gradient(False)
+    assert (gradient(True) - wanted).norm() < 1e-3 * wanted.norm()

@@ -391,16 +391,48 @@ def test_dtypes_of_one_loss(dtype):
     close([ops.cast(g, "float32") for g in gradients], list(wanted), 2e-3 if "16" in dtype else 1e-5)
 
 
-def test_a_scaled_loss_of_half_precision():
+@pytest.mark.parametrize("narrow", [["features", "kernel", "bias"], ["features"], ["kernel"], ["bias"]])
+def test_a_scaled_loss_of_half_precision(narrow):
     """What loss scaling is for: without it the gradient of a token is smaller than float16 has any."""
-    x, w, b = [ops.cast(MANY[name], "float16") for name in ("features", "kernel", "bias")]
+    given = {name: MANY[name] for name in ("features", "kernel", "bias")}
+    cast = [ops.cast(value, "float16" if name in narrow else "float32") for name, value in given.items()]
     weights = 1e-6 * MANY["sample_weight"]
 
-    def gradient(loss, *args):
-        return grad(lambda *args: 1e6 * loss(*args, weights, "sum"))(*args)
+    def gradients(loss, args):
+        return grad(lambda *args: 1e6 * loss(*args, weights, "sum"), argnums=(0, 1, 2))(*args)
 
-    wanted = gradient(plain_loss, *[MANY[name] for name in ("features", "kernel", "bias")])
-    close(ops.cast(gradient(loss_of_all, x, w, b), "float32"), wanted, 1e-2)
+    got = [ops.cast(g, "float32") for g in gradients(loss_of_all, cast)]
+    for a, b in zip(got, gradients(plain_loss, list(given.values())), strict=True):
+        close(a / ops.max(ops.abs(b)), b / ops.max(ops.abs(b)), 1e-2)
+
+
+def test_the_upstream_gradient_is_not_rounded():
+    """To bfloat16 it would be one."""
+    x, w = [ops.cast(MANY[name], "bfloat16") for name in ("features", "kernel")]
+
+    def total(scale):
+        found = grad(lambda x: scale * loss_of_all(x, w))(x)
+        return float(ops.sum(ops.abs(ops.cast(found, "float32"))))
+
+    assert abs(total(1.0035) / total(1.0) - 1.0035) < 1e-3
+
+
+def test_second_derivatives_where_a_chunk_is_masked():
+    mask = array([-np.inf] * 3 + [0.0, 1.0, 2.0, 3.0])
+    x, y = MANY["features"], 3 + LABELS % 4
+
+    def second(loss):
+        def steep(w):
+            return ops.sum(ops.square(grad(lambda w: ops.log(loss(w)))(w)))
+
+        return grad(steep)(MANY["kernel"])
+
+    got = second(lambda w: linear_cross_entropy(x, w, y, mask, reduction="mean", chunk_size=3))
+    # The classes that are left out have no part in it.
+    left = second(
+        lambda w: linear_cross_entropy(x, w[:, 3:], y - 3, mask[3:], reduction="mean", chunk_size=4)
+    )
+    close(got, left, 1e-4)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -9,7 +9,7 @@ import keras
 import torch
 
 from multigrad.backend.torch.node import is_view_within, node_of, refuse
-from multigrad.backend.torch.state import is_compiling, is_transforming
+from multigrad.backend.torch.state import autocast_here, is_compiling, is_transforming
 from multigrad.backend.torch.tensors import TENSORS
 from multigrad.behind import tensors_behind
 from multigrad.closure import lift
@@ -137,7 +137,7 @@ def needs_plain_rule() -> bool:
 
 
 def gradients_expected(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    if is_compiling():
+    if is_compiling() or torch.float16 in (autocast_here() or ()):
         return [False] * len(tensors)
     anyhow = is_transforming()
     return [torch.is_grad_enabled() and (anyhow or tensor.requires_grad) for tensor in tensors]
