@@ -219,8 +219,11 @@ def _sum_with_gradients(primals: dict[str, Any], labels: Any, chunk_size: int, w
         def of(name: str) -> Callable[[], Any]:
             def gradient() -> Any:
                 if name not in computed:
-                    if name not in known or backend.active.needs_plain_rule():
+                    if backend.active.needs_plain_rule():
                         computed.update(_written_gradients(upstream, primals, labels, chunk_size))
+                    elif name not in known:
+                        _, pull = vjp(lambda primals: _weighted_sum(primals, labels, chunk_size), primals)
+                        computed.update(pull(upstream)[0])
                     else:
                         computed.update(_scaled(upstream, primals, labels, chunk_size, known))
                 return computed[name]
