@@ -50,16 +50,14 @@ def normalizer_and_target(
     return [normalizer, target], []
 
 
-def with_derivatives(
-    in_place: bool, plan: Plan, rows: list[Any], upstream: list[Any], others: list[Any]
-) -> Answer:
-    """The same, for who differentiates it: the third of the rows is the normalizer as a constant.
+def with_derivatives(plan: Plan, rows: list[Any], others: list[Any]) -> tuple[Any, Any]:
+    """The same as it is written, for who differentiates it: the third of the rows is the normalizer, fixed.
 
     The logarithm of a sum that is one has its derivatives, too, where a chunk has only logits of minus
     infinity. That of its own sum, which is zero, has none.
     """
     labels, features, normalizer = rows
-    return [*_Head(_loops(in_place), plan, labels, features, *others).with_derivatives(normalizer)], []
+    return _Head(Written(), plan, labels, features, *others).with_derivatives(normalizer)
 
 
 def gradients(

@@ -156,26 +156,35 @@ def _loss_and_normalizer(kernel: Any, bias: Any, features: Any, labels: Any, chu
     normalizer, target = [ops.reshape(x, ops.shape(labels)) for x in found]
 
     def rule(upstream: Any) -> tuple[Any, ...]:
-        computed: dict[str, Any] = {}
+        def compute(name: str) -> dict[str, Any]:
+            # Once more, to be recorded where this is differentiated.
+            others, rows, _ = _flat(kernel, bias, features, labels, chunk_size)
+            rows.append(ops.reshape(normalizer, (-1, 1)))
+            columns = [ops.reshape(u, (-1, 1)) for u in upstream]
+            run = backend.active.program(chunked_head.gradients, plan, name != "features")
+            (of_features,), of_others = run(rows, columns, others)
+            found = {"features": ops.reshape(of_features, ops.shape(features))}
+            return found | dict(zip(("kernel", "bias"), of_others, strict=False))
 
-        def of(name: str) -> Callable[[], Any]:
-            def gradient() -> Any:
-                if name not in computed:
-                    # Once more, to be recorded where this is differentiated.
-                    others, rows, _ = _flat(kernel, bias, features, labels, chunk_size)
-                    rows.append(ops.reshape(normalizer, (-1, 1)))
-                    columns = [ops.reshape(u, (-1, 1)) for u in upstream]
-                    run = backend.active.program(chunked_head.gradients, plan, name != "features")
-                    (of_features,), of_others = run(rows, columns, others)
-                    computed["features"] = ops.reshape(of_features, ops.shape(features))
-                    computed.update(zip(("kernel", "bias"), of_others, strict=False))
-                return computed[name]
-
-            return gradient
-
+        of = _on_demand(compute)
         return of("kernel"), None if bias is None else of("bias"), of("features"), None, None
 
     return (normalizer - target, normalizer), rule
+
+
+def _on_demand(compute: Callable[[str], dict[str, Any]]) -> Callable[[str], Callable[[], Any]]:
+    """Entries of a rule by name: `compute(name)` gives that gradient, and others that came with it."""
+    computed: dict[str, Any] = {}
+
+    def of(name: str) -> Callable[[], Any]:
+        def gradient() -> Any:
+            if name not in computed:
+                computed.update(compute(name))
+            return computed[name]
+
+        return gradient
+
+    return of
 
 
 def _flat(kernel: Any, bias: Any, features: Any, labels: Any, chunk_size: int) -> tuple[Any, Any, Plan]:
@@ -214,22 +223,15 @@ def _sum_with_gradients(primals: dict[str, Any], labels: Any, chunk_size: int, w
     known |= dict(zip(("kernel", "bias"), of_others, strict=False))
 
     def rule(upstream: Any) -> Any:
-        computed: dict[str, Any] = {}
+        def compute(name: str) -> Any:
+            if backend.active.needs_plain_rule():
+                return _written_gradients(upstream, primals, labels, chunk_size)
+            if name in known:
+                return _scaled(upstream, primals, labels, chunk_size, known)
+            _, pull = vjp(lambda primals: _weighted_sum(primals, labels, chunk_size), primals)
+            return pull(upstream)[0]
 
-        def of(name: str) -> Callable[[], Any]:
-            def gradient() -> Any:
-                if name not in computed:
-                    if backend.active.needs_plain_rule():
-                        computed.update(_written_gradients(upstream, primals, labels, chunk_size))
-                    elif name not in known:
-                        _, pull = vjp(lambda primals: _weighted_sum(primals, labels, chunk_size), primals)
-                        computed.update(pull(upstream)[0])
-                    else:
-                        computed.update(_scaled(upstream, primals, labels, chunk_size, known))
-                return computed[name]
-
-            return gradient
-
+        of = _on_demand(compute)
         return {"primals": {name: of(name) for name in primals}}
 
     return value, rule
@@ -299,7 +301,7 @@ def _written_gradients(
     with backend.active.unrecorded():
         fixed = [list(map(ops.stop_gradient, tensors)) for tensors in (rows, others)]
         (normalizer, _), _ = chunked_head.normalizer_and_target(False, plan, fixed[0], [], fixed[1])
-    normalizer, target = chunked_head.with_derivatives(False, plan, [*rows, normalizer], [], others)[0]
+    normalizer, target = chunked_head.with_derivatives(plan, [*rows, normalizer], others)
     scale = ops.reshape(upstream * weights, (-1, 1))
     columns = [scale, ops.zeros_like(scale)]
     (of_features,), of_others = chunked_head.gradients(

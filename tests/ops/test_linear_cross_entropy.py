@@ -320,7 +320,7 @@ def test_any_number_of_tokens_in_one_loss(count, size):
     x, y, weights = MANY["features"][:count], LABELS[:count], MANY["sample_weight"][:count]
 
     def gradients(loss):
-        return grad(lambda x, w, b: loss(x, w, b), argnums=(0, 1, 2))(x, MANY["kernel"], 100.0 + MANY["bias"])
+        return grad(loss, argnums=(0, 1, 2))(x, MANY["kernel"], 100.0 + MANY["bias"])
 
     got = gradients(
         lambda x, w, b: linear_cross_entropy(
