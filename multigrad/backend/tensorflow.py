@@ -444,14 +444,16 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
         # XLA differentiates no loop in place, and of a graph a derivative may be asked for later.
         if may_record() or not (eager or _UNRECORDED.get()):
             return written(rows, upstream, others)
-        count = rows[0].shape[0]
-        if not eager:
-            # For a number of rows that is not known yet, it would compile anew whenever that is another one.
-            return (written if count is None else in_place)(rows, upstream, others)
-        # So it is here, too, for each number of rows, of which it gets one of few.
-        room = _room(count)
-        if room == count:
+        known = rows[0].shape[0]
+        if not eager and known is not None:
             return in_place(rows, upstream, others)
+        # It is compiled anew for each number of rows, of which it gets one of few.
+        count = tf.shape(rows[0])[0]
+        room = _room(count)
+        if known is not None:
+            room = int(room)
+            if room == known:
+                return in_place(rows, upstream, others)
         places = tf.minimum(tf.range(room), count - 1)
         more_rows = [tf.gather(tensor, places) for tensor in rows]
         more_upstream = [tf.pad(tensor, [[0, room - count], [0, 0]]) for tensor in upstream]
@@ -465,9 +467,10 @@ def _has_xla() -> bool:
     return not (platform.system() == "Darwin" and tf.config.list_physical_devices("GPU"))  # none for Metal
 
 
-def _room(count: int) -> int:
+def _room(count: Any) -> Any:
     """The next of few numbers: a multiple of 64, or at most an eighth larger."""
-    step = max(64, 1 << max(count.bit_length() - 4, 0))
+    powers = tf.constant([1 << power for power in range(10, 31)])
+    step = tf.reduce_max(tf.where(count >= powers, powers // 8, 64))
     return -(-count // step) * step
 
 

@@ -84,7 +84,7 @@ def losses_and_gradients(
     The weights, one for each token, are its only upstream gradient.
     """
     loops = _loops(in_place)
-    count, dtype = rows[0].shape[0], dtype_of(rows[1])
+    count, dtype = ops.shape(rows[0])[0], dtype_of(rows[1])
 
     def step(start: Any, size: int, state: Any) -> Any:
         losses, of_features, of_others = state
@@ -137,7 +137,7 @@ class _Head:
             return ops.logsumexp(both, axis=1, keepdims=True), target, kept
 
         nothing = ops.cast(ops.zeros_like(self.labels), self.exact)
-        kept = self.loops.empty((self.labels.shape[0], self.plan.classes), self.exact) if keep else ()
+        kept = self.loops.empty((ops.shape(self.labels)[0], self.plan.classes), self.exact) if keep else ()
         return self.each_chunk(step, (nothing - float("inf"), nothing + float("nan"), kept))
 
     def with_derivatives(self, normalizer: Any) -> tuple[Any, Any]:

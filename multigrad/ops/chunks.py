@@ -65,16 +65,19 @@ class Written:
 
 class InPlace:
     def loop(self, length: int, size: int, body: Body, state: State) -> State:
-        count, rest = divmod(length, size)
-        if count:  # else it would be traced for nothing, and with a chunk that is too large
-            state = ops.fori_loop(0, count, lambda i, state: body(i * size, size, state), state)
-        return body(length - rest, rest, state) if rest else state
+        known = isinstance(length, int)
+        smaller, larger = (min, max) if known else (ops.minimum, ops.maximum)
+        size = smaller(size, length)  # in a program no chunk may be too large, not even one that never comes
+        count = length // larger(size, 1)
+        rest = length - count * size
+        state = ops.fori_loop(0, count, lambda i, state: body(i * size, size, state), state)
+        return state if known and not rest else body(length - rest, rest, state)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return ops.zeros(shape, dtype)
 
     def chunk(self, whole: Any, axis: int, start: Any, size: int) -> Any:
-        shape = list(whole.shape)
+        shape = list(ops.shape(whole))
         shape[axis] = size
         return ops.slice(whole, _corner(whole, axis, start), shape)
 

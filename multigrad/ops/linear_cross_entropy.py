@@ -135,7 +135,7 @@ def _shares(reduction: str, weights: Any, labels: Any, dtype: str) -> Any:
 def _expected(tensors: dict[str, Any], labels: Any) -> dict[str, bool]:
     """Which gradients are worth being computed in the forward pass."""
     symbolic = any(isinstance(tensor, keras.KerasTensor) for tensor in (labels, *tensors.values()))
-    counted = all(isinstance(size, int) and size for size in labels.shape)  # JAX has symbols for sizes, too
+    counted = all(size is None or (isinstance(size, int) and size) for size in labels.shape)
     narrow = any(dtype_of(tensor) == "float16" for tensor in tensors.values())
     if symbolic or not counted or narrow:
         return dict.fromkeys(tensors, False)
