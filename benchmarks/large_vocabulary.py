@@ -10,7 +10,8 @@ its own `torch.nn.functional.linear_cross_entropy` in chunks, too. Each variant 
 in turn, so that a disturbance meets all of them: it computes the mean loss and its gradients by features and
 kernel. The peak of memory is what a process held at most, less what it held before the first step: of the
 gradients and of all that was there on the way. The C library gives large blocks back at once when memory is
-measured (`MALLOC_MMAP_THRESHOLD_`), so that what was freed is not counted; times are taken without that.
+measured (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow, whose oneDNN keeps what was freed, is without that
+(`TF_ENABLE_ONEDNN_OPTS`), so that what was freed is not counted; times are taken as it comes.
 """
 
 import argparse
@@ -121,7 +122,8 @@ def _held() -> int:
 
 
 def in_a_process(variant: str, mode: str, shape: list[int], steps: int, memory: bool) -> dict[str, Any]:
-    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if memory else {})
+    given_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "TF_ENABLE_ONEDNN_OPTS": "0"}
+    environment = os.environ | (given_back if memory else {})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.npz"
         words = ["--variant", variant, "--mode", mode, "--steps", str(steps), "--out", str(out)]
