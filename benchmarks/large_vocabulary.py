@@ -8,16 +8,17 @@ where that can be, and a loss for each token, whose mean is taken behind.
 For the active backend, in eager code, compiled, and on TensorFlow by XLA, as in `fit`; on PyTorch against
 its own `torch.nn.functional.linear_cross_entropy` in chunks, too. Each variant runs in processes of its own,
 in turn, so that a disturbance meets all of them: it computes the mean loss and its gradients by features and
-kernel. The peak of memory is what a process held at most, less what it held before the first step: of the
-gradients and of all that was there on the way. The C library gives large blocks back at once when memory is
-measured (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow, whose oneDNN keeps what was freed, is without that
-(`TF_ENABLE_ONEDNN_OPTS`), so that what was freed is not counted; times are taken as it comes.
+kernel. The peak of memory is what a process held at most in a step, less what it held before: of the
+gradients and of all that was there on the way. What was freed is not counted: when memory is measured, the C
+library gives large blocks back at once (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow goes without oneDNN, which
+keeps them (`TF_ENABLE_ONEDNN_OPTS`). The first step, which compiles, counts for neither memory nor time.
 """
 
 import argparse
+import gc
 import json
 import os
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -99,26 +100,25 @@ def step_of(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]
 
 
 def measure(variant: str, mode: str, shape: list[int], steps: int, out: Path) -> None:
-    """In a process of its own: times, peak, and the numbers themselves, into files."""
+    """In a process of its own: times, peaks, and the numbers themselves, into a file."""
     step = step_of(variant, mode, shape)
-    # Libraries and threads are there before; in the compiled mode, so is the compiler. It comes behind the
-    # inputs, as TensorFlow drops the arrays that these were made of when it is called next.
-    step_of(variant, mode, [64, 16, 2048])()
-    before = _held()
-    times = []
-    for _ in range(steps):
+    times, peaks = [], []
+    for left in reversed(range(steps)):
+        gc.collect()
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         start, used = time.perf_counter(), time.process_time()
         found = step()
         times.append((time.perf_counter() - start, time.process_time() - used))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-        found = found if len(times) == steps else None
-    np.savez(out, *map(ops.convert_to_numpy, found), times=times, peak=peak)
+        peaks.append(_resident("VmHWM") - before)
+        found = None if left else found
+    np.savez(out, *map(ops.convert_to_numpy, found), times=times, peaks=peaks)
 
 
-def _held() -> int:
-    """What this process holds now, in bytes, as Linux tells it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+def _resident(name: str) -> int:
+    """What this process holds, or held at most, in bytes, as Linux tells it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", status)[1])
 
 
 def in_a_process(variant: str, mode: str, shape: list[int], steps: int, memory: bool) -> dict[str, Any]:
@@ -136,10 +136,9 @@ def in_a_process(variant: str, mode: str, shape: list[int], steps: int, memory: 
 def compare(mode: str, shape: list[int], rounds: int) -> dict[str, Any]:
     """The variants in turn: medians over the rounds, and how far the results are from those of plain code."""
     times: dict[str, list[Any]] = {variant: [] for variant in VARIANTS}
-    held = {variant: in_a_process(variant, mode, shape, 2, memory=True) for variant in VARIANTS}
+    held = {variant: in_a_process(variant, mode, shape, 3, memory=True) for variant in VARIANTS}
     for _ in range(rounds):
         for variant in VARIANTS:
-            # The first step compiles.
             times[variant] += in_a_process(variant, mode, shape, 3, memory=False)["times"][1:].tolist()
     return {
         "backend": keras.backend.backend(),
@@ -149,7 +148,7 @@ def compare(mode: str, shape: list[int], rounds: int) -> dict[str, Any]:
             variant: {
                 "seconds": statistics.median([wall for wall, _ in times[variant]]),
                 "processor_seconds": statistics.median([used for _, used in times[variant]]),
-                "peak_megabytes": float(held[variant]["peak"]) / MEGABYTE,
+                "peak_megabytes": float(held[variant]["peaks"][1:].max()) / MEGABYTE,
                 "error": _errors(held["plain"], held[variant], transposed=variant == "native"),
             }
             for variant in VARIANTS

@@ -444,16 +444,14 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
         # XLA differentiates no loop in place, and of a graph a derivative may be asked for later.
         if may_record() or not (eager or _UNRECORDED.get()):
             return written(rows, upstream, others)
-        known = rows[0].shape[0]
-        if not eager and known is not None:
+        count = rows[0].shape[0]
+        known = count is not None
+        if not known:
+            count = tf.shape(rows[0])[0]
+        # It is compiled anew for each number of rows. Where that is not one for all calls, it gets one of few.
+        room = count if known and not eager else _room(count)
+        if known and room == count:
             return in_place(rows, upstream, others)
-        # It is compiled anew for each number of rows, of which it gets one of few.
-        count = tf.shape(rows[0])[0]
-        room = _room(count)
-        if known is not None:
-            room = int(room)
-            if room == known:
-                return in_place(rows, upstream, others)
         places = tf.minimum(tf.range(room), count - 1)
         more_rows = [tf.gather(tensor, places) for tensor in rows]
         more_upstream = [tf.pad(tensor, [[0, room - count], [0, 0]]) for tensor in upstream]
