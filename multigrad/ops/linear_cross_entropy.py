@@ -23,6 +23,7 @@ from multigrad.ops.stable import safe_divide
 
 _NAME = "linear_cross_entropy"
 _CHUNK_SIZE = 1024
+_CHUNK_SIZE_OF_FEW = 2048  # of chunks that have rows for few tokens
 
 
 @with_plain("chunk_size")
@@ -79,9 +80,10 @@ def linear_cross_entropy(
         reduction: what becomes of the losses, by Keras's names. None or `"none"`: there is one for each
             token; `"sum"`: their sum; `"mean"` or `"sum_over_batch_size"`: that, divided by the number of
             tokens; `"mean_with_sample_weight"`: divided by the sum of the weights. The mean of nothing is 0.
-        chunk_size: how many classes are computed at a time; 1024 if not given. The chunk of logits has so
-            many columns, and a row for each token. Where gradients are computed in the forward pass, there
-            are, beside a chunk, all logits of 64 to 512 tokens, depending on the number of features.
+        chunk_size: how many classes are computed at a time. The chunk of logits has so many columns, and a
+            row for each token; 1024 if it is not given. Where gradients are computed in the forward pass, it
+            has rows for 64 to 512 tokens, depending on the number of features, of which there are all logits
+            beside it; 2048 then.
 
     Returns:
         The loss of each token, of shape `(...)`, or of all of them, of shape `()`. It is of the features'
@@ -110,16 +112,15 @@ def linear_cross_entropy(
     labels, weights = tensors.pop("labels"), tensors.pop("sample_weight", None)
     dtype = exact(dtype_of(tensors["features"]))
     weights = None if weights is None else ops.cast(weights, dtype)
-    chunk_size = chunk_size or _CHUNK_SIZE
     if reduction in (None, "none"):
-        losses = _losses(tensors, labels, chunk_size)
+        losses = _losses(tensors, labels, chunk_size or _CHUNK_SIZE)
         return losses if weights is None else losses * weights
     expected = _expected(tensors, labels)
     primals = tensors | {"weights": _shares(reduction, weights, labels, dtype)}
     if not any(expected.values()):
-        return _weighted_sum(primals, labels, chunk_size)
+        return _weighted_sum(primals, labels, chunk_size or _CHUNK_SIZE)
     whole = expected["kernel"] or expected.get("bias", False)
-    return _sum_with_gradients(primals, labels, chunk_size, whole)
+    return _sum_with_gradients(primals, labels, chunk_size or _CHUNK_SIZE_OF_FEW, whole)
 
 
 def _shares(reduction: str, weights: Any, labels: Any, dtype: str) -> Any:
