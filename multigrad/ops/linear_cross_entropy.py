@@ -52,7 +52,7 @@ def linear_cross_entropy(
     ```
 
     It is what `keras.ops.matmul` and `keras.losses.sparse_categorical_crossentropy(from_logits=True)` compute
-    together. Those hold the logits of all tokens and classes several times over; this holds those of one
+    together. Those hold the logits of all tokens and classes up to four times over; this holds those of one
     chunk. With the logits `z = x W + b` and the softmax `p`, the loss of a token with the label `y` is
     `log(sum(exp(z))) - z[y]`, and its gradient by `z` is `p` less one at `y`. The sum is carried from chunk
     to chunk by its logarithm, which is stable for logits of any size.
