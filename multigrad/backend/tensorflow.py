@@ -448,7 +448,7 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
         known = count is not None
         if not known:
             count = tf.shape(rows[0])[0]
-        # It is compiled anew for each number of rows. Where that is not one for all calls, it gets one of few.
+        # It is compiled anew for each number of rows, and gets one of few where calls have several.
         room = count if known and not eager else _room(count)
         if known and room == count:
             return in_place(rows, upstream, others)
