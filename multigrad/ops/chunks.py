@@ -13,15 +13,19 @@ from keras import ops
 from multigrad.ops.dtypes import dtype_of, exact
 
 State = Any
-Body = Callable[[Any, int, State], State]
+Body = Callable[[Any, Any, State], State]
 """`state = body(start, size, state)` for the chunk of this size, which starts there."""
 
 
 class Loops(Protocol):
     """What either way has. A chunk lies along the axis, `0` or `-1`."""
 
-    def loop(self, length: int, size: int, body: Body, state: State) -> State:
-        """The last state, after chunks of the size, and one of what is left of the length."""
+    def loop(self, length: Any, size: int, body: Body, state: State) -> State:
+        """The last state, after chunks of the size, and one of what is left of the length.
+
+        In place, the length may be a tensor that has its value when the program is compiled. So have the
+        sizes of the chunks then, and what is left may be none.
+        """
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A whole of which no chunk is there yet. They are zero where that can be seen."""
@@ -40,7 +44,7 @@ class Loops(Protocol):
 
 
 class Written:
-    def loop(self, length: int, size: int, body: Body, state: State) -> State:
+    def loop(self, length: Any, size: int, body: Body, state: State) -> State:
         for start in range(0, length, size):
             state = body(start, min(size, length - start), state)
         return state
@@ -64,7 +68,7 @@ class Written:
 
 
 class InPlace:
-    def loop(self, length: int, size: int, body: Body, state: State) -> State:
+    def loop(self, length: Any, size: int, body: Body, state: State) -> State:
         known = isinstance(length, int)
         smaller, larger = (min, max) if known else (ops.minimum, ops.maximum)
         size = smaller(size, length)  # in a program no chunk may be too large, not even one that never comes
