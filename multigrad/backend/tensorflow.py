@@ -431,9 +431,12 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
     written = functools.partial(function, False, *static)
     if not _has_xla():
         return written
-    traced = tf.function(functools.partial(function, True, *static), autograph=False, jit_compile=True)
+    in_programs = functools.partial(function, True, *static)
+    # Two, as TensorFlow takes what it has traced for any number of rows for a number that is known, too.
+    for_some, for_any = [tf.function(in_programs, autograph=False, jit_compile=True) for _ in range(2)]
 
     def in_place(*tensors: list[tf.Tensor]) -> Any:
+        traced = for_any if tensors[0][0].shape[0] is None else for_some
         specs = [[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in some] for some in tensors]
         with tf.init_scope():  # apart from the graph that is being built, which it would keep alive
             whole = traced.get_concrete_function(*specs)

@@ -23,8 +23,8 @@ class Loops(Protocol):
     def loop(self, length: Any, size: int, body: Body, state: State) -> State:
         """The last state, after chunks of the size, and one of what is left of the length.
 
-        In place, the length may be a tensor that has its value when the program is compiled. So have the
-        sizes of the chunks then, and what is left may be none.
+        In place, the length may be a tensor that has its value when the program is compiled, as have the
+        sizes of the chunks then.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -72,7 +72,8 @@ class InPlace:
         known = isinstance(length, int)
         smaller, larger = (min, max) if known else (ops.minimum, ops.maximum)
         size = smaller(size, length)  # in a program no chunk may be too large, not even one that never comes
-        count = length // larger(size, 1)
+        # Of a length that is not known something is left: what takes no rows, a vectorized map cannot take.
+        count = (length if known else length - 1) // larger(size, 1)
         rest = length - count * size
         state = ops.fori_loop(0, count, lambda i, state: body(i * size, size, state), state)
         return state if known and not rest else body(length - rest, rest, state)
@@ -81,7 +82,7 @@ class InPlace:
         return ops.zeros(shape, dtype)
 
     def chunk(self, whole: Any, axis: int, start: Any, size: int) -> Any:
-        shape = list(ops.shape(whole))
+        shape = [-1 if known is None else known for known in whole.shape]  # for TensorFlow: all there is
         shape[axis] = size
         return ops.slice(whole, _corner(whole, axis, start), shape)
 
