@@ -450,7 +450,7 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
         count = rows[0].shape[0]
         known = count is not None
         if not known:
-            count = tf.shape(rows[0])[0]
+            count, rows, upstream = _alike(rows, upstream)
         # It is compiled anew for each number of rows, and gets one of few where calls have several.
         room = count if known and not eager else _room(count)
         if known and room == count:
@@ -466,6 +466,21 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
 
 def _has_xla() -> bool:
     return not (platform.system() == "Darwin" and tf.config.list_physical_devices("GPU"))  # none for Metal
+
+
+def _alike(*lists: list[tf.Tensor]) -> list[Any]:
+    """How many rows the tensors have, and the tensors, seen to have as many, which a graph finds out late.
+
+    Where it runs, by an assertion, which XLA leaves out: to that the shape says the same.
+    """
+    first, *others = itertools.chain(*lists)
+    count = tf.shape(first)[0]
+    same = [tf.debugging.assert_equal(tf.shape(other)[0], count, _UNLIKE) for other in others]
+    with tf.control_dependencies(same):
+        return [count, *[[tf.reshape(t, (count, *t.shape[1:])) for t in tensors] for tensors in lists]]
+
+
+_UNLIKE = "there must be as many labels, features and weights as tokens"
 
 
 def _room(count: Any) -> Any:

@@ -72,17 +72,19 @@ class InPlace:
         known = isinstance(length, int)
         smaller, larger = (min, max) if known else (ops.minimum, ops.maximum)
         size = smaller(size, length)  # in a program no chunk may be too large, not even one that never comes
-        # Of a length that is not known something is left: what takes no rows, a vectorized map cannot take.
-        count = (length if known else length - 1) // larger(size, 1)
+        count = length // larger(size, 1)
         rest = length - count * size
         state = ops.fori_loop(0, count, lambda i, state: body(i * size, size, state), state)
-        return state if known and not rest else body(length - rest, rest, state)
+        if known:
+            return body(length - rest, rest, state) if rest else state
+        # Where nothing is left, it does not run: a vectorized map cannot take what has no rows.
+        return ops.fori_loop(0, smaller(rest, 1), lambda i, state: body(length - rest, rest, state), state)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return ops.zeros(shape, dtype)
 
     def chunk(self, whole: Any, axis: int, start: Any, size: int) -> Any:
-        shape = [-1 if known is None else known for known in whole.shape]  # for TensorFlow: all there is
+        shape = list(ops.shape(whole))
         shape[axis] = size
         return ops.slice(whole, _corner(whole, axis, start), shape)
 

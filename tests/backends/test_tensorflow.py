@@ -888,28 +888,45 @@ def test_linear_cross_entropy_in_other_graphs(around, reduction):
 @pytest.mark.parametrize("jit", [False, True])
 def test_one_graph_for_any_number_of_tokens_with_one_program(jit, reduction):
     random = np.random.default_rng(0)
-    features, w = random.standard_normal((600, 2)), tf.constant(random.standard_normal((2, 7)), "float32")
-    features = tf.constant(features, "float32")
+    width = 100  # which sets how many tokens are taken at a time, of which there are some left then
+    w = tf.constant(random.standard_normal((width, 7)) / 10, "float32")
+    features = tf.constant(random.standard_normal((600, width)), "float32")
     labels, weights = tf.range(600) % 7, tf.linspace(0.0, 1.0, 600)
 
     def loss(x, w):
         count = tf.shape(x)[0]
         given = {"sample_weight": weights[:count], "reduction": reduction, "chunk_size": 3}
-        return tf.reduce_sum(shelf.linear_cross_entropy(x, w, labels[:count], **given)) ** 2
+        return 3.0 * tf.reduce_sum(shelf.linear_cross_entropy(x, w, labels[:count], **given))
 
     def plain(x, w):
         count = tf.shape(x)[0]
         losses = keras.losses.sparse_categorical_crossentropy(labels[:count], x @ w, from_logits=True)
-        return tf.reduce_sum(weights[:count] * losses) ** 2
+        return 3.0 * tf.reduce_sum(weights[:count] * losses)
 
     def gradients(loss):
         return lambda x: calculus.value_and_grad(loss, argnums=(0, 1))(x, w)
 
-    own = tf.function(gradients(loss), jit_compile=jit, input_signature=[tf.TensorSpec((None, 2))])
+    own = tf.function(gradients(loss), jit_compile=jit, input_signature=[tf.TensorSpec((None, width))])
     for count in (0, 1, 63, 64, 65, 300, 576, 600):
         close(own(features[:count]), gradients(plain)(features[:count]), 1e-4)
     operations = own.get_concrete_function().graph.get_operations()
     assert len([op for op in operations if "Call" in op.type]) == 1
+
+
+@pytest.mark.parametrize("reduction", [None, "sum"])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5, 70])
+def test_tokens_without_labels_are_an_error_in_a_graph(count, jit, reduction):
+    w = tf.ones((2, 4))
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 2)), tf.TensorSpec((None,), "int32")], jit_compile=jit)
+    def loss(x, y):
+        return shelf.linear_cross_entropy(x, w, y, reduction=reduction)
+
+    with pytest.raises(
+        (tf.errors.InvalidArgumentError, ValueError), match=r"(?i)as many labels|shape|size|indices"
+    ):
+        loss(tf.ones((count, 2)), tf.zeros((3,), "int32"))
 
 
 @pytest.mark.parametrize("reduction", [None, "sum"])
