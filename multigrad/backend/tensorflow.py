@@ -480,7 +480,7 @@ def _alike(*lists: list[tf.Tensor]) -> list[Any]:
         return [count, *[[tf.reshape(t, (count, *t.shape[1:])) for t in tensors] for tensors in lists]]
 
 
-_UNLIKE = "there must be as many labels, features and weights as tokens"
+_UNLIKE = "there must be one row of each for each of something: of tokens, say, as many labels as features"
 
 
 def _room(count: Any) -> Any:
