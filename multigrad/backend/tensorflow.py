@@ -326,13 +326,23 @@ def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
 def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """The same in a graph, by one operation whose gradient is the rule.
 
-    Where it is copied without that gradient, the guards get one, if only zeros, and say so. They stand
-    beside the outputs: converters to other formats do not know them.
+    Where it is copied without that gradient, the guards get one, if only zeros, and say so. They guard the
+    inputs, as there may be no way to these from the outputs, and stand beside: converters to other formats
+    do not know them.
     """
+    guarded = [tensor for tensor in tensors if is_differentiable(tensor)]
     graph = tf.compat.v1.get_default_graph()
     with graph.gradient_override_map({"IdentityN": next(_NAMES)}), record.stop_recording():
-        guards = [tf.raw_ops.PreventGradient(input=o, message=_LOST) for o in outputs if is_differentiable(o)]
-        return list(tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards]))
+        guards = [tf.raw_ops.PreventGradient(input=tensor, message=_LOST) for tensor in guarded]
+        own = list(tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards]))
+    for guard, tensor in zip(guards, guarded, strict=True):
+        # Here and now, as a copy takes over the guard of what is one for all.
+        record.record_operation_backprop_only("PreventGradient", [guard], [tensor], _lost)
+    return own
+
+
+def _lost(*upstream: Any) -> Sequence[Any]:
+    raise LookupError(_LOST)
 
 
 def _record_in_graph(

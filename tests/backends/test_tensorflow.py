@@ -952,3 +952,32 @@ def test_linear_cross_entropy_in_a_vectorized_map(tokens, reduction):
         return tf.vectorized_map(lambda factor: tape_gradient(own, factor * x), factors)
 
     close(mapped(x), tf.stack([tape_gradient(wanted, factor * x) for factor in factors]))
+
+
+@pytest.mark.filterwarnings("ignore:.*while_loop for converting")
+@pytest.mark.parametrize("reduction", [None, "sum"])
+@pytest.mark.parametrize("by", [0, 1])
+@pytest.mark.parametrize("tokens", [3, None])
+def test_a_gradient_around_a_vectorized_map_of_linear_cross_entropy_is_refused(tokens, by, reduction):
+    """By what is mapped, and by what is one for all, where it would be zero."""
+    x, w, factors = tf.ones((3, 2)), tf.ones((2, 4)), tf.constant([0.5, 1.0])
+
+    def gradient(x, w):
+        def mapped(factors, w):
+            def loss(factor):
+                labels = Y[: tf.shape(x)[0]]
+                return shelf.linear_cross_entropy(factor * x, w, labels, reduction=reduction)
+
+            return tf.vectorized_map(loss, factors)
+
+        with tf.GradientTape() as tape:
+            arguments = factors, w
+            tape.watch(arguments[by])
+            y = mapped(*arguments)
+        return tape.gradient(y, arguments[by])
+
+    signature = [tf.TensorSpec((tokens, 2)), tf.TensorSpec(w.shape)]
+    in_graph = tf.function(gradient, input_signature=signature, autograph=False)
+    for function in (gradient, in_graph):
+        with pytest.raises(LookupError, match="the rule of an op was lost"):
+            function(x, w)

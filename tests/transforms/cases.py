@@ -123,6 +123,12 @@ def meant_one_for_all(x, w):
     return valued(x * w, 3.0 * x * w) * valued(w**2, 2.5 * w**2)
 
 
+@op_custom_gradient
+def stopped(x, w):
+    """There is no way back from its output but the rule."""
+    return stop(x) ** 3 * stop(w), lambda u: (u * 21.0 * x**2 * w, u * 7.0 * x**3)
+
+
 CASES = {
     "input": Case(by_input, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
     "intermediate": Case(by_intermediate, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
@@ -132,6 +138,7 @@ CASES = {
     "structure": Case(structure, meant_structure),
     "view": Case(by_view, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
     "sum": Case(of_a_sum, lambda x, w: valued(x * ops.sum(w), 5.0 * x * ops.sum(w))),
+    "stopped": Case(stopped, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
 }
 
 ONE_FOR_ALL = Case(one_for_all, meant_one_for_all)
