@@ -143,7 +143,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, Any] = {}
-    for output, replacement in zip(outputs, own, strict=False):
+    for output, replacement in zip(outputs, own, strict=True):
         places.setdefault(id(output), replacement)
     places.update(zip(map(id, tensors), tensors, strict=True))
     tied = [places.get(id(residual), residual) for residual in residuals]
@@ -157,17 +157,17 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
         return back.pull(tied_rule, whole, needed, specs)
 
-    if eager:
-        forward = functools.partial(backward, back=back.untraced)
-        _record(call.name, own, list(tensors), backward, forward)
-    else:
-        guards = own[0].op.inputs[len(outputs) + len(tensors) :]
+    if not eager:
 
-        def padded(*upstream: Any) -> Sequence[Any]:
-            return [*[None] * len(outputs), *backward(*upstream), *[None] * len(guards)]
+        def of_all(*upstream: Any) -> Sequence[Any]:
+            """The gradients of all that the operation of `own` takes."""
+            guards = len(upstream) - len(outputs) - len(tensors)
+            return [*[None] * len(outputs), *backward(*upstream), *[None] * guards]
 
-        _record_in_graph(call.name, own, [*outputs, *tensors, *guards], padded)
-    return back.output.join(own[: len(outputs)])
+        _register(own[0].op, of_all)
+    forward = functools.partial(backward, back=back.untraced) if eager else backward
+    _record(call.name, own, list(tensors), backward, forward)
+    return back.output.join(own)
 
 
 class _Place:
@@ -326,6 +326,9 @@ def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
 def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """The same in a graph, by one operation whose gradient is the rule.
 
+    It takes the inputs, too, as a gradient is asked for by what an operation takes. A tape is told of the
+    outputs alone: it makes zeros for each one that is not used.
+
     Where it is copied without that gradient, the guards get one, if only zeros, and say so. They guard the
     inputs, as there may be no way to these from the outputs, and stand beside: converters to other formats
     do not know them.
@@ -334,22 +337,19 @@ def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     graph = tf.compat.v1.get_default_graph()
     with graph.gradient_override_map({"IdentityN": next(_NAMES)}), record.stop_recording():
         guards = [tf.raw_ops.PreventGradient(input=tensor, message=_LOST) for tensor in guarded]
-        own = list(tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards]))
+        own = tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards])
     for guard, tensor in zip(guards, guarded, strict=True):
         # Here and now, as a copy takes over the guard of what is one for all.
         record.record_operation_backprop_only("PreventGradient", [guard], [tensor], _lost)
-    return own
+    return list(own[: len(outputs)])
 
 
 def _lost(*upstream: Any) -> Sequence[Any]:
     raise LookupError(_LOST)
 
 
-def _record_in_graph(
-    name: str, own: Sequence[Any], inputs: Sequence[Any], backward: Callable[..., Sequence[Any]]
-) -> None:
-    """Give the operation of `own` its gradient: on the tapes, and on the graph for `_gradient`."""
-    op = own[0].op
+def _register(op: Any, backward: Callable[..., Sequence[Any]]) -> None:
+    """Give the operation its gradient on the graph, for `_gradient`."""
     rules = getattr(op.graph, _RULES, None)
     if rules is None:
         rules = {}
@@ -357,7 +357,6 @@ def _record_in_graph(
     gradient = op.get_attr("_gradient_op_type").decode()
     rules[gradient] = backward
     tf.RegisterGradient(gradient)(functools.partial(_gradient, gradient, weakref.ref(op.graph)))
-    _record(name, own, inputs, backward, backward)
 
 
 @library_code
