@@ -17,7 +17,7 @@ from support import close
 
 from multigrad import calculus, grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
-from multigrad.backend.tensorflow import _room, program
+from multigrad.backend.tensorflow import _room, program, unrecorded
 from multigrad.ops import implicit_root
 from multigrad.saving import Unsaved, decode, encode
 
@@ -799,6 +799,19 @@ def test_a_program_is_written_once_for_a_few_numbers_of_rows():
     assert WRITTEN == [True]
 
 
+def test_a_graph_of_any_number_of_rows_runs_programs_of_few():
+    def number(in_place, rows, upstream, others):
+        return [], [tf.shape(tensor)[0] for tensor in (*rows, *upstream)]
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 1))])
+    def run(x):
+        with unrecorded():
+            return program(number)([x], [x], [])[1]
+
+    for count, room in {1: 64, 64: 64, 65: 128, 1025: 1152}.items():
+        assert list(map(int, run(tf.ones((count, 1))))) == [room, room]
+
+
 def forward_over_reverse(f, x):
     with tf.autodiff.ForwardAccumulator(x, x + 1.0) as accumulator:
         gradient = tape_gradient(f, x)
@@ -886,7 +899,9 @@ def test_linear_cross_entropy_in_other_graphs(around, reduction):
 
 @pytest.mark.parametrize("reduction", [None, "sum"])
 @pytest.mark.parametrize("jit", [False, True])
-def test_one_graph_for_any_number_of_tokens_with_one_program(jit, reduction):
+@pytest.mark.parametrize("tokens", [None, 300])
+def test_one_graph_for_any_number_of_tokens_with_one_program(tokens, jit, reduction):
+    """And nothing but that, where its gradients are computed in the forward pass."""
     random = np.random.default_rng(0)
     width = 100  # which sets how many tokens are taken at a time, of which there are some left then
     w = tf.constant(random.standard_normal((width, 7)) / 10, "float32")
@@ -906,11 +921,12 @@ def test_one_graph_for_any_number_of_tokens_with_one_program(jit, reduction):
     def gradients(loss):
         return lambda x: calculus.value_and_grad(loss, argnums=(0, 1))(x, w)
 
-    own = tf.function(gradients(loss), jit_compile=jit, input_signature=[tf.TensorSpec((None, width))])
-    for count in (0, 1, 63, 64, 65, 300, 576, 600):
+    own = tf.function(gradients(loss), jit_compile=jit, input_signature=[tf.TensorSpec((tokens, width))])
+    for count in (0, 1, 63, 64, 65, 300, 576, 600) if tokens is None else (tokens,):
         close(own(features[:count]), gradients(plain)(features[:count]), 1e-4)
-    operations = own.get_concrete_function().graph.get_operations()
-    assert len([op for op in operations if "Call" in op.type]) == 1
+    kinds = [operation.type for operation in own.get_concrete_function().graph.get_operations()]
+    assert len([kind for kind in kinds if "Call" in kind]) == 1
+    assert ("MatMul" in kinds) == (reduction is None)
 
 
 @pytest.mark.parametrize("reduction", [None, "sum"])
