@@ -464,9 +464,9 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
         room = count if known and not eager else _room(count)
         if known and room == count:
             return in_place(rows, upstream, others)
-        places = tf.minimum(tf.range(room), count - 1)
-        more_rows = [tf.gather(tensor, places) for tensor in rows]
-        more_upstream = [tf.pad(tensor, [[0, room - count], [0, 0]]) for tensor in upstream]
+        more = room - count
+        more_rows = [tf.concat([t, tf.broadcast_to(t[-1:], (more, *t.shape[1:]))], 0) for t in rows]
+        more_upstream = [tf.pad(tensor, [[0, more], [0, 0]]) for tensor in upstream]
         of_rows, of_others = in_place(more_rows, more_upstream, others)
         return [tensor[:count] for tensor in of_rows], of_others
 

@@ -4,6 +4,7 @@ import functools
 import gc
 import inspect
 import itertools
+import re
 import subprocess
 import sys
 import weakref
@@ -810,6 +811,23 @@ def test_a_graph_of_any_number_of_rows_runs_programs_of_few():
 
     for count, room in {1: 64, 64: 64, 65: 128, 1025: 1152}.items():
         assert list(map(int, run(tf.ones((count, 1))))) == [room, room]
+
+
+def test_rows_are_not_copied_where_none_are_added():
+    def total(in_place, rows, upstream, others):
+        return [], [tf.reduce_sum(tf.cumsum(rows[0]))]
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 1))], jit_compile=True)
+    def run(x):
+        with unrecorded():
+            return program(total)([x], [], [])[1]
+
+    def copies(count):
+        code = run.experimental_get_compiler_ir(tf.ones((count, 1)))(stage="optimized_hlo")
+        return re.findall("concatenate|gather|f32.128", code)
+
+    assert copies(65)
+    assert not copies(64)
 
 
 def forward_over_reverse(f, x):
