@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
@@ -33,6 +33,15 @@ from multigrad.closure import lift, restore
 from multigrad.errors import message
 from multigrad.kinds import TypeSet
 from multigrad.linear import FAR, not_linear, require_linear, trial
+
+# Private: JAX (0.10) has no public name for the trace of reverse mode, nor for what a primitive does in it.
+# In other versions an op is a `jax.custom_vjp` throughout.
+_ReverseMode: Any = None
+_LINEARIZATIONS: dict[Primitive, Callable[..., Any]] | None = None
+if jax.__version_info__[:2] == (0, 10):
+    from jax._src.interpreters import ad as private
+
+    _ReverseMode, _LINEARIZATIONS = private.LinearizeTrace, private.primitive_linearizations
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
@@ -142,7 +151,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         layouts.append(back.output)
         return list(outputs), _residuals(call, ran, closed)
 
-    outputs = _op(run, call.name, call.options.forward_mode)(inputs, closed_over)
+    outputs = _Op(run, call.name, call.options.forward_mode)(inputs, closed_over)
     return layouts[0].join(outputs)
 
 
@@ -301,47 +310,64 @@ def _tie(
 ) -> list[Any]:
     """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
-    op = _op(lambda inputs, rest: rest, name, forward_mode)
+    op = _Op(lambda inputs, rest: rest, name, forward_mode)
     return op(inputs, (outputs, residuals.tied_to(outputs, residuals.needed)))
 
 
-def _op(
-    step: Callable[[list[Any], Any], _Step], name: str, forward_mode: bool
-) -> Callable[[list[Any], Any], list[Any]]:
+class _Op:
     """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
 
     `step` computes its outputs and the residuals.
     """
 
-    def primal(inputs: list[Any], rest: Any) -> list[Any]:
-        outputs, residuals = step(inputs, rest)
-        # In forward mode nothing comes back but by the tangents, which are mapped as what they come from.
-        beside = [*filter(is_differentiable, inputs), *([] if forward_mode else residuals.arrays)]
-        return _mapped_alike(name, outputs, beside) if _any_traced(beside) else outputs
+    __slots__ = ("forward_mode", "name", "step")
 
-    def differentiated(inputs: list[Any], rest: Any, needed: list[bool]) -> tuple[list[Any], _Residuals]:
-        outputs, residuals = step(inputs, rest)
+    def __init__(self, step: Callable[[list[Any], Any], _Step], name: str, forward_mode: bool) -> None:
+        self.step, self.name, self.forward_mode = step, name, forward_mode
+
+    def __call__(self, inputs: list[Any], rest: Any) -> list[Any]:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            inputs = _varying_alike(inputs)
+        elif _LINEARIZATIONS is not None and not self.forward_mode:
+            more, tree = jax.tree.flatten(rest) if rest else ((), None)
+            return _op_p.bind(*inputs, *more, op=self, count=len(inputs), tree=tree)
+        return _with_jvp(self)(inputs, rest) if self.forward_mode else _with_vjp(self)(inputs, rest)
+
+    def primal(self, inputs: list[Any], rest: Any) -> list[Any]:
+        """The outputs, of which no derivative is taken."""
+        outputs, residuals = self.step(inputs, rest)
+        # In forward mode nothing comes back but by the tangents, which are mapped as what they come from.
+        beside = [*filter(is_differentiable, inputs), *([] if self.forward_mode else residuals.arrays)]
+        return _mapped_alike(self.name, outputs, beside) if _any_traced(beside) else outputs
+
+    def differentiated(self, inputs: list[Any], rest: Any, needed: Iterable[bool]) -> _Step:
+        """The outputs and the residuals of a derivative, which may be differentiated in its turn."""
+        outputs, residuals = self.step(inputs, rest)
         if _any_traced(inputs) or (rest and _any_traced(jax.tree.leaves(rest))):
-            # This may itself be differentiated, in which the rule is to stay in force.
+            # The rule is to stay in force in that.
             tie = _tie_later if any([isinstance(x, DynamicJaxprTracer) for x in inputs]) else _tie
-            outputs = tie(inputs, outputs, residuals, name, forward_mode)
+            outputs = tie(inputs, outputs, residuals, self.name, self.forward_mode)
         return outputs, residuals.tied_to(outputs, tuple(needed))
 
-    if forward_mode:
-        return _with_jvp(name, primal, differentiated)
 
-    def fwd(inputs: list[Any], rest: Any) -> tuple[list[Any], _Residuals]:
+def _with_vjp(op: _Op) -> Callable[[list[Any], Any], list[Any]]:
+    """The op in reverse mode, wherever JAX meets it."""
+
+    def primal(inputs: list[Any], rest: Any) -> list[Any]:
+        return op.primal(inputs, rest)
+
+    def fwd(inputs: list[Any], rest: Any) -> _Step:
         needed = [leaf.perturbed for leaf in inputs]
         if rest:
             rest = jax.custom_derivatives.custom_vjp_primal_tree_values(rest)
-        return differentiated(_arrays([leaf.value for leaf in inputs]), rest, needed)
+        return op.differentiated(_arrays([leaf.value for leaf in inputs]), rest, needed)
 
     def bwd(residuals: _Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
         return _conjugate(residuals(_upstream(cotangents))), None
 
-    op = jax.custom_vjp(_signed(primal))
-    op.defvjp(_signed(fwd), _signed(bwd), symbolic_zeros=True)
-    return lambda inputs, rest: op(_varying_alike(inputs), rest)
+    whole = jax.custom_vjp(_signed(primal))
+    whole.defvjp(_signed(fwd), _signed(bwd), symbolic_zeros=True)
+    return whole
 
 
 _SIGNATURE = inspect.signature(lambda *operands: None)
@@ -353,6 +379,85 @@ def _signed(function: F) -> F:
     """
     function.__signature__ = _SIGNATURE  # type: ignore[attr-defined] # any function has room for it
     return function
+
+
+# In reverse mode, JAX asks a primitive for its outputs and for a linear function, and transposes that. So it
+# comes to an op without what a `jax.custom_vjp` goes through on the way, which takes longer than a few
+# operations. Everywhere else an op is a `jax.custom_vjp`.
+#
+# The linear function has the name of that of a `custom_vjp`, of which JAX (0.10) keeps nothing for later.
+_op_p, _pull_p = Primitive("multigrad"), Primitive("custom_lin")
+_op_p.multiple_results = _pull_p.multiple_results = True
+
+
+@_op_p.def_bind_with_trace
+def _bind_op(trace: Any, operands: Sequence[Any], avals: Any, params: Any) -> Sequence[Any]:
+    if type(trace) is _ReverseMode:
+        return trace.process_primitive(_op_p, operands, params)
+    with set_current_trace(trace):
+        return _with_vjp(params["op"])(*_inputs_and_rest(operands, params["count"], params["tree"]))
+
+
+def _inputs_and_rest(operands: Sequence[Any], count: int, tree: Any) -> tuple[list[Any], Any]:
+    return list(operands[:count]), [] if tree is None else jax.tree.unflatten(tree, operands[count:])
+
+
+def _linearized(
+    is_vjp: bool, moved: Sequence[bool], *primals: Any, op: _Op, count: int, tree: Any
+) -> tuple[Sequence[Any], Sequence[bool], Sequence[Any], Callable[..., Sequence[Any]]]:
+    """The outputs, which of them have a tangent, the residuals, and the function of these and of tangents."""
+    inputs, rest = _inputs_and_rest(primals, count, tree)
+    needed = tuple(moved[:count])
+    outputs, residuals = op.differentiated(_arrays(inputs), rest, needed)
+    avals = [jax.typeof(output).to_tangent_aval() for output in outputs]
+    floating = [any(needed) and is_differentiable(output) for output in outputs]
+
+    def push(arrays: Sequence[Any], *tangents: Any) -> list[Any]:
+        own = [tangent for tangent, need in zip(tangents, needed, strict=False) if need]
+        like = [aval for aval, f in zip(avals, floating, strict=True) if f]
+        how = {"pull": residuals.pull, "needed": needed, "to": floating, "like": like, "name": op.name}
+        pushed = iter(_pull_p.bind(*arrays, *own, **how))
+        return [next(pushed) if f else ad.Zero(aval) for aval, f in zip(avals, floating, strict=True)]
+
+    return outputs, floating, residuals.arrays, push
+
+
+def _transposed(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    pull: _Pull,
+    needed: Sequence[bool],
+    to: Sequence[bool],
+    **params: Any,
+) -> list[Any]:
+    """The cotangents of the tangents that were pushed: what the rule makes of those of the outputs."""
+    count = len(operands) - sum(needed)
+    upstream = _scatter(_conjugate([*map(ad.instantiate_zeros, cotangents)]), to)
+    gradients = _conjugate(pull(list(operands[:count]), upstream, needed))
+    own = [gradient for gradient, need in zip(gradients, needed, strict=True) if need]
+    pairs = zip(own, operands[count:], strict=True)
+    return [*[None] * count, *[ad.Zero(x.aval) if gradient is None else gradient for gradient, x in pairs]]
+
+
+def _no_forward_mode(*operands: Any, name: str, **params: Any) -> NoReturn:
+    raise TypeError(
+        message(
+            name,
+            "a forward-mode derivative was asked for, which it was defined without",
+            required="an op with forward_mode=True",
+            got="one with forward_mode=False, of which `jax.linearize` gives the value alone",
+            mend="write @op_custom_gradient(forward_mode=True), or use jax.vjp",
+        )
+    )
+
+
+_pull_p.def_abstract_eval(lambda *operands, like, **params: like)
+_pull_p.def_impl(_no_forward_mode)
+ad.primitive_transposes[_pull_p] = _transposed
+batching.primitive_batchers[_pull_p] = _no_forward_mode
+mlir.register_lowering(_pull_p, _no_forward_mode)
+if _LINEARIZATIONS is not None:
+    _LINEARIZATIONS[_op_p] = _linearized
 
 
 def _mapped_alike(name: str, outputs: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
@@ -498,17 +603,13 @@ def _varying_alike(arrays: list[Any]) -> list[Any]:
     ]
 
 
-def _with_jvp(
-    name: str,
-    primal: Callable[[list[Any], Any], list[Any]],
-    differentiated: Callable[[list[Any], Any, list[bool]], tuple[list[Any], _Residuals]],
-) -> Callable[[list[Any], Any], list[Any]]:
+def _with_jvp(op: _Op) -> Callable[[list[Any], Any], list[Any]]:
     """The op in both modes: its jvp is the transpose of the rule, which must be linear in upstream."""
 
     def jvp(primals: tuple[list[Any], Any], tangents: Any) -> tuple[list[Any], list[Any]]:
         inputs, rest = primals
         inputs = _arrays(inputs)
-        outputs, residuals = differentiated(inputs, rest, [True] * len(inputs))
+        outputs, residuals = op.differentiated(inputs, rest, [True] * len(inputs))
         floating = [is_differentiable(output) for output in outputs]
 
         def vjp(upstream: list[Any]) -> list[Any]:
@@ -524,17 +625,17 @@ def _with_jvp(
         transpose = jax.linear_transpose(vjp, like)
         if not _any_traced([*inputs, *outputs]):
             tried = [jnp.asarray(trial(o.shape), o.dtype) for o in like]
-            require_linear(name, vjp(tried), vjp([FAR * u for u in tried]), concrete)
+            require_linear(op.name, vjp(tried), vjp([FAR * u for u in tried]), concrete)
         try:
             (pushed,) = transpose(own)
         except (AssertionError, NotImplementedError) as error:  # of a step that JAX cannot transpose
-            raise not_linear(name, "a step that has no transpose") from error
+            raise not_linear(op.name, "a step that has no transpose") from error
         whole = zip(_scatter(pushed, floating), outputs, strict=True)
         return outputs, [np.zeros(o.shape, jax.dtypes.float0) if t is None else t for t, o in whole]
 
-    op = jax.custom_jvp(primal)
-    op.defjvp(jvp)
-    return lambda inputs, rest: op(_varying_alike(inputs), rest)
+    whole = jax.custom_jvp(op.primal)
+    whole.defjvp(jvp)
+    return whole
 
 
 def value_and_grad(
