@@ -35,15 +35,15 @@ class Counts(NamedTuple):
 
 BOUNDS = {
     "jax": {
-        "addition": Counts(forward=38, backward=9, written=9),
-        "log1pexp": Counts(forward=38, backward=8, written=15),
-        "matmul": Counts(forward=38, backward=8, written=14),
-        "two outputs": Counts(forward=54, backward=8, written=20),
-        "structure": Counts(forward=115, backward=83, written=20),
-        "narrow": Counts(forward=38, backward=8, written=15),
-        "weight": Counts(forward=119, backward=30, written=15),
-        "method": Counts(forward=80, backward=22, written=16),
-        "unused": Counts(forward=38, backward=8, written=12),
+        "addition": Counts(forward=39, backward=9, written=9),
+        "log1pexp": Counts(forward=39, backward=8, written=15),
+        "matmul": Counts(forward=39, backward=8, written=14),
+        "two outputs": Counts(forward=55, backward=8, written=20),
+        "structure": Counts(forward=116, backward=83, written=20),
+        "narrow": Counts(forward=39, backward=8, written=15),
+        "weight": Counts(forward=120, backward=30, written=15),
+        "method": Counts(forward=81, backward=22, written=16),
+        "unused": Counts(forward=39, backward=8, written=12),
     },
     "tensorflow": {
         "addition": Counts(forward=27, backward=3, written=21),

@@ -6,8 +6,8 @@ import pytest
 from orders import EACH, W, X, first, same
 from support import close
 
-import multigrad.backend.jax as ours
 from multigrad import op_custom_gradient
+from multigrad.backend.jax import reverse
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def test_private_names_are_there():
     from jax._src.interpreters import ad
 
     assert jax.__version_info__[:2] == (0, 10)
-    assert ours._ReverseMode is ad.LinearizeTrace
-    assert ours._LINEARIZATIONS is ad.primitive_linearizations
+    assert reverse._ReverseMode is ad.LinearizeTrace
+    assert reverse.LINEARIZATIONS is ad.primitive_linearizations
 
 
 @EACH
@@ -49,7 +49,7 @@ def test_one_where_it_is_written_down(without):
 
 @EACH
 def test_in_another_version_it_is_one_throughout(case, monkeypatch):
-    monkeypatch.setattr(ours, "_LINEARIZATIONS", None)
+    monkeypatch.setattr(reverse, "LINEARIZATIONS", None)
     same(case.op, case.meant)
     close(first(first(case.op))(X, W), first(first(case.meant))(X, W), 1e-4)
 

@@ -1,0 +1,235 @@
+"""An op of JAX: its derivative is the rule, of any order and wherever it is transformed.
+
+An outer derivative differentiates what an inner one computes as it stands, and loses the rule. So the outputs
+of that are tied to it again: at once, or where a program is written down, by a primitive that does so later.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import ad, batching
+from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+from multigrad.backend import F
+from multigrad.backend.jax import reverse
+from multigrad.backend.jax.primitives import identity, mapped_alike
+from multigrad.backend.jax.residuals import Residuals, Step
+from multigrad.backend.jax.tensors import (
+    any_traced,
+    as_arrays,
+    concrete,
+    conjugate,
+    is_differentiable,
+    scatter,
+    varying_alike,
+)
+from multigrad.linear import FAR, not_linear, require_linear, trial
+
+
+class Op:
+    """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
+
+    `step` computes its outputs and the residuals.
+    """
+
+    __slots__ = ("forward_mode", "name", "step")
+
+    def __init__(self, step: Callable[[list[Any], Any], Step], name: str, forward_mode: bool) -> None:
+        self.step, self.name, self.forward_mode = step, name, forward_mode
+
+    def __call__(self, inputs: list[Any], rest: Any) -> list[Any]:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            inputs = varying_alike(inputs)
+        elif reverse.LINEARIZATIONS is not None and not self.forward_mode:
+            return reverse.bind(self, inputs, rest)
+        return self.by_custom_rule(inputs, rest)
+
+    def by_custom_rule(self, inputs: list[Any], rest: Any) -> list[Any]:
+        """The outputs, by what JAX has for rules of one's own, wherever it meets them."""
+        return _with_jvp(self)(inputs, rest) if self.forward_mode else _with_vjp(self)(inputs, rest)
+
+    def primal(self, inputs: list[Any], rest: Any) -> list[Any]:
+        """The outputs, of which no derivative is taken."""
+        outputs, residuals = self.step(inputs, rest)
+        # In forward mode nothing comes back but by the tangents, which are mapped as what they come from.
+        beside = [*filter(is_differentiable, inputs), *([] if self.forward_mode else residuals.arrays)]
+        return mapped_alike(self.name, outputs, beside) if any_traced(beside) else outputs
+
+    def differentiated(self, inputs: list[Any], rest: Any, needed: Iterable[bool]) -> Step:
+        """The outputs and the residuals of a derivative, which may be differentiated in its turn."""
+        outputs, residuals = self.step(inputs, rest)
+        if any_traced(inputs) or (rest and any_traced(jax.tree.leaves(rest))):
+            # The rule is to stay in force in that.
+            written = any([isinstance(x, DynamicJaxprTracer) for x in inputs])
+            tied = _tie_later if written else tie
+            outputs = tied(inputs, outputs, residuals, self.name, self.forward_mode)
+        return outputs, residuals.tied_to(outputs, tuple(needed))
+
+
+def _with_vjp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
+    """The op in reverse mode: a `jax.custom_vjp`."""
+
+    def primal(inputs: list[Any], rest: Any) -> list[Any]:
+        return op.primal(inputs, rest)
+
+    def fwd(inputs: list[Any], rest: Any) -> Step:
+        needed = [leaf.perturbed for leaf in inputs]
+        if rest:
+            rest = jax.custom_derivatives.custom_vjp_primal_tree_values(rest)
+        return op.differentiated(as_arrays([leaf.value for leaf in inputs]), rest, needed)
+
+    def bwd(residuals: Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
+        return conjugate(residuals(_upstream(cotangents))), None
+
+    whole = jax.custom_vjp(_signed(primal))
+    whole.defvjp(_signed(fwd), _signed(bwd), symbolic_zeros=True)
+    return whole
+
+
+def _upstream(cotangents: Sequence[Any]) -> list[Any]:
+    upstream: list[Any] = []
+    for cotangent in cotangents:
+        if not is_differentiable(cotangent):
+            upstream.append(None)
+        elif isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+            upstream.append(jnp.zeros(cotangent.shape, cotangent.dtype))
+        else:
+            upstream.append(cotangent)
+    return conjugate(upstream)
+
+
+_SIGNATURE = inspect.signature(lambda *operands: None)
+
+
+def _signed(function: F) -> F:
+    """The function with a signature, which JAX asks for four times in a call of a `custom_vjp`, and Python
+    would find out anew. To bind arguments to this one takes less time than to one with a name for each.
+    """
+    function.__signature__ = _SIGNATURE  # type: ignore[attr-defined] # any function has room for it
+    return function
+
+
+def _with_jvp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
+    """The op in both modes: its jvp is the transpose of the rule, which must be linear in upstream."""
+
+    def jvp(primals: tuple[list[Any], Any], tangents: Any) -> tuple[list[Any], list[Any]]:
+        inputs, rest = primals
+        inputs = as_arrays(inputs)
+        outputs, residuals = op.differentiated(inputs, rest, [True] * len(inputs))
+        floating = [is_differentiable(output) for output in outputs]
+
+        def vjp(upstream: list[Any]) -> list[Any]:
+            gradients = conjugate(residuals(scatter(conjugate(upstream), floating)))
+            return [
+                jnp.zeros_like(x) if gradient is None else gradient
+                for x, gradient in zip(inputs, gradients, strict=True)
+                if is_differentiable(x)
+            ]
+
+        own = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
+        like = [o for o, f in zip(outputs, floating, strict=True) if f]
+        transpose = jax.linear_transpose(vjp, like)
+        if not any_traced([*inputs, *outputs]):
+            tried = [jnp.asarray(trial(o.shape), o.dtype) for o in like]
+            require_linear(op.name, vjp(tried), vjp([FAR * u for u in tried]), concrete)
+        try:
+            (pushed,) = transpose(own)
+        except (AssertionError, NotImplementedError) as error:  # of a step that JAX cannot transpose
+            raise not_linear(op.name, "a step that has no transpose") from error
+        whole = zip(scatter(pushed, floating), outputs, strict=True)
+        return outputs, [np.zeros(o.shape, jax.dtypes.float0) if t is None else t for t, o in whole]
+
+    whole = jax.custom_jvp(op.primal)
+    whole.defjvp(jvp)
+    return whole
+
+
+def tie(
+    inputs: list[Any], outputs: list[Any], residuals: Residuals, name: str, forward_mode: bool
+) -> list[Any]:
+    """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
+    outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
+    op = Op(lambda inputs, rest: rest, name, forward_mode)
+    return op(inputs, (outputs, residuals.tied_to(outputs, residuals.needed)))
+
+
+_tied_p = identity()
+
+
+def _tie_later(
+    inputs: list[Any], outputs: list[Any], residuals: Residuals, name: str, forward_mode: bool
+) -> list[Any]:
+    """The same as `tie`, in a program that is written down: done where that is differentiated or mapped.
+
+    To write a primitive takes a tenth of the time, and few programs ever are.
+    """
+    outputs = varying_alike([*outputs, *inputs])[: len(outputs)]
+    operands, tree = jax.tree.flatten((outputs, inputs, residuals))
+    later = _Tie(len(outputs), len(inputs), tree, name, forward_mode)
+    # JAX (0.10) keeps what it found out by the parameters until a jaxpr among them ends, as this one does
+    # with the program. Without one, rules and what they hold would be kept after it.
+    return _tied_p.bind(*operands, tie=later, end=ClosedJaxpr(_NOTHING, ()))[: len(outputs)]
+
+
+_NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+
+
+class _Tie(NamedTuple):
+    """What ties outputs to inputs, all of which are among its operands, behind them the rule's arrays."""
+
+    outputs: int
+    inputs: int
+    tree: Any
+    name: str
+    forward_mode: bool
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        outputs, inputs, residuals = jax.tree.unflatten(self.tree, operands)
+        return tie(inputs, outputs, residuals, self.name, self.forward_mode)
+
+    def places_of_inputs(self) -> range:
+        """Where they stand among the operands."""
+        return range(self.outputs, self.outputs + self.inputs)
+
+
+def _differentiate_tied(
+    primals: Sequence[Any], tangents: Sequence[Any], *, tie: _Tie, end: Any
+) -> tuple[list[Any], list[Any]]:
+    moved = [i for i in tie.places_of_inputs() if type(tangents[i]) is not ad.Zero]
+
+    def by_moved(*values: Any) -> list[Any]:
+        operands = list(primals)
+        for i, value in zip(moved, values, strict=True):
+            operands[i] = value
+        return tie(*operands)
+
+    # The tangents of outputs and residuals are those of the function, in whose place the rule stands.
+    outputs, pushed = jax.jvp(by_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+    own = [
+        tangent if is_differentiable(output) else ad.Zero(jax.typeof(output).to_tangent_aval())
+        for output, tangent in zip(outputs, pushed, strict=True)
+    ]
+    return [*outputs, *primals[tie.outputs :]], [*own, *tangents[tie.outputs :]]
+
+
+def _map_tied(
+    axis: Any, operands: Sequence[Any], places: Sequence[int | None], *, tie: _Tie, end: Any
+) -> tuple[list[Any], list[int | None]]:
+    operands = as_arrays(operands)
+    beside: Iterable[int] = range(tie.outputs, len(operands))
+    if tie.forward_mode:
+        beside = [i for i in tie.places_of_inputs() if is_differentiable(operands[i])]
+    everywhere = any(places[i] is not None for i in beside)
+    to = [0 if everywhere or place is not None else None for place in places[: tie.outputs]]
+    of_axis = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+    outputs = jax.vmap(tie, tuple(places), to, **of_axis)(*operands)
+    return [*outputs, *operands[tie.outputs :]], [*to, *places[tie.outputs :]]
+
+
+ad.primitive_jvps[_tied_p] = _differentiate_tied
+batching.fancy_primitive_batchers[_tied_p] = _map_tied

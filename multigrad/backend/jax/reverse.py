@@ -1,0 +1,109 @@
+"""An op in reverse mode, where JAX takes a derivative at once.
+
+JAX asks a primitive for its outputs and for a linear function, and transposes that. So it comes to an op
+without what a `jax.custom_vjp` goes through on the way, which takes longer than a few operations.
+Everywhere else an op is a `jax.custom_vjp`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+from jax.extend.core import Primitive, set_current_trace
+from jax.interpreters import ad, batching, mlir
+
+from multigrad.backend.jax.residuals import Pull
+from multigrad.backend.jax.tensors import as_arrays, conjugate, is_differentiable, scatter
+from multigrad.errors import message
+
+if TYPE_CHECKING:
+    from multigrad.backend.jax.op import Op
+
+# Private: JAX (0.10) has no public name for the trace of reverse mode, nor for what a primitive does in it.
+# In other versions an op is a `jax.custom_vjp` throughout.
+_ReverseMode: Any = None
+LINEARIZATIONS: dict[Primitive, Callable[..., Any]] | None = None
+if jax.__version_info__[:2] == (0, 10):
+    from jax._src.interpreters import ad as private
+
+    _ReverseMode, LINEARIZATIONS = private.LinearizeTrace, private.primitive_linearizations
+
+# The linear function has the name of that of a `custom_vjp`, of which JAX (0.10) keeps nothing for later.
+_op_p, _pull_p = Primitive("multigrad"), Primitive("custom_lin")
+_op_p.multiple_results = _pull_p.multiple_results = True
+
+
+def bind(op: "Op", inputs: list[Any], rest: Any) -> list[Any]:
+    """The outputs of an op, in reverse mode or wherever this is."""
+    more, tree = jax.tree.flatten(rest) if rest else ((), None)
+    return _op_p.bind(*inputs, *more, op=op, count=len(inputs), tree=tree)
+
+
+@_op_p.def_bind_with_trace
+def _bind_with_trace(trace: Any, operands: Sequence[Any], avals: Any, params: Any) -> Sequence[Any]:
+    if type(trace) is _ReverseMode:
+        return trace.process_primitive(_op_p, operands, params)
+    with set_current_trace(trace):
+        return params["op"].by_custom_rule(*_parts(operands, params["count"], params["tree"]))
+
+
+def _parts(operands: Sequence[Any], count: int, tree: Any) -> tuple[list[Any], Any]:
+    return list(operands[:count]), [] if tree is None else jax.tree.unflatten(tree, operands[count:])
+
+
+def _linearized(
+    is_vjp: bool, moved: Sequence[bool], *primals: Any, op: "Op", count: int, tree: Any
+) -> tuple[Sequence[Any], Sequence[bool], Sequence[Any], Callable[..., Sequence[Any]]]:
+    """The outputs, which of them have a tangent, the residuals, and the function of these and of tangents."""
+    inputs, rest = _parts(primals, count, tree)
+    needed = tuple(moved[:count])
+    outputs, residuals = op.differentiated(as_arrays(inputs), rest, needed)
+    avals = [jax.typeof(output).to_tangent_aval() for output in outputs]
+    floating = [any(needed) and is_differentiable(output) for output in outputs]
+
+    def push(arrays: Sequence[Any], *tangents: Any) -> list[Any]:
+        own = [tangent for tangent, need in zip(tangents, needed, strict=False) if need]
+        like = [aval for aval, f in zip(avals, floating, strict=True) if f]
+        how = {"pull": residuals.pull, "needed": needed, "to": floating, "like": like, "name": op.name}
+        pushed = iter(_pull_p.bind(*arrays, *own, **how))
+        return [next(pushed) if f else ad.Zero(aval) for aval, f in zip(avals, floating, strict=True)]
+
+    return outputs, floating, residuals.arrays, push
+
+
+def _transposed(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    pull: Pull,
+    needed: Sequence[bool],
+    to: Sequence[bool],
+    **params: Any,
+) -> list[Any]:
+    """The cotangents of the tangents that were pushed: what the rule makes of those of the outputs."""
+    count = len(operands) - sum(needed)
+    upstream = scatter(conjugate([*map(ad.instantiate_zeros, cotangents)]), to)
+    gradients = conjugate(pull(list(operands[:count]), upstream, needed))
+    own = [gradient for gradient, need in zip(gradients, needed, strict=True) if need]
+    pairs = zip(own, operands[count:], strict=True)
+    return [*[None] * count, *[ad.Zero(x.aval) if gradient is None else gradient for gradient, x in pairs]]
+
+
+def _no_forward_mode(*operands: Any, name: str, **params: Any) -> NoReturn:
+    raise TypeError(
+        message(
+            name,
+            "a forward-mode derivative was asked for, which it was defined without",
+            required="an op with forward_mode=True",
+            got="one with forward_mode=False, of which `jax.linearize` gives the value alone",
+            mend="write @op_custom_gradient(forward_mode=True), or use jax.vjp",
+        )
+    )
+
+
+_pull_p.def_abstract_eval(lambda *operands, like, **params: like)
+_pull_p.def_impl(_no_forward_mode)
+ad.primitive_transposes[_pull_p] = _transposed
+batching.primitive_batchers[_pull_p] = _no_forward_mode
+mlir.register_lowering(_pull_p, _no_forward_mode)
+if LINEARIZATIONS is not None:
+    LINEARIZATIONS[_op_p] = _linearized

@@ -1,0 +1,155 @@
+"""Tensors: what JAX says of them, and what is done to them on the way through an op."""
+
+import contextlib
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from multigrad.backend import F, Spec
+from multigrad.errors import message
+from multigrad.kinds import TypeSet
+
+TENSORS = TypeSet(jax.Array, jax.core.Tracer)
+CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
+STAND_INS = TypeSet()
+TRACERS = TypeSet(jax.core.Tracer)
+
+
+class _Subtypes(dict[Any, bool]):
+    """Which dtypes are of a kind, looked up once each."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __missing__(self, dtype: Any) -> bool:
+        self[dtype] = found = bool(jnp.issubdtype(dtype, self._kind))
+        return found
+
+
+FLOATING = _Subtypes(jnp.inexact)
+COMPLEX = _Subtypes(jnp.complexfloating)
+
+
+def after(tensor: Any, other: Any) -> Any:
+    return tensor
+
+
+def library_code(function: F) -> F:
+    return function
+
+
+def constant(function: F) -> F:
+    return function
+
+
+def is_reading_code() -> bool:
+    return False
+
+
+def defaults_of(function: types.FunctionType) -> int:
+    return len(function.__defaults__ or ())
+
+
+def as_tensor(value: Any) -> Any:
+    return keras.ops.convert_to_tensor(value)
+
+
+def snapshot(tensor: Any) -> Any:
+    return tensor
+
+
+def assign(variable: keras.Variable, value: Any) -> None:
+    if isinstance(value, jax.core.Tracer) and not isinstance(variable._value, jax.core.Tracer):
+        raise TypeError(
+            message(
+                variable.path,
+                "a traced value is assigned to a variable outside of a stateless scope, and would outlive "
+                "its trace",
+                required="a value that is there, or a keras.StatelessScope, as in `stateless_call`",
+                got=f"a {type(value).__name__}",
+                mend="call the layer through `stateless_call`, or outside of jax.lax.scan and its like",
+            )
+        )
+    variable.assign(value)
+
+
+def is_differentiable(tensor: Any) -> bool:
+    return FLOATING[tensor.dtype]
+
+
+def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
+    return [(t.shape, t.dtype, None) if FLOATING[t.dtype] else None for t in tensors]
+
+
+def sizes(shape: Any) -> tuple[int | None, ...]:
+    return tuple(shape)
+
+
+def conform(gradient: Any, spec: Spec) -> Any:
+    shape, dtype, _ = spec
+    extra = gradient.ndim - len(shape)
+    own = zip(gradient.shape[extra:], shape, strict=True)
+    axes = (*range(extra), *[extra + i for i, (got, wanted) in enumerate(own) if got != wanted])
+    if axes:
+        gradient = gradient.sum(axes).reshape(shape)
+    if COMPLEX[gradient.dtype] and not COMPLEX[dtype]:
+        gradient = gradient.real
+    return gradient.astype(dtype)
+
+
+def concrete(tensor: Any) -> np.ndarray | None:
+    return None if isinstance(tensor, jax.core.Tracer) else np.asarray(tensor)
+
+
+def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+    # At once where nothing is traced, and where it is for a derivative or a batch: per example of that.
+    jax.debug.callback(lambda *values: callback(*map(np.array, values)), *tensors)
+
+
+def wide() -> contextlib.AbstractContextManager[Any]:
+    return jax.enable_x64(True)
+
+
+def is_compiling() -> bool:
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def any_traced(arrays: Sequence[Any]) -> bool:
+    return any([isinstance(array, jax.core.Tracer) for array in arrays])
+
+
+def scatter(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
+    """The values in the places that `where` marks, and None in the rest."""
+    remaining = iter(values)
+    return [next(remaining) if marked else None for marked in where]
+
+
+def as_arrays(values: Sequence[Any]) -> list[Any]:
+    """Python numbers, which come back as such from where JAX traced them, as arrays."""
+    return [value if TENSORS[type(value)] else jnp.asarray(value) for value in values]
+
+
+def conjugate(arrays: Sequence[Any]) -> list[Any]:
+    """Between JAX's cotangents and the gradients of the other frameworks, either way."""
+    return [a.conj() if a is not None and COMPLEX[a.dtype] else a for a in arrays]
+
+
+def varying_alike(arrays: list[Any]) -> list[Any]:
+    """The arrays, each varying along every axis of `jax.shard_map` along which one of them does.
+
+    JAX's own operations do so with theirs, too. Its transpose is the sum over devices.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arrays
+    varying = [jax.typeof(array).mat.varying for array in arrays]  # JAX 0.10; earlier it was `.vma`
+    everywhere = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(everywhere - own), to="varying")
+        for array, own in zip(arrays, varying, strict=True)
+    ]
