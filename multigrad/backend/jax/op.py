@@ -16,7 +16,6 @@ from jax.interpreters import ad, batching
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from multigrad.backend import F
-from multigrad.backend.jax import reverse
 from multigrad.backend.jax.primitives import identity, mapped_alike
 from multigrad.backend.jax.residuals import Residuals, Step
 from multigrad.backend.jax.tensors import (
@@ -29,6 +28,11 @@ from multigrad.backend.jax.tensors import (
     varying_alike,
 )
 from multigrad.linear import FAR, not_linear, require_linear, trial
+
+# In other versions an op is a `jax.custom_vjp` throughout.
+_REVERSE_IS_KNOWN = jax.__version_info__[:2] == (0, 10)
+if _REVERSE_IS_KNOWN:
+    from multigrad.backend.jax import reverse
 
 
 class Op:
@@ -45,7 +49,7 @@ class Op:
     def __call__(self, inputs: list[Any], rest: Any) -> list[Any]:
         if jax.sharding.get_abstract_mesh().manual_axes:
             inputs = varying_alike(inputs)
-        elif reverse.LINEARIZATIONS is not None and not self.forward_mode:
+        elif _REVERSE_IS_KNOWN and not self.forward_mode:
             return reverse.bind(self, inputs, rest)
         return self.by_custom_rule(inputs, rest)
 
@@ -80,7 +84,8 @@ def _with_vjp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
     def fwd(inputs: list[Any], rest: Any) -> Step:
         needed = [leaf.perturbed for leaf in inputs]
         if rest:
-            rest = jax.custom_derivatives.custom_vjp_primal_tree_values(rest)
+            leaves, tree = jax.tree.flatten(jax.custom_derivatives.custom_vjp_primal_tree_values(rest))
+            rest = jax.tree.unflatten(tree, as_arrays(leaves))
         return op.differentiated(as_arrays([leaf.value for leaf in inputs]), rest, needed)
 
     def bwd(residuals: Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:

@@ -3,12 +3,17 @@
 JAX asks a primitive for its outputs and for a linear function, and transposes that. So it comes to an op
 without what a `jax.custom_vjp` goes through on the way, which takes longer than a few operations.
 Everywhere else an op is a `jax.custom_vjp`.
+
+This is for JAX 0.10, and imported in no other version.
 """
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
+
+# Private: JAX (0.10) has no public name for the trace of reverse mode, nor for what a primitive does in it.
+from jax._src.interpreters.ad import LinearizeTrace, primitive_linearizations
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
 
@@ -18,15 +23,6 @@ from multigrad.errors import message
 
 if TYPE_CHECKING:
     from multigrad.backend.jax.op import Op
-
-# Private: JAX (0.10) has no public name for the trace of reverse mode, nor for what a primitive does in it.
-# In other versions an op is a `jax.custom_vjp` throughout.
-_ReverseMode: Any = None
-LINEARIZATIONS: dict[Primitive, Callable[..., Any]] | None = None
-if jax.__version_info__[:2] == (0, 10):
-    from jax._src.interpreters import ad as private
-
-    _ReverseMode, LINEARIZATIONS = private.LinearizeTrace, private.primitive_linearizations
 
 # The linear function has the name of that of a `custom_vjp`, of which JAX (0.10) keeps nothing for later.
 _op_p, _pull_p = Primitive("multigrad"), Primitive("custom_lin")
@@ -41,14 +37,15 @@ def bind(op: "Op", inputs: list[Any], rest: Any) -> list[Any]:
 
 @_op_p.def_bind_with_trace
 def _bind_with_trace(trace: Any, operands: Sequence[Any], avals: Any, params: Any) -> Sequence[Any]:
-    if type(trace) is _ReverseMode:
+    if type(trace) is LinearizeTrace:
         return trace.process_primitive(_op_p, operands, params)
     with set_current_trace(trace):
         return params["op"].by_custom_rule(*_parts(operands, params["count"], params["tree"]))
 
 
 def _parts(operands: Sequence[Any], count: int, tree: Any) -> tuple[list[Any], Any]:
-    return list(operands[:count]), [] if tree is None else jax.tree.unflatten(tree, operands[count:])
+    arrays = as_arrays(operands)
+    return arrays[:count], [] if tree is None else jax.tree.unflatten(tree, arrays[count:])
 
 
 def _linearized(
@@ -57,13 +54,13 @@ def _linearized(
     """The outputs, which of them have a tangent, the residuals, and the function of these and of tangents."""
     inputs, rest = _parts(primals, count, tree)
     needed = tuple(moved[:count])
-    outputs, residuals = op.differentiated(as_arrays(inputs), rest, needed)
+    outputs, residuals = op.differentiated(inputs, rest, needed)
     avals = [jax.typeof(output).to_tangent_aval() for output in outputs]
-    floating = [any(needed) and is_differentiable(output) for output in outputs]
+    floating = tuple([any(needed) and is_differentiable(output) for output in outputs])
 
     def push(arrays: Sequence[Any], *tangents: Any) -> list[Any]:
         own = [tangent for tangent, need in zip(tangents, needed, strict=False) if need]
-        like = [aval for aval, f in zip(avals, floating, strict=True) if f]
+        like = tuple([aval for aval, f in zip(avals, floating, strict=True) if f])
         how = {"pull": residuals.pull, "needed": needed, "to": floating, "like": like, "name": op.name}
         pushed = iter(_pull_p.bind(*arrays, *own, **how))
         return [next(pushed) if f else ad.Zero(aval) for aval, f in zip(avals, floating, strict=True)]
@@ -104,6 +101,5 @@ _pull_p.def_abstract_eval(lambda *operands, like, **params: like)
 _pull_p.def_impl(_no_forward_mode)
 ad.primitive_transposes[_pull_p] = _transposed
 batching.primitive_batchers[_pull_p] = _no_forward_mode
-mlir.register_lowering(_pull_p, _no_forward_mode)
-if LINEARIZATIONS is not None:
-    LINEARIZATIONS[_op_p] = _linearized
+mlir.register_lowering(_pull_p, _no_forward_mode, cacheable=False)
+primitive_linearizations[_op_p] = _linearized

@@ -1,5 +1,8 @@
 """In reverse mode an op is a primitive, and elsewhere, or in another version of JAX, a `jax.custom_vjp`."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +10,7 @@ from orders import EACH, W, X, first, same
 from support import close
 
 from multigrad import op_custom_gradient
-from multigrad.backend.jax import reverse
+from multigrad.backend.jax import op, reverse
 
 
 @pytest.fixture
@@ -20,13 +23,29 @@ def without(monkeypatch):
     monkeypatch.setattr(jax, "custom_vjp", refuse)
 
 
-def test_private_names_are_there():
-    """In another version than 0.10 they are to be looked at again."""
-    from jax._src.interpreters import ad
+def test_the_version_is_known():
+    """In another one the private names and what JAX does with them are to be looked at again."""
+    assert op._REVERSE_IS_KNOWN
+    assert issubclass(reverse.LinearizeTrace, jax.core.Trace)
+    assert reverse.primitive_linearizations[reverse._op_p] is reverse._linearized
 
-    assert jax.__version_info__[:2] == (0, 10)
-    assert reverse._ReverseMode is ad.LinearizeTrace
-    assert reverse.LINEARIZATIONS is ad.primitive_linearizations
+
+IN_ANOTHER_VERSION = """
+import sys
+import jax
+import jax.extend.core
+jax.__version_info__ = (0, 9, 9)
+del jax.extend.core.set_current_trace
+import multigrad
+op = multigrad.op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0 * x))
+print(float(jax.grad(op)(3.0)), float(jax.grad(jax.grad(op))(3.0)))
+assert "multigrad.backend.jax.reverse" not in sys.modules
+"""
+
+
+def test_another_version_needs_nothing_of_it():
+    words = [sys.executable, "-c", IN_ANOTHER_VERSION]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.split() == ["21.0", "7.0"]
 
 
 @EACH
@@ -41,15 +60,14 @@ def test_none_in_a_second_derivative_in_eager_code(case, without):
 
 
 def test_one_where_it_is_written_down(without):
-    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
     for transform in (jax.jit, jax.vmap, jax.checkpoint):
         with pytest.raises(AssertionError, match=r"a jax.custom_vjp"):
-            jax.grad(lambda x, transform=transform: transform(op)(x).sum())(X)
+            jax.grad(lambda x, transform=transform: transform(double)(x).sum())(X)
 
 
 @EACH
 def test_in_another_version_it_is_one_throughout(case, monkeypatch):
-    monkeypatch.setattr(reverse, "LINEARIZATIONS", None)
+    monkeypatch.setattr(op, "_REVERSE_IS_KNOWN", False)
     same(case.op, case.meant)
     close(first(first(case.op))(X, W), first(first(case.meant))(X, W), 1e-4)
 
@@ -114,3 +132,35 @@ def test_entries_are_called_for_what_is_differentiated():
     op = op_custom_gradient(lambda x, w: (x * w, lambda u: (entry("x", 7.0), entry("w", 5.0))))
     close(jax.grad(lambda w: op(X, w).sum())(W), 5.0 * jnp.ones(3))
     assert called == ["w"]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
+def test_what_is_closed_over_is_an_array(known, monkeypatch):
+    """Also a number of Python's that is differentiated around the op."""
+    monkeypatch.setattr(op, "_REVERSE_IS_KNOWN", known)
+
+    def function(x, y):
+        @op_custom_gradient
+        def scaled(x):
+            return x * y.astype("float32") + y.ndim, lambda u: u * 7.0 * y
+
+        return scaled(x)
+
+    close(jax.grad(function, (0, 1))(3.0, 2.0), (14.0, 0.0))
+
+
+USES = {
+    "eager": lambda push: push(X),
+    "jit": lambda push: jax.jit(push)(X),
+    "vmap": lambda push: jax.vmap(push)(X[None]),
+    "map": lambda push: jax.lax.map(push, X[None]),
+    "jit of it all": lambda push: jax.jit(lambda x: jax.linearize(double, x)[1](x))(X),
+}
+
+double = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_the_linear_function_is_of_forward_mode(use):
+    with pytest.raises(TypeError, match=r"a forward-mode derivative(.|\n)*to mend it"):
+        use(jax.linearize(double, X)[1])
