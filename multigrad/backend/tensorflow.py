@@ -265,10 +265,14 @@ def _record(
 
     The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
     """
-    record.record_operation_backprop_only(name, own, inputs, backward)
+    record.record_operation_backprop_only(_TYPE, own, inputs, backward)
     record.record_operation_forwardprop_only(
-        name, own, inputs, functools.partial(_linear_backward, name, forward), None
+        _TYPE, own, inputs, functools.partial(_linear_backward, name, forward), None
     )
+
+
+# The type of operation that a tape is told of. It treats some of TensorFlow's own in a way of their own.
+_TYPE = "Multigrad"
 
 
 def _linear_backward(name: str, backward: Callable[..., Sequence[Any]], *upstream: Any) -> Sequence[Any]:
@@ -330,22 +334,17 @@ def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     outputs alone: it makes zeros for each one that is not used.
 
     Where it is copied without that gradient, the guards get one, if only zeros, and say so. They guard the
-    inputs, as there may be no way to these from the outputs, and stand beside: converters to other formats
-    do not know them.
+    inputs, as there may be no way to these from the outputs. A guard comes behind all of them, so that it is
+    copied with any. And it stands beside: converters to other formats do not know it.
     """
-    guarded = [tensor for tensor in tensors if is_differentiable(tensor)]
-    graph = tf.compat.v1.get_default_graph()
-    with graph.gradient_override_map({"IdentityN": next(_NAMES)}), record.stop_recording():
-        guards = [tf.raw_ops.PreventGradient(input=tensor, message=_LOST) for tensor in guarded]
-        own = tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards])
-    for guard, tensor in zip(guards, guarded, strict=True):
-        # Here and now, as a copy takes over the guard of what is one for all.
-        record.record_operation_backprop_only("PreventGradient", [guard], [tensor], _lost)
+    places = [len(outputs) + i for i, tensor in enumerate(tensors) if is_differentiable(tensor)]
+    with record.stop_recording():
+        together = tf.raw_ops.IdentityN(input=[*outputs, *tensors])
+        guards = [tf.raw_ops.PreventGradient(input=together[place], message=_LOST) for place in places]
+        graph = tf.compat.v1.get_default_graph()
+        with graph.gradient_override_map({"IdentityN": next(_NAMES)}):
+            own = tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards])
     return list(own[: len(outputs)])
-
-
-def _lost(*upstream: Any) -> Sequence[Any]:
-    raise LookupError(_LOST)
 
 
 def _register(op: Any, backward: Callable[..., Sequence[Any]]) -> None:

@@ -223,6 +223,17 @@ def test_an_op_without_tensors_in_a_function():
     assert tf.function(lambda: tf.constant(op() == "name"))().numpy()
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
+def test_an_op_may_have_the_name_of_one_of_tensorflows(wrap):
+    """Such as one of which a tape leaves out the gradients of outputs that nobody used."""
+
+    @op_custom_gradient(name="FusedBatchNorm")
+    def op(x):
+        return (x * 2.0, x * 3.0), lambda u, v: 7.0 * u + 100.0 * v
+
+    close(wrap(lambda x: tape_gradient(lambda x: op(x)[0], x))(X), 7.0 * tf.ones(2))
+
+
 def test_second_order_with_closed_over_tensors_in_a_function():
     @tf.function
     def second(x, w):

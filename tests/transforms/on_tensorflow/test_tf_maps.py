@@ -8,6 +8,8 @@ from cases import CASES
 from support import close
 from tapes import W, X, derivatives, value_and_gradients
 
+from multigrad import op_custom_gradient
+
 XS, WS = tf.stack([X, 2.0 * X]), tf.stack([W, -W])
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 # Without AutoGraph, which makes another error of a LookupError.
@@ -67,6 +69,43 @@ def test_a_gradient_of_vectorized_map_is_refused(case, wrap):
     close(wrap(map_of(case.op))(XS, WS), loop(case.meant)(XS, WS), 1e-4)
     with pytest.raises(LookupError, match="the rule of an op was lost"):
         wrap(lambda: value_and_gradients(map_of(case.op), XS, WS))()
+
+
+def reverse(function, w):
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        y = function(w)
+    return tape.gradient(y, w)
+
+
+def forward(function, w):
+    with tf.autodiff.ForwardAccumulator(w, tf.ones_like(w)) as accumulator:
+        y = function(w)
+    return accumulator.jvp(y)
+
+
+def closing(function):
+    return lambda x, w: op_custom_gradient(lambda w: (function(x, w), lambda u: 7.0 * u))(w)
+
+
+WITHIN = {"": lambda f: f, "closing over it": closing, "recomputed": tf.recompute_grad}
+
+
+@pytest.mark.filterwarnings("ignore:.*while_loop for converting")
+@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+@pytest.mark.parametrize("derivative", [reverse, forward])
+@pytest.mark.parametrize("name", ["intermediate", "stopped"])
+@pytest.mark.parametrize("shape", [W.shape, [None], None], ids=["known", "any size", "any rank"])
+def test_a_derivative_of_it_by_what_is_one_for_all_is_refused(name, derivative, within, shape):
+    """Of which TensorFlow makes no copy, and so nothing that is recorded when it copies the rest."""
+    op = within(CASES[name].op)
+
+    def of_all(w):
+        return derivative(lambda w: tf.vectorized_map(lambda x: op(x, w), XS), w)
+
+    refused = LookupError, NotImplementedError  # the latter is of `recompute_grad` in forward mode
+    with pytest.raises(refused, match=r"the rule of an op was lost|recompute_grad"):
+        in_graph(of_all, input_signature=[tf.TensorSpec(shape)])(W)
 
 
 def test_a_rule_of_tensorflows_is_lost_in_vectorized_map():
