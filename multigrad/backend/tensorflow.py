@@ -137,7 +137,8 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         outputs, rule, tensors, back = call.run(tensors, place=_Place(call.name, watcher))
     if not outputs or (eager and not record.could_possibly_record()):
         return back.output.join(outputs)
-    if not any([is_differentiable(tensor) for tensor in tensors]):
+    specs = specs_of(_here(tensors))
+    if not any(specs):
         return back.output.join([tf.stop_gradient(output) for output in outputs])  # of what it closes over
     residuals, template, _ = lift(rule, TENSORS, call.f)
     own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
@@ -150,7 +151,6 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     tied_rule = restore(template, _here(tied))
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
-    specs = specs_of(_here(tensors))
 
     def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
