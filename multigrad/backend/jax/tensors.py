@@ -18,6 +18,7 @@ TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet()
 TRACERS = TypeSet(jax.core.Tracer)
+_NUMBERS = TypeSet(bool, int, float, complex, np.ndarray, np.generic)
 
 
 class _Subtypes(dict[Any, bool]):
@@ -132,7 +133,7 @@ def scatter(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
 
 def as_arrays(values: Sequence[Any]) -> list[Any]:
     """Python numbers, which come back as such from where JAX traced them, as arrays."""
-    return [value if TENSORS[type(value)] else jnp.asarray(value) for value in values]
+    return [v if TENSORS[type(v)] or not _NUMBERS[type(v)] else jnp.asarray(v) for v in values]
 
 
 def conjugate(arrays: Sequence[Any]) -> list[Any]:

@@ -164,3 +164,22 @@ double = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
 def test_the_linear_function_is_of_forward_mode(use):
     with pytest.raises(TypeError, match=r"a forward-mode derivative(.|\n)*to mend it"):
         use(jax.linearize(double, X)[1])
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_ref_that_is_closed_over_stays_one(wrap, known, monkeypatch):
+    monkeypatch.setattr(op, "_REVERSE_IS_KNOWN", known)
+
+    def loss(x):
+        ref = jax.new_ref(2.0 * x)
+
+        @op_custom_gradient
+        def own(x):
+            before = ref[...]
+            ref[...] = x
+            return x * before, lambda u: u * 7.0
+
+        return own(x).sum()
+
+    close(wrap(jax.grad(loss))(X), 7.0 * jnp.ones(3))
