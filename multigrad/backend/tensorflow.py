@@ -141,7 +141,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     if not any(specs):
         return back.output.join([tf.stop_gradient(output) for output in outputs])  # of what it closes over
     residuals, template, _ = lift(rule, TENSORS, call.f)
-    own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors)
+    own = _own_eagerly(outputs) if eager else _own_in_graph(outputs, tensors, _here(residuals))
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, Any] = {}
     for output, replacement in zip(outputs, own, strict=True):
@@ -161,8 +161,8 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
         def of_all(*upstream: Any) -> Sequence[Any]:
             """The gradients of all that the operation of `own` takes."""
-            guards = len(upstream) - len(outputs) - len(tensors)
-            return [*[None] * len(outputs), *backward(*upstream), *[None] * guards]
+            others = len(upstream) - len(outputs) - len(tensors)
+            return [*[None] * len(outputs), *backward(*upstream), *[None] * others]
 
         _register(own[0].op, of_all)
     forward = functools.partial(backward, back=back.untraced) if eager else backward
@@ -327,23 +327,26 @@ def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
         return [tf.raw_ops.Identity(input=output) for output in outputs]
 
 
-def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+def _own_in_graph(outputs: Sequence[Any], tensors: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
     """The same in a graph, by one operation whose gradient is the rule.
 
     It takes the inputs, too, as a gradient is asked for by what an operation takes. A tape is told of the
     outputs alone: it makes zeros for each one that is not used.
 
     Where it is copied without that gradient, the guards get one, if only zeros, and say so. They guard the
-    inputs, as there may be no way to these from the outputs. A guard comes behind all of them, so that it is
-    copied with any. And it stands beside: converters to other formats do not know it.
+    inputs, as there may be no way to these from the outputs. A guard comes behind all of the op's tensors, so
+    that it is copied with any. And it stands beside: converters to other formats do not know it.
     """
     places = [len(outputs) + i for i, tensor in enumerate(tensors) if is_differentiable(tensor)]
+    known = set(map(id, (*outputs, *tensors)))
+    # Of what is mapped, the rule may be all that uses anything.
+    others = [residual for residual in residuals if id(residual) not in known]
     with record.stop_recording():
-        together = tf.raw_ops.IdentityN(input=[*outputs, *tensors])
+        together = tf.raw_ops.IdentityN(input=[*outputs, *tensors, *others])
         guards = [tf.raw_ops.PreventGradient(input=together[place], message=_LOST) for place in places]
         graph = tf.compat.v1.get_default_graph()
         with graph.gradient_override_map({"IdentityN": next(_NAMES)}):
-            own = tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards])
+            own = tf.raw_ops.IdentityN(input=[*outputs, *tensors, *guards, *others])
     return list(own[: len(outputs)])
 
 

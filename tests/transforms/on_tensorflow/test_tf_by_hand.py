@@ -109,10 +109,13 @@ def test_a_tape_keeps_the_residuals_alone(pair):
 
 @pairs
 def test_what_a_tape_keeps_of_a_graph(pair):
-    """Of a function that is traced: as by hand, and each input under a second name, in the same memory."""
+    """Of a function that is traced: as by hand, and under a second name, in the same memory, each input and
+    each residual. So what a rule closes over and has no use for is kept, as it is in eager code.
+    """
     arguments = pair.arguments()
     ours, by_hand = (kept(tf.function(op, autograph=False), arguments) for op in (pair.op, pair.by_hand))
-    assert ours == by_hand + collections.Counter(tuple(argument.shape) for argument in arguments)
+    named = [*pair.shapes, *(pair.saved if pair.again else ())]
+    assert ours == by_hand + collections.Counter(named)
 
 
 def test_a_large_tensor_that_the_rule_does_not_use_is_not_kept():

@@ -108,6 +108,24 @@ def test_a_derivative_of_it_by_what_is_one_for_all_is_refused(name, derivative, 
         in_graph(of_all, input_signature=[tf.TensorSpec(shape)])(W)
 
 
+@pytest.mark.filterwarnings("ignore:.*while_loop for converting")
+@pytest.mark.parametrize("wrap", [lambda f: f, in_graph], ids=["eager", "graph"])
+@pytest.mark.parametrize("derivative", [reverse, forward])
+@pytest.mark.parametrize("times", [lambda y, x: y, lambda y, x: y * x], ids=["alone", "product"])
+def test_a_derivative_of_it_is_refused_where_only_the_rule_uses_what_is_mapped(times, derivative, wrap):
+    """The rule of the first element would be that of all."""
+
+    def of_all(w):
+        def of_each(x):
+            op = op_custom_gradient(lambda w: (w * 2.0, lambda u: u * x * 7.0))
+            return times(op(w), x)
+
+        return derivative(lambda w: tf.vectorized_map(of_each, XS), w)
+
+    with pytest.raises(Exception, match="the rule of an op was lost"):  # in forward mode not as a LookupError
+        wrap(of_all)(W)
+
+
 def test_a_rule_of_tensorflows_is_lost_in_vectorized_map():
     """The reason of the refusal above, to be looked at again when this fails."""
     rule = tf.custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
