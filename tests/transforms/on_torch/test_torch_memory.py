@@ -151,7 +151,7 @@ def in_threads(work, count=8):
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_eight_threads_at_once(step):
-    chosen = list(CASES.values())
+    chosen = list(CASES.values())[:8]
     got = in_threads(lambda i: [step(chosen[i].op) for _ in range(5)][-1])
     close(got, [step(case.meant) for case in chosen], 1e-3)
 
