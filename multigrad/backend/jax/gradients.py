@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
-from multigrad.backend.jax.tensors import (
-    conjugate,
-)
+from multigrad.backend.jax.tensors import conjugate
 
 
 def value_and_grad(

@@ -47,11 +47,10 @@ class Op:
         self.step, self.name, self.forward_mode = step, name, forward_mode
 
     def __call__(self, inputs: list[Any], rest: Any) -> list[Any]:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            inputs = varying_alike(inputs)
-        elif _REVERSE_IS_KNOWN and not self.forward_mode:
+        by_primitive = _REVERSE_IS_KNOWN and not self.forward_mode
+        if by_primitive and not jax.sharding.get_abstract_mesh().manual_axes:
             return reverse.bind(self, inputs, rest)
-        return self.by_custom_rule(inputs, rest)
+        return self.by_custom_rule(varying_alike(inputs), rest)
 
     def by_custom_rule(self, inputs: list[Any], rest: Any) -> list[Any]:
         """The outputs, by what JAX has for rules of one's own, wherever it meets them."""
