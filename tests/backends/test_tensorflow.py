@@ -18,7 +18,8 @@ from support import close
 
 from multigrad import calculus, grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
-from multigrad.backend.tensorflow import _room, program, unrecorded
+from multigrad.backend.tensorflow.programs import _room, program
+from multigrad.backend.tensorflow.tapes import unrecorded
 from multigrad.ops import implicit_root
 from multigrad.saving import Unsaved, decode, encode
 

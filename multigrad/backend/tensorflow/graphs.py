@@ -1,0 +1,91 @@
+"""The operation of a graph that carries a rule."""
+
+import functools
+import itertools
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from multigrad.backend.tensorflow.tapes import stop_recording
+from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
+
+_NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
+_RULES = "_multigrad_rules"
+_LOST = (
+    "the rule of an op was lost, because something copied its operations. Was it tf.vectorized_map? Take the "
+    "gradient inside of it. A SavedModel? Save it with experimental_custom_gradients=True."
+)
+
+
+def graph_here() -> Any:
+    """The graph that is being built, None where none is."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def captured(tensors: Sequence[Any]) -> Sequence[Any]:
+    """The tensors as the graph that is being built has them, where some come from around it.
+
+    The gradient of a branch or a loop is built in a graph beside its own, and what it takes from there must
+    be there. A plain `tf.Graph` has none around it.
+    """
+    capture = getattr(graph_here(), "capture", None)
+    return tensors if capture is None else [capture(tensor) for tensor in tensors]
+
+
+class Carrier:
+    """The operation of a graph that gives a call its outputs, and whose gradient is the rule.
+
+    It takes the inputs, too, as a gradient is asked for by what an operation takes. A tape is told of the
+    outputs alone: it makes zeros for each one that is not used.
+
+    Where it is copied without that gradient, the guards get one, if only zeros, and say so. They guard the
+    inputs, as there may be no way to these from the outputs. A guard comes behind all of the op's tensors, so
+    that it is copied with any. And it stands beside: converters to other formats do not know it.
+
+    Arguments:
+        outputs, inputs, residuals: the tensors of the call.
+    """
+
+    __slots__ = ("_before", "_behind", "_operation", "outputs")
+
+    def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any], residuals: Sequence[Any]) -> None:
+        places = [len(outputs) + i for i, tensor in enumerate(inputs) if is_differentiable(tensor)]
+        known = set(map(id, (*outputs, *inputs)))
+        # Of what is mapped, the rule may be all that uses anything.
+        others = [residual for residual in residuals if id(residual) not in known]
+        with stop_recording():
+            together = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *others])
+            guards = [tf.raw_ops.PreventGradient(input=together[place], message=_LOST) for place in places]
+            graph = tf.compat.v1.get_default_graph()
+            with graph.gradient_override_map({"IdentityN": next(_NAMES)}):
+                own = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *guards, *others])
+        self.outputs = list(own[: len(outputs)])
+        self._operation = own[0].op
+        self._before, self._behind = len(outputs), len(guards) + len(others)
+
+    def carry(self, backward: Callable[..., Sequence[Any]]) -> None:
+        """Make `backward`, of upstream gradients to those of the inputs, the gradient of the operation."""
+        before, behind = [None] * self._before, [None] * self._behind
+
+        def of_all(*upstream: Any) -> Sequence[Any]:
+            return [*before, *backward(*upstream), *behind]
+
+        graph, name = self._operation.graph, self._operation.get_attr("_gradient_op_type").decode()
+        rules = getattr(graph, _RULES, None)
+        if rules is None:
+            rules = {}
+            setattr(graph, _RULES, rules)
+        rules[name] = of_all
+        tf.RegisterGradient(name)(functools.partial(_gradient, name, weakref.ref(graph)))
+
+
+@library_code
+def _gradient(name: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
+    """The gradient of the operation of this name; `op` is None where it is traced for a SavedModel."""
+    own = graph()
+    if own is None or (op is not None and op.graph is not own):
+        raise LookupError(_LOST)
+    return getattr(own, _RULES)[name](*upstream)

@@ -1,0 +1,98 @@
+"""What is told to TensorFlow's tapes, and to its forward mode."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# Private: TensorFlow (2.21) has no public name for recording an operation with a gradient of one's own on
+# the active tapes, except through the registry that keeps graphs alive; and none for its record of the
+# variables that are read, which is how `tf.custom_gradient` knows them.
+from tensorflow.python.eager import record
+
+from multigrad.backend.tensorflow.tensors import concrete, is_differentiable
+from multigrad.errors import message
+from multigrad.linear import FAR, require_linear, trial
+
+VariableWatcher, stop_recording = record.VariableWatcher, record.stop_recording
+
+
+def record_rule(
+    name: str,
+    own: Sequence[Any],
+    inputs: Sequence[Any],
+    backward: Callable[..., Sequence[Any]],
+    forward: Callable[..., Sequence[Any]],
+) -> None:
+    """Give `own` its gradient on the tapes, and by the transpose of `forward` a derivative in forward mode.
+
+    The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
+    """
+    record.record_operation_backprop_only(_TYPE, own, inputs, backward)
+    record.record_operation_forwardprop_only(
+        _TYPE, own, inputs, functools.partial(_linear_backward, name, forward), None
+    )
+
+
+# The type of operation that a tape is told of. It treats some of TensorFlow's own in a way of their own.
+_TYPE = "Multigrad"
+
+
+def _linear_backward(name: str, backward: Callable[..., Sequence[Any]], *upstream: Any) -> Sequence[Any]:
+    """`backward`, seen to be linear where values are at hand."""
+    token = _TRANSPOSED.set(name)
+    try:
+        if tf.executing_eagerly():
+            with stop_recording():
+                floating = [u is not None and is_differentiable(u) for u in upstream]
+                pairs = list(zip(upstream, floating, strict=True))
+                tried = [tf.constant(trial(u.shape), u.dtype) if f else u for u, f in pairs]
+                further = [FAR * u if f else u for u, f in zip(tried, floating, strict=True)]
+                near, far = backward(*tried), backward(*further)
+                require_linear(name, near, far, concrete)
+        return backward(*upstream)
+    finally:
+        _TRANSPOSED.reset(token)
+
+
+# The op whose rule is transposed here for forward mode, in which TensorFlow (2.21) records on no tape.
+_TRANSPOSED: contextvars.ContextVar[str | None] = contextvars.ContextVar("transposed", default=None)
+
+
+def require_tapes() -> None:
+    """See that a gradient can be taken here; it would be zero."""
+    name = _TRANSPOSED.get()
+    if name is not None:
+        raise NotImplementedError(
+            message(
+                name,
+                "its rule takes a gradient, for which TensorFlow has no forward mode",
+                required="a rule of operations and of ops",
+                got="one that calls a gradient function, itself or in an op",
+                mend="take the derivative by multigrad.jvp, or in reverse mode",
+            )
+        )
+
+
+def may_record() -> bool:
+    return record.could_possibly_record()
+
+
+def needs_plain_rule() -> bool:
+    return may_record()  # it is copied for a Jacobian, and in forward mode there are no tapes
+
+
+UNRECORDED = contextvars.ContextVar("unrecorded", default=False)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    token = UNRECORDED.set(True)
+    try:
+        with stop_recording():
+            yield
+    finally:
+        UNRECORDED.reset(token)
