@@ -3,16 +3,27 @@
 Because nothing is differentiable here, no rule is ever called, and nothing asks for a spec.
 """
 
-import contextlib
-import functools
-import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import keras
 import numpy as np
 
-from multigrad.backend import Call, F
+from multigrad.backend import Call
+from multigrad.backend.usual import (  # noqa: F401 - names of `Backend`
+    after,
+    as_tensor,
+    assign,
+    constant,
+    defaults_of,
+    is_reading_code,
+    library_code,
+    program,
+    sizes,
+    snapshot,
+    uncompiled,
+    unrecorded,
+)
 from multigrad.frameworks import DIFFERENTIATING
 from multigrad.kinds import TypeSet
 
@@ -21,52 +32,12 @@ CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet()
 
 
-def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    return functools.partial(function, False, *static)
-
-
-def after(tensor: Any, other: Any) -> Any:
-    return tensor
-
-
-def library_code(function: F) -> F:
-    return function
-
-
-def constant(function: F) -> F:
-    return function
-
-
-def is_reading_code() -> bool:
-    return False
-
-
-def defaults_of(function: types.FunctionType) -> int:
-    return len(function.__defaults__ or ())
-
-
-def as_tensor(value: Any) -> Any:
-    return keras.ops.convert_to_tensor(value)
-
-
-def snapshot(tensor: Any) -> Any:
-    return tensor
-
-
-def assign(variable: keras.Variable, value: Any) -> None:
-    variable.assign(value)
-
-
 def is_differentiable(tensor: Any) -> bool:
     return False
 
 
 def specs_of(tensors: Sequence[Any]) -> list[None]:
     return [None] * len(tensors)
-
-
-def sizes(shape: Any) -> tuple[int | None, ...]:
-    return tuple(shape)
 
 
 def conform(gradient: Any, spec: Any) -> NoReturn:
@@ -106,10 +77,6 @@ def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
     return [False] * len(tensors)
 
 
-def unrecorded() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
-
-
 def compiled(function: Callable[..., Any]) -> NoReturn:
     raise _no_gradients()
 
@@ -124,10 +91,6 @@ def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
 
 def is_compiling() -> bool:
     return False
-
-
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
 
 
 def _no_gradients() -> NotImplementedError:

@@ -61,10 +61,6 @@ def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
     return inner if any(inner) else traced
 
 
-def unrecorded() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
-
-
 @functools.lru_cache(256)
 def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
     return jax.jit(functools.partial(function, True, *static))

@@ -1,7 +1,6 @@
 """Tensors: what JAX says of them, and what is done to them on the way through an op."""
 
 import contextlib
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from multigrad.backend import F, Spec
+from multigrad.backend import Spec
 from multigrad.errors import message
 from multigrad.kinds import TypeSet
 
@@ -37,34 +36,6 @@ FLOATING = _Subtypes(jnp.inexact)
 COMPLEX = _Subtypes(jnp.complexfloating)
 
 
-def after(tensor: Any, other: Any) -> Any:
-    return tensor
-
-
-def library_code(function: F) -> F:
-    return function
-
-
-def constant(function: F) -> F:
-    return function
-
-
-def is_reading_code() -> bool:
-    return False
-
-
-def defaults_of(function: types.FunctionType) -> int:
-    return len(function.__defaults__ or ())
-
-
-def as_tensor(value: Any) -> Any:
-    return keras.ops.convert_to_tensor(value)
-
-
-def snapshot(tensor: Any) -> Any:
-    return tensor
-
-
 def assign(variable: keras.Variable, value: Any) -> None:
     if isinstance(value, jax.core.Tracer) and not isinstance(variable._value, jax.core.Tracer):
         raise TypeError(
@@ -86,10 +57,6 @@ def is_differentiable(tensor: Any) -> bool:
 
 def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
     return [(t.shape, t.dtype, None) if FLOATING[t.dtype] else None for t in tensors]
-
-
-def sizes(shape: Any) -> tuple[int | None, ...]:
-    return tuple(shape)
 
 
 def conform(gradient: Any, spec: Spec) -> Any:

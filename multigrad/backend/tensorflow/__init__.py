@@ -40,56 +40,18 @@ from multigrad.backend.tensorflow.tensors import (
     TENSORS,
     after,
     as_tensor,
-    assign,
     concrete,
     conform,
-    constant,
-    defaults_of,
     is_compiling,
     is_differentiable,
-    is_reading_code,
     library_code,
     observe,
     sizes,
-    snapshot,
     specs_of,
-    wide,
 )
 from multigrad.backend.tensorflow.variables import Place
+from multigrad.backend.usual import assign, constant, defaults_of, is_reading_code, snapshot, wide
 from multigrad.closure import lift, restore
-
-__all__ = [
-    "CONVERTIBLE",
-    "STAND_INS",
-    "TENSORS",
-    "after",
-    "apply",
-    "as_tensor",
-    "assign",
-    "compiled",
-    "concrete",
-    "conform",
-    "constant",
-    "defaults_of",
-    "gradients_expected",
-    "is_compiling",
-    "is_differentiable",
-    "is_reading_code",
-    "jacobian",
-    "library_code",
-    "may_record",
-    "needs_plain_rule",
-    "observe",
-    "program",
-    "sizes",
-    "snapshot",
-    "specs_of",
-    "uncompiled",
-    "unrecorded",
-    "value_and_grad",
-    "vjp",
-    "wide",
-]
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:

@@ -1,7 +1,5 @@
 """Tensors: what TensorFlow says of them, and what is done to them on the way through an op."""
 
-import contextlib
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,28 +27,8 @@ def library_code(function: F) -> F:
     return tf.autograph.experimental.do_not_convert(function)
 
 
-def constant(function: F) -> F:
-    return function
-
-
-def is_reading_code() -> bool:
-    return False
-
-
-def defaults_of(function: types.FunctionType) -> int:
-    return len(function.__defaults__ or ())
-
-
 def as_tensor(value: Any) -> Any:
     return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
-
-
-def snapshot(tensor: Any) -> Any:
-    return tensor
-
-
-def assign(variable: keras.Variable, value: Any) -> None:
-    variable.assign(value)
 
 
 def is_differentiable(tensor: Any) -> bool:
@@ -94,10 +72,6 @@ def conform(gradient: Any, spec: Spec) -> Any:
 
 def concrete(tensor: Any) -> np.ndarray | None:
     return np.asarray(tensor.numpy()) if hasattr(tensor, "numpy") else None
-
-
-def wide() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
 
 
 def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:

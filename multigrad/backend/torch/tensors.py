@@ -1,10 +1,7 @@
 """What the upper half asks of a tensor."""
 
-import contextlib
-import functools
 import types
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -23,18 +20,6 @@ CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet(torch.fx.Proxy)
 
 
-def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    return functools.partial(function, False, *static)
-
-
-def after(tensor: Any, other: Any) -> Any:
-    return tensor
-
-
-def library_code(function: F) -> F:
-    return function
-
-
 def constant(function: F) -> F:
     """Let Dynamo call it instead of tracing it."""
     return torch.compiler.assume_constant_result(function)
@@ -51,10 +36,6 @@ def defaults_of(function: types.FunctionType) -> int:
     return len(function.__defaults__ or ())
 
 
-def as_tensor(value: Any) -> Any:
-    return keras.ops.convert_to_tensor(value)
-
-
 # Which dtypes have a gradient. A look into a dict costs less than to ask a dtype twice.
 FLOATING = {
     dtype: dtype.is_floating_point or dtype.is_complex
@@ -67,10 +48,6 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def assign(variable: keras.Variable, value: Any) -> None:
-    variable.assign(value)
-
-
 def is_differentiable(tensor: torch.Tensor) -> bool:
     return FLOATING[tensor.dtype]
 
@@ -81,10 +58,6 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> list[Spec | None]:
         dtype = tensor.dtype
         specs.append((tensor.shape, dtype, None) if FLOATING[dtype] else None)
     return specs
-
-
-def sizes(shape: Any) -> tuple[int | None, ...]:
-    return tuple(shape)
 
 
 def conform(gradient: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -115,7 +88,3 @@ def _value(tensor: torch.Tensor) -> np.ndarray:
     # Under a transform an operation on what is wrapped gives what is wrapped again, and to list it is none.
     values = torch.func.debug_unwrap(tensor, recurse=True).tolist()
     return np.array(values, keras.backend.standardize_dtype(tensor.dtype))
-
-
-def wide() -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
