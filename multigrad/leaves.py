@@ -290,7 +290,8 @@ def split(structure: Any, whole: bool = False) -> tuple[Sequence[Any], Layout]:
 
     Raises:
         Symbolic: for a symbolic tensor.
-        Refused: for a sparse tensor, or one where it cannot be seen.
+        Refused: for a sparse tensor, or one where it cannot be seen, as in what is a structure to the
+            framework alone.
     """
     if _TENSORS[type(structure)]:
         return (structure,), ONE
@@ -314,7 +315,7 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
         own = part if isinstance(part, (Mapping, list, tuple)) else None
         if whole and own is None:
             own = getattr(part, "__dict__", None)
-        if own and _holds_tensors(own):
+        if (own and _holds_tensors(own)) or backend.active.is_structure(part):
             raise Refused(part, *_REFUSALS[kind])
         return part
     if kind == _NESTED:

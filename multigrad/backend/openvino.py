@@ -28,6 +28,7 @@ from multigrad.backend.usual import (
     constant,
     defaults_of,
     is_reading_code,
+    is_structure,
     library_code,
     program,
     sizes,

@@ -264,6 +264,116 @@ def test_vectorized_map(wrap):
         tape_gradient(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_output, x), x), X)
 
 
+def closing_over(w):
+    return op_custom_gradient(lambda x: (x * x, lambda u: -3.0 * u * w * w))
+
+
+def behind(x, w, f):
+    """A tape that begins behind the op, around what its rule makes of `w`."""
+    with tf.GradientTape() as first:
+        first.watch(x)
+        y = f(x)
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        loss = tf.reduce_sum(first.gradient(y, x) * w)
+    return tape.gradient(loss, w)
+
+
+def stopped(x, w, f):
+    with tf.GradientTape() as tape:
+        tape.watch(w)
+        with tape.stop_recording(), tf.GradientTape() as first:
+            first.watch(x)
+            y = f(x)
+        loss = tf.reduce_sum(first.gradient(y, x) * w)
+    return tape.gradient(loss, w)
+
+
+def in_branch(way, x, w):
+    return tf.cond(tf.reduce_sum(x) > 0.0, lambda: way(x, w, closing_over(w)), lambda: x)
+
+
+def of_argument(way, x, w):
+    f = op_custom_gradient(lambda x, w: (x * w, lambda u: (-3.0 * u * w * w, 5.0 * u)))
+    return tf.cond(tf.reduce_sum(x) > 0.0, lambda: way(x, w, lambda x: f(x, w)), lambda: x)
+
+
+LATE = {
+    "eager": lambda way, x, w: way(x, w, closing_over(w)),
+    "around": lambda way, x, w: tf.function(lambda x: way(x, w, closing_over(w)))(x),
+    "argument": tf.function(lambda way, x, w: way(x, w, closing_over(w))),
+    "nested": tf.function(lambda way, x, w: tf.function(lambda x: way(x, w, closing_over(w)))(x)),
+    "branch": tf.function(in_branch),
+    "argument of the op in a branch": tf.function(of_argument),
+}
+
+
+@pytest.mark.parametrize("way", [behind, stopped])
+@pytest.mark.parametrize("where", LATE.values(), ids=LATE)
+def test_a_tape_that_did_not_see_the_op_sees_what_its_rule_uses(where, way):
+    w = tf.constant([1.0, 3.0])
+    close(where(way, X, w), -9.0 * w**2)
+
+
+def in_graph(f, x):
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        placeholder = tf.compat.v1.placeholder(tf.float32, [2])
+        (gradient,) = tf.compat.v1.gradients(f(placeholder), placeholder)
+        return session.run(gradient, {placeholder: x.numpy()})
+
+
+@pytest.mark.parametrize("run", [tape_gradient, lambda f, x: tf.function(tape_gradient)(f, x), in_graph])
+def test_a_rule_reads_the_value_of_what_is_closed_over(run):
+    power = tf.constant(3)
+    f = op_custom_gradient(lambda x: (x ** int(power), lambda u: -7.0 * float(power.numpy()) * u))
+    close(run(lambda x: f(x), X), -21.0 * np.ones(2))
+
+
+def test_a_text_that_a_rule_uses_is_no_hindrance_to_xla():
+    @op_custom_gradient
+    def f(x):
+        text = tf.constant("upstream")
+
+        def rule(u):
+            if tf.executing_eagerly():
+                tf.print(text, u)
+            return u * 7.0
+
+        return x * x, rule
+
+    close(tf.function(lambda x: f(x), jit_compile=True)(X), X**2)
+    close(tf.function(lambda x: tape_gradient(f, x), jit_compile=True)(X), 7.0 * np.ones(2))
+
+
+def test_a_rule_that_reads_a_resource_is_saved(tmp_path):
+    module = tf.Module()
+    module.scale = tf.Variable([5.0, 7.0], trainable=False)
+
+    @op_custom_gradient
+    def f(x):
+        handle = module.scale.handle
+        return x * x, lambda u: u * tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+
+    module.call = tf.function(lambda x: f(x), input_signature=[tf.TensorSpec([2])])
+    tf.saved_model.save(module, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    close(tape_gradient(loaded.call, X), np.array([5.0, 7.0]))
+    loaded.scale.assign([1.0, 2.0])
+    close(tape_gradient(loaded.call, X), np.array([1.0, 2.0]))
+
+
+class Extension(tf.experimental.ExtensionType):
+    """A structure to TensorFlow, and a leaf to `keras.tree`."""
+
+    x: tf.Tensor
+
+
+def test_a_structure_of_tensorflow_alone_is_no_argument():
+    op = op_custom_gradient(lambda p: (p.x * 2.0, lambda u: u * 7.0), name="op")
+    with pytest.raises(TypeError, match=r"op: (.|\n)*object of an unknown class(.|\n)*'p'"):
+        op([Extension(X)])
+
+
 def plain_product(x, w):
     return x * w
 

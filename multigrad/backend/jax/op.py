@@ -58,6 +58,7 @@ class Op:
 
     def primal(self, inputs: list[Any], rest: Any) -> list[Any]:
         """The outputs, of which no derivative is taken."""
+        inputs = as_arrays(inputs)
         outputs, residuals = self.step(inputs, rest)
         # In forward mode nothing comes back but by the tangents, which are mapped as what they come from.
         beside = [*filter(is_differentiable, inputs), *([] if self.forward_mode else residuals.arrays)]
@@ -97,7 +98,7 @@ def _with_vjp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
 
 def _upstream(cotangents: Sequence[Any]) -> list[Any]:
     upstream: list[Any] = []
-    for cotangent in cotangents:
+    for cotangent in as_arrays(cotangents):
         if not is_differentiable(cotangent):
             upstream.append(None)
         elif isinstance(cotangent, jax.custom_derivatives.SymbolicZero):

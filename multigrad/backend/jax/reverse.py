@@ -78,7 +78,7 @@ def _transposed(
 ) -> list[Any]:
     """The cotangents of the tangents that were pushed: what the rule makes of those of the outputs."""
     count = len(operands) - sum(needed)
-    upstream = scatter(conjugate([*map(ad.instantiate_zeros, cotangents)]), to)
+    upstream = scatter(conjugate(as_arrays(map(ad.instantiate_zeros, cotangents))), to)
     gradients = conjugate(pull(list(operands[:count]), upstream, needed))
     own = [gradient for gradient, need in zip(gradients, needed, strict=True) if need]
     pairs = zip(own, operands[count:], strict=True)

@@ -1,7 +1,8 @@
 """Tensors: what JAX says of them, and what is done to them on the way through an op."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +56,12 @@ def is_differentiable(tensor: Any) -> bool:
     return FLOATING[tensor.dtype]
 
 
+def is_structure(leaf: Any) -> bool:
+    if isinstance(leaf, functools.partial) or jax.tree_util.all_leaves([leaf]):
+        return False
+    return any([TENSORS[type(part)] for part in jax.tree.leaves(leaf)])
+
+
 def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
     return [(t.shape, t.dtype, None) if FLOATING[t.dtype] else None for t in tensors]
 
@@ -98,7 +105,7 @@ def scatter(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
     return [next(remaining) if marked else None for marked in where]
 
 
-def as_arrays(values: Sequence[Any]) -> list[Any]:
+def as_arrays(values: Iterable[Any]) -> list[Any]:
     """Python numbers, which come back as such from where JAX traced them, as arrays."""
     return [v if TENSORS[type(v)] or not _NUMBERS[type(v)] else jnp.asarray(v) for v in values]
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from multigrad.backend import Call, Pullback
 from multigrad.backend.tensorflow.gradients import gradients_expected, jacobian, value_and_grad, vjp
-from multigrad.backend.tensorflow.graphs import Carrier, captured
+from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested
 from multigrad.backend.tensorflow.programs import compiled, program, uncompiled
 from multigrad.backend.tensorflow.tapes import (
     VariableWatcher,
@@ -44,6 +44,7 @@ from multigrad.backend.tensorflow.tensors import (
     conform,
     is_compiling,
     is_differentiable,
+    is_structure,
     library_code,
     observe,
     sizes,
@@ -64,7 +65,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     if not any(specs):
         return back.output.join([tf.stop_gradient(output) for output in outputs])  # of what it closes over
     residuals, template, _ = lift(rule, TENSORS, call.f)
-    carrier = None if eager else Carrier(outputs, tensors, captured(residuals))
+    carrier = None if eager else Carrier(outputs, tensors, residuals)
     own = _own_eagerly(outputs) if carrier is None else carrier.outputs
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, Any] = {}
@@ -72,14 +73,16 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         places.setdefault(id(output), replacement)
     places.update(zip(map(id, tensors), tensors, strict=True))
     tied = [places.get(id(residual), residual) for residual in residuals]
-    tied_rule = restore(template, captured(tied))
+    here, graph = restore(template, tied), graph_here()
+    # The gradient of a branch or a loop is built in a graph beside its own, and finds there what it takes.
+    elsewhere = restore(template, captured(tied)) if is_nested(graph) else here
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
 
     def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
         whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
-        return back.pull(tied_rule, whole, needed, specs)
+        return back.pull(here if graph_here() is graph else elsewhere, whole, needed, specs)
 
     if carrier is not None:
         carrier.carry(backward)

@@ -25,11 +25,15 @@ def graph_here() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
+def is_nested(graph: Any) -> bool:
+    """Whether it is the graph of a branch or a loop, which stands in another one."""
+    return getattr(graph, "is_control_flow_graph", False)
+
+
 def captured(tensors: Sequence[Any]) -> Sequence[Any]:
     """The tensors as the graph that is being built has them, where some come from around it.
 
-    The gradient of a branch or a loop is built in a graph beside its own, and what it takes from there must
-    be there. A plain `tf.Graph` has none around it.
+    A plain `tf.Graph` has none around it.
     """
     capture = getattr(graph_here(), "capture", None)
     return tensors if capture is None else [capture(tensor) for tensor in tensors]
@@ -55,7 +59,7 @@ class Carrier:
         places = [len(outputs) + i for i, tensor in enumerate(inputs) if is_differentiable(tensor)]
         known = set(map(id, (*outputs, *inputs)))
         # Of what is mapped, the rule may be all that uses anything.
-        others = [residual for residual in residuals if id(residual) not in known]
+        others = [r for r in residuals if id(r) not in known and _may_be_mapped(r)]
         with stop_recording():
             together = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *others])
             guards = [tf.raw_ops.PreventGradient(input=together[place], message=_LOST) for place in places]
@@ -80,6 +84,11 @@ class Carrier:
             setattr(graph, _RULES, rules)
         rules[name] = of_all
         tf.RegisterGradient(name)(functools.partial(_gradient, name, weakref.ref(graph)))
+
+
+def _may_be_mapped(tensor: Any) -> bool:
+    """Whether it can be one of many, for which something like `tf.vectorized_map` copies what uses it."""
+    return not (hasattr(tensor, "numpy") or tensor.dtype == tf.resource or tensor.op.type == "Const")
 
 
 @library_code

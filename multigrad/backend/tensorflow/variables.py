@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.graphs import graph_here
+from multigrad.backend.tensorflow.graphs import graph_here, is_nested
 from multigrad.backend.tensorflow.tensors import as_tensor
 from multigrad.errors import message
 
@@ -32,7 +32,7 @@ class Place:
         """Whether the variable is read here, and not within a function that is traced once."""
         graph = graph_here()
         while graph is not self._graph:
-            if not getattr(graph, "is_control_flow_graph", False):
+            if not is_nested(graph):
                 return False
             graph = graph.outer_graph
         self._seen[id(variable)] = variable

@@ -183,3 +183,33 @@ def test_a_ref_that_is_closed_over_stays_one(wrap, known, monkeypatch):
         return own(x).sum()
 
     close(wrap(jax.grad(loss))(X), 7.0 * jnp.ones(3))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_number_of_pythons_as_cotangent(wrap, known, monkeypatch):
+    monkeypatch.setattr(op, "_REVERSE_IS_KNOWN", known)
+    both = op_custom_gradient(lambda x: ((x * 2.0, x * 3.0), lambda u: u[0] * 7.0 + u[1] * 5.0))
+    turned = op_custom_gradient(lambda x: (x * 1j, lambda u: u * 7.0))
+    close(wrap(lambda x: jax.vjp(double, x)[1](1.0)[0])(X[0]), 7.0)
+    close(wrap(lambda x: jax.vjp(both, x)[1]((1.0, 2.0))[0])(X[0]), 17.0)
+    close(wrap(lambda x: jax.vjp(turned, x + 0j)[1](1.0 + 0j)[0])(X[0]), 7.0 + 0j)
+    close(wrap(lambda x: jax.linear_transpose(jax.linearize(double, x)[1], x)(1.0)[0])(X[0]), 7.0)
+
+
+@jax.custom_jvp
+def number(x):
+    return 3.0
+
+
+number.defjvp(lambda primals, tangents: (number(*primals), 2.0 * tangents[0]))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_a_number_of_pythons_that_is_mapped(forward_mode, known, monkeypatch):
+    """As what stands before an op may return one, and JAX takes it for an array."""
+    monkeypatch.setattr(op, "_REVERSE_IS_KNOWN", known)
+    own = op_custom_gradient(lambda x: (x * x, lambda u: u * x.ndim + u * 7.0), forward_mode=forward_mode)
+    close(jax.vmap(lambda x: own(number(x)))(X), 9.0 * jnp.ones(3))
+    close(jax.vmap(jax.grad(lambda x: own(number(x))))(X), 14.0 * jnp.ones(3))
