@@ -173,7 +173,17 @@ class _Recursion(NamedTuple):
 class _Walk:
     """One walk through an object; `lift` returns its argument itself when it finds no tensor in it."""
 
-    __slots__ = ("_inner", "_known", "_shared", "_state", "_tensor_types", "_wrappers", "opaque", "tensors")
+    __slots__ = (
+        "_inner",
+        "_known",
+        "_open",
+        "_shared",
+        "_state",
+        "_tensor_types",
+        "_wrappers",
+        "opaque",
+        "tensors",
+    )
 
     def __init__(
         self, tensor_types: TypeSet, shared: frozenset[int], state: frozenset[int], inner: bool = False
@@ -186,6 +196,8 @@ class _Walk:
         self._inner = inner  # whether somebody else holds the object, who may use its attributes
         # What an object was lifted to. One thing in two places stays one thing.
         self._known: dict[int, Any] = {}
+        # The containers that are being looked into.
+        self._open: set[int] = set()
         # Frameworks' objects that were looked into: a function in one may know it.
         self._wrappers: set[int] = set()
 
@@ -203,13 +215,17 @@ class _Walk:
             self.opaque |= not is_library_module(obj)
             return obj
         if id(obj) in self._known:
+            # A container that stands in itself is not made anew there.
+            self.opaque |= id(obj) in self._open
             return self._known[id(obj)]
         if kind is types.FunctionType:
             self._known[id(obj)] = _Recursion(id(obj))  # for what it finds of itself in its closure
             lifted = self._function(obj)
         else:
             self._known[id(obj)] = obj
+            self._open.add(id(obj))
             lifted = self._container(obj)
+            self._open.discard(id(obj))
         self._known[id(obj)] = lifted
         return lifted
 

@@ -43,9 +43,14 @@ def imported(code: types.CodeType, scope: Mapping[str, Any]) -> Iterator[str]:
         yield from imported(inner, scope)
 
 
-def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals (and of attributes) that a code object uses."""
-    return set(code.co_names).union(*map(names_in, code_within(code)))
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals (and of attributes) that a code object uses, by `getattr` too."""
+    names = frozenset(code.co_names).union(*map(names_in, code_within(code)))
+    return names.union(filter(str.isidentifier, _texts(code))) if "getattr" in names else names
+
+
+def _texts(code: types.CodeType) -> Iterator[str]:
+    return (constant for constant in code.co_consts if isinstance(constant, str))
 
 
 _LIBRARIES = frozenset({"jax", "jaxlib", "keras", "multigrad", "numpy", "tensorflow", "torch"})

@@ -366,8 +366,84 @@ def by_import(x):
     return module.e * 1.0, rule
 
 
+def helper_with_default(kept=Kept):
+    return kept.e
+
+
+def helper_with_cell():
+    kept = Kept
+    return lambda: kept.e
+
+
+helper_of_cell = helper_with_cell()
+
+
+class Made:
+    """It finds what a function left, when it is made, or by an operator."""
+
+    def __init__(self):
+        self.e = state["e"]
+
+    def __mul__(self, other):
+        return other * state["e"]
+
+
+@op_custom_gradient
+def by_default(x):
+    Kept.e = ops.exp(x)
+    return Kept.e * 1.0, lambda u: u * helper_with_default() * 7.0
+
+
+@op_custom_gradient
+def by_cell(x):
+    Kept.e = ops.exp(x)
+    return Kept.e * 1.0, lambda u: u * helper_of_cell() * 7.0
+
+
+@op_custom_gradient
+def by_its_own_attribute(x):
+    by_its_own_attribute.e = ops.exp(x)
+    return by_its_own_attribute.e * 1.0, lambda u: u * by_its_own_attribute.e * 7.0
+
+
+@op_custom_gradient
+def by_what_is_made(x):
+    state["e"] = ops.exp(x)
+    return state["e"] * 1.0, lambda u: u * Made().e * 7.0
+
+
+@op_custom_gradient
+def by_operator(x):
+    state["e"] = ops.exp(x)
+    return state["e"] * 1.0, lambda u: Made() * u * 7.0
+
+
+@op_custom_gradient
+def by_getattr(x):
+    Kept.named = ops.exp(x)
+    return Kept.named * 1.0, lambda u: u * getattr(Kept, "named") * 7.0  # noqa: B009 - as it may be written
+
+
+@op_custom_gradient
+def by_helpers_in_a_dict(x):
+    """Which find each other there."""
+    e, helpers = ops.exp(x), {}
+    helpers["even"] = lambda n: e if n == 0 else helpers["odd"](n - 1)
+    helpers["odd"] = lambda n: helpers["even"](n - 1)
+    return e * 1.0, lambda u: u * helpers["even"](2) * 7.0
+
+
+@op_custom_gradient
+def by_a_list_in_itself(x):
+    kept = [ops.exp(x)]
+    kept.append(kept)
+    return kept[0] * 1.0, lambda u: u * kept[1][1][0] * 7.0
+
+
 BY_A_GLOBAL = [by_class, by_module, by_attribute, by_helper, by_context, by_hook]
+BY_A_GLOBAL += [by_default, by_cell, by_its_own_attribute, by_what_is_made, by_operator, by_getattr]
 BESIDE = [by_inner_attribute, by_own_module, by_own_context, by_import]
+BESIDE += [by_helpers_in_a_dict, by_a_list_in_itself]
 
 
 @pytest.mark.parametrize("op", [*BY_A_GLOBAL, *BESIDE])
@@ -384,6 +460,29 @@ def test_what_a_rule_reaches_by_a_global_from_then_on():
         globals()["rebound"] = value
         for order in (1, 2):
             close(times(by_rebound, order)(0.5), array(7.0 * np.exp(0.5)), 1e-4)
+
+
+class Later:
+    """What a function leaves here is not there at first."""
+
+
+later_kept = None
+later = types.ModuleType("kept_later")
+
+
+@pytest.mark.parametrize("kept", [Later, later], ids=["class", "module"])
+def test_what_a_rule_reaches_by_a_name_that_is_new(kept):
+    globals()["later_kept"] = kept
+
+    @op_custom_gradient
+    def op(x, leave):
+        if leave:
+            later_kept.e = ops.exp(x)
+        return ops.exp(x), lambda u: u * (later_kept.e if leave else ops.exp(x)) * 7.0
+
+    for leave in (False, True):
+        for order in (1, 2):
+            close(times(lambda x, leave=leave: op(x, leave), order)(0.5), array(7.0 * np.exp(0.5)), 1e-4)
 
 
 def test_one_code_in_two_namespaces():
