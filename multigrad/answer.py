@@ -278,7 +278,7 @@ class _Reader:
                     mend="return one entry by the name of each differentiable argument, None for zero",
                 )
             )
-        required = [f"one entry per argument: {', '.join(self._binding.names())}"]
+        required = [f"one entry per argument: {', '.join(self._binding.names()) or 'none'}"]
         if len(differentiable) < len(named):
             required.append(f"one per differentiable argument: {', '.join(differentiable)}")
         if len(self._specs) not in (len(named), len(differentiable)):

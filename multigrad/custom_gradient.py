@@ -421,6 +421,17 @@ class Pullback(HoldsNoTensor):
                 return self._read_both(answer, needed, specs)
         return read(self, answer, specs, needed)
 
+    def rehearse(
+        self,
+        rule: Callable[..., Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        specs: list[backend.Spec | None],
+    ) -> Sequence[Any]:
+        """What `pull` returns, with no trace left of it: what the rule assigns is as it was before."""
+        with Pinned(NONE_READ, (), keep=False):
+            return self.untraced.pull(rule, upstream, needed, specs)
+
     def _read_both(
         self, answer: Any, needed: Sequence[bool], specs: list[backend.Spec | None]
     ) -> Sequence[Any]:

@@ -48,6 +48,15 @@ class Pullback(Protocol):
         shape and dtype, and None where it is zero or not needed.
         """
 
+    def rehearse(
+        self,
+        rule: Callable[..., Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        specs: list[Spec | None],
+    ) -> Sequence[Any]:
+        """The same, of which nothing stays that the rule assigns."""
+
 
 Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
 """What a run gives: flat outputs, rule, inputs, and how the rule is called."""

@@ -17,6 +17,28 @@ from multigrad.ops import linear_cross_entropy
 from multigrad.saving import Unsaved, decode, encode
 
 
+class Counting(keras.layers.Layer):
+    """Its rule counts how often it runs, in a variable, and draws."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        @op_custom_gradient
+        def op(x):
+            e = x**2
+
+            def rule(u):
+                self.count.assign_add(1.0)
+                noise = torch.randn_like(u) + keras.random.normal(u.shape, seed=self.seed)
+                return u * 3 * e * 7.0 + 0.0 * noise + self.count
+
+            return e * x, rule
+
+        return op(x)
+
+
 class Masked:
     def __init__(self, mask):
         self.mask = mask
@@ -103,6 +125,65 @@ def test_private_names_are_there():
     with torch._C._DisableFuncTorch(), torch.utils._python_dispatch._disable_current_modes():
         assert not torch._subclasses.fake_tensor.is_fake(torch.ones(2))
     assert seen == [torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Grad]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_rule_that_reaches_an_object_leaves_its_traces_once(create_graph):
+    """To be recorded it runs twice, on what two runs of the function gave."""
+    layer, x = Counting(), leaf(2.0)
+    y = layer(x)
+    for count in (1.0, 2.0):
+        (first,) = torch.autograd.grad(y, x, create_graph=create_graph, retain_graph=True)
+        assert (first.item(), float(layer.count)) == (84.0 + count, count)
+    if create_graph:
+        (second,) = torch.autograd.grad(first, x)
+        assert second.item() == 84.0
+
+
+class Drawing:
+    """Its rule draws, and only the rule."""
+
+    factor = 7.0
+
+    def __call__(self, x):
+        @op_custom_gradient
+        def op(x):
+            e = x**2
+            return e * x, lambda u: self.factor * u * 3 * e + torch.randn_like(u)
+
+        return op(x)
+
+
+def test_a_rule_that_draws_is_recorded():
+    x = leaf(2.0)
+    torch.manual_seed(0)
+    (wanted,) = torch.autograd.grad(Drawing()(x), x)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    (got,) = torch.autograd.grad(Drawing()(x), x, create_graph=True)
+    assert got.item() == wanted.item()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.autograd.grad(got, x)[0].item() == 84.0
+
+
+def test_gradients_in_inference_mode():
+    """Where nothing is recorded."""
+
+    def cube(x):
+        return (by_intermediate(x) * x).sum()
+
+    made_outside = torch.tensor([1.0, 2.0])
+    with torch.inference_mode():
+        for x in (torch.tensor([1.0, 2.0]), made_outside):
+            close(grad(lambda x: (x * x).sum())(x), 2 * x)
+            close(grad(cube)(x), 22 * x**3)
+            close(grad(lambda x: grad(cube)(x).sum())(x), (21 + 42 + 21) * x**2)
+            outputs, pull = vjp(by_intermediate, x)
+            close((outputs, *pull(torch.ones(2))), (x**3, 21 * x**2))
+            close(jvp(by_intermediate, (x,), (x,))[1], 21 * x**3)
+            variable = keras.Variable(x)
+            value, (gradient,) = value_and_grad(lambda v=variable: cube(v.value), variables=[variable])()
+            close((value, gradient), (cube(x), 22 * x**3))
 
 
 def test_no_graph_is_built_where_none_is_needed():

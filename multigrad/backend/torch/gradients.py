@@ -22,7 +22,7 @@ _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 def value_and_grad(
     function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
-    if is_transforming() or torch.compiler.is_dynamo_compiling():
+    if _by_transform():
         of_tensors, whole = _tensors_of_aux(function)
         places = tuple(range(len(tensors)))
         gradients, (value, aux) = torch.func.grad_and_value(of_tensors, places, has_aux=True)(*tensors)
@@ -55,7 +55,7 @@ def value_and_grad(
 def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
-    if is_transforming() or torch.compiler.is_dynamo_compiling():
+    if _by_transform():
         of_tensors, whole = _tensors_of_aux(lambda *own: _listed(*function(*own)))
         outputs, transpose, aux = torch.func.vjp(of_tensors, *tensors, has_aux=True)
         return (outputs, whole(aux)), lambda upstream: transpose(list(upstream))
@@ -105,6 +105,12 @@ def jacobian(
         gradients = torch.func.vmap(row)(basis)
         rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
     return aux, rows
+
+
+def _by_transform() -> bool:
+    """Whether torch.func takes the derivative: within others of its own, and where nothing is recorded."""
+    inside = is_transforming() or torch.compiler.is_dynamo_compiling()
+    return inside or torch.is_inference_mode_enabled()
 
 
 def _listed(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tensor], Any]:

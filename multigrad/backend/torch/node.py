@@ -11,8 +11,9 @@ from multigrad.backend.torch.state import (
     autocast_here,
     autocasting,
     bare,
+    drawing_apart,
     is_autocast_anywhere,
-    is_fake,
+    is_empty,
     mappings,
     past_transforms,
 )
@@ -90,10 +91,11 @@ class _Node(torch.autograd.Function):
         require_alike(call, saved[:count], residuals)
         if not opaque:
             return None, *back.pull(restore(template, residuals), upstream, needed, specs)
-        # What the rule reaches through an object has its history in the second run's rule alone.
+        # What the rule reaches through an object has its history in the second run's rule alone. Whether that
+        # is the same rule, only what it gives can tell. It draws the same numbers both times.
+        with torch.no_grad(), drawing_apart():
+            first = back.rehearse(restore(template, saved), upstream, needed, specs)
         gradients = back.pull(restore(again, residuals), upstream, needed, specs)
-        with torch.no_grad():
-            first = back.pull(restore(template, saved), upstream, needed, specs)
         require_alike(call, first, gradients)
         return None, *gradients
 
@@ -234,8 +236,8 @@ def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
         return first is again
     if first.shape != again.shape or first.dtype != again.dtype:
         return False
-    if first.is_meta or is_fake(first):
-        return True  # there are no values, and nothing is computed
+    if is_empty(first):
+        return True
     levels = sorted({level for tensor in (first, again) for level, _ in mappings(tensor)})
     with past_transforms():
         first, again = torch.broadcast_tensors(bare(first, levels), bare(again, levels))

@@ -53,8 +53,23 @@ def _mapped(tensor: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 # Nor one to compute with what stands in wrapped tensors, past all transforms and what writes operations down.
 _past_modes = torch.utils._python_dispatch._disable_current_modes
-# Nor one to ask whether a tensor has no values.
-is_fake = torch._subclasses.fake_tensor.is_fake
+# Nor one to ask whether a tensor is fake.
+_is_fake = torch._subclasses.fake_tensor.is_fake
+
+
+def is_empty(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values, and nothing is computed with it."""
+    return tensor.is_meta or _is_fake(tensor)
+
+
+def is_of_another_level(tensor: torch.Tensor) -> bool:
+    """Whether it is wrapped for a transform that is not at work here."""
+    levels = {transform.level() for transform in _transforms()}
+    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+        if _level(tensor) not in levels:
+            return True
+        tensor = inner
+    return False
 
 
 @contextlib.contextmanager
@@ -129,3 +144,8 @@ def autocasting(autocast: Autocast) -> contextlib.AbstractContextManager[Any]:
 def _both(first: torch.autocast, second: torch.autocast) -> Iterator[None]:
     with first, second:
         yield
+
+
+def drawing_apart() -> contextlib.AbstractContextManager[None]:
+    """What is drawn here at random is drawn again behind it."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])

@@ -22,11 +22,14 @@ from multigrad.backend.torch.state import (
     autocasting,
     batches,
     hooks_of_saving,
+    is_empty,
+    is_of_another_level,
     mappings,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.behind import tensors_behind
 from multigrad.closure import lift, restore
+from multigrad.errors import message
 from multigrad.linear import FAR, require_linear, trial
 
 
@@ -175,10 +178,11 @@ class _Transformed(torch.autograd.Function):
                 return [torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in given]
 
             own = [tangents[2 + i] for i in given]
-            with torch.no_grad():
-                tried = _tried(outputs)
-                far = vjp(*[None if u is None else FAR * u for u in tried])
-                require_linear(ctx.call.name, vjp(*tried), far, _innermost)
+            if not any(map(is_empty, outputs)):
+                with torch.no_grad():
+                    tried = _tried(outputs)
+                    far = vjp(*[None if u is None else FAR * u for u in tried])
+                    require_linear(ctx.call.name, vjp(*tried), far, _innermost)
             pushed = _transposed(vjp, outputs, own)
             if found.standing:
                 return tuple(pushed)
@@ -191,10 +195,13 @@ class _Transformed(torch.autograd.Function):
 
 def _tried(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Upstream gradients to try a rule on."""
-    return [
-        torch.as_tensor(trial(o.shape), dtype=o.dtype, device=o.device) if is_differentiable(o) else None
-        for o in outputs
-    ]
+    return [_trial(output) if is_differentiable(output) else None for output in outputs]
+
+
+def _trial(output: torch.Tensor) -> torch.Tensor:
+    if is_empty(output):
+        return torch.ones_like(output)  # its size may be a symbol
+    return torch.as_tensor(trial(output.shape), dtype=output.dtype, device=output.device)
 
 
 def _innermost(tensor: torch.Tensor) -> np.ndarray:
@@ -248,12 +255,25 @@ def _primal(tensor: torch.Tensor) -> torch.Tensor:
     return forward_ad.unpack_dual(tensor, level=0).primal
 
 
-def _reaches_duals(rule: Callable[..., Any]) -> bool:
+def _reaches_duals(name: str, rule: Callable[..., Any]) -> bool:
     """Whether a dual number is behind an object, where no primal can be put in its place."""
     if forward_ad._current_level < 0:
         return False
-    reached = tensors_behind(rule, TENSORS)
-    return any([forward_ad.unpack_dual(tensor, level=0).tangent is not None for tensor in reached])
+    reached = list(tensors_behind(rule, TENSORS))
+    if any(map(is_of_another_level, reached)):
+        # To run the function again here would put another tensor in its place, of which that level knows
+        # nothing.
+        raise NotImplementedError(
+            message(
+                name,
+                "forward mode is taken of another derivative, and the rule reaches what that left in objects",
+                required="a rule that closes over what it uses",
+                got="an object, such as `self`, with tensors of the derivative within",
+                mend="let the rule close over the tensor itself, or take both derivatives in reverse mode, "
+                "as multigrad.hessian does",
+            )
+        )
+    return any([forward_ad.unpack_dual(t, level=0).tangent is not None for t in reached])
 
 
 class _PrimalOfBatch(torch.autograd.Function):
@@ -279,7 +299,7 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
     residuals = [saved[place] for place in ctx.found.places]
     rule = restore(ctx.found.template, residuals)
-    if not ctx.found.opaque or (ctx.found.standing and not _reaches_duals(rule)):
+    if not ctx.found.opaque or (ctx.found.standing and not _reaches_duals(ctx.call.name, rule)):
         return rule
     # What the rule reaches through an object belongs to another level. It has its like in a second run.
     inputs, outputs, _ = ctx.found.parts(saved)

@@ -8,8 +8,10 @@ import torch
 from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL
 from keras import ops
 from support import close
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import multigrad
@@ -417,3 +419,44 @@ def test_what_two_runs_gave_is_compared_wherever_it_is_mapped():
     xs = torch.linspace(-1.0, 1.0, 24).reshape(2, 3, 4)
     got = vmap(vmap(slopes, (1, 0), 1), (1, None))(xs, V[:1].expand(4, 1))
     close(got, (7.0 * torch.exp(xs) * V[0]).permute(1, 0, 2))
+
+
+@op_custom_gradient
+def by_intermediate(x):
+    e = x**2
+    return e * x, lambda u: u * 3 * e * 7.0
+
+
+@pytest.mark.parametrize("mode", ["meta", "fake"])
+def test_forward_mode_without_values(mode):
+    """There is nothing by which a rule could be seen to be linear."""
+    with FakeTensorMode() if mode == "fake" else torch.device("meta"):
+        x = torch.ones(3)
+        for _ in range(20):  # what stands in memory by chance is no value
+            assert jvp(by_intermediate, (x,), (x,))[1].shape == (3,)
+            assert hessian(lambda x: by_intermediate(x).sum())(x).shape == (3, 3)
+            assert vmap(lambda x: jvp(by_intermediate, (x,), (x,))[1])(x).shape == (3,)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_forward_mode_written_down(mode):
+    written = make_fx(lambda x: jvp(by_intermediate, (x,), (x,))[1], tracing_mode=mode)(torch.ones(3))
+    x = torch.arange(4.0 if mode == "symbolic" else 3.0)
+    close(written(x), 21 * x**3)
+
+
+def test_forward_mode_of_what_another_derivative_left_in_an_object():
+    kept = SimpleNamespace()
+
+    @op_custom_gradient
+    def op(x):
+        kept.e = x**2
+        return kept.e * x, lambda u: u * 3 * kept.e * 7.0
+
+    x = torch.tensor(2.0)
+    close(jacfwd(op)(x), torch.tensor(84.0))
+    close(grad(grad(op))(x), torch.tensor(84.0))
+    close(multigrad.hessian(op)(x), torch.tensor(84.0))
+    for derivative in (hessian(op), jacfwd(jacfwd(op))):
+        with pytest.raises(NotImplementedError, match=r"op: forward mode is taken(.|\n)*close over"):
+            derivative(x)
