@@ -73,16 +73,17 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         places.setdefault(id(output), replacement)
     places.update(zip(map(id, tensors), tensors, strict=True))
     tied = [places.get(id(residual), residual) for residual in residuals]
-    here, graph = restore(template, tied), graph_here()
-    # The gradient of a branch or a loop is built in a graph beside its own, and finds there what it takes.
-    elsewhere = restore(template, captured(tied)) if is_nested(graph) else here
+    tied_rule, graph = restore(template, tied), graph_here()
+    # The gradient of a branch or a loop is built in a graph beside its own, and finds in that what it takes.
+    beside = restore(template, captured(tied)) if is_nested(graph) else None
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
 
     def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
         whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
-        return back.pull(here if graph_here() is graph else elsewhere, whole, needed, specs)
+        rule = tied_rule if beside is None or graph_here() is graph else beside
+        return back.pull(rule, whole, needed, specs)
 
     if carrier is not None:
         carrier.carry(backward)
