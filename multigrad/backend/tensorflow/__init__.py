@@ -65,7 +65,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     if not any(specs):
         return back.output.join([tf.stop_gradient(output) for output in outputs])  # of what it closes over
     residuals, template, _ = lift(rule, TENSORS, call.f)
-    carrier = None if eager else Carrier(outputs, tensors, residuals)
+    carrier = None if eager else Carrier(call.name, outputs, tensors, residuals)
     own = _own_eagerly(outputs) if carrier is None else carrier.outputs
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     places: dict[int, Any] = {}

@@ -11,13 +11,10 @@ import tensorflow as tf
 
 from multigrad.backend.tensorflow.tapes import stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
+from multigrad.errors import message
 
 _NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
 _RULES = "_multigrad_rules"
-_LOST = (
-    "the rule of an op was lost, because something copied its operations. Was it tf.vectorized_map? Take the "
-    "gradient inside of it. A SavedModel? Save it with experimental_custom_gradients=True."
-)
 
 
 def graph_here() -> Any:
@@ -50,19 +47,24 @@ class Carrier:
     that it is copied with any. And it stands beside: converters to other formats do not know it.
 
     Arguments:
+        name: how messages call the op.
         outputs, inputs, residuals: the tensors of the call.
     """
 
-    __slots__ = ("_before", "_behind", "_operation", "outputs")
+    __slots__ = ("_before", "_behind", "_name", "_operation", "outputs")
 
-    def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any], residuals: Sequence[Any]) -> None:
+    def __init__(
+        self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], residuals: Sequence[Any]
+    ) -> None:
+        self._name = name
         places = [len(outputs) + i for i, tensor in enumerate(inputs) if is_differentiable(tensor)]
         known = set(map(id, (*outputs, *inputs)))
         # Of what is mapped, the rule may be all that uses anything.
         others = [r for r in residuals if id(r) not in known and _may_be_mapped(r)]
+        lost = _lost(name)
         with stop_recording():
             together = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *others])
-            guards = [tf.raw_ops.PreventGradient(input=together[place], message=_LOST) for place in places]
+            guards = [tf.raw_ops.PreventGradient(input=together[place], message=lost) for place in places]
             graph = tf.compat.v1.get_default_graph()
             with graph.gradient_override_map({"IdentityN": next(_NAMES)}):
                 own = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *guards, *others])
@@ -77,13 +79,13 @@ class Carrier:
         def of_all(*upstream: Any) -> Sequence[Any]:
             return [*before, *backward(*upstream), *behind]
 
-        graph, name = self._operation.graph, self._operation.get_attr("_gradient_op_type").decode()
+        graph, kind = self._operation.graph, self._operation.get_attr("_gradient_op_type").decode()
         rules = getattr(graph, _RULES, None)
         if rules is None:
             rules = {}
             setattr(graph, _RULES, rules)
-        rules[name] = of_all
-        tf.RegisterGradient(name)(functools.partial(_gradient, name, weakref.ref(graph)))
+        rules[kind] = of_all
+        tf.RegisterGradient(kind)(functools.partial(_gradient, self._name, kind, weakref.ref(graph)))
 
 
 def _may_be_mapped(tensor: Any) -> bool:
@@ -92,9 +94,20 @@ def _may_be_mapped(tensor: Any) -> bool:
 
 
 @library_code
-def _gradient(name: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
-    """The gradient of the operation of this name; `op` is None where it is traced for a SavedModel."""
+def _gradient(name: str, kind: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
+    """The gradient of the operation of this kind; `op` is None where it is traced for a SavedModel."""
     own = graph()
     if own is None or (op is not None and op.graph is not own):
-        raise LookupError(_LOST)
-    return getattr(own, _RULES)[name](*upstream)
+        raise LookupError(_lost(name))
+    return getattr(own, _RULES)[kind](*upstream)
+
+
+def _lost(name: str) -> str:
+    return message(
+        name,
+        "its rule was lost, because something copied its operations",
+        required="the operations of the call, in the graph that they were made in",
+        got="copies, as tf.vectorized_map makes them, a SavedModel without its gradients, or an import",
+        mend="take the gradient inside of what is mapped, save with experimental_custom_gradients=True, or "
+        "call the op again in place of a copy",
+    )
