@@ -168,6 +168,7 @@ def op_custom_gradient(
     return names.register(name, f, options, define)
 
 
+@_framework.library_code
 def _define(f: Callable[..., Any], title: str, options: Options) -> Callable[..., Any]:
     """The op of `f`, which messages call `title`."""
     signature = signature_of(f)

@@ -293,6 +293,25 @@ def in_branch(way, x, w):
     return tf.cond(tf.reduce_sum(x) > 0.0, lambda: way(x, w, closing_over(w)), lambda: x)
 
 
+def within_branch(way, x, w):
+    """The op in a branch, and the gradients in one within."""
+
+    def branch():
+        with tf.GradientTape(persistent=True) as first:
+            first.watch(x)
+            y = closing_over(w)(x)
+
+        def inner():
+            with tf.GradientTape() as tape:
+                tape.watch(w)
+                loss = tf.reduce_sum(first.gradient(y, x) * w)
+            return tape.gradient(loss, w)
+
+        return tf.cond(tf.reduce_sum(x) > 0.0, inner, lambda: x)
+
+    return tf.cond(tf.reduce_sum(x) > 0.0, branch, lambda: x)
+
+
 def of_argument(way, x, w):
     f = op_custom_gradient(lambda x, w: (x * w, lambda u: (-3.0 * u * w * w, 5.0 * u)))
     return tf.cond(tf.reduce_sum(x) > 0.0, lambda: way(x, w, lambda x: f(x, w)), lambda: x)
@@ -304,6 +323,7 @@ LATE = {
     "argument": tf.function(lambda way, x, w: way(x, w, closing_over(w))),
     "nested": tf.function(lambda way, x, w: tf.function(lambda x: way(x, w, closing_over(w)))(x)),
     "branch": tf.function(in_branch),
+    "within a branch": tf.function(within_branch),
     "argument of the op in a branch": tf.function(of_argument),
 }
 
@@ -360,18 +380,6 @@ def test_a_rule_that_reads_a_resource_is_saved(tmp_path):
     close(tape_gradient(loaded.call, X), np.array([5.0, 7.0]))
     loaded.scale.assign([1.0, 2.0])
     close(tape_gradient(loaded.call, X), np.array([1.0, 2.0]))
-
-
-class Extension(tf.experimental.ExtensionType):
-    """A structure to TensorFlow, and a leaf to `keras.tree`."""
-
-    x: tf.Tensor
-
-
-def test_a_structure_of_tensorflow_alone_is_no_argument():
-    op = op_custom_gradient(lambda p: (p.x * 2.0, lambda u: u * 7.0), name="op")
-    with pytest.raises(TypeError, match=r"op: (.|\n)*object of an unknown class(.|\n)*'p'"):
-        op([Extension(X)])
 
 
 def plain_product(x, w):
@@ -539,6 +547,26 @@ def test_a_loaded_model_is_saved_again(tmp_path):
     loaded = tf.saved_model.load(tmp_path / "first")
     tf.saved_model.save(loaded, tmp_path / "second")
     load_in_a_fresh_process(tmp_path / "second", "saved")
+
+
+DEFINED_WITHIN = """
+import tensorflow as tf
+from multigrad import op_custom_gradient
+
+@tf.function
+def function(x):
+    return op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))(x)
+
+print(function(tf.constant(1.0)).numpy())
+"""
+
+
+def test_autograph_has_nothing_to_say_of_an_op_that_is_defined_within(tmp_path):
+    """It reads the code of files alone."""
+    (tmp_path / "user.py").write_text(DEFINED_WITHIN)
+    done = subprocess.run([sys.executable, tmp_path / "user.py"], check=True, capture_output=True, text=True)
+    assert done.stdout == "2.0\n"
+    assert "AutoGraph" not in done.stderr
 
 
 def test_a_copied_graph_has_lost_the_rules():

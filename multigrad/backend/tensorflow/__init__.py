@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from multigrad.backend import Call, Pullback
 from multigrad.backend.tensorflow.gradients import gradients_expected, jacobian, value_and_grad, vjp
-from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested
+from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
 from multigrad.backend.tensorflow.programs import compiled, program, uncompiled
 from multigrad.backend.tensorflow.tapes import (
     VariableWatcher,
@@ -44,7 +44,6 @@ from multigrad.backend.tensorflow.tensors import (
     conform,
     is_compiling,
     is_differentiable,
-    is_structure,
     library_code,
     observe,
     sizes,
@@ -82,7 +81,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
         whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
-        rule = tied_rule if beside is None or graph_here() is graph else beside
+        rule = tied_rule if beside is None or is_within(graph) else beside
         return back.pull(rule, whole, needed, specs)
 
     if carrier is not None:

@@ -27,6 +27,14 @@ def is_nested(graph: Any) -> bool:
     return getattr(graph, "is_control_flow_graph", False)
 
 
+def is_within(graph: Any) -> bool:
+    """Whether the graph that is being built is this one, or stands in it."""
+    here = graph_here()
+    while here is not None and here is not graph:
+        here = getattr(here, "outer_graph", None)
+    return here is graph
+
+
 def captured(tensors: Sequence[Any]) -> Sequence[Any]:
     """The tensors as the graph that is being built has them, where some come from around it.
 
