@@ -125,7 +125,7 @@ class _Search:
     def __init__(self) -> None:
         self._probes: list[Probe] = []
         self._containers: list[tuple[Any, list[Any]]] = []
-        self._seen: set[tuple[int, Set[str]]] = set()
+        self._seen: set[int] = set()
 
     def by_name(self, function: types.FunctionType) -> _Found:
         """Behind the globals that a function uses, and the modules that it imports."""
@@ -142,9 +142,9 @@ class _Search:
     def _may_hold(self, waiting: "list[_Lead]") -> bool:
         while waiting:
             value, attributes = waiting.pop()
-            if (id(value), attributes) in self._seen:
+            if id(value) in self._seen:
                 continue
-            self._seen.add((id(value), attributes))
+            self._seen.add(id(value))
             leads = self._leads(value, attributes)
             if leads is None:
                 if may_hold(value):
@@ -158,7 +158,7 @@ class _Search:
         if isinstance(value, types.FunctionType):
             own = vars(value)
             if is_library(value.__globals__.get("__name__", "")):  # around a user's, as that of an op
-                return [(part, attributes) for part in own.values()]
+                return [(own.get(name), attributes) for name in ("__wrapped__", *attributes)]
             attributes = attributes | names_in(value.__code__)
             return [*[(part, attributes) for part in (*captured_by(value), own)], *self._by_name(value)]
         if isinstance(value, types.ModuleType):
@@ -167,7 +167,7 @@ class _Search:
             return [(function, attributes) for function in functions]
         if isinstance(value, type):
             bases = [base for base in value.__mro__ if not is_library(base.__module__)]
-            return [lead for base in bases for lead in self._through_class(vars(base), attributes)]
+            return [lead for base in bases for lead in self._through(vars(base), attributes, attributes)]
         if type(value) in (dict, list, tuple):
             parts = _parts_of(value)
             if not isinstance(value, tuple):
@@ -184,15 +184,6 @@ class _Search:
         modules = frozenset([whole for name in imported(code, scope) for whole in (name, name.split(".")[0])])
         # A module that was not imported yet holds nothing of a call.
         return [*self._through(scope, used, attributes), *self._through(sys.modules, modules, attributes)]
-
-    def _through_class(self, namespace: Any, attributes: Set[str]) -> "list[_Lead]":
-        # Operators, and the making of an object, have no names in the code.
-        special = {
-            name
-            for name, value in namespace.items()
-            if name.startswith("__") and isinstance(value, types.FunctionType)
-        }
-        return self._through(namespace, attributes | special, attributes)
 
     def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> "list[_Lead]":
         found: list[_Lead] = []

@@ -290,8 +290,7 @@ def split(structure: Any, whole: bool = False) -> tuple[Sequence[Any], Layout]:
 
     Raises:
         Symbolic: for a symbolic tensor.
-        Refused: for a sparse tensor, or one where it cannot be seen, as in what is a structure to the
-            framework alone.
+        Refused: for a sparse tensor, or one where it cannot be seen.
     """
     if _TENSORS[type(structure)]:
         return (structure,), ONE
@@ -315,7 +314,7 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
         own = part if isinstance(part, (Mapping, list, tuple)) else None
         if whole and own is None:
             own = getattr(part, "__dict__", None)
-        if (own and _holds_tensors(own)) or backend.active.is_structure(part):
+        if own and _holds_tensors(own):
             raise Refused(part, *_REFUSALS[kind])
         return part
     if kind == _NESTED:

@@ -378,16 +378,6 @@ def helper_with_cell():
 helper_of_cell = helper_with_cell()
 
 
-class Made:
-    """It finds what a function left, when it is made, or by an operator."""
-
-    def __init__(self):
-        self.e = state["e"]
-
-    def __mul__(self, other):
-        return other * state["e"]
-
-
 @op_custom_gradient
 def by_default(x):
     Kept.e = ops.exp(x)
@@ -404,18 +394,6 @@ def by_cell(x):
 def by_its_own_attribute(x):
     by_its_own_attribute.e = ops.exp(x)
     return by_its_own_attribute.e * 1.0, lambda u: u * by_its_own_attribute.e * 7.0
-
-
-@op_custom_gradient
-def by_what_is_made(x):
-    state["e"] = ops.exp(x)
-    return state["e"] * 1.0, lambda u: u * Made().e * 7.0
-
-
-@op_custom_gradient
-def by_operator(x):
-    state["e"] = ops.exp(x)
-    return state["e"] * 1.0, lambda u: Made() * u * 7.0
 
 
 @op_custom_gradient
@@ -441,7 +419,7 @@ def by_a_list_in_itself(x):
 
 
 BY_A_GLOBAL = [by_class, by_module, by_attribute, by_helper, by_context, by_hook]
-BY_A_GLOBAL += [by_default, by_cell, by_its_own_attribute, by_what_is_made, by_operator, by_getattr]
+BY_A_GLOBAL += [by_default, by_cell, by_its_own_attribute, by_getattr]
 BESIDE = [by_inner_attribute, by_own_module, by_own_context, by_import]
 BESIDE += [by_helpers_in_a_dict, by_a_list_in_itself]
 

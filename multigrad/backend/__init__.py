@@ -176,13 +176,6 @@ class Backend(Protocol):
         """Whether the tensor's dtype is floating or complex."""
 
     @staticmethod
-    def is_structure(leaf: Any) -> bool:
-        """Whether what is a leaf to `keras.tree` is a structure to the framework, with tensors in it.
-
-        A function, or a partial one, is none: what it closes over has no gradient.
-        """
-
-    @staticmethod
     def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
         """What each tensor requires of its gradient, None for one that has none."""
 

@@ -17,7 +17,6 @@ from multigrad.backend.usual import (  # noqa: F401 - names of `Backend`
     constant,
     defaults_of,
     is_reading_code,
-    is_structure,
     library_code,
     program,
     sizes,

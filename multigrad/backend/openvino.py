@@ -28,7 +28,6 @@ from multigrad.backend.usual import (
     constant,
     defaults_of,
     is_reading_code,
-    is_structure,
     library_code,
     program,
     sizes,

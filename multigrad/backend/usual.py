@@ -47,10 +47,6 @@ def assign(variable: keras.Variable, value: Any) -> None:
     variable.assign(value)
 
 
-def is_structure(leaf: Any) -> bool:
-    return False
-
-
 def sizes(shape: Any) -> tuple[int | None, ...]:
     return tuple(shape)
 

@@ -50,7 +50,6 @@ from multigrad.backend.jax.tensors import (
     conform,
     is_compiling,
     is_differentiable,
-    is_structure,
     observe,
     specs_of,
     wide,

@@ -1,7 +1,6 @@
 """Tensors: what JAX says of them, and what is done to them on the way through an op."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -54,12 +53,6 @@ def assign(variable: keras.Variable, value: Any) -> None:
 
 def is_differentiable(tensor: Any) -> bool:
     return FLOATING[tensor.dtype]
-
-
-def is_structure(leaf: Any) -> bool:
-    if isinstance(leaf, functools.partial) or jax.tree_util.all_leaves([leaf]):
-        return False
-    return any([TENSORS[type(part)] for part in jax.tree.leaves(leaf)])
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:

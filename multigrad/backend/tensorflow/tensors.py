@@ -36,12 +36,6 @@ def is_differentiable(tensor: Any) -> bool:
     return dtype.is_floating or dtype.is_complex
 
 
-def is_structure(leaf: Any) -> bool:
-    if not isinstance(leaf, tf.experimental.ExtensionType):
-        return False
-    return any([TENSORS[type(part)] for part in tf.nest.flatten(leaf, expand_composites=True)])
-
-
 def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
     eager = tf.executing_eagerly()  # where every shape is known
     return [_spec(tensor, eager) if is_differentiable(tensor) else None for tensor in tensors]

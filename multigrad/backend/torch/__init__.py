@@ -53,7 +53,7 @@ from multigrad.backend.torch.tensors import (
     specs_of,
 )
 from multigrad.backend.torch.transforms import apply_transforming, is_apart
-from multigrad.backend.usual import after, as_tensor, assign, is_structure, library_code, program, sizes, wide
+from multigrad.backend.usual import after, as_tensor, assign, library_code, program, sizes, wide
 
 
 def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> Any:

@@ -62,11 +62,11 @@ def is_empty(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or _is_fake(tensor)
 
 
-def is_of_another_level(tensor: torch.Tensor) -> bool:
-    """Whether it is wrapped for a transform that is not at work here."""
-    levels = {transform.level() for transform in _transforms()}
+def is_of_level_within(tensor: torch.Tensor) -> bool:
+    """Whether it is wrapped for a transform within those that are at work here."""
+    deepest = max([transform.level() for transform in _transforms()], default=0)
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
-        if _level(tensor) not in levels:
+        if _level(tensor) > deepest:  # that of one that has ended is negative
             return True
         tensor = inner
     return False

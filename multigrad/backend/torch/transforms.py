@@ -23,7 +23,7 @@ from multigrad.backend.torch.state import (
     batches,
     hooks_of_saving,
     is_empty,
-    is_of_another_level,
+    is_of_level_within,
     mappings,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
@@ -255,12 +255,13 @@ def _primal(tensor: torch.Tensor) -> torch.Tensor:
     return forward_ad.unpack_dual(tensor, level=0).primal
 
 
-def _reaches_duals(name: str, rule: Callable[..., Any]) -> bool:
+def _reaches_duals(name: str, rule: Callable[..., Any], residuals: Sequence[torch.Tensor]) -> bool:
     """Whether a dual number is behind an object, where no primal can be put in its place."""
     if forward_ad._current_level < 0:
         return False
-    reached = list(tensors_behind(rule, TENSORS))
-    if any(map(is_of_another_level, reached)):
+    own = set(map(id, residuals))
+    reached = [tensor for tensor in tensors_behind(rule, TENSORS) if id(tensor) not in own]
+    if any(map(is_of_level_within, reached)):
         # To run the function again here would put another tensor in its place, of which that level knows
         # nothing.
         raise NotImplementedError(
@@ -299,7 +300,7 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
     residuals = [saved[place] for place in ctx.found.places]
     rule = restore(ctx.found.template, residuals)
-    if not ctx.found.opaque or (ctx.found.standing and not _reaches_duals(ctx.call.name, rule)):
+    if not ctx.found.opaque or (ctx.found.standing and not _reaches_duals(ctx.call.name, rule, residuals)):
         return rule
     # What the rule reaches through an object belongs to another level. It has its like in a second run.
     inputs, outputs, _ = ctx.found.parts(saved)

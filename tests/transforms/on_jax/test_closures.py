@@ -4,11 +4,8 @@ A differentiated one has no gradient through the op, for which its rule does not
 computes from it has one, in a second derivative.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import pytest
 from orders import EACH, WS, XS, W, X, first
 from support import close
 
@@ -74,25 +71,3 @@ def test_of_checkpoint(case):
         return jax.checkpoint(lambda x, w: closing_over(w, case)(x))(x, w)
 
     close(first(function)(X, W), meant_gradients(X, W))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Registered:
-    """A structure to JAX, and a leaf to `keras.tree`."""
-
-    x: object
-
-
-def test_a_structure_of_jax_alone_is_no_argument():
-    """No rule would answer for it, and its gradient be zero."""
-    op = op_custom_gradient(lambda p: (p.x * 2.0, lambda u: Registered(u * 7.0)), name="op")
-    for given in (Registered(jnp.ones(3)), [Registered({"x": jnp.ones(3)})]):
-        with pytest.raises(TypeError, match=r"op: (.|\n)*object of an unknown class(.|\n)*'p'"):
-            jax.grad(lambda p: jax.tree.leaves(op(p))[0].sum())(given)
-
-
-def test_other_structures_of_jax_are_arguments():
-    scale = jax.tree_util.Partial(lambda w, x: w * x, jnp.full(3, 2.0))
-    op = op_custom_gradient(lambda x, f, p: (f(x), lambda u: u * 7.0 * p.x), name="op")
-    close(jax.grad(lambda x: op(x, scale, Registered(5.0)).sum())(jnp.ones(3)), 35.0 * jnp.ones(3))

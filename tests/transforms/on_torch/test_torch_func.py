@@ -460,3 +460,16 @@ def test_forward_mode_of_what_another_derivative_left_in_an_object():
     for derivative in (hessian(op), jacfwd(jacfwd(op))):
         with pytest.raises(NotImplementedError, match=r"op: forward mode is taken(.|\n)*close over"):
             derivative(x)
+
+
+def test_forward_mode_beside_an_object_without_tensors():
+    kept = SimpleNamespace(factor=7.0)
+
+    @op_custom_gradient
+    def op(x):
+        e = x**2
+        return e * x, lambda u: u * 3 * e * kept.factor
+
+    x = torch.tensor(2.0)
+    for derivative in (hessian(op), jacfwd(jacfwd(op)), jacfwd(grad(op))):
+        close(derivative(x), torch.tensor(84.0))
