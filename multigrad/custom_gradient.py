@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import keras
@@ -310,6 +311,10 @@ class Call:
         back.plain = False
         return outputs, rule, inputs, back
 
+    def rehearsal(self) -> AbstractContextManager[Any]:
+        """A context behind which variables are as they were before, whatever a rule assigned in it."""
+        return Pinned(NONE_READ, (), keep=False)
+
     def objects(self) -> Sequence[Any]:
         """The arguments that are no tensors, such as `self`."""
         return self.back.arguments.static_leaves()
@@ -421,17 +426,6 @@ class Pullback(HoldsNoTensor):
             if self.handed:
                 return self._read_both(answer, needed, specs)
         return read(self, answer, specs, needed)
-
-    def rehearse(
-        self,
-        rule: Callable[..., Any],
-        upstream: Sequence[Any],
-        needed: Sequence[bool],
-        specs: list[backend.Spec | None],
-    ) -> Sequence[Any]:
-        """What `pull` returns, with no trace left of it: what the rule assigns is as it was before."""
-        with Pinned(NONE_READ, (), keep=False):
-            return self.untraced.pull(rule, upstream, needed, specs)
 
     def _read_both(
         self, answer: Any, needed: Sequence[bool], specs: list[backend.Spec | None]

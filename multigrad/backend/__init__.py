@@ -48,15 +48,6 @@ class Pullback(Protocol):
         shape and dtype, and None where it is zero or not needed.
         """
 
-    def rehearse(
-        self,
-        rule: Callable[..., Any],
-        upstream: Sequence[Any],
-        needed: Sequence[bool],
-        specs: list[Spec | None],
-    ) -> Sequence[Any]:
-        """The same, of which nothing stays that the rule assigns."""
-
 
 Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
 """What a run gives: flat outputs, rule, inputs, and how the rule is called."""
@@ -105,6 +96,9 @@ class Call(Protocol):
 
     def may_read_another(self) -> bool:
         """Whether it may read a variable that has another value here than its own, in a scope."""
+
+    def rehearsal(self) -> AbstractContextManager[Any]:
+        """A context in which a rule may run, and of which nothing stays that it assigns."""
 
     def objects(self) -> Sequence[Any]:
         """The arguments that are no tensors, such as `self`."""

@@ -93,8 +93,8 @@ class _Node(torch.autograd.Function):
             return None, *back.pull(restore(template, residuals), upstream, needed, specs)
         # What the rule reaches through an object has its history in the second run's rule alone. Whether that
         # is the same rule, only what it gives can tell. It draws the same numbers both times.
-        with torch.no_grad(), drawing_apart():
-            first = back.rehearse(restore(template, saved), upstream, needed, specs)
+        with torch.no_grad(), drawing_apart(), call.rehearsal():
+            first = back.untraced.pull(restore(template, saved), upstream, needed, specs)
         gradients = back.pull(restore(again, residuals), upstream, needed, specs)
         require_alike(call, first, gradients)
         return None, *gradients
