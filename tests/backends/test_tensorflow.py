@@ -268,15 +268,19 @@ def closing_over(w):
     return op_custom_gradient(lambda x: (x * x, lambda u: -3.0 * u * w * w))
 
 
-def behind(x, w, f):
-    """A tape that begins behind the op, around what its rule makes of `w`."""
-    with tf.GradientTape() as first:
-        first.watch(x)
-        y = f(x)
+def around_the_rule(first, x, y, w):
+    """What a tape that begins here sees of what a rule makes of `w`."""
     with tf.GradientTape() as tape:
         tape.watch(w)
         loss = tf.reduce_sum(first.gradient(y, x) * w)
     return tape.gradient(loss, w)
+
+
+def behind(x, w, f):
+    with tf.GradientTape() as first:
+        first.watch(x)
+        y = f(x)
+    return around_the_rule(first, x, y, w)
 
 
 def stopped(x, w, f):
@@ -293,25 +297,6 @@ def in_branch(way, x, w):
     return tf.cond(tf.reduce_sum(x) > 0.0, lambda: way(x, w, closing_over(w)), lambda: x)
 
 
-def within_branch(way, x, w):
-    """The op in a branch, and the gradients in one within."""
-
-    def branch():
-        with tf.GradientTape(persistent=True) as first:
-            first.watch(x)
-            y = closing_over(w)(x)
-
-        def inner():
-            with tf.GradientTape() as tape:
-                tape.watch(w)
-                loss = tf.reduce_sum(first.gradient(y, x) * w)
-            return tape.gradient(loss, w)
-
-        return tf.cond(tf.reduce_sum(x) > 0.0, inner, lambda: x)
-
-    return tf.cond(tf.reduce_sum(x) > 0.0, branch, lambda: x)
-
-
 def of_argument(way, x, w):
     f = op_custom_gradient(lambda x, w: (x * w, lambda u: (-3.0 * u * w * w, 5.0 * u)))
     return tf.cond(tf.reduce_sum(x) > 0.0, lambda: way(x, w, lambda x: f(x, w)), lambda: x)
@@ -323,7 +308,6 @@ LATE = {
     "argument": tf.function(lambda way, x, w: way(x, w, closing_over(w))),
     "nested": tf.function(lambda way, x, w: tf.function(lambda x: way(x, w, closing_over(w)))(x)),
     "branch": tf.function(in_branch),
-    "within a branch": tf.function(within_branch),
     "argument of the op in a branch": tf.function(of_argument),
 }
 
@@ -333,6 +317,22 @@ LATE = {
 def test_a_tape_that_did_not_see_the_op_sees_what_its_rule_uses(where, way):
     w = tf.constant([1.0, 3.0])
     close(where(way, X, w), -9.0 * w**2)
+
+
+@tf.function
+def from_within(x, w):
+    def branch():
+        with tf.GradientTape(persistent=True) as first:
+            first.watch(x)
+            y = closing_over(w)(x)
+        return tf.cond(tf.reduce_sum(x) > 0.0, lambda: around_the_rule(first, x, y, w), lambda: x)
+
+    return tf.cond(tf.reduce_sum(x) > 0.0, branch, lambda: x)
+
+
+def test_a_tape_in_a_branch_within_that_of_the_op_sees_what_its_rule_uses():
+    w = tf.constant([1.0, 3.0])
+    close(from_within(X, w), -9.0 * w**2)
 
 
 def in_graph(f, x):
