@@ -11,7 +11,7 @@ import inspect
 import operator
 import sys
 import types
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,12 +120,17 @@ _Found = tuple[bool, list[Probe], list[tuple[Any, list[Any]]]]
 
 
 class _Search:
-    """A search for tensors behind the names that a function uses, and those that it calls with them."""
+    """A search for tensors behind the names that a function uses, and those that it calls with them.
+
+    A module or class may be handed to any of these, so it is looked into by the names that all of them use.
+    """
 
     def __init__(self) -> None:
         self._probes: list[Probe] = []
         self._containers: list[tuple[Any, list[Any]]] = []
         self._seen: set[int] = set()
+        self._names: set[str] = set()
+        self._spaces: list[tuple[Mapping[str, Any], set[str]]] = []  # each with the names looked up in it
 
     def by_name(self, function: types.FunctionType) -> _Found:
         """Behind the globals that a function uses, and the modules that it imports."""
@@ -133,19 +138,19 @@ class _Search:
 
     def by_module(self, module: types.ModuleType, code: types.CodeType) -> _Found:
         """Behind what a code may use of a module."""
-        names = names_in(code)
-        return self._found(self._through(vars(module), names, names))
+        self._names |= names_in(code)
+        return self._found([module])
 
-    def _found(self, waiting: "list[_Lead]") -> _Found:
+    def _found(self, waiting: list[Any]) -> _Found:
         return (True, [], []) if self._may_hold(waiting) else (False, self._probes, self._containers)
 
-    def _may_hold(self, waiting: "list[_Lead]") -> bool:
-        while waiting:
-            value, attributes = waiting.pop()
+    def _may_hold(self, waiting: list[Any]) -> bool:
+        while waiting or (waiting := self._in_spaces()):
+            value = waiting.pop()
             if id(value) in self._seen:
                 continue
             self._seen.add(id(value))
-            leads = self._leads(value, attributes)
+            leads = self._leads(value)
             if leads is None:
                 if may_hold(value):
                     return True
@@ -153,40 +158,52 @@ class _Search:
                 waiting += leads
         return False
 
-    def _leads(self, value: Any, attributes: Set[str]) -> "list[_Lead] | None":
+    def _leads(self, value: Any) -> list[Any] | None:
         """Where it leads to, None where there are no names to tell."""
         if isinstance(value, types.FunctionType):
-            own = vars(value)
             if is_library(value.__globals__.get("__name__", "")):  # around a user's, as that of an op
-                return [(own.get(name), attributes) for name in ("__wrapped__", *attributes)]
-            attributes = attributes | names_in(value.__code__)
-            return [*[(part, attributes) for part in (*captured_by(value), own)], *self._by_name(value)]
+                self._spaces.append((vars(value), set()))
+                return [vars(value).get("__wrapped__")]
+            parts = _parts_of(value)
+            self._containers.append((value, parts))
+            return [*parts, vars(value), *self._by_name(value)]
         if isinstance(value, types.ModuleType):
-            return self._through(vars(value), attributes, attributes)
+            self._spaces.append((vars(value), set()))
+            return []
         if (functions := functions_within(value)) is not None:
-            return [(function, attributes) for function in functions]
+            return functions
         if isinstance(value, type):
-            bases = [base for base in value.__mro__ if not is_library(base.__module__)]
-            return [lead for base in bases for lead in self._through(vars(base), attributes, attributes)]
-        if type(value) in (dict, list, tuple):
+            bases = [base for kind in (value, type(value)) for base in kind.__mro__]
+            self._spaces += [(vars(base), set()) for base in bases if not is_library(base.__module__)]
+            return []
+        if isinstance(value, (dict, list, tuple)):
             parts = _parts_of(value)
             if not isinstance(value, tuple):
                 self._containers.append((value, parts))
-            return [(part, attributes) for part in parts]
+            return [*parts, getattr(value, "__dict__", None)]
         return None
 
-    def _by_name(self, function: types.FunctionType) -> "list[_Lead]":
+    def _in_spaces(self) -> list[Any]:
+        """What stands in the modules and classes by names that have come up since they were looked into."""
+        found: list[Any] = []
+        for space, looked in self._spaces:
+            found += self._through(space, self._names - looked)
+            looked |= self._names
+        return found
+
+    def _by_name(self, function: types.FunctionType) -> list[Any]:
         code, scope = function.__code__, function.__globals__
+        self._names |= names_in(code)
         if is_of_framework(scope.get("__name__", "")):
             return []
-        used, attributes = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME")), names_in(code)
+        used = frozenset(operands(code, "LOAD_GLOBAL", "LOAD_NAME"))
         used -= vars(builtins).keys() - scope.keys()
         modules = frozenset([whole for name in imported(code, scope) for whole in (name, name.split(".")[0])])
         # A module that was not imported yet holds nothing of a call.
-        return [*self._through(scope, used, attributes), *self._through(sys.modules, modules, attributes)]
+        return [*self._through(scope, used), *self._through(sys.modules, modules)]
 
-    def _through(self, namespace: Any, names: Set[str], attributes: Set[str]) -> "list[_Lead]":
-        found: list[_Lead] = []
+    def _through(self, namespace: Mapping[str, Any], names: Set[str]) -> list[Any]:
+        found: list[Any] = []
         self._probes += [(namespace, name, None) for name in names - namespace.keys()]
         for name in names & namespace.keys():
             value = namespace[name]
@@ -194,17 +211,18 @@ class _Search:
                 continue  # which nobody rebinds, and nearly every function uses
             self._probes.append((namespace, name, value))
             if not _is_made_by_library(value):
-                found.append((value, attributes))
+                found.append(value)
         return found
 
 
-_Lead = tuple[Any, Set[str]]
-"""What a search comes to, and the names of attributes by which it is used."""
-
-
 def _parts_of(container: Any) -> list[Any]:
-    """What stands in it, but for numbers, texts and the like, which may come and go."""
-    parts = container.values() if isinstance(container, dict) else container
+    """What stands in a container, or in the cells and defaults of a function, but for numbers, texts and the
+    like, which may come and go.
+    """
+    if isinstance(container, types.FunctionType):
+        parts: Iterable[Any] = captured_by(container)
+    else:
+        parts = container.values() if isinstance(container, dict) else container
     return [part for part in parts if not ATOMS[type(part)]]
 
 
@@ -255,9 +273,9 @@ def tensors_behind(
 ) -> Iterator[Any]:
     """The tensors that are reached through `obj`, usually a function, and through a user's objects in turn.
 
-    What a framework's own object holds is not among them, unless it is one of `through`, and nothing is that
-    stands in a module of Python's or a class. What was `seen`, by the ids of objects that live on, is not
-    looked at again.
+    What a framework's own object holds is not among them, unless it is one of `through`. Of a user's module
+    or class, it is what a function that knows it names. What was `seen`, by the ids of objects that live on,
+    is not looked at again.
 
     ```python
     held = types.SimpleNamespace(factors=[ops.ones(3)])
@@ -275,9 +293,11 @@ def tensors_behind(
             seen.add(id(obj))
             if kind is types.FunctionType:
                 scope = obj.__globals__
-                waiting += [*captured_by(obj), *vars(obj).values()]
+                known = [*captured_by(obj), *vars(obj).values()]
                 if not is_of_framework(scope.get("__name__", "")):
-                    waiting += map(scope.get, operands(obj.__code__, "LOAD_GLOBAL", "LOAD_NAME"))
+                    known += map(scope.get, operands(obj.__code__, "LOAD_GLOBAL", "LOAD_NAME"))
+                waiting += known
+                waiting += _named_in(obj.__code__, known)
             elif is_of_framework(kind.__module__) and not isinstance(obj, (*_CONTAINERS, *through)):
                 waiting += functions_within(obj) or ()
             else:
@@ -285,6 +305,15 @@ def tensors_behind(
 
 
 _CONTAINERS = list, tuple, dict, set
+
+
+def _named_in(code: types.CodeType, known: list[Any]) -> Iterator[Any]:
+    """What a code may use of the modules and classes among the things that it knows."""
+    for space in known:
+        if isinstance(space, types.ModuleType) and not is_library_module(space):
+            yield from map(vars(space).get, names_in(code))
+        elif isinstance(space, type) and not is_library(space.__module__):
+            yield from (inspect.getattr_static(space, name, None) for name in names_in(code))
 
 
 def functions_within(obj: Any) -> list[Any] | None:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import types
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
 import keras
 import pytest
@@ -343,6 +343,77 @@ def test_imports_and_modules_that_hold_nothing(monkeypatch):
     assert [lift(rule, TENSORS)[2] for rule in rules] == [True, True, False]
 
 
+class Space:
+    """What a helper is handed to look into."""
+
+
+class OfMeta(type):
+    held = None
+
+
+class WithMeta(metaclass=OfMeta):
+    pass
+
+
+def held_in(space):
+    return space.held
+
+
+GROWING = defaultdict(list)
+OF_A_TUPLE = namedtuple("OF_A_TUPLE", ["name", "items"])("a", [])
+
+
+def keeper():
+    inside = None
+
+    def put(value):
+        nonlocal inside
+        inside = value
+
+    return put, lambda: inside
+
+
+PUT, GET = keeper()
+
+
+def of_defaults(value=None):
+    return value
+
+
+def into_defaults(value):
+    of_defaults.__defaults__ = (value,)
+
+
+@pytest.mark.parametrize(
+    ("put", "rule"),
+    [
+        (lambda t: setattr(Space, "held", t), lambda u: held_in(Space)),
+        (lambda t: setattr(MODULE, "held", t), lambda u: held_in(MODULE)),
+        (lambda t: setattr(Space, "held", t), lambda u: next(map(held_in, [Space]))),
+        (lambda t: setattr(OfMeta, "held", t), lambda u: WithMeta.held),
+        (lambda t: PUT(t), lambda u: GET()),
+        (lambda t: GROWING["some"].append(t), lambda u: GROWING["some"][-1]),
+        (lambda t: OF_A_TUPLE.items.append(t), lambda u: OF_A_TUPLE.items[0]),
+        (lambda t: into_defaults(t), lambda u: of_defaults()),
+    ],
+)
+def test_what_comes_to_stand_where_a_helper_looks(put, rule):
+    """Nothing is there at first, so that it is remembered that there is nothing."""
+    assert lift(rule, TENSORS)[2] is False
+    assert lift(rule, TENSORS)[2] is False
+    put(Tensor(1))
+    try:
+        assert lift(rule, TENSORS)[2] is True
+    finally:
+        for space in (Space, MODULE, OfMeta):
+            space.held = None
+        PUT(None)
+        into_defaults(None)
+
+
+MODULE = types.ModuleType("module_of_a_user")
+
+
 def test_an_import_in_long_code(monkeypatch):
     """Of many constants, whose instructions have others before them."""
     lines = [f"    u = {{'{number}': {number}.5}}" for number in range(300)]
@@ -419,6 +490,8 @@ def test_tensors_behind_objects():
     assert found(holder.method) == [2, 3, 4]
     assert found(functools.partial(holder.method, more=[Tensor(5)])) == [2, 3, 4, 5]
     assert found(lambda u: IN_A_GLOBAL) == [1]
+    assert found(lambda u: Holder.of_the_class) == [0]
+    assert found(lambda u: Holder) == []
     assert found(lambda u: slotted.held.held) == [4]
     assert found(lambda u: u) == []
 
