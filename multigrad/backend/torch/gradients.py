@@ -10,9 +10,7 @@ import torch
 
 from multigrad.backend.torch.node import is_view_within, node_of, refuse
 from multigrad.backend.torch.state import autocast_here, is_compiling, is_transforming
-from multigrad.backend.torch.tensors import TENSORS
 from multigrad.behind import tensors_behind
-from multigrad.closure import lift
 from multigrad.errors import message
 from multigrad.kinds import TypeSet
 
@@ -214,10 +212,11 @@ def _beside_inputs(node: Any, reached: set[int]) -> list[Any]:
     """
     if not hasattr(node, "multigrad"):
         return []
-    *_, call, _, opaque, beside = node.multigrad
-    found = [] if call is None else lift(call.f, TENSORS, call.f)[0]
-    for root in (call.f, *call.objects()) if opaque else ():
-        for leaf in tensors_behind(root, _LEAVES, (torch.nn.Module,), reached):
-            found.append(leaf.value if isinstance(leaf, keras.Variable) else leaf)
+    *_, call, _, _, beside = node.multigrad
+    if call is None:
+        return list(beside)
+    roots = call.f, *call.objects()
+    leaves = [leaf for root in roots for leaf in tensors_behind(root, _LEAVES, (torch.nn.Module,), reached)]
+    found = [leaf.value if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
     with_nodes = [t for t in found if t.requires_grad and not is_view_within(t)]
     return [*beside, *map(node_of, with_nodes)]

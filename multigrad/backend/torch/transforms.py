@@ -35,11 +35,11 @@ from multigrad.linear import FAR, require_linear, trial
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     found = _Found()
-    if not (lift(call.f, TENSORS)[0] or call.has_objects() or call.may_read()):
+    if not (call.has_objects() or call.may_read() or any(map(_is_transformed, _beside(call)))):
         outputs = _Transformed.apply(call, found, *tensors)
         return found.back.output.join(outputs[: found.outputs])
-    # The values of variables, and what is closed over or held by an object, may be wrapped for a transform,
-    # and then have no place inside of the Function. So the function runs outside of it, recorded, and its
+    # The values of variables, and what is closed over or reached by name, may be wrapped for a transform, and
+    # then have no place inside of the Function. So the function runs outside of it, recorded, and its
     # outputs are tied to the inputs.
     ran = outputs, rule, inputs, back = call.run(tensors)
     others = found.note(call, ran)
@@ -65,9 +65,20 @@ def is_apart(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     # Something mapped may be reached through an object, but not where a checkpoint, which sets hooks, runs.
     if call.has_objects() and hooks_of_saving(False) is None:
         return False
-    every = [*tensors, *lift(call.f, TENSORS)[0]]
+    every = [*tensors, *_beside(call)]
     # Under the other transforms whatever is computed is wrapped.
     return not any(map(_is_wrapped, [*every, *[tensor.detach() for tensor in every[:1]]]))
+
+
+def _beside(call: Call) -> list[torch.Tensor]:
+    """What the function may use beside its arguments."""
+    return list(tensors_behind(call.f, TENSORS))
+
+
+def _is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether it stands for a batch, or has a derivative of torch.func or of forward mode."""
+    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None
+    return dual or _is_wrapped(tensor)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
@@ -79,11 +90,13 @@ class _Found:
 
     `places` says for each residual where it stands among inputs, outputs and the other residuals.
     `standing` is whether the function ran outside of the Function, which is given all three then, and zeros
-    that are mapped as what the rule reaches through objects.
+    that are mapped as what the rule reaches through objects; `dual`, whether that had a derivative of forward
+    mode.
     """
 
     autocast: "Autocast"
     back: Pullback
+    dual = False
     inputs: int
     opaque: bool
     outputs: int
@@ -298,15 +311,21 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    residuals = [saved[place] for place in ctx.found.places]
-    rule = restore(ctx.found.template, residuals)
-    if not ctx.found.opaque or (ctx.found.standing and not _reaches_duals(ctx.call.name, rule, residuals)):
+    found = ctx.found
+    residuals = [saved[place] for place in found.places]
+    rule = restore(found.template, residuals)
+    if not found.opaque:
         return rule
+    if found.standing and not found.dual:
+        # A second run puts other tensors into the objects, which do not tell of it any more.
+        found.dual = _reaches_duals(ctx.call.name, rule, residuals)
+        if not found.dual:
+            return rule
     # What the rule reaches through an object belongs to another level. It has its like in a second run.
-    inputs, outputs, _ = ctx.found.parts(saved)
+    inputs, outputs, _ = found.parts(saved)
     others = len(inputs) + len(outputs)
-    known = [slot for slot, place in enumerate(ctx.found.places) if place < others]
-    template, again, own = run_again(ctx.call, ctx.found.back, len(residuals), inputs)
+    known = [slot for slot, place in enumerate(found.places) if place < others]
+    template, again, own = run_again(ctx.call, found.back, len(residuals), inputs)
     again = with_history(residuals, again, known)
     require_alike(ctx.call, [*outputs, *residuals], [*own, *again])
     return restore(template, again)

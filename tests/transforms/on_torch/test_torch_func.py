@@ -473,3 +473,74 @@ def test_forward_mode_beside_an_object_without_tensors():
     x = torch.tensor(2.0)
     for derivative in (hessian(op), jacfwd(jacfwd(op)), jacfwd(grad(op))):
         close(derivative(x), torch.tensor(84.0))
+
+
+class Held:
+    value = None
+
+
+def put_in_an_object(value, held=Held()):  # noqa: B008
+    held.value = value
+    return lambda: held.value
+
+
+def put_in_a_class(value):
+    Held.value = value
+    return lambda: Held.value
+
+
+def put_in_a_global(value):
+    globals()["IN_A_GLOBAL"] = value
+    return lambda: IN_A_GLOBAL  # noqa: F821
+
+
+@pytest.mark.parametrize("put", [put_in_an_object, put_in_a_class, put_in_a_global])
+def test_what_is_reached_past_the_closure_and_transformed(put):
+    """It counts as what is closed over does."""
+
+    def one(w, x):
+        held = put(w)
+
+        @op_custom_gradient
+        def by_both(x):
+            e = x * held()
+            return e * 1.0, lambda u: 3.0 * u * e
+
+        return by_both(x)
+
+    def by_the_rule(w, x):
+        held = put(w)
+        return op_custom_gradient(lambda x: (x * 2.0, lambda u: 3.0 * u * x * held()))(x)
+
+    x, w, several = torch.tensor([0.5, 2.0]), torch.tensor(2.0), torch.tensor([1.0, 2.0, 4.0])
+    of_x = grad(lambda w, x: one(w, x).sum(), argnums=1)
+    close(of_x(w, x), 6.0 * x)
+    close(grad(lambda w: of_x(w, x).sum())(w), 3.0 * x.sum())
+    close(vmap(of_x, (0, None))(several, x), 3.0 * several[:, None] * x)
+    for f in (one, by_the_rule):
+        whole = lambda x, f=f: vmap(f, (0, None))(several, x).sum()  # noqa: E731
+        close(grad(whole)(x), 21.0 * x)
+        close(multigrad.grad(whole)(x), 21.0 * x)
+        own = x.clone().requires_grad_()
+        (whole(own) + own.sum()).backward()
+        close(own.grad, 21.0 * x + 1.0)
+
+
+class Square:
+    @op_custom_gradient
+    def of(self, x):
+        self.square = x * x
+        return self.square * 1.0, lambda u: 3.0 * u * x * self.square
+
+
+def test_forward_mode_of_a_gradient_through_an_object():
+    """The derivative of the call runs the function once more, and what the object holds is of that run."""
+    x = torch.tensor([0.5, 2.0], requires_grad=True)
+    hessian = torch.autograd.functional.hessian(
+        lambda x: Square().of(x).sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+    )
+    close(hessian, torch.diag(9.0 * x.detach() ** 2))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(2))
+        (gradient,) = torch.autograd.grad(Square().of(dual).sum(), dual)
+        close(forward_ad.unpack_dual(gradient).tangent, 9.0 * x.detach() ** 2)
