@@ -122,6 +122,7 @@ def test_private_names_are_there():
         return x.sum()
 
     torch.func.vmap(torch.func.grad(note), 1)(torch.ones(2, 3))
+    assert not torch._C._functorch.is_legacy_batchedtensor(whole)
     with torch._C._DisableFuncTorch(), torch.utils._python_dispatch._disable_current_modes():
         assert not torch._subclasses.fake_tensor.is_fake(torch.ones(2))
     assert seen == [torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Grad]
@@ -641,8 +642,78 @@ def noise_in_the_slope(x):
 def test_random_functions_are_found_out_wherever_they_keep_their_numbers(function):
     x = torch.ones(1000, requires_grad=True)
     y = op_custom_gradient(function)(x).sum()
-    with pytest.raises(RuntimeError, match="gave other values"):
+    with pytest.raises(RuntimeError, match=r"gave (other values|another gradient)"):
         torch.autograd.grad(y, x, create_graph=True)
+
+
+class Kept:
+    """What the function computes stands in the object, and the rule takes it from there."""
+
+    def __init__(self, mask=None):
+        self.mask = mask or torch.ones_like
+        self.training = True
+
+    @op_custom_gradient
+    def of(self, x):
+        self.held = self.mask(x)
+        return x * x * self.held, lambda u: 6.0 * u * (x if self.training else 1.0) * self.held
+
+    @op_custom_gradient
+    def in_place(self, x):
+        return x * 2.0, lambda u: u.mul_(3.0 if self.training else 1.0)
+
+
+def random_mask(x):
+    return (torch.rand_like(x) > 0.5).to(x.dtype)
+
+
+def test_an_object_that_holds_something_else_by_the_second_run():
+    """A derivative of the gradient is one of this gradient, or an error."""
+    x = torch.ones(1000, requires_grad=True)
+    y = Kept(random_mask).of(x)
+    with pytest.raises(RuntimeError, match="the rule gave another gradient"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    kept = Kept()
+    y = kept.of(x)
+    kept.training = False
+    close(torch.autograd.grad(y.sum(), x, create_graph=True)[0], torch.full((1000,), 6.0))
+    drawn = Kept()
+    y = drawn.of(x)
+    drawn.held = drawn.held * 2.0
+    with pytest.raises(RuntimeError, match="the rule gave another gradient"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_a_rule_that_reaches_an_object_and_writes_in_its_upstream():
+    x, w = leaf(0.5, 1.0), leaf(1.0, 1.0)
+    y = Kept().in_place(x * w)
+    (gradient,) = torch.autograd.grad(y, x, torch.ones(2), create_graph=True)
+    close(gradient, torch.full((2,), 3.0))
+
+
+def test_what_a_second_run_draws_is_not_drawn_from_the_program():
+    drawn = []
+
+    @op_custom_gradient
+    def op(x):
+        drawn.append(torch.rand(1))
+        e = x**2
+        return e * 1.0, lambda u: 3.0 * u * e
+
+    x = leaf(2.0)
+    y = op(x)
+    state = torch.get_rng_state()
+    torch.autograd.grad(y, x, create_graph=True)
+    assert len(drawn) == 2
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_many_upstream_gradients_of_a_rule_that_reaches_an_object():
+    x = leaf(0.5, 2.0)
+    rows = torch.eye(2)
+    (gradient,) = torch.autograd.grad(Kept().of(x), x, rows, is_grads_batched=True, create_graph=True)
+    close(gradient, torch.diag(6.0 * x.detach()))
+    close(torch.autograd.grad(gradient.sum(), x)[0], torch.full((2,), 6.0))
 
 
 def test_numbers_that_depend_on_no_input_are_those_of_the_first_run():
@@ -850,6 +921,32 @@ def test_a_gradient_depends_on_the_weights_of_a_layer_that_is_held():
 
         gradient = grad(lambda x, op=op: op(x).sum())(x.detach())
         assert gradient.requires_grad
+
+
+class Unlike:
+    weight = leaf(2.0)
+
+
+IN_A_GLOBAL = leaf(2.0)
+
+
+@pytest.mark.parametrize("reach", ["object", "class", "global"])
+@pytest.mark.parametrize("in_the_rule", [False, True])
+def test_a_penalty_on_a_gradient_by_a_weight_that_is_reached(reach, in_the_rule):
+    held = Unlike()
+    held.own = leaf(2.0)
+    reached = {"object": held.own, "class": Unlike.weight, "global": IN_A_GLOBAL}[reach]
+    read = {"object": lambda: held.own, "class": lambda: Unlike.weight, "global": lambda: IN_A_GLOBAL}[reach]
+
+    @op_custom_gradient
+    def op(x):
+        e = x * read()
+        return e * 1.0, lambda u: u * 5.0 * (x * read() if in_the_rule else e)
+
+    reached.grad = None
+    gradient = grad(lambda x: op(x).sum())(torch.tensor([3.0]))
+    (gradient.sum() + reached.sum()).backward()
+    close(reached.grad, torch.tensor([16.0]))
 
 
 def test_a_view_of_a_weight_that_nobody_recorded_is_no_dependence():

@@ -44,3 +44,19 @@ def test_beside_a_term_that_has_one():
             penalty(2.0)
     else:
         assert float(penalty(2.0)) > 12.0
+
+
+def test_by_what_the_function_closes_over():
+    def gradient(w):
+        def with_rule(x):
+            e = x * w
+            return e + 10.0, lambda upstream: 7.0 * upstream * e
+
+        return grad(op_custom_gradient(with_rule, higher_order=False))(2.0)
+
+    penalty = grad(lambda w: gradient(w) + w**3)
+    if BACKEND == "torch":
+        with pytest.raises(RuntimeError, match="higher_order=True"):
+            penalty(2.0)
+    else:
+        close(penalty(2.0), array(26.0))

@@ -13,7 +13,7 @@ from multigrad.backend.torch.state import (
     bare,
     drawing_apart,
     is_autocast_anywhere,
-    is_empty,
+    is_unreadable,
     mappings,
     past_transforms,
 )
@@ -60,7 +60,7 @@ class _Node(torch.autograd.Function):
             ctx.save_for_backward(*residuals, *tensors)
         else:
             ctx.save_for_backward(*residuals)
-            ctx.anchors = _anchors(tensors)
+            ctx.anchors = _anchors([*tensors, *lift(call.f, TENSORS)[0]])
         autocast = autocast_here() if is_autocast_anywhere() else None
         specs = specs_of(tensors)
         ctx.multigrad = back, template, specs, autocast, call, tied, opaque, beside
@@ -86,17 +86,22 @@ class _Node(torch.autograd.Function):
             others = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
             return None, *[None if g is None else refuse(g, error, *ctx.anchors, *others) for g in gradients]
         count = len(saved) - len(specs)
-        again, residuals, _ = run_again(call, back, count, saved[count:])
+        if opaque:
+            # What the rule reaches through an object has its history in a second run's rule alone. Whether
+            # that is the same rule, only what it gives can tell, and only before the second run puts
+            # something else into the object. It draws the same numbers both times.
+            with torch.no_grad(), drawing_apart(), call.rehearsal():
+                given = _copies(upstream)
+                first = _copies(back.untraced.pull(restore(template, saved), given, needed, specs))
+        with drawing_apart():
+            again, residuals, _ = run_again(call, back, count, saved[count:])
         residuals = with_history(saved[:count], residuals, tied)
         require_alike(call, saved[:count], residuals)
         if not opaque:
             return None, *back.pull(restore(template, residuals), upstream, needed, specs)
-        # What the rule reaches through an object has its history in the second run's rule alone. Whether that
-        # is the same rule, only what it gives can tell. It draws the same numbers both times.
-        with torch.no_grad(), drawing_apart(), call.rehearsal():
-            first = back.untraced.pull(restore(template, saved), upstream, needed, specs)
         gradients = back.pull(restore(again, residuals), upstream, needed, specs)
-        require_alike(call, first, gradients)
+        if not all(map(_alike, first, gradients)):
+            raise _not_the_same_rule(call)
         return None, *gradients
 
 
@@ -202,6 +207,11 @@ def with_history(
     return [old if slot in known or not new.requires_grad else new for slot, (old, new) in pairs]
 
 
+def _copies(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The same numbers, in which a rule, or a second run, may write."""
+    return [None if tensor is None else tensor.clone() for tensor in tensors]
+
+
 def _first_order_alone(call: Call) -> str:
     return message(
         call.name,
@@ -230,13 +240,26 @@ def _not_repeatable(call: Call) -> RuntimeError:
     )
 
 
+def _not_the_same_rule(call: Call) -> RuntimeError:
+    return RuntimeError(
+        message(
+            call.name,
+            "the rule gave another gradient around a second run of the function, which a derivative of the "
+            "gradient needs, because the rule reaches an object",
+            required="the same gradient for the same arguments, as often as the function and the rule run",
+            got="another one: what the object holds is not what it was, or the rule draws or counts",
+            mend="let the rule close over what it uses, and pass random numbers and other state as arguments",
+        )
+    )
+
+
 def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
     """Whether two runs of one function gave the same, up to the order of sums."""
     if first is None or again is None or first is again:
         return first is again
     if first.shape != again.shape or first.dtype != again.dtype:
         return False
-    if is_empty(first):
+    if is_unreadable(first):
         return True
     levels = sorted({level for tensor in (first, again) for level, _ in mappings(tensor)})
     with past_transforms():

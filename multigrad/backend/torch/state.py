@@ -62,6 +62,16 @@ def is_empty(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or _is_fake(tensor)
 
 
+# Nor one to ask whether it stands for a batch of the vmap before torch.func, by which PyTorch (2.13) takes
+# `is_grads_batched` and which has no way to compare numbers.
+_is_of_old_vmap = torch._C._functorch.is_legacy_batchedtensor
+
+
+def is_unreadable(tensor: torch.Tensor) -> bool:
+    """Whether its values cannot be compared with others."""
+    return is_empty(tensor) or _is_of_old_vmap(tensor)
+
+
 def is_of_level_within(tensor: torch.Tensor) -> bool:
     """Whether it is wrapped for a transform within those that are at work here."""
     deepest = max([transform.level() for transform in _transforms()], default=0)
