@@ -21,11 +21,19 @@ Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 _TENSORS = backend.active.TENSORS
 _SEQUENCES = (tuple, list)
 
+# What stands at the place of an argument that has no gradient, by the doubt whether it belongs there: nothing
+# or a plain zero; anything that can be the gradient of a Python number; zero by its value; a tensor that is
+# traced and shows no value; or what does not fit.
+_SURE, _OF_A_NUMBER, _ZERO, _UNSEEN, _UNFIT = range(5)
+
 
 class Named(Protocol):
     """What knows the names of the arguments, or variables, that a rule answers for."""
 
     def names(self) -> list[str]: ...
+
+    @property
+    def variadic(self) -> str | None: ...
 
 
 class Asked(Protocol):
@@ -94,16 +102,32 @@ class _Lazy:
     """An entry that is computed only where a gradient in it is needed, and then once."""
 
     def __init__(self, compute: Callable[[], Any], reader: "_Reader", path: str, template: Any) -> None:
-        self._compute, self._reader, self._path, self._template = compute, reader, path, template
+        self.compute, self._reader, self._path, self._template = compute, reader, path, template
 
     @functools.cached_property
     def gradients(self) -> dict[int, Any]:
-        found: dict[int, Any] = {}
+        entry = self.compute()
         try:
-            self._reader.match(self._path, self._template, self._compute(), found)
+            return self._reader.fit([(self._path, self._template, entry)])
         except _Misfit as misfit:
+            # It may stand for a structure of one tensor, or for that: which one shows only now.
+            slots = [slot for _, slot in slot_paths([("", self._template)])]
+            if len(slots) == 1 and not tree.is_nested(entry):
+                return {slots[0]: entry}
             raise self._reader.unreadable([misfit]) from None
-        return found
+
+
+class _Fit(dict[int, Any]):
+    """What a reading finds in an answer: the gradients by slot, and how much of a guess it is."""
+
+    doubt = _SURE
+    unseen: _Misfit | None = None
+    """What is taken for zero without a value, unless a gradient is missing elsewhere."""
+
+    def source(self, slot: int) -> Any:
+        """What the answer has for a slot: a gradient, or the function that computes it."""
+        entry = self.get(slot)
+        return entry.compute if isinstance(entry, _Lazy) else entry
 
 
 class _Reader:
@@ -127,17 +151,56 @@ class _Reader:
         """The entry for each tensor: of the readings that are documented, the first that fits."""
         if answer is None:
             return [None] * len(self._specs)
+        fits: list[_Fit] = []
         misfits = []
         for reading in self._readings(answer):
-            found: dict[int, Any] = {}
             try:
-                for path, template, entry in reading:
-                    self.match(path, template, entry, found)
+                fits.append(self.fit(reading))
             except _Misfit as misfit:
                 misfits.append(misfit)
             else:
-                return [found.get(i) for i in range(len(self._specs))]
-        raise self.unreadable(misfits, answer)
+                if fits[-1].doubt == _SURE:
+                    break
+        if not fits:
+            raise self.unreadable(misfits, answer)
+        chosen = fits[0] if len(fits) == 1 else self._choose(fits, answer)
+        return [chosen.get(i) for i in range(len(self._specs))]
+
+    def fit(self, reading: Iterable[tuple[str, Any, Any]]) -> _Fit:
+        """What a reading finds: (path, template, entry) for each part of the answer; raises `_Misfit`."""
+        fit, places = _Fit(), list(reading)
+        for path, template, entry in places:
+            self._match(path, template, entry, fit)
+        if fit.unseen is not None:
+            # Where a tensor has no gradient, this may be it, at the wrong place.
+            slots = [slot for _, slot in slot_paths([place[:2] for place in places])]
+            if any(self._specs[slot] is not None and fit.source(slot) is None for slot in slots):
+                raise fit.unseen
+        return fit
+
+    def _choose(self, fits: Sequence[_Fit], answer: Any) -> _Fit:
+        """The first of those in the least doubt.
+
+        So it depends on no values. Where the gradient of a tensor may be that of a number, which nobody asks
+        for, it would be lost in silence if the wrong one were taken.
+        """
+        doubt = min([fit.doubt for fit in fits])
+        chosen, *others = [fit for fit in fits if fit.doubt == doubt]
+        others += [fit for fit in fits if doubt < fit.doubt == _OF_A_NUMBER]
+        for slot, spec in enumerate(self._specs):
+            source = chosen.source(slot)
+            if spec is not None and any(fit.source(slot) is not source for fit in others):
+                raise TypeError(
+                    message(
+                        self._op,
+                        "the rule's answer is ambiguous: an entry may be that of a number, or of a tensor",
+                        argument=self._path_of(slot),
+                        required="an answer that can be meant in one way",
+                        got=_extent(answer),
+                        mend="return a dict from argument names to entries, each in its argument's structure",
+                    )
+                )
+        return chosen
 
     def _conform(self, index: int, entry: Any) -> Any:
         """The gradient of one tensor, in its shape and dtype."""
@@ -190,14 +253,17 @@ class _Reader:
     def _readings(self, answer: Any) -> Iterator[Iterable[tuple[str, Any, Any]]]:
         """The ways in which `answer` may be meant: (path, template, entry) for each of its entries."""
         named = list(zip(self._binding.names(), self._arguments.template, strict=True))
-        differentiable = [(name, t) for name, t in named if self._is_differentiable(t)]
+        differentiable = [place for place in named if self._is_differentiable(place[1])]
         if isinstance(answer, (tuple, list)):
-            flat = sorted(slot_paths(named), key=lambda place: place[1])
-            without_self = named[1:] if named[:1] and named[0][0] in ("'self'", "'cls'") else named
-            for places in (named, without_self, differentiable, flat):
+            of_object = any(place[0] in ("'self'", "'cls'") for place in named[:1])
+            without_self = named[1:] if of_object and named[:1] != differentiable[:1] else named
+            for places in (named, without_self, differentiable):
                 if len(places) == len(answer):
                     yield [(*place, entry) for place, entry in zip(places, answer, strict=True)]
-        elif isinstance(answer, Mapping):
+            flat = sorted(slot_paths(named), key=lambda place: place[1])
+            if len(flat) == len(answer):
+                yield [(*place, entry) for place, entry in zip(flat, answer, strict=True)]
+        elif isinstance(answer, Mapping) and not self._shared_names():
             by_name = self._by_name()
             wanted = {name for name, (_, template) in by_name.items() if self._is_differentiable(template)}
             if wanted <= answer.keys() <= by_name.keys():
@@ -216,28 +282,37 @@ class _Reader:
                 _, others = by_name.get(name, ("", ()))
                 path, template = repr(name), (*others, template)
             by_name[name] = path, template
+        if self._binding.variadic is not None:  # for which nothing may have come
+            by_name.setdefault(self._binding.variadic, (repr(self._binding.variadic), ()))
         return by_name
+
+    def _shared_names(self) -> list[str]:
+        """The names that two parameters have, which only `**kwargs` can bring about."""
+        names = [path for path in self._binding.names() if not path.endswith("]")]
+        if f"{self._binding.variadic!r}[0]" in self._binding.names():
+            names.append(repr(self._binding.variadic))
+        return sorted({name for name in names if names.count(name) > 1})
 
     def _is_differentiable(self, template: Any) -> bool:
         if type(template) is Slot:
             return self._specs[template] is not None
         return any(self._specs[slot] is not None for _, slot in slot_paths([("", template)]))
 
-    def match(self, path: str, template: Any, entry: Any, gradients: dict[int, Any]) -> None:
+    def _match(self, path: str, template: Any, entry: Any, fit: _Fit) -> None:
         """Put the gradients in `entry` to the slots of `template`; raises `_Misfit`."""
         if entry is None:
             return
-        if not self._is_differentiable(template):
-            if not _is_ignorable(template, entry):
-                raise _Misfit(path, "None or zero, because it has no gradient", entry)
+        of_tensor = type(template) is Slot
+        if self._specs[template] is None if of_tensor else not self._is_differentiable(template):
+            self._leave_out(path, template, entry, fit)
         # Dynamo (PyTorch 2.13) can tell neither of a dict nor of a list whether it is callable.
         elif not (isinstance(entry, (dict, list)) or _TENSORS[type(entry)]) and callable(entry):
             lazy = _Lazy(entry, self, path, template)
-            gradients.update((slot, lazy) for _, slot in slot_paths([(path, template)]))
-        elif type(template) is Slot:
+            fit.update((slot, lazy) for _, slot in slot_paths([(path, template)]))
+        elif of_tensor:
             if isinstance(entry, (tuple, list, Mapping)):
                 raise _Misfit(path, "one tensor", entry)
-            gradients[template] = entry
+            fit[template] = entry
         else:
             parts = children(template)
             alike = tree.is_nested(entry) and isinstance(entry, Mapping) == isinstance(template, Mapping)
@@ -247,9 +322,19 @@ class _Reader:
             for key, part in parts.items():
                 own = entries[key]
                 if type(part) is Slot and _TENSORS[type(own)] and self._specs[part] is not None:
-                    gradients[part] = own  # as most are
+                    fit[part] = own  # as most are
                 else:
-                    self.match(f"{path}[{key!r}]", part, own, gradients)
+                    self._match(f"{path}[{key!r}]", part, own, fit)
+
+    def _leave_out(self, path: str, template: Any, entry: Any, fit: _Fit) -> None:
+        """Leave out the entry of an argument that has no gradient; raises `_Misfit`."""
+        doubt = _doubt(template, entry)
+        fit.doubt = max(fit.doubt, doubt)
+        if doubt >= _UNSEEN:
+            misfit = _Misfit(path, "None or zero, because it has no gradient", entry)
+            if doubt == _UNFIT:
+                raise misfit
+            fit.unseen = misfit
 
     def unreadable(self, misfits: Sequence[_Misfit], answer: Any = None) -> TypeError:
         """The error for an answer that fits no reading, or fits each up to a `_Misfit`."""
@@ -268,13 +353,25 @@ class _Reader:
         named = list(zip(self._binding.names(), self._arguments.template, strict=True))
         differentiable = [name for name, template in named if self._is_differentiable(template)]
         if isinstance(answer, Mapping):
+            shared = self._shared_names()
+            if shared:
+                return TypeError(
+                    message(
+                        self._op,
+                        "the rule returned a dict, and two arguments have one name",
+                        argument=", ".join(shared),
+                        required="a tuple with one entry per argument",
+                        got=_extent(answer),
+                        mend="return a tuple, or give the parameters names of their own",
+                    )
+                )
             keys = [path for path, template in self._by_name().values() if self._is_differentiable(template)]
             return TypeError(
                 message(
                     self._op,
                     "the rule's dict has other keys than the arguments have names",
                     required=f"the keys {', '.join(keys)}",
-                    got=", ".join(map(repr, answer)) or "none",
+                    got=_extent(answer),
                     mend="return one entry by the name of each differentiable argument, None for zero",
                 )
             )
@@ -283,16 +380,12 @@ class _Reader:
             required.append(f"one per differentiable argument: {', '.join(differentiable)}")
         if len(self._specs) not in (len(named), len(differentiable)):
             required.append(f"one per flattened tensor: {len(self._specs)}")
-        if isinstance(answer, (tuple, list)):
-            got = f"{len(answer)} in a {type(answer).__name__}"
-        else:
-            got = f"one entry, {describe(answer)}"
         return TypeError(
             message(
                 self._op,
                 "the rule returned the wrong number of gradients",
                 required="; or ".join(required),
-                got=got,
+                got=_extent(answer),
                 mend="return a tuple of gradients, None for those that are zero",
             )
         )
@@ -308,8 +401,8 @@ def _is_broadcast(shape: Shape, original: Shape) -> bool:
     return all(o in (1, None, s) or s is None for s, o in zip(trailing, original, strict=True))
 
 
-def _is_ignorable(template: Any, entry: Any) -> bool:
-    """Whether `entry` can stand at the place of an argument that has no gradient."""
+def _doubt(template: Any, entry: Any) -> int:
+    """Whether `entry` is in its place, at that of an argument that has no gradient."""
     if tree.is_nested(template):
         parts = children(template)
         if tree.is_nested(entry):
@@ -317,26 +410,37 @@ def _is_ignorable(template: Any, entry: Any) -> bool:
         else:  # what is lazy stands for all of it
             entries = dict.fromkeys(parts, entry) if callable(entry) else {}
         if parts and entries.keys() == parts.keys():
-            return all(_is_ignorable(part, entries[key]) for key, part in parts.items())
+            return max([_doubt(part, entries[key]) for key, part in parts.items()])
     if type(template) in (float, complex) and not tree.is_nested(entry):
         # Nobody asks for it, and what is lazy is never computed.
-        number = _TENSORS[type(entry)] or isinstance(entry, (int, float, complex))
-        return number or entry is None or callable(entry)
-    return all(_is_zero(leaf) for leaf in tree.flatten(entry))
+        number = isinstance(entry, (int, float, complex))
+        if _TENSORS[type(entry)] or (number and entry) or callable(entry):
+            return _OF_A_NUMBER
+    return max([_doubt_of_zero(leaf) for leaf in tree.flatten(entry)], default=_SURE)
 
 
-def _is_zero(leaf: Any) -> bool:
+def _doubt_of_zero(leaf: Any) -> int:
     if leaf is None:
-        return True
-    if _TENSORS[type(leaf)]:
-        value = backend.active.concrete(leaf)
-        if value is None:  # traced; what has an integer dtype is no gradient of anything
-            return not backend.active.is_differentiable(leaf)
-        leaf = value
-    if not isinstance(leaf, (int, float, complex, np.ndarray, np.generic)):
-        return False
-    # JAX's float0, which has no number but zero, is a structured dtype.
-    return np.asarray(leaf).dtype.names is not None or not np.any(leaf)
+        return _SURE
+    if isinstance(leaf, (int, float, complex)):
+        return _UNFIT if leaf else _SURE
+    value = backend.active.concrete(leaf) if _TENSORS[type(leaf)] else leaf
+    if value is None:  # traced; what has an integer dtype is no gradient of anything
+        return _UNSEEN if backend.active.is_differentiable(leaf) else _ZERO
+    if not isinstance(value, (np.ndarray, np.generic)):
+        return _UNFIT
+    if value.dtype.names is not None:  # JAX's float0, which has no number but zero, is a structured dtype
+        return _SURE
+    return _UNFIT if np.any(value) else _ZERO
+
+
+def _extent(answer: Any) -> str:
+    """What an answer has, for a message."""
+    if isinstance(answer, Mapping):
+        return ", ".join(map(repr, answer)) or "none"
+    if isinstance(answer, (tuple, list)):
+        return f"{len(answer)} in a {type(answer).__name__}"
+    return f"one entry, {describe(answer)}"
 
 
 def _outline(template: Any) -> str:

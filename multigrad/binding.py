@@ -37,6 +37,11 @@ class Binding:
         return names + [repr(name) for name in self.keywords]
 
     @property
+    def variadic(self) -> str | None:
+        """The name of `*args`, None without one."""
+        return self.signature.variadic
+
+    @property
     def positional(self) -> int:
         """How many of the arguments are positional."""
         return self.count - len(self.keywords)

@@ -28,6 +28,9 @@ class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
     Those that were read past Keras come behind, and may be the framework's own.
     """
 
+    variadic: str | None = None
+    """Arguments may have a name in common; variables have none."""
+
     dtypes: Sequence[str | None] = ()
     """The dtypes in which the function met them: under autocast, not their own. None for several."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, numpy
+from support import BACKEND, array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient
 
@@ -295,3 +295,190 @@ def test_the_answer_of_a_method_may_leave_self_out(answer):
             return x * n, lambda u: answer(u)
 
     close(grad(lambda x: Layer().method(x, 2))(1.0), array(7.0))
+
+
+PAIR = (3.0, 5.0)
+AMBIGUOUS = r"ambiguous(.|\n)*argument: 'pair'\[(0|1)\]\n(.|\n)*to mend it: return a dict from argument names"
+
+
+@pytest.mark.parametrize("number", [2.0, 2j])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda u: (None, u * 7.0),
+        lambda u: [None, lambda: u * 7.0],
+        lambda u: (None, 7.0),
+        lambda u: (lambda: u * 5.0, lambda: u * 7.0),
+        lambda u: (lambda: (u * 5.0, u * 7.0), lambda: u),
+    ],
+)
+def test_what_may_be_meant_for_a_number_or_a_tensor_is_an_error(answer, number):
+    op = op_custom_gradient(lambda pair, s: (pair[0] * pair[1], lambda u: answer(u)), name="op")
+    with pytest.raises(TypeError, match=f"op: .*{AMBIGUOUS}"):
+        grad(lambda pair: op(pair, number))(PAIR)
+
+
+def test_so_it_is_where_the_number_comes_first_and_for_a_method():
+    first = op_custom_gradient(lambda s, pair: (pair[0] * pair[1] * s, lambda u: (u * 7.0, None)))
+
+    class Layer:
+        @op_custom_gradient
+        def method(self, pair, s=2.0):
+            return pair[0] * pair[1] * s, lambda u: (None, u * 7.0)
+
+    for call in (lambda pair: first(2.0, pair), Layer().method):
+        with pytest.raises(TypeError, match=AMBIGUOUS):
+            grad(call)(PAIR)
+
+
+@pytest.mark.parametrize("number", [2.0, 2, True, "mode", None])
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (lambda u: {"pair": (None, u * 7.0)}, (0, 7)),
+        (lambda u: {"pair": (None, lambda: u * 7.0), "s": None}, (0, 7)),
+        (lambda u: {"pair": (lambda: u * 5.0, lambda: u * 7.0)}, (5, 7)),
+        (lambda u: {"pair": lambda: (u * 5.0, u * 7.0)}, (5, 7)),
+        (lambda u: {"pair": None, "s": 0.0}, (0, 0)),
+        (lambda u: ((None, u * 7.0), None), (0, 7)),
+        (lambda u: ((u * 5.0, u * 7.0), 0), (5, 7)),
+        (lambda u: ((lambda: u * 5.0, None), None), (5, 0)),
+        (lambda u: (lambda: (u * 5.0, u * 7.0), None), (5, 7)),
+        (lambda u: (u * 5.0, None), (5, 0)),
+        (lambda u: (u * 5.0, u * 7.0), (5, 7)),
+        (lambda u: (u * 5.0, lambda: u * 7.0), (5, 7)),
+        (lambda u: (None, None), (0, 0)),
+        (lambda u: ((None, u * 7.0),), (0, 7)),
+    ],
+)
+def test_what_can_be_meant_in_one_way_is_read_beside_anything(answer, number, wanted):
+    op = op_custom_gradient(lambda pair, s: (pair[0] * pair[1], lambda u: answer(u)))
+    close(grad(lambda pair: op(pair, number))(PAIR), (array(wanted[0]), array(wanted[1])))
+
+
+@pytest.mark.parametrize("number", [2, True, "mode", None])
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        (lambda u: (None, u * 7.0), (0, 7)),
+        (lambda u: (None, lambda: u * 7.0), (0, 7)),
+        (lambda u: (lambda: u * 5.0, lambda: u * 7.0), (5, 7)),
+    ],
+)
+def test_what_has_no_gradient_leaves_its_place_to_the_tensors(answer, number, wanted):
+    op = op_custom_gradient(lambda pair, s: (pair[0] * pair[1], lambda u: answer(u)))
+    close(grad(lambda pair: op(pair, number))(PAIR), (array(wanted[0]), array(wanted[1])))
+
+
+@pytest.mark.parametrize("mode", ["m", 2, None])
+def test_a_reading_does_not_depend_on_values(mode):
+    """At zero the gradient is zero, and the derivative of the gradient is not."""
+    op = op_custom_gradient(lambda p, s: (p[0] * p[1] * 7.0, lambda u: (None, u * p[0] * 7.0)))
+    close(grad(grad(lambda a: op((a, 5.0), mode) * 1.0))(0.0), array(0.0))
+
+    def of_second(a):
+        return grad(lambda p: op(p, mode))((a, 5.0))[1]
+
+    close(grad(of_second)(0.0), array(7.0))
+    close(grad(of_second)(2.0), array(7.0))
+
+
+def test_a_dict_beside_numbers():
+    def op_of(answer):
+        return op_custom_gradient(lambda x, y: (x["x"] * x["y"], lambda u: answer(u)), name="op")
+
+    def gradients(answer, y):
+        return grad(lambda x: op_of(answer)(x, y))({"x": 3.0, "y": 5.0})
+
+    wanted = {"x": array(0.0), "y": array(7.0)}
+    with pytest.raises(TypeError, match=r"op: .*ambiguous(.|\n)*argument: 'x'\['y'\](.|\n)*got: 'x', 'y'\n"):
+        gradients(lambda u: {"x": None, "y": u * 7.0}, 2.0)
+    close(gradients(lambda u: {"x": None, "y": u * 7.0}, 2), wanted)
+    for y in (2.0, 2):
+        close(gradients(lambda u: {"x": {"x": None, "y": u * 7.0}}, y), wanted)
+        close(gradients(lambda u: {"x": {"x": None, "y": u * 7.0}, "y": None}, y), wanted)
+    close(gradients(lambda u: {"x": {"x": None, "y": u * 7.0}, "y": u}, 2.0), wanted)
+
+
+def test_numbers_in_a_structure_beside_numbers():
+    """Three parts of the one differentiable argument, or three arguments."""
+    op = op_custom_gradient(lambda t, s, r: (t[0] * t[2], lambda u: (None, u, u * 7.0)))
+    with pytest.raises(TypeError, match=r"ambiguous(.|\n)*argument: 't'\[2\]"):
+        grad(lambda x, y: op((x, 2.0, y), 1.0, 1.0), (0, 1))(3.0, 5.0)
+    close(grad(lambda x, y: op((x, 2.0, y), "s", 1), (0, 1))(3.0, 5.0), (array(0.0), array(7.0)))
+
+
+@pytest.mark.parametrize("name", ["self", "cls"])
+def test_a_first_argument_that_has_a_gradient_is_not_left_out(name):
+    scope = {}
+    exec(f"def op({name}, x): return {name} * x, lambda u: (u * 7.0,)", scope)
+    with pytest.raises(TypeError, match=f"wrong number of gradients\n.*'{name}', 'x'"):
+        grad(op_custom_gradient(scope["op"]), (0, 1))(3.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda op, a, b: op(a, x=b), "'x'"),
+        (lambda op, a, b: op(a, b, xs=b), "'xs'"),
+        (lambda op, a, b: op(a, b, xs=b, x=1), "'x', 'xs'"),
+    ],
+)
+def test_a_dict_where_two_arguments_have_one_name(call, names):
+    op = op_custom_gradient(lambda x, /, *xs, **kw: (x * 1.0, lambda u: {"x": u, "xs": u}), name="op")
+    with pytest.raises(TypeError, match=f"op: .* one name\n  argument: {names}\n(.|\n)*return a tuple"):
+        grad(lambda a, b: call(op, a, b), (0, 1))(3.0, 5.0)
+
+
+def test_a_tuple_where_two_arguments_have_one_name():
+    op = op_custom_gradient(lambda x, /, **kw: (x * kw["x"], lambda u: (u * 5.0, u * 7.0)))
+    close(grad(lambda a, b: op(a, x=b), (0, 1))(3.0, 5.0), (array(5.0), array(7.0)))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda u: (lambda: u * 7.0,),
+        lambda u: (lambda: {"a": u * 7.0},),
+        lambda u: lambda: u * 7.0,
+        lambda u: {"x": lambda: u * 7.0},
+        lambda u: {"x": lambda: {"a": lambda: u * 7.0}},
+        lambda u: {"a": lambda: u * 7.0},
+        lambda u: {"x": {"a": lambda: u * 7.0}},
+        lambda u: {"x": {"a": u * 7.0}},
+        lambda u: (u * 7.0,),
+    ],
+)
+def test_what_is_lazy_may_stand_for_a_structure_of_one_tensor_or_for_that(answer):
+    op = op_custom_gradient(lambda x: (x["a"] * 2.0, lambda u: answer(u)))
+    close(grad(op)({"a": 3.0}), {"a": array(7.0)})
+
+
+def test_what_is_lazy_for_one_name_that_an_argument_and_its_part_have():
+    op = op_custom_gradient(lambda x: (x["x"] * 2.0, lambda u: {"x": lambda: u * 7.0}))
+    close(grad(op)({"x": 3.0}), {"x": array(7.0)})
+    both = op_custom_gradient(lambda p, q: (p[0] * q[0], lambda u: (lambda: u * 7.0, lambda: (u * 5.0,))))
+    close(grad(both, (0, 1))((3.0,), (2.0,)), ((array(7.0),), (array(5.0),)))
+
+
+@pytest.mark.parametrize("rest", [{}, {"xs": ()}, {"xs": []}, {"xs": None}])
+def test_a_dict_where_nothing_came_in_by_a_star(rest):
+    op = op_custom_gradient(lambda x, *xs: (x * 2.0, lambda u: {"x": u * 7.0, **rest}))
+    close(grad(op)(3.0), array(7.0))
+    named = op_custom_gradient(lambda x, *xs, **kw: (x * 2.0, lambda u: {"x": u * 7.0, "xs": u * 5.0}))
+    close(grad(lambda x, y: named(x, xs=y), (0, 1))(3.0, 1.0), (array(7.0), array(5.0)))
+
+
+@pytest.mark.parametrize("number", [2, "mode", array([1, 2], dtype="int32")])
+@pytest.mark.parametrize("where", [lambda f: f, compiled])
+def test_zeros_of_any_dtype_where_there_is_no_gradient(where, number):
+    op = op_custom_gradient(lambda x, n: (x * 2.0, lambda u: (u * 7.0, ops.zeros(2))))
+    close(where(grad(lambda x: op(x, number)))(array(3.0)), array(7.0))
+
+
+@pytest.mark.parametrize("number", [2, "mode", array([1, 2], dtype="int32")])
+@pytest.mark.parametrize("where", [lambda f: f, compiled])
+def test_a_gradient_at_such_a_place_that_is_missing_elsewhere_is_an_error(where, number):
+    op = op_custom_gradient(lambda n, x: (x * 2.0, lambda u: (u * 7.0, None)))
+    with pytest.raises(TypeError, match=r"argument: 'n'\n.*None or zero"):
+        where(grad(lambda x: op(number, x)))(array(3.0))
