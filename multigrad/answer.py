@@ -94,7 +94,7 @@ class _Misfit(Exception):
     """An entry does not fit its argument: where, what was required and what came."""
 
     def __init__(self, path: str, required: str, got: Any) -> None:
-        super().__init__(path, required, got)
+        # Python keeps the arguments itself; Dynamo (PyTorch 2.13) cannot trace `__init__` of its exceptions.
         self.path, self.required, self.got = path, required, describe(got)
 
 

@@ -88,6 +88,39 @@ def test_the_shelf_compiled_whole(op):
     close(gradient(torch.compile(op, fullgraph=True, backend="aot_eager")), gradient(op))
 
 
+ANSWERS = {
+    "of a number": (0.5, lambda u: (u * 7.0, u)),
+    "zeros for integers": (torch.tensor([0, 1]), lambda u: (u * 7.0, torch.zeros(2))),
+    "zeros for an option": ("mode", lambda u: (u * 7.0, torch.zeros(2))),
+    "of tensors alone": (None, lambda u: (u * 7.0,)),
+    "by name": (0.5, lambda u: {"x": u * 7.0, "option": u}),
+}
+
+
+@pytest.mark.parametrize(("option", "answer"), ANSWERS.values(), ids=ANSWERS)
+def test_answers_compiled_whole(option, answer):
+    op = op_custom_gradient(lambda x, option: (x * 3.0, answer))
+
+    def gradient(f):
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(f(x, option).sum(), x)[0]
+
+    close(gradient(torch.compile(op, fullgraph=True, backend="aot_eager")), torch.full_like(X, 7.0))
+    close(gradient(op), torch.full_like(X, 7.0))
+
+
+def test_one_entry_per_tensor_beside_an_option_compiled_whole():
+    """Per argument is tried first, and does not fit."""
+    op = op_custom_gradient(lambda pair, option: (pair[0] * pair[1], lambda u: (u * 5.0, u * 7.0)))
+
+    def gradient(f):
+        x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+        return torch.autograd.grad(f((x, y), "mode").sum(), (x, y))
+
+    wanted = torch.full_like(X, 5.0), torch.full_like(X, 7.0)
+    close(gradient(torch.compile(op, fullgraph=True, backend="aot_eager")), wanted)
+
+
 # Of PyTorch 2.13, which still uses them itself when it loads its compiler.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["intermediate", "structure"])
