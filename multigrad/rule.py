@@ -4,6 +4,7 @@ The rule is the function `grad` that stands beside the output of a function with
 its answer is read is told in `answer.py`.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Sequence
@@ -32,10 +33,10 @@ _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 # Whether a rule takes the variables that the function read.
 REFUSED, OPTIONAL, REQUIRED = "no", "yes", "always"
 
-Profile = tuple[str | None, int, float, str]
+Profile = tuple[str | None, int, float, str, tuple[str, ...], tuple[str, ...]]
 """What a signature says: the form, None where the number of outputs must tell; how many positional
-parameters are required, `upstream` aside; how many beside it a HYBRID rule takes; and whether it takes
-variables."""
+parameters are required, `upstream` aside; how many beside it a HYBRID rule takes; whether it takes
+variables; and the names of the parameters that it can be handed the op's arguments by, and of all others."""
 
 _PROFILES: dict[tuple[types.CodeType, int, tuple[str, ...]], Profile] = {}
 _KEPT = 4096
@@ -88,7 +89,7 @@ def _profile_of_code(code: types.CodeType, defaults: int, keyword_defaults: tupl
 def _profile(signature: inspect.Signature) -> Profile:
     parameters = list(signature.parameters.values())
     if len(parameters) == 1 and parameters[0].kind in POSITIONAL:
-        return WHOLE, 0, 0, REFUSED  # whatever its name
+        return WHOLE, 0, 0, REFUSED, (), ()  # whatever its name
     variables = _variables(parameters)
     parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -98,7 +99,7 @@ def _profile(signature: inspect.Signature) -> Profile:
     names = [p.name for p in positional if p.kind is not p.POSITIONAL_ONLY]
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
-    form = None
+    form, place = None, 0
     accepted: float = 0
     alone = not parameters or parameters[0].name == "upstream"
     if "upstream" in names + keywords and not alone and needed_keywords <= {"upstream"}:
@@ -115,7 +116,9 @@ def _profile(signature: inspect.Signature) -> Profile:
             form = WHOLE
     flat = form is None and not (variadic or needed_keywords or "upstream" in [p.name for p in positional])
     count = len(required) if flat or form == HYBRID else 0
-    return form, count, accepted, variables
+    own = [p.name for p in positional[:place]]
+    others = [name for name in [p.name for p in positional[place:]] + keywords if name != "upstream"]
+    return form, count, accepted, variables, tuple(own), tuple(others)
 
 
 def _variables(parameters: Sequence[inspect.Parameter]) -> str:
@@ -131,7 +134,7 @@ def own_arguments(op: str, rule: Any, binding: Binding) -> int | None:
 
     Those that came from the caller; with the defaults behind them, where the rule requires more.
     """
-    _, required, accepted, _ = _profile_of(op, rule)
+    _, required, accepted, *_ = _profile_of(op, rule)
     counts = (binding.given, binding.positional)
     return next((count for count in counts if required <= count <= accepted), None)
 
@@ -151,11 +154,18 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, bo
     """How `rule` is called, for an output of so many tensors; and whether it may take variables, too.
 
     Raises:
-        TypeError: when `rule` is not callable or its signature is none of the forms.
+        TypeError: when `rule` is not callable, its signature is none of the forms, or has a default for an
+            argument of the op that it is not handed.
     """
-    form, required, _, _ = _profile_of(op, rule)
+    form, required, _, _, own, others = _profile_of(op, rule)
     if form == HYBRID:
-        if own_arguments(op, rule, binding) is not None:
+        count = own_arguments(op, rule, binding)
+        if count is not None:
+            came = (*binding.signature.positional[: binding.given], *binding.keywords)
+            set_before = rule.keywords if isinstance(rule, functools.partial) else ()
+            for name in (*own[count:], *others):
+                if name in came and name not in set_before:
+                    raise _own_default(op, rule, name)
             return form, True
     elif form is not None:
         return form, True
@@ -169,6 +179,19 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, bo
             got=f"{name_of(rule)}{inspect.signature(rule)}, for {outputs} tensor(s) in the output and "
             f"{binding.given} positional argument(s)",
             mend="write the rule in one of these forms",
+        )
+    )
+
+
+def _own_default(op: str, rule: Any, name: str) -> TypeError:
+    return TypeError(
+        message(
+            op,
+            "the rule is not handed an argument of the op for which it has a parameter",
+            argument=repr(name),
+            required="parameters for the op's own positional arguments, and `upstream`",
+            got=f"{name_of(rule)}{inspect.signature(rule)}",
+            mend=f"leave {name!r} out of the rule's parameters, so that it closes over that of the op",
         )
     )
 

@@ -182,3 +182,33 @@ def test_rules_of_one_code_and_other_defaults():
     close(grad(one(lambda x: make((None,))))(1.0), array(7.0))
     both = op_custom_gradient(lambda x: ((x * 1.0, x * 1.0), make(None)))
     close(grad(lambda x: sum(both(x)))(1.0), array(10.0))
+
+
+@pytest.mark.parametrize(
+    ("op", "rule", "name"),
+    [
+        (lambda x, *, scale=2.0: x * scale, lambda x, *, upstream, scale=2.0: upstream * scale, "scale"),
+        (lambda x, *, scale=2.0: x * scale, lambda x, scale=2.0, *, upstream: upstream * scale, "scale"),
+        (lambda x, *, scale=2.0: x * scale, lambda x, upstream, scale=2.0: upstream * scale, "scale"),
+        (lambda x, *, scale: x * scale, lambda *args, upstream, scale=2.0: upstream * scale, "scale"),
+        (lambda x, **options: x * 2.0, lambda x, *, upstream, scale=2.0: upstream * scale, "scale"),
+        (lambda x, **options: x * 2.0, lambda x, upstream, variables=None, scale=2.0: x, "scale"),
+        (lambda x, *others, scale: x * 2.0, lambda *args, x=1.0, upstream: upstream * x, "x"),
+    ],
+)
+def test_a_hybrid_rule_has_no_default_for_an_argument_that_it_is_not_handed(op, rule, name):
+    function = functools.wraps(op)(lambda x, **options: (op(x, **options), rule))
+    scaled = op_custom_gradient(function, name="scaled")
+    with pytest.raises(TypeError, match=rf"scaled: (.|\n)*argument: '{name}'\n(.|\n)*closes over"):
+        scaled(array(3.0), scale=5.0)
+
+
+def test_a_hybrid_rule_may_have_other_defaults():
+    @op_custom_gradient
+    def op(x, *, scale=2.0):
+        def rule(x, *, upstream, factor=7.0, scale):
+            return upstream * factor * scale
+
+        return x * scale, functools.partial(rule, scale=scale)
+
+    close(grad(lambda x: op(x, scale=5.0))(3.0), array(35.0))
