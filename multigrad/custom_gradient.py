@@ -95,7 +95,8 @@ def op_custom_gradient(
     - `rule(U)`, when it has one positional parameter, whatever its name;
     - `rule(u1, ..., uN)`, when it has as many as the output has tensors, or `rule(*us)`;
     - `rule(*args, upstream=U)`, with the op's own positional arguments, when it has a parameter
-      `upstream` behind others, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`.
+      `upstream` behind others, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`. What the op
+      was passed by keyword alone it closes over.
 
     Each may have a further parameter `variables`. It is handed the trainable Keras Variables that `f` read
     without being given them, in the order of first reading, and returns the pair `gradients,
@@ -105,6 +106,9 @@ def op_custom_gradient(
     `U` is the upstream gradient in the structure of the output: zeros for a tensor that nobody used, and
     None for an output that has no gradient (integers, strings, None).
 
+    Flattened tensors are in the order of `keras.tree.flatten`, here and below: by the sorted keys of a dict,
+    and in the own order of an `OrderedDict`.
+
     The rule returns one of these, of which the first that fits is meant:
 
     - a tensor, when one argument is differentiable;
@@ -113,8 +117,9 @@ def op_custom_gradient(
     - a dict from argument names to such entries, with a tuple for what came in by `*args`.
 
     None stands for zero, and a function of no arguments for a gradient that is computed only where it is
-    needed. A gradient is cast to the dtype of its argument, and summed over the axes along which
-    broadcasting made it larger.
+    needed. What has no gradient has None or zero; a Python float or complex number may have one, which
+    nobody asks for. An answer that could be meant for such a number, or for a tensor, is an error. A gradient
+    is cast to the dtype of its argument, and summed over the axes along which broadcasting made it larger.
 
     Returns:
         A function with the name, documentation and parameters of `f`, which returns the output alone and
@@ -125,8 +130,9 @@ def op_custom_gradient(
 
     Raises:
         TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
-            none of these ways, when `f` reads trainable variables and the rule takes none, or an argument
-            is a sparse tensor.
+            none of these ways, or in two that differ, when the rule has a default for an argument that it is
+            not handed, when `f` reads trainable variables and the rule takes none, or an argument is a
+            sparse tensor.
         ValueError: when a gradient has a shape that is not its argument's, or another op is registered
             under the name.
 

@@ -1,5 +1,7 @@
 """Each way in which a rule can write its answer, and what is done with it."""
 
+import collections
+
 import numpy as np
 import pytest
 from keras import ops
@@ -482,3 +484,24 @@ def test_a_gradient_at_such_a_place_that_is_missing_elsewhere_is_an_error(where,
     op = op_custom_gradient(lambda n, x: (x * 2.0, lambda u: (u * 7.0, None)))
     with pytest.raises(TypeError, match=r"argument: 'n'\n.*None or zero"):
         where(grad(lambda x: op(number, x)))(array(3.0))
+
+
+@pytest.mark.parametrize(("kind", "factors"), [(dict, (5.0, 7.0)), (collections.OrderedDict, (7.0, 5.0))])
+def test_one_entry_per_tensor_has_the_order_of_keys_or_that_of_an_ordered_dict(kind, factors):
+    op = op_custom_gradient(lambda d, y: (d["a"] * d["b"] * y, lambda u: (u * 5.0, u * 7.0, u * 3.0)))
+    got = grad(lambda a, b, y: op(kind([("b", b), ("a", a)]), y), (0, 1, 2))(1.0, 1.0, 1.0)
+    close(got, (*map(array, factors), array(3.0)))
+
+
+def test_a_complex_gradient_is_the_same_on_every_backend():
+    """For a derivative `2 z` a rule returns what is conjugate, as the frameworks themselves do."""
+    square = op_custom_gradient(lambda z: (z * z, lambda u: u * 2.0 * ops.conj(z)))
+
+    def loss(f, x, y):
+        z = ops.cast(x, "complex64") + ops.cast(y, "complex64") * 1j
+        return ops.real(f(z) * (3.0 + 1j))
+
+    for x, y in ((0.5, 2.0), (-1.5, 1.0)):
+        wanted = grad(lambda a, b: loss(lambda z: z * z, a, b), (0, 1))(x, y)
+        close(grad(lambda a, b: loss(square, a, b), (0, 1))(x, y), wanted)
+        close(wanted, (array(6.0 * x - 2.0 * y), array(-6.0 * y - 2.0 * x)))
