@@ -10,7 +10,8 @@ What is left where it stands, and why:
 - a cell that is assigned (`nonlocal`), by the function or another one in its reach, is state: a copy
   would lose what is written there;
 - a container or function in a cell that an enclosing scope made belongs to somebody else, who may be
-  counting on its identity: a list that collects what passes, say;
+  counting on its identity: a list that collects what passes, say. Where all is borrowed, so that little
+  would be left to lift, this holds for what keeps a state: lists, dicts and functions with attributes;
 - an object of an unknown class may have an identity that matters (`self`), and is never copied.
 
 Where a tensor could be reached through one of these, or through a global, the closure is called opaque.
@@ -39,7 +40,9 @@ from multigrad.namespaces import is_library_module
 _NO_CELLS: frozenset[int] = frozenset()
 
 
-def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any], Any, bool]:
+def lift(
+    obj: Any, tensor_types: TypeSet, owner: Any = None, borrowed: bool = False
+) -> tuple[list[Any], Any, bool]:
     """Separate `obj`, usually a function, from the tensors that it closes over.
 
     ```python
@@ -53,6 +56,8 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
         tensor_types: the types that count as tensors.
         owner: the function that made `obj`, if any. Out of the cells that it closes over itself, only
             tensors are lifted.
+        borrowed: whether `obj` itself was made by somebody else, as a user's function is. Nothing is lifted
+            out of a list, a dict or the attributes of a function then.
 
     Returns:
         The tensors; the rest as a template for `restore`, which is the object itself where there are
@@ -80,7 +85,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
                 return _lift_beside_atoms(obj, contents, tensor_types)
     shared = frozenset(map(id, _cells(owner, set())))
     state = frozenset(_assigned_cells(obj, tensor_types, set()))
-    walk = _Walk(tensor_types, shared, state)
+    walk = _Walk(tensor_types, shared, state, borrowed=borrowed)
     template = walk.lift(obj)
     return walk.tensors, template, walk.opaque
 
@@ -174,6 +179,7 @@ class _Walk:
     """One walk through an object; `lift` returns its argument itself when it finds no tensor in it."""
 
     __slots__ = (
+        "_borrowed",
         "_inner",
         "_known",
         "_open",
@@ -186,7 +192,12 @@ class _Walk:
     )
 
     def __init__(
-        self, tensor_types: TypeSet, shared: frozenset[int], state: frozenset[int], inner: bool = False
+        self,
+        tensor_types: TypeSet,
+        shared: frozenset[int],
+        state: frozenset[int],
+        inner: bool = False,
+        borrowed: bool = False,
     ) -> None:
         self.tensors: list[Any] = []
         self.opaque = False
@@ -194,6 +205,7 @@ class _Walk:
         self._shared = shared
         self._state = state
         self._inner = inner  # whether somebody else holds the object, who may use its attributes
+        self._borrowed = borrowed
         # What an object was lifted to. One thing in two places stays one thing.
         self._known: dict[int, Any] = {}
         # The containers that are being looked into.
@@ -243,6 +255,9 @@ class _Walk:
         lifted = [self.lift(part) for part in parts]
         if all(new is old for new, old in zip(lifted, parts, strict=True)):
             return obj
+        if self._borrowed and isinstance(obj, (list, dict)):
+            self.opaque = True
+            return obj
         return _Made(id(obj), make, lifted)
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -273,10 +288,14 @@ class _Walk:
         inner = self._inner or len(self._known) > 1
         own = function.__dict__ if inner or recursive or code.co_flags & inspect.CO_VARARGS else None
         if own or function.__defaults__ or function.__kwdefaults__:
-            old = [function.__defaults__, function.__kwdefaults__, own]
+            # A function has dicts of its own for these, which are made with it.
+            old = [function.__defaults__, _items(function.__kwdefaults__), _items(own)]
             new = [self.lift(part) for part in old]
             changed |= any(a is not b for a, b in zip(new, old, strict=True))
             extras = [function.__name__, function.__qualname__, *new]
+            if changed and self._borrowed and own and own.keys() != {"__wrapped__"}:
+                self.opaque = True
+                return function
         return _Function(id(function), function, cells, extras) if changed else function
 
     def _is_plain(self, content: Any) -> bool:
@@ -295,7 +314,8 @@ def _parts(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
     if kind is dict or kind is OrderedDict:
         return tuple(obj.values()), functools.partial(_mapping, kind, tuple(obj))
     if kind is functools.partial:
-        return (obj.func, obj.args, obj.keywords), _partial
+        parts = obj.func, obj.args, *obj.keywords.values()
+        return parts, functools.partial(_partial, tuple(obj.keywords))
     if kind is types.MethodType:
         return (obj.__func__, obj.__self__), _method
     if isinstance(obj, tuple) and not getattr(obj, "__dict__", None):  # others hold more than their parts
@@ -311,13 +331,17 @@ def _parts(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
     return None, list
 
 
+def _items(mapping: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+    return tuple((mapping or {}).items())
+
+
 def _mapping(kind: type, keys: tuple[Any, ...], values: list[Any]) -> Any:
     return kind(zip(keys, values, strict=True))
 
 
-def _partial(parts: list[Any]) -> Any:
-    function, args, keywords = parts
-    return functools.partial(function, *args, **keywords)
+def _partial(keywords: tuple[str, ...], parts: list[Any]) -> Any:
+    function, args, *values = parts
+    return functools.partial(function, *args, **_mapping(dict, keywords, values))
 
 
 def _method(parts: list[Any]) -> Any:
@@ -365,6 +389,6 @@ def _build_function(template: _Function, tensors: Sequence[Any], made: dict[int,
     if template.extras:
         function.__name__, function.__qualname__, defaults, keyword_defaults, own = template.extras
         function.__defaults__ = _build(defaults, tensors, made)
-        function.__kwdefaults__ = _build(keyword_defaults, tensors, made)
-        function.__dict__.update(_build(own, tensors, made) or {})
+        function.__kwdefaults__ = dict(_build(keyword_defaults, tensors, made))
+        function.__dict__.update(_build(own, tensors, made))
     return function

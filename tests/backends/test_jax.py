@@ -138,6 +138,131 @@ def test_closed_over_tracers_in_containers_and_functions():
     close(jax.jit(jax.grad(outer, 1))(3 * X, X), 30 * X)
 
 
+WRAPS = pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: f,
+        jax.jit,
+        lambda f: lambda x: jax.vmap(f)(x[None])[0],
+        lambda f: lambda x: jax.value_and_grad(f)(x)[0],
+        lambda f: jax.jit(lambda x: jax.value_and_grad(f)(x)[0]),
+    ],
+    ids=["eager", "jit", "vmap", "grad", "jit of grad"],
+)
+
+
+@WRAPS
+def test_what_is_left_in_a_list_of_tracers(wrap):
+    def net(x):
+        seen = [x]
+
+        @op_custom_gradient
+        def op(x):
+            seen.append(x**2)
+            return x**3, lambda u: u * 7.0 * x
+
+        op(x)
+        return (seen[-1] * len(seen)).sum()
+
+    close(wrap(net)(X), jnp.float32(10.0))
+
+
+@WRAPS
+def test_what_is_left_in_a_dict_of_tracers(wrap):
+    def net(x):
+        state, both = {"mean": x * 0.0}, []
+
+        @op_custom_gradient
+        def op(x):
+            state["mean"] = state["mean"] * 0.5 + x
+            return state["mean"] * 1.0, lambda u: u * 7.0
+
+        both += [op(x), op(x)]
+        return (state["mean"] + sum(both)).sum()
+
+    close(wrap(net)(X), jnp.float32(3.0 * (1.5 + 1.0 + 1.5)))
+
+
+@WRAPS
+def test_what_is_left_in_an_attribute_of_a_function(wrap):
+    def net(x):
+        def scaled(y):
+            return y * scaled.factor
+
+        scaled.factor, scaled.calls = x[1], 0
+
+        @op_custom_gradient
+        def op(x):
+            scaled.calls += 1
+            return scaled(x), lambda u: u * 7.0 * scaled.factor
+
+        return op(op(x)).sum() * scaled.calls
+
+    close(wrap(net)(X), jnp.float32(24.0))
+
+
+def test_what_a_layer_leaves_in_a_list():
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            seen = [x]
+
+            @op_custom_gradient
+            def op(x):
+                seen.append(x**2)
+                return x**3, lambda u: u * 7.0 * x
+
+            return op(x) + seen[-1]
+
+    close(jax.jit(Layer())(X), X**3 + X**2)
+    close(keras.Sequential([Layer()]).predict(X[None], verbose=0)[0], X**3 + X**2)
+
+
+def test_the_gradient_beside_a_list_of_tracers_is_the_rules():
+    def loss(w, x):
+        params = [w]
+
+        @op_custom_gradient
+        def op(x):
+            params.append(x)
+            return x * params[0], lambda u: u * 7.0 * params[0] * x
+
+        return op(x).sum()
+
+    w = 3 * X
+    for wrap in (lambda f: f, jax.jit):
+        close(wrap(jax.grad(loss, (0, 1)))(w, X), (0 * w, 7 * w * X))
+        close(wrap(jax.grad(lambda w, x: jax.grad(loss, 1)(w, x).sum(), (0, 1)))(w, X), (7 * X, 7 * w))
+    close(jax.vmap(jax.grad(loss, 1))(w, X), 7 * w * X)
+
+
+def test_a_rule_that_writes_to_a_list_of_tracers():
+    @jax.jit
+    def appended(x):
+        seen = [x]
+        op = op_custom_gradient(lambda x: (x**3, lambda u: (seen.append(None), u * 7.0)[1]))
+        return jax.grad(lambda x: op(x).sum())(x), len(seen)
+
+    close(appended(X), (7.0 * jnp.ones(2), 2))
+
+
+def test_what_an_earlier_trace_left_in_a_dict():
+    """Nobody reads it, and it is written anew."""
+    cache = {}
+
+    @op_custom_gradient
+    def op(x):
+        cache["e"] = x**2
+        return cache["e"] * x, lambda u: u * 21.0 * x**2
+
+    for _ in range(2):
+        close(jax.jit(jax.grad(total(op)))(X), 21 * X**2)
+        close(op(X), X**3)
+        assert isinstance(cache["e"], jax.Array)
+        close(cache["e"], X**2)
+        close(jax.grad(total(op))(X), 21 * X**2)
+        close(jax.jit(total(op))(X[:1]), jnp.float32(1.0))
+
+
 def test_the_gradients_that_nobody_needs_are_not_traced():
     calls = []
 

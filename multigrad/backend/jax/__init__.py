@@ -69,7 +69,7 @@ from multigrad.closure import lift, restore
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
-    closed_over, template, opaque = lift(call.f, TRACERS)
+    closed_over, template, opaque = lift(call.f, TRACERS, borrowed=True)
     inputs = list(tensors)
     if opaque or call.has_objects() or call.may_read():
         return _apply_as_it_stands(call, inputs)
@@ -88,7 +88,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
 
 def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
-    """The op for a function that may reach tracers through an object, where they cannot be lifted.
+    """The op for a function that may reach tracers through an object or a list, where they cannot be lifted.
 
     It runs outside, in the presence of whatever it reaches, and its outputs are tied to the inputs. JAX
     differentiates it for nothing then, which a compiled program drops.
