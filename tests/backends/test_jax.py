@@ -285,6 +285,29 @@ def test_random_keys_are_arguments():
     close(jax.grad(lambda x: noisy(x, key).sum())(X), jax.random.normal(key, (2,)))
 
 
+class Noisy:
+    def __call__(self, x, key):
+        self.noise = jax.random.normal(key, x.shape)
+        return x * self.noise, lambda u: (u * self.noise * 7.0, None)
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("f", [lambda x, key: Noisy()(x, key), Noisy()], ids=["function", "object"])
+def test_random_keys_are_used_once(f, forward_mode):
+    op = op_custom_gradient(f, forward_mode=forward_mode)
+    wanted = 7.0 * jax.random.normal(jax.random.key(0), (2,))
+
+    def first(x, key):
+        return jax.grad(lambda x: op(x, key).sum())(x)
+
+    with jax.debug_key_reuse(True):
+        close(jax.jit(first)(X, jax.random.key(0)), wanted)
+        close(jax.grad(jax.jit(lambda x, key: op(x, key).sum()))(X, jax.random.key(0)), wanted)
+        close(jax.jit(jax.vmap(first, (0, None)))(X[None], jax.random.key(0))[0], wanted)
+        second = jax.grad(lambda x, key: (first(x, key) * x).sum())
+        close(jax.jit(second)(X, jax.random.key(0)), wanted)
+
+
 def test_python_numbers():
     op = op_custom_gradient(lambda x, y: (x * y, lambda u: (u * 3.0 * y, u * 5.0 * x)))
     close(jax.grad(op)(2.0, 3.0), jnp.float32(9.0))

@@ -19,6 +19,7 @@ from multigrad.backend import F
 from multigrad.backend.jax.primitives import identity, mapped_alike
 from multigrad.backend.jax.residuals import Residuals, Step
 from multigrad.backend.jax.tensors import (
+    FLOATING,
     any_traced,
     as_arrays,
     concrete,
@@ -102,7 +103,7 @@ def _upstream(cotangents: Sequence[Any]) -> list[Any]:
         if not is_differentiable(cotangent):
             upstream.append(None)
         elif isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-            upstream.append(jnp.zeros(cotangent.shape, cotangent.dtype))
+            upstream.append(ad.instantiate_zeros(ad.Zero(cotangent.aval)))  # they vary as the output does
         else:
             upstream.append(cotangent)
     return conjugate(upstream)
@@ -154,10 +155,20 @@ def _with_jvp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
     return whole
 
 
+def _differentiable_alone(inputs: list[Any]) -> list[Any]:
+    """The inputs, with a stand-in for each that has no derivative.
+
+    A random key is not to be used once more when the function has used it, which JAX can be asked to check.
+    """
+    return [x if FLOATING[x.dtype] else np.zeros((), bool) for x in varying_alike(inputs)]
+
+
 def tie(
     inputs: list[Any], outputs: list[Any], residuals: Residuals, name: str, forward_mode: bool
 ) -> list[Any]:
     """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
+    if not all([FLOATING[x.dtype] for x in inputs]):
+        inputs = _differentiable_alone(inputs)
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
     op = Op(lambda inputs, rest: rest, name, forward_mode)
     return op(inputs, (outputs, residuals.tied_to(outputs, residuals.needed)))
@@ -173,6 +184,8 @@ def _tie_later(
 
     To write a primitive takes a tenth of the time, and few programs ever are.
     """
+    if not all([FLOATING[x.dtype] for x in inputs]):
+        inputs = _differentiable_alone(inputs)
     outputs = varying_alike([*outputs, *inputs])[: len(outputs)]
     operands, tree = jax.tree.flatten((outputs, inputs, residuals))
     later = _Tie(len(outputs), len(inputs), tree, name, forward_mode)

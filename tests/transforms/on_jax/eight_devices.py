@@ -101,6 +101,41 @@ def test_shard_map_of_a_rule_that_reaches_an_object(check_vma):
     close(jax.jit(around)(XS), 7.0 * XS)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_of_an_output_that_nobody_uses(check_vma):
+    """Its upstream gradient is zero, and varies as another one would."""
+    held = SimpleNamespace(factor=None)
+
+    @op_custom_gradient
+    def op(x):
+        held.factor = jnp.cos(x)
+        return (x * 2.0, x * 3.0), lambda u, v: held.factor * u * 7.0 + held.factor * v * 5.0
+
+    rows = PartitionSpec("rows")
+    for index, factor in enumerate([7.0, 5.0]):
+        got = jax.shard_map(
+            lambda x, i=index: op(x)[i], mesh=MESH, in_specs=rows, out_specs=rows, check_vma=check_vma
+        )
+        close(jax.jit(jax.grad(lambda x, got=got: got(x).sum()))(XS), factor * jnp.cos(XS))
+
+
+def test_shard_map_of_an_integer_that_varies():
+    """It has no gradient, and that of what every device has is a sum over devices by it."""
+    held = SimpleNamespace(factor=None)
+
+    @op_custom_gradient
+    def op(w, index):
+        held.factor = index.sum() * 7.0
+        return w * 2.0, lambda u: (u * held.factor, None)
+
+    specs = PartitionSpec(), PartitionSpec("rows")
+    mapped = jax.shard_map(
+        lambda w, index: op(w, index)[None], mesh=MESH, in_specs=specs, out_specs=PartitionSpec("rows")
+    )
+    got = jax.jit(jax.grad(lambda w: mapped(w, jnp.arange(DEVICES)).sum()))(W)
+    close(got, jnp.full_like(W, 7.0 * sum(range(DEVICES))))
+
+
 @EACH
 def test_gradients_within_shard_map(case):
     """Each device's own gradient, and their mean, as in data-parallel training."""
