@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 import pytest
 from jax import export
 from keras import ops
@@ -273,6 +274,24 @@ def test_the_gradients_that_nobody_needs_are_not_traced():
     grad(lambda x: op(x, X).sum())(X)
     jax.jit(jax.grad(lambda x: op(x, X).sum()))(X)
     assert calls == []
+
+
+def test_what_jax_has_of_its_own_is_no_object():
+    """A function that reaches an object is differentiated for nothing, which a callback would refuse."""
+    mesh, spec = jax.make_mesh((1,), ("rows",)), jax.sharding.PartitionSpec()
+    named, single = (
+        jax.sharding.NamedSharding(mesh, spec),
+        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    )
+    like = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    held = like, jnp.float32, mesh, spec, named, single
+
+    @op_custom_gradient
+    def op(x):
+        return jax.pure_callback(np.sin, held[0], x), lambda u: u * 7.0 * jnp.cos(x)
+
+    close(jax.grad(total(op))(X), 7.0 * jnp.cos(X))
+    close(jax.jit(jax.grad(total(op)))(X), 7.0 * jnp.cos(X))
 
 
 def test_random_keys_are_arguments():

@@ -11,12 +11,26 @@ import numpy as np
 
 from multigrad.backend import Spec
 from multigrad.errors import message
-from multigrad.kinds import TypeSet
+from multigrad.kinds import ATOMS, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 STAND_INS = TypeSet()
 TRACERS = TypeSet(jax.core.Tracer)
+# JAX's own that hold no tensor: classes made in Python, whose objects would count as such that may hold one.
+ATOMS.update(
+    dict.fromkeys(
+        (
+            jax.ShapeDtypeStruct,
+            jax.sharding.Mesh,
+            jax.sharding.NamedSharding,
+            jax.sharding.PartitionSpec,
+            jax.sharding.SingleDeviceSharding,
+            type(jnp.float32),
+        ),
+        True,
+    )
+)
 _NUMBERS = TypeSet(bool, int, float, complex, np.ndarray, np.generic)
 
 
