@@ -14,7 +14,7 @@ from keras import tree
 from multigrad import backend
 from multigrad.backend import Spec
 from multigrad.errors import describe, message, shape_text
-from multigrad.leaves import Layout, Slot, children
+from multigrad.leaves import Layout, Slot, children, outline
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 
@@ -318,7 +318,7 @@ class _Reader:
             alike = tree.is_nested(entry) and isinstance(entry, Mapping) == isinstance(template, Mapping)
             entries = children(entry) if alike else {}
             if entries.keys() != parts.keys():
-                raise _Misfit(path, f"the argument's own structure, {_outline(template)}", entry)
+                raise _Misfit(path, f"the argument's own structure, {outline(template)}", entry)
             for key, part in parts.items():
                 own = entries[key]
                 if type(part) is Slot and _TENSORS[type(own)] and self._specs[part] is not None:
@@ -441,17 +441,3 @@ def _extent(answer: Any) -> str:
     if isinstance(answer, (tuple, list)):
         return f"{len(answer)} in a {type(answer).__name__}"
     return f"one entry, {describe(answer)}"
-
-
-def _outline(template: Any) -> str:
-    """The structure of an argument in a few characters: `{'a': tensor, 'b': [tensor]}`."""
-    if type(template) is Slot:
-        return "tensor"
-    if not tree.is_nested(template):
-        return repr(template)
-    if isinstance(template, Mapping):
-        return "{" + ", ".join(f"{k!r}: {_outline(v)}" for k, v in template.items()) + "}"
-    parts = ", ".join(_outline(part) for part in template)
-    if isinstance(template, list):
-        return f"[{parts}]"
-    return f"({parts},)" if len(template) == 1 else f"({parts})"

@@ -1,7 +1,7 @@
 """A function of any structure as a function of flat tensors, for the calculus."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,7 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import describe, message, shape_text
-from multigrad.leaves import leaves_of, rebuild, split
+from multigrad.leaves import Slot, leaves_of, outline, rebuild, split
 from multigrad.variables import Pinned
 
 
@@ -137,7 +137,7 @@ class Structure:
 
     def alike(self, name: str, argument: str, given: Any) -> list[Any]:
         """The flat tensors of what has the same structure: one for each of its own, zeros for None."""
-        template = self.with_none(self.own)
+        template = self.with_none([Slot(place) for place in range(len(self.own))])
         try:
             tree.assert_same_structure(template, given)
         except (TypeError, ValueError) as error:
@@ -146,17 +146,29 @@ class Structure:
                     name,
                     "the structures differ",
                     argument=argument,
-                    required=describe(tree.map_structure(_kind, template)),
-                    got=describe(tree.map_structure(_kind, given)),
+                    required=outline(template),
+                    got=outline(given),
                     mend="give it the same structure, with None where there is nothing",
                 )
             ) from error
+        found = dict(_matched(template, given))
+        return [_like(name, argument, tensor, found[place]) for place, tensor in enumerate(self.own)]
+
+
+def _matched(template: Any, given: Any) -> Iterator[tuple[int, Any]]:
+    """Each slot of a template, and what stands in its place in a structure that is like it.
+
+    By key: a dict and an OrderedDict are alike, and have their leaves in other orders.
+    """
+    if isinstance(template, Mapping):
+        for key, part in template.items():
+            yield from _matched(part, given[key])
+    elif isinstance(template, (tuple, list)):
+        for part, own in zip(template, given, strict=True):
+            yield from _matched(part, own)
+    else:
         pairs = zip(leaves_of(template), leaves_of(given), strict=True)
-        return [_like(name, argument, tensor, leaf) for tensor, leaf in pairs if tensor is not None]
-
-
-def _kind(leaf: Any) -> Any:
-    return None if leaf is None else type(leaf)
+        yield from [(slot, leaf) for slot, leaf in pairs if type(slot) is Slot]
 
 
 def _like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
@@ -174,7 +186,19 @@ def _like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 mend="give it a number for each element",
             )
         )
-    given = ops.cast(backend.active.as_tensor(leaf), tensor.dtype)
+    given = backend.active.as_tensor(leaf)
+    if _is_complex(given) and not _is_complex(tensor):
+        raise TypeError(
+            message(
+                name,
+                "there is something complex, of which the imaginary part would be lost",
+                argument=argument,
+                required=f"real numbers, for {describe(tensor)}",
+                got=describe(leaf),
+                mend="give it the real part",
+            )
+        )
+    given = ops.cast(given, tensor.dtype)
     wanted, got = backend.active.sizes(tensor.shape), backend.active.sizes(given.shape)
     if wanted is not None and got is not None:
         unlike = [w != g for w, g in zip(wanted, got, strict=False) if w is not None and g is not None]
@@ -214,7 +238,7 @@ def scalar_of(name: str, value: Any) -> Any:
 def require_real(name: str, tensors: Sequence[Any]) -> None:
     """See that a Jacobian is not asked for complex numbers, for which it would not be one matrix."""
     for tensor in tensors:
-        if keras.backend.standardize_dtype(tensor.dtype).startswith("complex"):
+        if _is_complex(tensor):
             raise TypeError(
                 message(
                     name,
@@ -348,3 +372,7 @@ def _differentiable(name: str, argument: str, leaf: Any) -> Any:
 
 def _is_inexact(tensor: Any) -> bool:
     return keras.backend.standardize_dtype(tensor.dtype).startswith(("float", "bfloat", "complex"))
+
+
+def _is_complex(tensor: Any) -> bool:
+    return keras.backend.standardize_dtype(tensor.dtype).startswith("complex")

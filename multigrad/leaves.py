@@ -386,3 +386,17 @@ def _holds_tensors(container: Any) -> bool:
 def children(template: Any) -> Mapping[Any, Any]:
     """The parts of a nested template, one level deep, by what indexes them."""
     return template if isinstance(template, Mapping) else dict(enumerate(template))
+
+
+def outline(structure: Any) -> str:
+    """A structure, or a template, in a few characters: `{'a': tensor, 'b': [tensor]}`."""
+    if type(structure) is Slot or _TENSORS[type(structure)] or backend.active.CONVERTIBLE[type(structure)]:
+        return "tensor"
+    if not isinstance(structure, (Mapping, tuple, list)):
+        return type(structure).__name__ if tree.is_nested(structure) else repr(structure)
+    if isinstance(structure, Mapping):
+        return "{" + ", ".join(f"{k!r}: {outline(v)}" for k, v in structure.items()) + "}"
+    parts = ", ".join(outline(part) for part in structure)
+    if isinstance(structure, list):
+        return f"[{parts}]"
+    return f"({parts},)" if len(structure) == 1 else f"({parts})"

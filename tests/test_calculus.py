@@ -1,5 +1,7 @@
 """grad, value_and_grad, vjp and jvp."""
 
+from collections import OrderedDict, defaultdict
+
 import keras
 import numpy as np
 import pytest
@@ -178,6 +180,22 @@ def test_jvp_of_structures():
     assert tangent["more"][3][1] is None
 
 
+def _last_first(numbers):
+    return OrderedDict(sorted(numbers.items(), reverse=True))
+
+
+@pytest.mark.parametrize(
+    "given", [dict, OrderedDict, _last_first, lambda numbers: defaultdict(float, numbers)]
+)
+@pytest.mark.parametrize("own", [dict, OrderedDict, _last_first, lambda numbers: defaultdict(float, numbers)])
+def test_numbers_go_by_their_keys_and_not_by_their_order(own, given):
+    ten = given({"a": 10.0, "b": 1.0})
+    (gradient,) = vjp(lambda x: [own({"a": x * 3.0, "b": x * 2.0})], 1.0)[1]([ten])
+    close(gradient, array(32.0))
+    primal = own({"a": 10.0, "b": 1.0})
+    close(jvp(lambda p: p["b"] * 2.0 + p["a"] * 3.0, (primal,), (ten,))[1], array(32.0))
+
+
 def test_vjp_and_jvp_with_aux():
     output, pullback, aux = vjp(lambda x: (x**2, {"twice": 2.0 * x}), ONES, has_aux=True)
     close((output, pullback(ONES), aux), (ONES, (2 * ONES,), {"twice": 2 * ONES}))
@@ -311,8 +329,21 @@ def test_other_arguments_of_vjp_and_jvp():
         jvp(lambda x: x, (1.0,), ("text",))
     with pytest.raises(TypeError, match="the structures differ"):
         vjp(lambda x: (x, x), 1.0)[1](1.0)
+    with pytest.raises(TypeError, match=r"required: tensor\n  got: \[1\.0, tensor\]"):
+        vjp(lambda x: x, 1.0)[1]([1.0, ONES])
+    with pytest.raises(TypeError, match=r"required: \{'a': tensor, 'b': None\}\n"):
+        vjp(lambda x: {"a": x, "b": 3}, 1.0)[1](1.0)
     with pytest.raises(ValueError, match="the shapes differ"):
         vjp(lambda x: x, 1.0)[1](ONES)
+
+
+@pytest.mark.parametrize("number", [1j, 1.0 + 0j, np.complex64(1j)])
+def test_nothing_complex_of_what_is_real(number):
+    with pytest.raises(TypeError, match="imaginary part"):
+        jvp(lambda x: x, (2.0,), (number,))
+    with pytest.raises(TypeError, match="imaginary part"):
+        vjp(lambda x: x, 2.0)[1](number)
+    close(vjp(lambda x: x, 2j)[1](2.0)[0], array(2.0, dtype="complex64"))
 
 
 @pytest.mark.parametrize("rule", NOT_LINEAR.values(), ids=NOT_LINEAR)
