@@ -148,7 +148,7 @@ class GradientClip(keras.layers.Layer):
     the scaled gradient.
 
     Input and output:
-        A tensor of any shape, of a real floating dtype.
+        A tensor of any shape, of a real floating dtype. Something complex is a TypeError.
 
     Raises:
         ValueError: unless one of `value` and `norm` is given, and is positive.

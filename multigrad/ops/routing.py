@@ -143,6 +143,7 @@ def clip_gradient(
         `keras.optimizers.LossScaleOptimizer`, `u` is that of the scaled loss.
 
     Raises:
+        TypeError: where `x` is complex.
         ValueError: unless one of `value` and `norm` is given, and is positive.
 
     References:
@@ -151,6 +152,9 @@ def clip_gradient(
     """
     bound = bound_of(value, norm)
     x = tensor_of("clip_gradient", "x", x)
+    if dtype_of(x).startswith("complex"):
+        required, mend = "a real floating dtype", "clip the gradients of its real and its imaginary part"
+        raise unusable(TypeError, "clip_gradient", "x", required=required, got=x, mend=mend)
     if norm is None:
         return x, lambda upstream: _clip_value(upstream, cast(bound, dtype_of(upstream)))
     return x, lambda upstream: _clip_norm(upstream, bound, axis)

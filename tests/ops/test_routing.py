@@ -162,3 +162,11 @@ def test_an_infinite_gradient_is_not_let_through_as_a_clipped_one():
     weights = array(np.float32([3.0, np.inf]))
     got = grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0) * weights))(array(1.0, 1.0))
     assert np.isnan(numpy(got)).any()
+
+
+@pytest.mark.parametrize("bound", ["value", "norm"])
+def test_nothing_complex_is_clipped(bound):
+    with pytest.raises(TypeError, match="clip_gradient: x cannot be used") as error:
+        ops.clip_gradient(array(3.0 + 4.0j, dtype="complex64"), **{bound: 1.0})
+    assert "a real floating dtype" in str(error.value)
+    close(ops.clip_gradient(array(3, dtype="int32"), **{bound: 1.0}), array(3, dtype="int32"))
