@@ -12,9 +12,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message
-from multigrad.ops.arguments import tensor_of, with_plain
+from multigrad.errors import describe, message, unusable
+from multigrad.ops.arguments import is_integer, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 
 _Pair = tuple[Any, Callable[..., Any]]
@@ -216,12 +217,14 @@ def safe_norm(x: Any, axis: Any = None, keepdims: bool = False) -> _Pair:
 
     Raises:
         TypeError: where `x` is complex.
+        ValueError: where `x` has no such axis.
 
     References:
         Blue 1978, A Portable Fortran Program to Find the Euclidean Norm of a Vector, ACM Transactions on
         Mathematical Software 4(1).
     """
     x = _real("safe_norm", "x", x)
+    _check_axes(getattr(x, "shape", ()), axis)
     dtype = _result_dtype(x)
 
     def rule(upstream: Any) -> Any:
@@ -235,6 +238,16 @@ def safe_norm(x: Any, axis: Any = None, keepdims: bool = False) -> _Pair:
     _, scale, length = _in_units(_wide(x, dtype), axis)
     norm = scale * length
     return ops.cast(norm if keepdims else ops.squeeze(norm, axis), dtype), rule
+
+
+def _check_axes(shape: Any, axis: Any) -> None:
+    sizes = backend.active.sizes(shape)
+    axes = axis if isinstance(axis, (tuple, list)) else () if axis is None else (axis,)
+    if sizes is None or all(is_integer(a) and -len(sizes) <= a < len(sizes) for a in axes):
+        return
+    required = f"None, or one or several of the {len(sizes)} axes of 'x'"
+    mend = "count from 0, or from -1 at the end"
+    raise unusable(ValueError, "safe_norm", "axis", required=required, got=axis, mend=mend)
 
 
 def _in_units(x: Any, axis: Any) -> tuple[Any, Any, Any]:

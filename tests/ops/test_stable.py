@@ -170,6 +170,14 @@ def test_differences(name):
     assert check_gradients(getattr(ops, name), x, order=3).precision == "float64"
 
 
+@pytest.mark.parametrize("axis", [5, -3, (0, 2), 0.5, "a"])
+def test_no_such_axis(axis):
+    with pytest.raises(ValueError, match="safe_norm: axis cannot be used"):
+        ops.safe_norm(array(np.ones((2, 3))), axis)
+    with pytest.raises(ValueError, match="the 0 axes of 'x'"):
+        ops.safe_norm(2.0, 0)
+
+
 @pytest.mark.parametrize("name", ["safe_sqrt", "safe_log"])
 def test_differences_of_positive_numbers(name):
     assert check_gradients(getattr(ops, name), np.array([0.3, 1.0, 5.0]), order=3).precision == "float64"
