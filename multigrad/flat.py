@@ -10,7 +10,7 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import describe, message, shape_text
-from multigrad.leaves import Slot, leaves_of, outline, rebuild, split
+from multigrad.leaves import NO_NUMBERS, Slot, leaves_of, outline, rebuild, split
 from multigrad.variables import Pinned
 
 
@@ -48,10 +48,13 @@ class FlatCall:
     """
 
     def __init__(self, by: By, args: Sequence[Any], kwargs: Mapping[str, Any], has_aux: bool) -> None:
-        self._by, self._args, self._kwargs, self._has_aux = by, args, kwargs, has_aux
+        self._by, self._has_aux = by, has_aux
         self._variables = by.variables or []
         self._positions = _positions(by.name, by.places, len(args))
         self.structures = [args[position] for position in self._positions]
+        own = self._positions
+        self._args = [arg if place in own else _operands(arg) for place, arg in enumerate(args)]
+        self._kwargs = {name: _operands(arg) for name, arg in kwargs.items()}
         leaves = _leaves(by.name, self._positions, self.structures)
         self._count = len(leaves)
         of_variables = [_differentiable(by.name, f"variable {v.path!r}", v) for v in self._variables]
@@ -345,6 +348,19 @@ def _leaves(name: str, positions: Sequence[int], structures: Sequence[Any]) -> l
         for position, structure in zip(positions, structures, strict=True)
         for leaf in leaves_of(structure)
     ]
+
+
+def _operands(structure: Any) -> Any:
+    """What is not differentiated by, as it can be computed with what is: the same object, if it can be."""
+    foreign = backend.active.FOREIGN
+    if not any(foreign[type(leaf)] for leaf in leaves_of(structure)):
+        return structure
+
+    def operand(leaf: Any) -> Any:
+        numbers = foreign[type(leaf)] and leaf.dtype.kind not in NO_NUMBERS
+        return backend.active.as_tensor(leaf) if numbers else leaf
+
+    return rebuild(structure, operand)
 
 
 def _holds_numbers(leaf: Any) -> bool:

@@ -20,6 +20,9 @@ from multigrad.errors import message
 
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _SYMBOLIC, _WRITTEN = range(7)
 
+NO_NUMBERS = "OSUMm"
+"""The kinds of NumPy's dtypes that are no tensor's: of objects, text and times."""
+
 _KINDS: dict[type, int] = {}
 _TENSORS = backend.active.TENSORS
 
@@ -327,7 +330,7 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
 
         return rebuild(part, take)
     if kind == _CONVERTED:
-        if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in "OSUMm":
+        if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in NO_NUMBERS:
             return part
         tensors.append(backend.active.as_tensor(part))
         return Slot(len(tensors) - 1)

@@ -49,6 +49,30 @@ def test_python_numbers_arrays_and_variables():
     close(grad(lambda x: ops.sum(x**2))(keras.Variable(np.float32([3.0]))), array([6.0]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+def test_arrays_that_are_not_differentiated_by(dtype):
+    y = np.array([0.0, 1.0], dtype)
+    close(grad(lambda x, y: ops.sum(x * y))(ONES, y), array(0.0, 1.0))
+    close(grad(lambda x, y: ops.sum(y * x), 1)(y, ONES), array(0.0, 1.0))
+    close(grad(lambda x, *, more: ops.sum(x * more["y"][0]))(ONES, more={"y": [y]}), array(0.0, 1.0))
+    w = keras.Variable(ONES)
+    close(grad(lambda y: ops.sum(w * y), variables=[w])(y)[0], array(0.0, 1.0))
+
+
+def test_what_is_no_number_stays_as_it_is():
+    given = {"text": np.array(["a", "b"]), "objects": np.array([None]), "y": [1, "b"]}
+    got = []
+
+    def f(x, *others):
+        got.extend(others)
+        return ops.sum(x)
+
+    grad(f)(ONES, given, given["y"])
+    assert got[0]["text"] is given["text"]
+    assert got[0]["objects"] is given["objects"]
+    assert got[1] is given["y"]
+
+
 def test_what_is_not_used_has_a_zero_gradient():
     close(grad(lambda x, y: ops.sum(x), (0, 1))(ONES, ONES), (ONES, 0 * ONES))
     close(grad(lambda x: ops.sum(array(1.0, 2.0)))(ONES), 0 * ONES)

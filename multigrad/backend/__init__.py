@@ -116,6 +116,9 @@ class Backend(Protocol):
     CONVERTIBLE: TypeSet
     """Other types that hold the numbers of a dense tensor: arrays and variables."""
 
+    FOREIGN: TypeSet
+    """Those of them with which a tensor that has a gradient cannot be computed."""
+
     STAND_INS: TypeSet
     """Types that stand for a tensor while a program is written down, and can have no rule."""
 

@@ -29,7 +29,7 @@ from multigrad.kinds import TypeSet
 
 TENSORS = TypeSet(np.ndarray)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
-STAND_INS = TypeSet()
+FOREIGN = STAND_INS = TypeSet()
 
 
 def is_differentiable(tensor: Any) -> bool:

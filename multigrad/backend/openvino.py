@@ -4,6 +4,7 @@ import keras
 
 from multigrad.backend.numpy import (
     CONVERTIBLE,
+    FOREIGN,
     STAND_INS,
     apply,
     compiled,

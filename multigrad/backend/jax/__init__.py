@@ -41,6 +41,7 @@ from multigrad.backend.jax.residuals import Step, residuals_of
 from multigrad.backend.jax.tensors import (
     CONVERTIBLE,
     FLOATING,
+    FOREIGN,
     STAND_INS,
     TENSORS,
     TRACERS,

@@ -15,7 +15,7 @@ from multigrad.kinds import ATOMS, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
-STAND_INS = TypeSet()
+FOREIGN = STAND_INS = TypeSet()
 TRACERS = TypeSet(jax.core.Tracer)
 # JAX's own that hold no tensor: classes made in Python, whose objects would count as such that may hold one.
 ATOMS.update(

@@ -36,6 +36,7 @@ from multigrad.backend.tensorflow.tapes import (
 )
 from multigrad.backend.tensorflow.tensors import (
     CONVERTIBLE,
+    FOREIGN,
     STAND_INS,
     TENSORS,
     after,

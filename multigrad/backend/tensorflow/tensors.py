@@ -12,7 +12,7 @@ from multigrad.kinds import TypeSet
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
-STAND_INS = TypeSet()
+FOREIGN = STAND_INS = TypeSet()
 
 
 def after(tensor: Any, other: Any) -> Any:

@@ -40,6 +40,7 @@ from multigrad.backend.torch.programs import apply_compiled, apply_exporting, co
 from multigrad.backend.torch.state import is_compiling, is_functorch_active, is_tracing, untransformed
 from multigrad.backend.torch.tensors import (
     CONVERTIBLE,
+    FOREIGN,
     STAND_INS,
     TENSORS,
     concrete,

@@ -17,6 +17,7 @@ from multigrad.kinds import TypeSet
 
 TENSORS = TypeSet(torch.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
+FOREIGN = TypeSet(np.ndarray)
 STAND_INS = TypeSet(torch.fx.Proxy)
 
 
