@@ -73,8 +73,9 @@ def linear_cross_entropy(
         features: a floating tensor of shape `(..., d)`, a row for each token.
         kernel: a floating tensor of shape `(d, classes)`, which is cast to the dtype of the features.
         labels: integers of shape `(...)`, from 0 to `classes - 1`. A negative one, or one that is larger,
-            is an error where there are values; in compiled code its loss is NaN. To ignore a token, give
-            it any label and the weight zero.
+            is an error where there are values; in compiled code its loss is NaN, but that JAX without
+            x64 cuts what is of 64 bits to 32 beforehand. To ignore a token, give it any of the labels
+            and the weight zero.
         bias: a tensor of shape `(classes,)`, or None for no bias.
         sample_weight: numbers or bools of shape `(...)`, by which the losses are multiplied.
         reduction: what becomes of the losses, by Keras's names. None or `"none"`: there is one for each
@@ -114,7 +115,7 @@ def linear_cross_entropy(
     weights = None if weights is None else ops.cast(weights, dtype)
     if reduction in (None, "none"):
         losses = _losses(tensors, labels, chunk_size or _CHUNK_SIZE)
-        return losses if weights is None else losses * weights
+        return losses if weights is None else _weighted(losses, weights)
     expected = _expected(tensors, labels)
     primals = tensors | {"weights": _shares(reduction, weights, labels, dtype)}
     if not any(expected.values()):
@@ -190,7 +191,10 @@ def _on_demand(compute: Callable[[str], dict[str, Any]]) -> Callable[[str], Call
 def _flat(kernel: Any, bias: Any, features: Any, labels: Any, chunk_size: int) -> tuple[Any, Any, Plan]:
     """What has a row for each token, what has not, and how large it is."""
     plan = Plan(kernel.shape[0], kernel.shape[1], min(chunk_size, kernel.shape[1]))
-    rows = [ops.cast(ops.reshape(labels, (-1, 1)), "int32"), ops.reshape(features, (-1, plan.width))]
+    labels = ops.reshape(labels, (-1, 1))
+    if dtype_of(labels) in ("int64", "uint64"):  # one that is no class would become one in 32 bits
+        labels = ops.clip(ops.cast(labels, "int64"), -1, plan.classes)
+    rows = [ops.cast(labels, "int32"), ops.reshape(features, (-1, plan.width))]
     return [kernel] if bias is None else [kernel, bias], rows, plan
 
 
@@ -201,8 +205,13 @@ def _losses(primals: dict[str, Any], labels: Any, chunk_size: int) -> Any:
 
 def _weighted_sum(primals: dict[str, Any], labels: Any, chunk_size: int) -> Any:
     """The sum of the losses, each times its weight, of which every derivative is right."""
-    weights = primals["weights"]
-    return ops.sum(weights * _losses(primals, labels, chunk_size))
+    return ops.sum(_weighted(_losses(primals, labels, chunk_size), primals["weights"]))
+
+
+def _weighted(losses: Any, weights: Any) -> Any:
+    """The losses times their weights: zero for a weight of zero, of what is infinite, too."""
+    ignored = ops.logical_and(ops.equal(weights, 0.0), ops.equal(losses, float("inf")))
+    return ops.where(ignored, ops.zeros_like(losses), losses) * weights
 
 
 @op_custom_gradient(name="multigrad>linear_cross_entropy_sum")
@@ -218,7 +227,7 @@ def _sum_with_gradients(primals: dict[str, Any], labels: Any, chunk_size: int, w
     with backend.active.unrecorded():
         (losses, of_features), of_others = run(rows, [ops.reshape(weights, (-1, 1))], others)
         losses = ops.reshape(losses, ops.shape(weights))
-        value = ops.sum(weights * losses)
+        value = ops.sum(_weighted(losses, weights))
     known = {"features": ops.reshape(of_features, ops.shape(fixed["features"])), "weights": losses}
     known |= dict(zip(("kernel", "bias"), of_others, strict=False))
 

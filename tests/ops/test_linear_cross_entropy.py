@@ -105,6 +105,36 @@ def test_no_tokens():
     close(grad(lambda w: ops.sum(linear_cross_entropy(x, w, y, chunk_size=3)))(array(W)), array(0 * W))
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX without x64 cuts labels to 32 bits before they come here")
+@pytest.mark.parametrize("reduction", [None, "sum"])
+@pytest.mark.parametrize("label", [2**32 + 1, -(2**32) + 1, 2**62, -(2**31)])
+def test_a_label_that_is_a_class_in_fewer_bits(label, reduction, monkeypatch):
+    monkeypatch.setattr(backend.active, "concrete", lambda tensor: None)  # as in compiled code
+    loss = linear_cross_entropy(X, W, array(Y - Y + label, dtype="int64"), reduction=reduction)
+    assert np.isnan(numpy(loss)).all()
+
+
+@pytest.mark.parametrize("run_by", [lambda f: f, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("reduction", [None, "sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "value"])
+def test_a_token_of_no_weight_with_an_infinite_loss(reduction, wanted, run_by):
+    bias = np.zeros(W.shape[1], "float32")
+    bias[3] = -np.inf
+    labels, weights = np.full(Y.shape, 2), np.ones(Y.shape, "float32")
+    labels[0, 0], weights[0, 0] = 3, 0.0
+
+    def loss(x, w, labels):
+        return ops.sum(linear_cross_entropy(x, w, labels, bias, sample_weight=weights, reduction=reduction))
+
+    def both(labels):
+        gradients = grad(loss, argnums=(0, 1))(array(X), array(W), labels) if wanted else ()
+        return loss(array(X), array(W), labels), gradients
+
+    got, right = [run_by(both)(array(some, dtype="int32")) for some in (labels, np.full(Y.shape, 2))]
+    assert np.isfinite(numpy(got[0]))
+    close(got, right)
+
+
 def test_a_compiled_label_out_of_range_is_nan():
     if BACKEND == "torch":
         pytest.skip("`compiled` runs it as it is on PyTorch, where the label is an error")
