@@ -170,7 +170,7 @@ class Backend(Protocol):
 
     @staticmethod
     def is_differentiable(tensor: Any) -> bool:
-        """Whether the tensor's dtype is floating or complex."""
+        """Whether the tensor's dtype is one that has gradients: floating or complex."""
 
     @staticmethod
     def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:

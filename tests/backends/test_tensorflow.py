@@ -1165,3 +1165,11 @@ def test_a_gradient_around_a_vectorized_map_of_linear_cross_entropy_is_refused(t
     for function in (gradient, in_graph):
         with pytest.raises(LookupError, match="its rule was lost"):
             function(x, w)
+
+
+def test_an_output_of_few_bits_that_nobody_uses():
+    """TensorFlow takes what is of so few for constant, and has no upstream gradient for it."""
+    few = tf.dtypes.experimental.float8_e4m3fn
+    op = op_custom_gradient(lambda x: ((tf.cast(x, few), x * 2.0), lambda *upstream: upstream[1] * 3.0))
+    gradient = tf.function(lambda x: tf.gradients(op(x)[1], x))
+    close(gradient(tf.constant([1.0, 2.0]))[0], np.float32([3.0, 3.0]))

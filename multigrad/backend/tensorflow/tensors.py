@@ -31,9 +31,13 @@ def as_tensor(value: Any) -> Any:
     return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
 
 
+# Not those of fewer bits: TensorFlow's tapes take what is of them for constant, and have no zeros of them.
+_DIFFERENTIABLE = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
+
+
 def is_differentiable(tensor: Any) -> bool:
     dtype = tensor.dtype
-    return dtype.is_floating or dtype.is_complex
+    return dtype in _DIFFERENTIABLE or dtype.base_dtype in _DIFFERENTIABLE  # that of a reference has a base
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
