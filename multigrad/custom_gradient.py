@@ -17,7 +17,7 @@ from multigrad.kinds import HoldsNoTensor
 from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
 from multigrad.reach import may_reach
 from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, is_plain, own_arguments, takes_variables
-from multigrad.variables import NONE_READ, Pinned, Reads, Variables, in_scope, under_values_of
+from multigrad.variables import NONE_READ, Pinned, ReadBy, Reads, Variables, in_scope, under_values_of
 
 _framework = backend.active
 _TENSORS = _framework.TENSORS
@@ -400,6 +400,10 @@ class Pullback(HoldsNoTensor):
     def call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
         """What the function returns for the arguments around these tensors."""
         return self.binding.call(function, self.arguments.join(tensors))
+
+    def reading(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+        """A context in which `read` reads what variables hold that are not pinned for the rule."""
+        return ReadBy(read)
 
     @property
     def untraced(self) -> "Pullback":

@@ -274,6 +274,17 @@ class Pinned(_Scope):
             self.known[id(update[0])] = update[1]
 
 
+class ReadBy(_Scope):
+    """A scope in which a function reads what variables hold outside of every scope."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+
+    def _around(self, variable: keras.Variable) -> Any:
+        value = super()._around(variable)
+        return self._read(variable._value) if value is None and variable._value is not None else value
+
+
 class _Held(HoldsNoTensor):
     """The scope around a call. What it holds are values of variables, which no rule closes over."""
 

@@ -31,6 +31,12 @@ class Pullback(Protocol):
     def output(self) -> Any:
         """The layout of the output, whose `join` makes it of flat tensors."""
 
+    def reading(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+        """A context in which `read(value)` reads the framework's own value of a Keras Variable for the rule.
+
+        Where the variable has another value for the rule, that stays.
+        """
+
     @property
     def untraced(self) -> "Pullback":
         """The same for forward mode, which calls a rule to transpose it: no gradient comes back by it."""

@@ -50,7 +50,7 @@ from multigrad.backend.tensorflow.tensors import (
     sizes,
     specs_of,
 )
-from multigrad.backend.tensorflow.variables import Place
+from multigrad.backend.tensorflow.variables import Place, read_beside
 from multigrad.backend.usual import assign, constant, defaults_of, is_reading_code, snapshot, wide
 from multigrad.closure import lift, restore
 
@@ -82,8 +82,10 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
         whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
-        rule = tied_rule if beside is None or is_within(graph) else beside
-        return back.pull(rule, whole, needed, specs)
+        if beside is None or is_within(graph):
+            return back.pull(tied_rule, whole, needed, specs)
+        with back.reading(functools.partial(read_beside, graph)):
+            return back.pull(beside, whole, needed, specs)
 
     if carrier is not None:
         carrier.carry(backward)

@@ -29,10 +29,25 @@ def is_nested(graph: Any) -> bool:
 
 def is_within(graph: Any) -> bool:
     """Whether the graph that is being built is this one, or stands in it."""
-    here = graph_here()
-    while here is not None and here is not graph:
-        here = getattr(here, "outer_graph", None)
-    return here is graph
+    return _is_around(graph, graph_here())
+
+
+def _is_around(graph: Any, within: Any) -> bool:
+    while within is not None and within is not graph:
+        within = getattr(within, "outer_graph", None)
+    return within is graph
+
+
+def brought(make: Callable[[], Any], graph: Any, here: Any) -> Any:
+    """What `make` gives in the innermost graph that is around this one and `here`, in `here`.
+
+    The gradient of a branch or a loop is built in a graph beside, which takes tensors only from the graph
+    that it stands in, and no variables.
+    """
+    if not _is_around(here, graph):
+        return here.capture(brought(make, graph, here.outer_graph))
+    with here.as_default():
+        return make()
 
 
 def captured(tensors: Sequence[Any]) -> Sequence[Any]:

@@ -7,11 +7,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.graphs import graph_here, is_nested
+from multigrad.backend.tensorflow.graphs import brought, graph_here, is_nested
 from multigrad.backend.tensorflow.tensors import as_tensor
 from multigrad.errors import message
 
 _VARIABLE = "_multigrad_variable"
+
+
+def read_beside(graph: Any, value: Any) -> Any:
+    """Read the value of a variable where the gradient of a branch or a loop with this graph is built."""
+    return brought(lambda: as_tensor(value), graph, graph_here())
 
 
 class Place:

@@ -1,5 +1,6 @@
 """Ops in branches and loops: TensorFlow's own, and those that AutoGraph makes of Python's."""
 
+import keras
 import pytest
 import tensorflow as tf
 from cases import CASES
@@ -169,3 +170,66 @@ def test_python_inside_an_op(f, options, custom_gradient):
         compiled(op)(X, W)
     if custom_gradient is op_custom_gradient:
         close(compiled(custom_gradient(tf.autograph.to_graph(f)))(X, W), wanted)
+
+
+def rule_by(factor):
+    """An op whose rule reads the factor, which is no trainable variable, itself."""
+    return op_custom_gradient(lambda x, w: (x * w, lambda u: (u * factor * w, u * factor * x)))
+
+
+@pytest.mark.parametrize("taken", [value_and_gradients, derivatives])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rule_that_reads_a_variable_itself(place, taken):
+    """The gradient of a branch or a loop is built in a graph that takes no variable of TensorFlow's."""
+    if place is in_python and taken is derivatives:
+        pytest.skip(
+            "an error of TensorFlow's (2.21), which has another with tf.custom_gradient of no variable"
+        )
+    factor = keras.Variable(3.0, trainable=False)
+    function = tf.function(lambda x, w: taken(place(rule_by(factor)), x, w))
+    close(function(X, W), taken(place(rule_by(3.0)), X, W), 1e-3)
+    factor.assign(5.0)
+    close(function(X, W), taken(place(rule_by(5.0)), X, W), 1e-3)
+
+
+def test_a_rule_in_a_loop_reads_what_the_round_assigned():
+    """As in `fit`, where several steps are one execution."""
+    factor = keras.Variable(0.0, trainable=False)
+
+    @tf.function
+    def steps():
+        def step(i, total):
+            factor.assign(factor + 1.0)
+            branch = in_a_branch(rule_by(factor))
+            with tf.GradientTape() as tape:
+                tape.watch(x := tf.identity(X))
+                y = branch(x, tf.abs(W))
+            return i + 1, total + tape.gradient(y, x)
+
+        return tf.while_loop(lambda i, total: i < 3, step, (0, tf.zeros_like(X)))[1]
+
+    close(steps(), 6.0 * tf.abs(W))
+
+
+class Scaled(keras.layers.Layer):
+    """A cell whose rule multiplies by a weight that is not trained."""
+
+    state_size = 2
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(2,), initializer="ones")
+        self.k = self.add_weight(
+            shape=(), initializer=lambda shape, dtype: tf.fill(shape, 7.0), trainable=False
+        )
+
+    def call(self, x, states):
+        y = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * self.k))(x * self.w)
+        return y, [y]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_cell_whose_rule_reads_a_weight(jit_compile):
+    model = keras.Sequential([keras.layers.RNN(Scaled(), unroll=False)])
+    model.compile(keras.optimizers.SGD(0.1), lambda _, y: keras.ops.sum(y), jit_compile=jit_compile)
+    model.fit(tf.ones((1, 3, 2)), tf.ones((1, 2)), verbose=0)
+    close(model.trainable_weights[0], tf.fill((2,), 1.0 - 0.1 * 7.0))
