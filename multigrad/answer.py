@@ -22,9 +22,9 @@ _TENSORS = backend.active.TENSORS
 _SEQUENCES = (tuple, list)
 
 # What stands at the place of an argument that has no gradient, by the doubt whether it belongs there: nothing
-# or a plain zero; anything that can be the gradient of a Python number; zero by its value; a tensor that is
-# traced and shows no value; or what does not fit.
-_SURE, _OF_A_NUMBER, _ZERO, _UNSEEN, _UNFIT = range(5)
+# or a plain zero; anything that can be the gradient of a Python number; zero by its value; or what does not
+# fit, such as what is traced and shows no value.
+_SURE, _OF_A_NUMBER, _ZERO, _UNFIT = range(4)
 
 
 class Named(Protocol):
@@ -121,8 +121,6 @@ class _Fit(dict[int, Any]):
     """What a reading finds in an answer: the gradients by slot, and how much of a guess it is."""
 
     doubt = _SURE
-    unseen: _Misfit | None = None
-    """What is taken for zero without a value, unless a gradient is missing elsewhere."""
 
     def source(self, slot: int) -> Any:
         """What the answer has for a slot: a gradient, or the function that computes it."""
@@ -168,14 +166,9 @@ class _Reader:
 
     def fit(self, reading: Iterable[tuple[str, Any, Any]]) -> _Fit:
         """What a reading finds: (path, template, entry) for each part of the answer; raises `_Misfit`."""
-        fit, places = _Fit(), list(reading)
-        for path, template, entry in places:
+        fit = _Fit()
+        for path, template, entry in reading:
             self._match(path, template, entry, fit)
-        if fit.unseen is not None:
-            # Where a tensor has no gradient, this may be it, at the wrong place.
-            slots = [slot for _, slot in slot_paths([place[:2] for place in places])]
-            if any(self._specs[slot] is not None and fit.source(slot) is None for slot in slots):
-                raise fit.unseen
         return fit
 
     def _choose(self, fits: Sequence[_Fit], answer: Any) -> _Fit:
@@ -304,7 +297,10 @@ class _Reader:
             return
         of_tensor = type(template) is Slot
         if self._specs[template] is None if of_tensor else not self._is_differentiable(template):
-            self._leave_out(path, template, entry, fit)
+            doubt = _doubt(template, entry)
+            if doubt == _UNFIT:
+                raise _Misfit(path, "None or zero, because it has no gradient", entry)
+            fit.doubt = max(fit.doubt, doubt)
         # Dynamo (PyTorch 2.13) can tell neither of a dict nor of a list whether it is callable.
         elif not (isinstance(entry, (dict, list)) or _TENSORS[type(entry)]) and callable(entry):
             lazy = _Lazy(entry, self, path, template)
@@ -325,16 +321,6 @@ class _Reader:
                     fit[part] = own  # as most are
                 else:
                     self._match(f"{path}[{key!r}]", part, own, fit)
-
-    def _leave_out(self, path: str, template: Any, entry: Any, fit: _Fit) -> None:
-        """Leave out the entry of an argument that has no gradient; raises `_Misfit`."""
-        doubt = _doubt(template, entry)
-        fit.doubt = max(fit.doubt, doubt)
-        if doubt >= _UNSEEN:
-            misfit = _Misfit(path, "None or zero, because it has no gradient", entry)
-            if doubt == _UNFIT:
-                raise misfit
-            fit.unseen = misfit
 
     def unreadable(self, misfits: Sequence[_Misfit], answer: Any = None) -> TypeError:
         """The error for an answer that fits no reading, or fits each up to a `_Misfit`."""
@@ -426,7 +412,7 @@ def _doubt_of_zero(leaf: Any) -> int:
         return _UNFIT if leaf else _SURE
     value = backend.active.concrete(leaf) if _TENSORS[type(leaf)] else leaf
     if value is None:  # traced; what has an integer dtype is no gradient of anything
-        return _UNSEEN if backend.active.is_differentiable(leaf) else _ZERO
+        return _UNFIT if backend.active.is_differentiable(leaf) else _ZERO
     if not isinstance(value, (np.ndarray, np.generic)):
         return _UNFIT
     if value.dtype.names is not None:  # JAX's float0, which has no number but zero, is a structured dtype
