@@ -747,3 +747,108 @@ def test_a_wrong_sign_beside_another_in_half_precision():
         return 30.0 * ops.sum(a) + ops.sum(b), lambda u: (30.0 * u + 0.0 * a, -u + 0.0 * b)
 
     assert "argument: 'b'[" in fails(both, np.array([0.01, 0.02]), np.array([0.5, 0.6]), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("size", [255.0, 1e4, 1e8])
+@pytest.mark.parametrize(("dtype", "factor"), [("float64", 1.01), ("float32", 1.01), ("float32", 0.0)])
+def test_a_wrong_rule_of_large_arguments(size, dtype, factor):
+    """With its step, the rounding error of a difference is smaller."""
+    x = (size * np.array([1.0, -2.0])).astype(dtype)
+    for f, rule in (
+        (lambda x: x * x, lambda x, u: 2.0 * u * x),
+        (lambda x: ops.log(ops.abs(x)), lambda x, u: u / x),
+    ):
+        checked = passes(op(f, rule), x, dtype="own")
+        assert (checked.precision, checked.zeros) == (dtype, 0)
+        wrong = op(f, lambda x, u, rule=rule: rule(x, u) * factor)
+        assert "the gradient is not" in fails(wrong, x, dtype="own")
+        assert "the gradient is not" in fails(op(f, lambda x, u, rule=rule: -rule(x, u)), x, dtype="own")
+
+
+def test_a_wrong_rule_of_large_arguments_in_half_precision():
+    x = ops.cast(np.float32([300.0, -2000.0]), "bfloat16")
+    passes(op(lambda x: x * 3.0, lambda x, u: u * 3.0), x, dtype="own")
+    for factor in (0.0, 1.0, -3.0):
+        wrong = op(lambda x: x * 3.0, lambda x, u, factor=factor: u * factor)
+        assert "the gradient is not" in fails(wrong, x, dtype="own")
+
+
+RIGHT = {
+    "product": lambda x: x * ops.sum(x),
+    "offset": lambda x: x + 1e6,
+    "logarithm and offset": lambda x: ops.log(x) + 1e3,
+    "inverse": lambda x: 1.0 / x,
+    "norm": lambda x: ops.sqrt(1.0 + ops.sum(x * x)),
+    "centred": lambda x: x - ops.mean(x),
+    "log1pexp": shelf.log1pexp,
+    "softmax": ops.softmax,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_right_rule_at_any_scale(name, dtype):
+    for size in (1e-8, 1e-3, 1.0, 100.0, 1e8):
+        passes(RIGHT[name], (size * np.array([1.0, 0.7, 0.9])).astype(dtype), dtype="own")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_a_sum_of_many(dtype, size):
+    x = (size * np.random.default_rng(0).normal(size=5000)).astype(dtype)
+    passes(lambda x: {"sum": ops.sum(x), "square": ops.sum(x * x)}, x, dtype="own", max_elements=5)
+
+
+def test_what_differences_cannot_tell():
+    """Next to a large output, a small derivative is nothing; the result says so."""
+    for slope in (1.0, 0.0, -1.0):
+        offset = op(lambda x: x + 1e8, lambda x, u, slope=slope: u * slope)
+        checked = passes(offset, X.astype("float32"), dtype="own")
+        assert (checked.elements, checked.zeros) == (4, 4)
+    assert passes(lambda x: x + 1e8, X).zeros == 0
+    assert passes(ops.square, np.array([0.0, 1.0])).zeros == 1
+    assert passes(ops.square, np.array([1.0, 2.0]), order=3).zeros == 2
+
+
+def test_what_bends_close_to_zero_is_in_double_precision():
+    """It bends on a way of float32's resolution, and not by its rounding."""
+    for size in (1e-3, 1e-6, 1e-9):
+        assert passes(lambda x: ops.sqrt(x) + 1.0 / x, size * np.abs(X)).precision == "float64"
+
+    def rounded(x):
+        return ops.cast(ops.cast(1.0 + x, "float32"), x.dtype)
+
+    assert passes(rounded, 1e-9 * np.abs(X)).precision == "float32"
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_a_derivative_by_the_upstream_gradient(order):
+    """It is that of all that comes behind the op."""
+    hidden = op(lambda x: x**2, lambda x, u: ops.stop_gradient(u) * 2.0 * x)
+    passes(hidden, X)
+    said = fails(hidden, X, order=order)
+    assert "the derivative of order 2 of 'x' is not that of the function" in said
+    assert "argument: upstream of output[" in said
+    assert "4 of 8 disagree" in said
+    right = op(lambda x: x**2, lambda x, u: u * 2.0 * x)
+    assert passes(right, X, order=order).elements == 4 * order
+
+
+def test_a_mixed_derivative_of_the_third_order():
+    """Of what the rule is made of, that by the upstream gradient is right, and its own is not."""
+
+    @op_custom_gradient
+    def slope(x, u):
+        return 2.0 * x * u, lambda v: (2.0 * u * v, 2.0 * ops.stop_gradient(x) * v)
+
+    function = op(lambda x: x**2, slope)
+    passes(function, X, order=2)
+    assert "the derivative of order 3 of upstream of output is not" in fails(function, X, order=3)
+
+
+def test_a_derivative_by_a_complex_upstream_gradient():
+    slope = op_custom_gradient(lambda z, u: (u * ops.conj(2.0 * z), lambda v: (ops.conj(v) * u * 2.0, v * z)))
+    z = X + 1j * W
+    passes(op(lambda z: z * z, slope), z)
+    said = fails(op(lambda z: z * z, slope), z, order=2)
+    assert "argument: upstream of output[" in said

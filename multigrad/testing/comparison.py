@@ -182,7 +182,7 @@ def compare(
             got = measured[other].arrays[name]
             limits = (0.0, 0.0)
             if rules:
-                limits = rules.rounding if rtol is None else rtol, rules.atol(size, gradient)
+                limits = rules.rounding if rtol is None else rtol, rules.atol(rules.rounding * size, gradient)
             alike = (np.isnan(got) & np.isnan(wanted)) | (got == wanted)
             bad = disagree(got, wanted, *limits) & ~alike
             pair = f"{other}, {first}"

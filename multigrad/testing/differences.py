@@ -10,7 +10,7 @@ import numpy as np
 
 from multigrad import backend
 from multigrad.binding import name_of
-from multigrad.errors import message, unusable
+from multigrad.errors import distinct_names, message, unusable
 from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, precision_of, values, vjp
 from multigrad.testing.laws import check_compiled, check_linear, check_own, noted
 from multigrad.testing.precision import Tolerance, precision, size_of
@@ -38,6 +38,9 @@ class Checked:
     """How many derivatives were compared with differences, those of all orders together."""
     largest: float
     """How far one was off at most, relative to the largest of its argument, if that is more than rounding."""
+    zeros: int
+    """How many of the `elements` are zero for all that differences can tell: with all of them, a rule that
+    answers zeros would have passed, too."""
 
 
 def check_gradients(
@@ -72,7 +75,8 @@ def check_gradients(
     - Residuals: the pullback of a call is the same after the function was called with other numbers.
     - Differences: each element of each input is moved both ways, and each output, its elements weighted by
       fixed pseudo-random numbers, must change as its gradient says. For the next order, the gradient of all
-      outputs so weighted takes the place of the function.
+      outputs so weighted takes the place of the function, and the numbers, its upstream gradient, are inputs
+      of it: what differentiates a rule does so by these, too.
     - Compiled: the outputs and gradients of the function under `jax.jit`, `tf.function` or `torch.compile`
       are those of the function run as it is. On PyTorch, `torch.compile` traces the forward and the
       backward pass (`backend="aot_eager"`), and generates no code; an op that reads variables runs
@@ -89,11 +93,12 @@ def check_gradients(
             static float, pass a lambda or `functools.partial`.
         order: the highest order of derivatives; the lower ones are checked first.
         rtol, atol: a derivative `g` agrees with a difference `d` where `abs(g - d) <= atol + rtol * abs(d)`.
-            They depend on the precision where they are not given: with `e = 5 * eps ** (2/3)`, `rtol` is the
-            larger of `1e-4` and `e`, and `atol` is `e` times the size of the output where it was moved to,
-            which is the rounding error of a difference, and `4 * eps` times the largest gradient, which is
-            what may be left of one that is zero. `e` is 2e-10 in float64, 1e-4 in float32, 0.05 in float16
-            and 0.2 in bfloat16.
+            They depend on the precision where they are not given: `rtol` is the larger of `1e-4` and
+            `5 * eps ** (2/3)`, which is 2e-10 in float64, 1e-4 in float32, 0.05 in float16 and 0.2 in
+            bfloat16; and `atol` is `5 * eps / h` times the size of the output where it was moved to, and
+            `2 * eps / h` times that of the inputs by their gradients, which is the rounding error of a
+            difference of the step `h` (the longer one of those below, for the inputs); and `4 * eps` times
+            the largest gradient, which is what may be left of one that is zero.
         variables: Keras Variables by which it is differentiated too; if not given, the trainable ones that
             it reads.
         dtype: the floating dtype to which the arguments are cast, complex ones to its complex counterpart. If
@@ -107,8 +112,9 @@ def check_gradients(
             with a fixed seed chooses.
 
     Returns:
-        What was compared: the `precision` that decided on tolerances, the number of `elements` compared, and
-        the `largest` relative difference.
+        What was compared: the `precision` that decided on tolerances, the number of `elements` compared, the
+        `largest` relative difference, and how many of the elements are `zeros` for all that differences can
+        tell. Next to an output of 1e8 in float32, that is every derivative of 1, whatever the rule says.
 
     Raises:
         AssertionError: where they disagree. It names the argument, the element and both values, and has a
@@ -123,6 +129,13 @@ def check_gradients(
         of twice the step takes the first error to `O(h**4)` (Richardson's extrapolation; Press et al.,
         Numerical Recipes, section 5.7). Where the two are far apart, an element below 1 is moved by a share
         of its own, and one above 1 by as much as 1 is.
+
+        The values `f` of a function that rounds `k` times are each off by up to `k * eps / 2 * f`, so a
+        difference, `(f(x + h) - f(x - h)) / (2 * h)`, by `k * eps / 2 * f / h`, and `(4 * near - far) / 3` by
+        1.5 times that: 5 is for `k` of 6. What rounding does to the elements of an output is independent, so
+        the size of it is their root of a sum of squares; so is that of what inputs bring to an output and
+        cancels in it, as in `x - mean(x)`. The rounding of an argument that is moved does nothing: what is
+        divided by is the way from the one rounded number to the other.
     """
     __tracebackhide__ = True
     counts: list[tuple[str, Any, str, str]] = [
@@ -137,20 +150,20 @@ def check_gradients(
     with backend.active.wide():
         with noted("check_gradients calls it with floats in float64, unless it is told another `dtype`."):
             flat = Flat(fn, args, variables, dtype)
-        found = Checked("float64", 0, 0.0)
-        function: _Function = flat
-        names = flat.output_names
+        found = Checked("float64", 0, 0.0, 0)
+        derivative = _Derivative(flat, flat.inputs, flat.input_names, flat.output_names)
         for nth in range(1, order + 1):
-            gradient = _gradient_of(function, flat.inputs)
-            rules = Tolerance(precision(flat.inputs, function, gradient), rtol, atol)
+            following = derivative.following()
+            both = [precision(each.function, each.inputs) for each in (derivative, following)]
+            rules = Tolerance(max(both, key=RESOLUTIONS.__getitem__), rtol, atol)
             if nth == 1:
                 _require_finite(flat)
                 check_linear(flat, rules)
                 check_own(flat, rules)
-            found = _check_differences(flat, function, names, nth, rules, max_elements, found)
+            found = _check_differences(flat, derivative, nth, rules, max_elements, found)
             if nth == 1 and compiled:
                 check_compiled(flat, rules)
-            function, names = gradient, flat.input_names
+            derivative = following
         return found
 
 
@@ -171,55 +184,71 @@ def _require_finite(flat: Flat) -> None:
             )
 
 
-def _gradient_of(function: _Function, inputs: Sequence[Any]) -> _Function:
-    """The gradient of all outputs together, weighted by fixed numbers."""
-    outputs = function(*inputs)
-    weights = like(list(directions(outputs, seed=0)), outputs)
+@dataclass(frozen=True)
+class _Derivative:
+    """A function, or a derivative of it, and the place at which it is looked at."""
 
-    def gradient(*inputs: Any) -> list[Any]:
-        _, pullback = vjp(function, inputs)
-        return list(pullback(weights))
+    function: _Function
+    inputs: Sequence[Any]
+    """Those of the function, and then the upstream gradients of its derivatives."""
+    input_names: Sequence[str]
+    output_names: Sequence[str]
 
-    return gradient
+    def following(self) -> "_Derivative":
+        """The gradient of all outputs together, weighted by fixed numbers, by all inputs.
+
+        The numbers are inputs of it: what differentiates a rule does so by its upstream gradient, too.
+        """
+        outputs, count = self.function(*self.inputs), len(self.inputs)
+
+        def gradient(*inputs: Any) -> list[Any]:
+            _, pullback = vjp(self.function, inputs[:count])
+            return list(pullback(inputs[count:]))
+
+        upstream = like(list(directions(outputs, seed=0)), outputs)
+        names = [*self.input_names, *[f"upstream of {name}" for name in self.output_names]]
+        return _Derivative(gradient, [*self.inputs, *upstream], distinct_names(names), self.input_names)
 
 
 def _check_differences(
-    flat: Flat,
-    function: _Function,
-    names: Sequence[str],
-    nth: int,
-    rules: Tolerance,
-    max_elements: int,
-    found: Checked,
+    flat: Flat, derivative: _Derivative, nth: int, rules: Tolerance, max_elements: int, found: Checked
 ) -> Checked:
-    """See that the derivatives of `function`, whose outputs have these names, are its differences."""
+    """See that the derivatives of `derivative` are its differences."""
     __tracebackhide__ = True
-    outputs, pullback = vjp(function, flat.inputs)
+    function, inputs, names = derivative.function, derivative.inputs, derivative.output_names
+    outputs, pullback = vjp(function, inputs)
     weights = list(directions(outputs, seed=0))
     gradients = [_one_gradient(pullback, outputs, weights, place) for place in range(len(outputs))]
-    count, largest, unlike = found.elements, found.largest, []
-    for i, (name, tensor) in enumerate(zip(flat.input_names, flat.inputs, strict=True)):
-        elements = _chosen(tuple(tensor.shape), max_elements)
-        differences = [_difference(function, flat.inputs, i, e, weights, rules) for e in elements]
+    compared, elements, zeros, largest, unlike = 0, found.elements, found.zeros, found.largest, []
+    for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
+        difference = _difference if i < len(flat.inputs) else _linear_difference
+        chosen = _chosen(tuple(tensor.shape), max_elements)
+        differences = [difference(function, inputs, i, element, weights, rules) for element in chosen]
         for k, output in enumerate(names):
-            ruled = np.array([gradients[k][i][element] for element in elements])
-            measured = np.array([values[k] for values, _ in differences])
-            sizes = np.array([sizes[k] for _, sizes in differences])
-            atol = rules.atol(sizes, size_of(*gradients[k]))
+            ruled = np.array([gradients[k][i][element] for element in chosen])
+            measured = np.array([numbers[k] for numbers, _ in differences])
+            errors = np.array([errors[k] for _, errors in differences])
+            if i < len(flat.inputs):
+                steps = rules.step * np.array([max(1.0, abs(values(tensor)[element])) for element in chosen])
+                errors += _SHARE * rules.error(_size_on_the_way(inputs, gradients[k]), steps)
+            atol = rules.atol(errors, size_of(*gradients[k]))
             bad = disagree(ruled, measured, rules.rtol, atol) | ~np.isfinite(measured)
-            pairs = zip(elements, ruled, measured, strict=True)
+            pairs = zip(chosen, ruled, measured, strict=True)
             unlike += [
                 Unlike((output, name), element, (got, wanted))
                 for (element, got, wanted), wrong in zip(pairs, bad, strict=True)
                 if wrong
             ]
-            count += len(elements)
+            compared += len(chosen)
+            if i < len(flat.inputs) and (nth == 1 or k < len(flat.inputs)):  # by and of no upstream
+                elements += len(chosen)
+                zeros += int(np.sum(np.abs(measured) <= atol))
             if size_of(measured) > np.max(atol, initial=0.0) and not bad.any():  # and is no zero
                 largest = max(largest, relative(np.abs(ruled - measured).max(), size_of(measured)))
     if unlike:
-        _fail_differences(flat, unlike, nth, count - found.elements, rules.precision)
+        _fail_differences(flat, unlike, nth, compared, rules.precision)
     precision = max(found.precision, rules.precision, key=RESOLUTIONS.__getitem__)
-    return Checked(precision, count, largest)
+    return Checked(precision, elements, largest, zeros)
 
 
 def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = True) -> float:
@@ -227,6 +256,18 @@ def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = Tru
     with np.errstate(all="ignore"):
         sizes = np.abs(weight) * np.maximum(np.abs(up), np.abs(down))
         return float(np.linalg.norm(np.where(where, sizes, 0.0)))
+
+
+def _size_on_the_way(inputs: Sequence[Any], gradients: Sequence[np.ndarray]) -> float:
+    """The size of what the arguments bring to an output, which may cancel in it."""
+    with np.errstate(all="ignore"):
+        parts = [np.abs(values(x) * g).ravel() for x, g in zip(inputs, gradients, strict=True)]
+    whole = np.concatenate(parts)
+    return float(np.linalg.norm(whole[np.isfinite(whole)]))
+
+
+_SHARE = 0.4
+"""How much of that counts: 2 of the 5 roundings of an output."""
 
 
 def _one_gradient(
@@ -256,34 +297,48 @@ def _difference(
 ) -> tuple[list[Any], list[float]]:
     """How each weighted output changes with an element of an input, extrapolated to a step of zero.
 
-    And the largest size of each output on the way, of which the rounding errors are a share.
+    And what rounding may have done to it.
     """
     own = abs(values(inputs[i])[element])
     central = functools.partial(_central, function, inputs, i, element, weights)
-    differences, sizes, steady = _extrapolated(central, rules, rules.step * max(1.0, own))
+    differences, errors, steady = _extrapolated(central, rules, rules.step * max(1.0, own))
     # The step may be too long, for `log` close to zero, and for `cos` far from it.
     shorter = rules.step * min(1.0, own)
     if steady or own in (0.0, 1.0) or shorter < _SHORTEST * own * RESOLUTIONS[precision_of([inputs[i]])]:
-        return differences, sizes
+        return differences, errors
     return _extrapolated(central, rules, shorter)[:2]
+
+
+def _linear_difference(
+    function: _Function,
+    inputs: Sequence[Any],
+    i: int,
+    element: tuple[int, ...],
+    weights: Sequence[np.ndarray],
+    rules: Tolerance,
+) -> tuple[list[Any], list[float]]:
+    """How each weighted output, linear in an input, changes with an element: what it is of that alone."""
+    of_zero = list(inputs)
+    of_zero[i : i + 1] = like([0.0 * values(inputs[i])], inputs[i : i + 1])
+    differences, sizes, _ = _central(function, of_zero, i, element, weights, 1.0)
+    return differences, [rules.rounding * size for size in sizes]
 
 
 def _extrapolated(
     central: Callable[[float], tuple[list[Any], list[float], list[float]]], rules: Tolerance, length: float
 ) -> tuple[list[Any], list[float], bool]:
-    """The difference by a step of this length, sizes, and whether one of twice the length is close to it."""
+    """The difference by a step of this length, its error, and whether one of twice the length is close."""
     near, sizes, _ = central(length)
     if rules.step > _FAR:
-        return near, sizes, True
+        return near, [rules.error(size, length) for size in sizes], True
     far, larger, moved = central(2.0 * length)
-    sizes = [max(pair) for pair in zip(sizes, larger, strict=True)]
-    rounding = rules.rounding * rules.step / length  # as it is for a step of this length
+    errors = [rules.error(max(pair), length) for pair in zip(sizes, larger, strict=True)]
     steady = not any(
-        disagree(np.asarray(a), np.asarray(b), _STEADY, rounding * size).any()
+        disagree(np.asarray(a), np.asarray(b), _STEADY, rules.error(size, length)).any()
         for a, b, size in zip(near, far, moved, strict=True)
     )
     with np.errstate(invalid="ignore", over="ignore"):
-        return [(4.0 * a - b) / 3.0 for a, b in zip(near, far, strict=True)], sizes, steady
+        return [(4.0 * a - b) / 3.0 for a, b in zip(near, far, strict=True)], errors, steady
 
 
 _FAR = 0.05

@@ -22,12 +22,16 @@ class Tolerance:
         self.rtol = max(1e-4, self.rounding) if rtol is None else rtol
         self._atol = atol
 
-    def atol(self, size: Any, gradient: float) -> Any:
-        """The absolute tolerance for differences of an output of this size, or of these.
+    def error(self, size: Any, length: float) -> Any:
+        """What rounding may do to a difference of this length, of an output of this size, or of these."""
+        return self.rounding * self.step / length * size  # 5 * eps * size / length
+
+    def atol(self, error: Any, gradient: float) -> Any:
+        """The absolute tolerance for numbers with this error, or these.
 
         `gradient` is the size of the largest gradient: another one may be what is left of such numbers.
         """
-        return self.rounding * size + self.noise * gradient if self._atol is None else self._atol
+        return error + self.noise * gradient if self._atol is None else self._atol
 
 
 def size_of(*arrays: np.ndarray) -> float:
@@ -35,44 +39,46 @@ def size_of(*arrays: np.ndarray) -> float:
     return max([float(np.max(np.abs(a), where=np.isfinite(a), initial=0.0)) for a in arrays], default=0.0)
 
 
-def precision(inputs: Sequence[Any], *functions: Callable[..., Sequence[Any]]) -> str:
-    """The dtype of the fewest digits in which functions of `inputs` compute."""
-    lowest = precision_of([*inputs, *[output for function in functions for output in function(*inputs)]])
-    if lowest == "float64" and any(_roughness(function, inputs) > 1e-10 for function in functions):
+def precision(function: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> str:
+    """The dtype of the fewest digits in which a function of `inputs` computes."""
+    lowest = precision_of([*inputs, *function(*inputs)])
+    # On a way that is long for an element close to zero, `log` bends by itself.
+    if lowest == "float64" and all(_roughness(function, inputs, least) > 1e-10 for least in (1.0, 0.0)):
         return "float32"
     return lowest
 
 
-def _roughness(function: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> float:
+def _roughness(function: Callable[..., Sequence[Any]], inputs: Sequence[Any], least: float) -> float:
     """How far a function is from a parabola on so short a way that only rounding to float32 can bend it.
 
     It is relative to the size of an output: about 1e-12 where all is float64, and 1e-7 where something on
-    the way is float32. A parabola, as `log` close to zero bends on that way, too.
+    the way is float32. A parabola, as `log` bends on that way, too. The way is a share of each element, or of
+    `least` where that is larger; without a `least` it may be too short for a change, and the answer infinite.
     """
     most = 0.0
     middle = [values(output) for output in function(*inputs)]
     for length in (1.0, 1.7, 2.6):
-        bends = [_bends(function, inputs, middle, times * length) for times in (1.0, 2.0)]
-        for once, twice, between in zip(*bends, middle, strict=True):
+        once, twice = [
+            [_there(function, inputs, way * length, least) for way in (times, -times)] for times in (1.0, 2.0)
+        ]
+        for high, low, higher, lower, between in zip(*once, *twice, middle, strict=True):
+            if not least and (high == low).any():
+                return float("inf")
             with np.errstate(all="ignore"):
-                rest = np.abs(twice - 4.0 * once)
-            size = np.max(np.abs(between), where=np.isfinite(between), initial=0.0)
+                rest = np.abs((higher + lower - 2.0 * between) - 4.0 * (high + low - 2.0 * between))
+            size = size_of(between)
             most = max(
                 most, relative(np.max(rest, where=np.isfinite(rest), initial=0.0), size) if size else 0.0
             )
     return most
 
 
-def _bends(
-    function: Callable[..., Sequence[Any]], inputs: Sequence[Any], middle: Sequence[np.ndarray], length: float
+def _there(
+    function: Callable[..., Sequence[Any]], inputs: Sequence[Any], length: float, least: float
 ) -> list[np.ndarray]:
-    """The second differences of the outputs along one way through the inputs."""
-    ends = []
-    for way in (length, -length):
-        moved = [
-            x + way * RESOLUTIONS["float32"] * np.maximum(1.0, np.abs(x)) * np.sign(np.real(direction))
-            for x, direction in zip(map(values, inputs), directions(inputs, seed=3), strict=True)
-        ]
-        ends.append([values(output) for output in function(*like(moved, inputs))])
-    with np.errstate(all="ignore"):
-        return [high + low - 2.0 * between for high, low, between in zip(*ends, middle, strict=True)]
+    """The outputs so far along one way through the inputs, on which quotients of these change, too."""
+    moved = [
+        x + length * RESOLUTIONS["float32"] * np.maximum(least, np.abs(x)) * np.real(direction) / 2.0
+        for x, direction in zip(map(values, inputs), directions(inputs, seed=3), strict=True)
+    ]
+    return [values(output) for output in function(*like(moved, inputs))]
