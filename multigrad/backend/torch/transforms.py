@@ -35,12 +35,12 @@ from multigrad.linear import FAR, require_linear, trial
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     found = _Found()
-    if not (call.has_objects() or call.may_read() or any(map(_is_transformed, _beside(call)))):
+    if not (call.has_objects() or call.may_read() or _beside(call)):
         outputs = _Transformed.apply(call, found, *tensors)
         return found.back.output.join(outputs[: found.outputs])
     # The values of variables, and what is closed over or reached by name, may be wrapped for a transform, and
-    # then have no place inside of the Function. So the function runs outside of it, recorded, and its
-    # outputs are tied to the inputs.
+    # then have no place inside of the Function, or may require a gradient. So the function runs outside of
+    # it, recorded, and its outputs are tied to the inputs.
     ran = outputs, rule, inputs, back = call.run(tensors)
     others = found.note(call, ran)
     found.standing = True
@@ -73,12 +73,6 @@ def is_apart(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
 def _beside(call: Call) -> list[torch.Tensor]:
     """What the function may use beside its arguments."""
     return list(tensors_behind(call.f, TENSORS))
-
-
-def _is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether it stands for a batch, or has a derivative of torch.func or of forward mode."""
-    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None
-    return dual or _is_wrapped(tensor)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:

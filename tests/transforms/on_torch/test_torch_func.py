@@ -544,3 +544,23 @@ def test_forward_mode_of_a_gradient_through_an_object():
         dual = forward_ad.make_dual(x, torch.ones(2))
         (gradient,) = torch.autograd.grad(Square().of(dual).sum(), dual)
         close(forward_ad.unpack_dual(gradient).tangent, 9.0 * x.detach() ** 2)
+
+
+OF_A_PLAIN_LEAF = torch.tensor(2.0, requires_grad=True)
+
+
+@pytest.mark.parametrize("by", ["a closure", "a global"])
+def test_a_plain_gradient_of_a_transforms_gradient_by_what_is_reached(by):
+    leaf = OF_A_PLAIN_LEAF
+    read = {"a closure": lambda: leaf, "a global": lambda: OF_A_PLAIN_LEAF}[by]
+    x = torch.tensor([0.5, 2.0])
+
+    @op_custom_gradient
+    def op(x):
+        e = x * read()
+        return e * 1.0, lambda u: 3.0 * u * e
+
+    leaf.grad = None
+    gradient = grad(lambda x: op(x).sum())(x)
+    gradient.sum().backward()
+    close(leaf.grad, 3.0 * x.sum())
