@@ -248,43 +248,42 @@ class _Reader:
         named = list(zip(self._binding.names(), self._arguments.template, strict=True))
         differentiable = [place for place in named if self._is_differentiable(place[1])]
         if isinstance(answer, (tuple, list)):
-            of_object = any(place[0] in ("'self'", "'cls'") for place in named[:1])
-            without_self = named[1:] if of_object and named[:1] != differentiable[:1] else named
+            of_object = named and named[0][0] in ("'self'", "'cls'") and named[0] not in differentiable[:1]
+            without_self = named[1:] if of_object else named
             for places in (named, without_self, differentiable):
                 if len(places) == len(answer):
                     yield [(*place, entry) for place, entry in zip(places, answer, strict=True)]
             flat = sorted(slot_paths(named), key=lambda place: place[1])
             if len(flat) == len(answer):
                 yield [(*place, entry) for place, entry in zip(flat, answer, strict=True)]
-        elif isinstance(answer, Mapping) and not self._shared_names():
-            by_name = self._by_name()
+        elif isinstance(answer, Mapping):
+            by_name, shared = self._by_name()
             wanted = {name for name, (_, template) in by_name.items() if self._is_differentiable(template)}
-            if wanted <= answer.keys() <= by_name.keys():
+            if not shared and wanted <= answer.keys() <= by_name.keys():
                 yield [(*place, answer.get(name)) for name, place in by_name.items()]
         # Beside variables, an op may have no differentiable argument: a number that a rule answers for.
         alone = differentiable or named
         if len(alone) == 1 and not (type(alone[0][1]) is Slot and tree.is_nested(answer)):
             yield [(*alone[0], answer)]
 
-    def _by_name(self) -> dict[str, tuple[str, Any]]:
-        """The path and template of each parameter, of which `*args` has one, a tuple."""
+    def _by_name(self) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+        """The path and template of each parameter, of which `*args` has one, a tuple.
+
+        And the names that two parameters have, which only `**kwargs` can bring about.
+        """
         by_name: dict[str, tuple[str, Any]] = {}
+        shared = []
         for path, template in zip(self._binding.names(), self._arguments.template, strict=True):
             name, several, _ = path.strip("'").partition("'[")
             if several:
                 _, others = by_name.get(name, ("", ()))
                 path, template = repr(name), (*others, template)
+            elif name in by_name:
+                shared.append(path)
             by_name[name] = path, template
         if self._binding.variadic is not None:  # for which nothing may have come
             by_name.setdefault(self._binding.variadic, (repr(self._binding.variadic), ()))
-        return by_name
-
-    def _shared_names(self) -> list[str]:
-        """The names that two parameters have, which only `**kwargs` can bring about."""
-        names = [path for path in self._binding.names() if not path.endswith("]")]
-        if f"{self._binding.variadic!r}[0]" in self._binding.names():
-            names.append(repr(self._binding.variadic))
-        return sorted({name for name in names if names.count(name) > 1})
+        return by_name, sorted(shared)
 
     def _is_differentiable(self, template: Any) -> bool:
         if type(template) is Slot:
@@ -339,7 +338,7 @@ class _Reader:
         named = list(zip(self._binding.names(), self._arguments.template, strict=True))
         differentiable = [name for name, template in named if self._is_differentiable(template)]
         if isinstance(answer, Mapping):
-            shared = self._shared_names()
+            by_name, shared = self._by_name()
             if shared:
                 return TypeError(
                     message(
@@ -351,7 +350,7 @@ class _Reader:
                         mend="return a tuple, or give the parameters names of their own",
                     )
                 )
-            keys = [path for path, template in self._by_name().values() if self._is_differentiable(template)]
+            keys = [path for path, template in by_name.values() if self._is_differentiable(template)]
             return TypeError(
                 message(
                     self._op,

@@ -10,7 +10,7 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import describe, message, shape_text
-from multigrad.leaves import NO_NUMBERS, Slot, leaves_of, outline, rebuild, split
+from multigrad.leaves import NO_NUMBERS, Slot, children, leaves_of, outline, rebuild, split
 from multigrad.variables import Pinned
 
 
@@ -163,12 +163,10 @@ def _matched(template: Any, given: Any) -> Iterator[tuple[int, Any]]:
 
     By key: a dict and an OrderedDict are alike, and have their leaves in other orders.
     """
-    if isinstance(template, Mapping):
-        for key, part in template.items():
-            yield from _matched(part, given[key])
-    elif isinstance(template, (tuple, list)):
-        for part, own in zip(template, given, strict=True):
-            yield from _matched(part, own)
+    if isinstance(template, (Mapping, tuple, list)):
+        own = children(given)
+        for key, part in children(template).items():
+            yield from _matched(part, own[key])
     else:
         pairs = zip(leaves_of(template), leaves_of(given), strict=True)
         yield from [(slot, leaf) for slot, leaf in pairs if type(slot) is Slot]

@@ -27,6 +27,12 @@ from multigrad.testing.table import (
 
 _Function = Callable[..., Sequence[Any]]
 
+_Weighted = tuple[list[Any], list[float]]
+"""For each weighted output a difference, and its error."""
+
+_Central = Callable[[float], tuple[list[Any], list[float], list[float]]]
+"""What `_central` has for one element of one input, by the length of the step."""
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -152,10 +158,11 @@ def check_gradients(
             flat = Flat(fn, args, variables, dtype)
         found = Checked("float64", 0, 0.0, 0)
         derivative = _Derivative(flat, flat.inputs, flat.input_names, flat.output_names)
+        own = precision(derivative.function, derivative.inputs)
         for nth in range(1, order + 1):
             following = derivative.following()
-            both = [precision(each.function, each.inputs) for each in (derivative, following)]
-            rules = Tolerance(max(both, key=RESOLUTIONS.__getitem__), rtol, atol)
+            next_own = precision(following.function, following.inputs)
+            rules = Tolerance(max(own, next_own, key=RESOLUTIONS.__getitem__), rtol, atol)
             if nth == 1:
                 _require_finite(flat)
                 check_linear(flat, rules)
@@ -163,7 +170,7 @@ def check_gradients(
             found = _check_differences(flat, derivative, nth, rules, max_elements, found)
             if nth == 1 and compiled:
                 check_compiled(flat, rules)
-            derivative = following
+            derivative, own = following, next_own
         return found
 
 
@@ -219,18 +226,28 @@ def _check_differences(
     outputs, pullback = vjp(function, inputs)
     weights = list(directions(outputs, seed=0))
     gradients = [_one_gradient(pullback, outputs, weights, place) for place in range(len(outputs))]
+    on_the_way = [_size_on_the_way(inputs, gradient) for gradient in gradients]
     compared, elements, zeros, largest, unlike = 0, found.elements, found.zeros, found.largest, []
     for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
-        difference = _difference if i < len(flat.inputs) else _linear_difference
-        chosen = _chosen(tuple(tensor.shape), max_elements)
-        differences = [difference(function, inputs, i, element, weights, rules) for element in chosen]
+        is_upstream = i >= len(flat.inputs)
+        around = _with_zero(inputs, i) if is_upstream else inputs
+        numbers, digits = values(tensor), precision_of([tensor])
+        chosen = _chosen(numbers.shape, max_elements)
+        steps = np.array([_step(rules, abs(numbers[element])) for element in chosen])
+        differences = []
+        for element in chosen:
+            central = functools.partial(_central, function, around, i, element, weights)
+            differences.append(
+                _linear_difference(central, rules)
+                if is_upstream
+                else _difference(central, numbers[element], digits, rules)
+            )
         for k, output in enumerate(names):
             ruled = np.array([gradients[k][i][element] for element in chosen])
-            measured = np.array([numbers[k] for numbers, _ in differences])
+            measured = np.array([weighted[k] for weighted, _ in differences])
             errors = np.array([errors[k] for _, errors in differences])
-            if i < len(flat.inputs):
-                steps = rules.step * np.array([max(1.0, abs(values(tensor)[element])) for element in chosen])
-                errors += _SHARE * rules.error(_size_on_the_way(inputs, gradients[k]), steps)
+            if not is_upstream:
+                errors += _SHARE * rules.error(on_the_way[k], steps)
             atol = rules.atol(errors, size_of(*gradients[k]))
             bad = disagree(ruled, measured, rules.rtol, atol) | ~np.isfinite(measured)
             pairs = zip(chosen, ruled, measured, strict=True)
@@ -240,15 +257,15 @@ def _check_differences(
                 if wrong
             ]
             compared += len(chosen)
-            if i < len(flat.inputs) and (nth == 1 or k < len(flat.inputs)):  # by and of no upstream
+            if not is_upstream and (nth == 1 or k < len(flat.inputs)):  # by and of no upstream
                 elements += len(chosen)
                 zeros += int(np.sum(np.abs(measured) <= atol))
             if size_of(measured) > np.max(atol, initial=0.0) and not bad.any():  # and is no zero
                 largest = max(largest, relative(np.abs(ruled - measured).max(), size_of(measured)))
     if unlike:
         _fail_differences(flat, unlike, nth, compared, rules.precision)
-    precision = max(found.precision, rules.precision, key=RESOLUTIONS.__getitem__)
-    return Checked(precision, elements, largest, zeros)
+    decided = max(found.precision, rules.precision, key=RESOLUTIONS.__getitem__)
+    return Checked(decided, elements, largest, zeros)
 
 
 def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = True) -> float:
@@ -287,46 +304,40 @@ def _chosen(shape: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
     return [every[place] for place in sorted(places)]
 
 
-def _difference(
-    function: _Function,
-    inputs: Sequence[Any],
-    i: int,
-    element: tuple[int, ...],
-    weights: Sequence[np.ndarray],
-    rules: Tolerance,
-) -> tuple[list[Any], list[float]]:
+def _difference(central: _Central, number: float, precision: str, rules: Tolerance) -> _Weighted:
     """How each weighted output changes with an element of an input, extrapolated to a step of zero.
 
-    And what rounding may have done to it.
+    And what rounding may have done to it. The element is this `number`, in an input of this `precision`.
     """
-    own = abs(values(inputs[i])[element])
-    central = functools.partial(_central, function, inputs, i, element, weights)
-    differences, errors, steady = _extrapolated(central, rules, rules.step * max(1.0, own))
+    own = abs(number)
+    differences, errors, steady = _extrapolated(central, rules, _step(rules, own))
     # The step may be too long, for `log` close to zero, and for `cos` far from it.
     shorter = rules.step * min(1.0, own)
-    if steady or own in (0.0, 1.0) or shorter < _SHORTEST * own * RESOLUTIONS[precision_of([inputs[i]])]:
+    if steady or own in (0.0, 1.0) or shorter < _SHORTEST * own * RESOLUTIONS[precision]:
         return differences, errors
     return _extrapolated(central, rules, shorter)[:2]
 
 
-def _linear_difference(
-    function: _Function,
-    inputs: Sequence[Any],
-    i: int,
-    element: tuple[int, ...],
-    weights: Sequence[np.ndarray],
-    rules: Tolerance,
-) -> tuple[list[Any], list[float]]:
-    """How each weighted output, linear in an input, changes with an element: what it is of that alone."""
-    of_zero = list(inputs)
-    of_zero[i : i + 1] = like([0.0 * values(inputs[i])], inputs[i : i + 1])
-    differences, sizes, _ = _central(function, of_zero, i, element, weights, 1.0)
+def _linear_difference(central: _Central, rules: Tolerance) -> _Weighted:
+    """How each weighted output, linear in an input, changes with an element: what it is of that alone.
+
+    The input of which `central` moves an element is zero.
+    """
+    differences, sizes, _ = central(1.0)
     return differences, [rules.rounding * size for size in sizes]
 
 
-def _extrapolated(
-    central: Callable[[float], tuple[list[Any], list[float], list[float]]], rules: Tolerance, length: float
-) -> tuple[list[Any], list[float], bool]:
+def _step(rules: Tolerance, size: float) -> float:
+    """How far an element of this size is moved first."""
+    return rules.step * max(1.0, size)
+
+
+def _with_zero(inputs: Sequence[Any], i: int) -> list[Any]:
+    """The inputs, with zeros in the place of one."""
+    return [*inputs[:i], *like([0.0 * values(inputs[i])], inputs[i : i + 1]), *inputs[i + 1 :]]
+
+
+def _extrapolated(central: _Central, rules: Tolerance, length: float) -> tuple[list[Any], list[float], bool]:
     """The difference by a step of this length, its error, and whether one of twice the length is close."""
     near, sizes, _ = central(length)
     if rules.step > _FAR:

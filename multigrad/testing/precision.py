@@ -22,7 +22,7 @@ class Tolerance:
         self.rtol = max(1e-4, self.rounding) if rtol is None else rtol
         self._atol = atol
 
-    def error(self, size: Any, length: float) -> Any:
+    def error(self, size: Any, length: Any) -> Any:
         """What rounding may do to a difference of this length, of an output of this size, or of these."""
         return self.rounding * self.step / length * size  # 5 * eps * size / length
 

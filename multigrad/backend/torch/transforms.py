@@ -1,6 +1,6 @@
 """An op under torch.func and in forward mode."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -35,7 +35,7 @@ from multigrad.linear import FAR, require_linear, trial
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     found = _Found()
-    if not (call.has_objects() or call.may_read() or _beside(call)):
+    if not (call.has_objects() or call.may_read() or next(_beside(call), None) is not None):
         outputs = _Transformed.apply(call, found, *tensors)
         return found.back.output.join(outputs[: found.outputs])
     # The values of variables, and what is closed over or reached by name, may be wrapped for a transform, and
@@ -70,9 +70,9 @@ def is_apart(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     return not any(map(_is_wrapped, [*every, *[tensor.detach() for tensor in every[:1]]]))
 
 
-def _beside(call: Call) -> list[torch.Tensor]:
+def _beside(call: Call) -> Iterator[torch.Tensor]:
     """What the function may use beside its arguments."""
-    return list(tensors_behind(call.f, TENSORS))
+    return tensors_behind(call.f, TENSORS)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
