@@ -158,9 +158,20 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
         parts = {key: rebuild(structure[key], leaf) for key in _in_order(structure)}
         return {key: parts[key] for key in structure}
     # To ask Keras takes as long as all the rest.
-    if kind is Slot or _TENSORS[kind] or not tree.is_nested(structure):
+    if kind is Slot or _TENSORS[kind]:
         return leaf(structure)
+    if not tree.is_nested(structure):
+        return rebuild(structure.__wrapped__, leaf) if _is_proxy(structure) else leaf(structure)
     return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])
+
+
+def _is_proxy(part: Any) -> bool:
+    """Whether it stands for a tuple, and is of no class of tuples.
+
+    So does an attribute of a layer on TensorFlow (2.21) that is a tuple with a Variable in it. `keras.tree`
+    (3.15) takes it for a leaf.
+    """
+    return isinstance(part, tuple) and not issubclass(type(part), tuple)
 
 
 def _in_order(keys: Iterable[Any]) -> list[Any]:
@@ -314,10 +325,9 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
         tensors.append(part)
         return Slot(len(tensors) - 1)
     if kind == _STATIC:
-        own = part if isinstance(part, (Mapping, list, tuple)) else None
-        if whole and own is None:
-            own = getattr(part, "__dict__", None)
-        if own and _holds_tensors(own):
+        if _is_proxy(part):
+            return _split(part.__wrapped__, tensors, whole)
+        if _hides_tensors(part, whole):
             raise Refused(part, *_REFUSALS[kind])
         return part
     if kind == _NESTED:
@@ -381,8 +391,12 @@ class Symbolic(Refused):
     """A leaf that has no value yet: an op that takes it is a node of a Functional model."""
 
 
-def _holds_tensors(container: Any) -> bool:
-    parts = container.values() if isinstance(container, Mapping) else container
+def _hides_tensors(part: Any, whole: bool) -> bool:
+    """Whether a static leaf is a container of tensors; or, of the `whole`, an object with such attributes."""
+    own = part if isinstance(part, (Mapping, list, tuple)) else None
+    if whole and own is None:
+        own = getattr(part, "__dict__", None)
+    parts = own.values() if isinstance(own, Mapping) else own or ()
     return any(_TENSORS[type(part)] or isinstance(part, keras.KerasTensor) for part in parts)
 
 

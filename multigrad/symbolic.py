@@ -11,12 +11,11 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import tree
 
 from multigrad import names
 from multigrad.binding import signature_of
 from multigrad.errors import describe, message
-from multigrad.leaves import Layout, Slot, rebuild, split
+from multigrad.leaves import Layout, Slot, leaves_of, rebuild, split
 from multigrad.saving import Unsaved, decode, encode
 
 
@@ -27,7 +26,14 @@ def apply(op: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: Map
     if _symbolic(bound) > _symbolic(given):  # a default is symbolic, and an input like the others
         given, keywords = bound, binding.keywords
     tensors: list[Any] = []
-    template = _take(given, tensors)
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, keras.KerasTensor):
+            return leaf
+        tensors.append(leaf)
+        return Slot(len(tensors) - 1)
+
+    template = rebuild(given, take)
     node = CustomGradient(Application(op, title, Layout(template), keywords))
     outputs = node(*tensors)
     assert node.output_layout is not None
@@ -36,15 +42,7 @@ def apply(op: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: Map
 
 def _symbolic(values: tuple[Any, ...]) -> int:
     """How many KerasTensors there are."""
-    return sum([isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten(values)])
-
-
-def _take(part: Any, tensors: list[Any]) -> Any:
-    """A template with a slot for each KerasTensor, which go to `tensors`."""
-    if isinstance(part, keras.KerasTensor):
-        tensors.append(part)
-        return Slot(len(tensors) - 1)
-    return rebuild(part, lambda leaf: _take(leaf, tensors)) if tree.is_nested(part) else part
+    return sum([isinstance(leaf, keras.KerasTensor) for leaf in leaves_of(values)])
 
 
 @keras.saving.register_keras_serializable("multigrad")  # for files of HDF5, where Keras builds it
@@ -129,7 +127,7 @@ class Application:
             template = tuple([decode(value) for value in (*args, *kwargs.values())])
         except ValueError as error:
             raise _unreadable(title, str(error)) from error
-        slots = [leaf for leaf in tree.flatten(template) if type(leaf) is Slot]
+        slots = [leaf for leaf in leaves_of(template) if type(leaf) is Slot]
         if sorted(slots) != list(range(len(slots))):
             raise _unreadable(title, f"the inputs {', '.join(map(str, slots))}")
         return cls(op, title, Layout(template), tuple(kwargs))

@@ -442,6 +442,67 @@ def test_the_pair_may_be_a_list():
     close(op_custom_gradient(lambda x: [x * 2.0, lambda u: u])(array(1.0)), array(2.0))
 
 
+class OfWeights(keras.layers.Layer):
+    """With weights in tuples, for which TensorFlow has proxies as attributes."""
+
+    def __init__(self, form, **kwargs):
+        super().__init__(**kwargs)
+        self.form = form
+
+    def build(self, shape):
+        self.weights_of = self.form(*[self.add_weight((), "ones", name=name) for name in "ab"])
+
+    @staticmethod
+    @op_custom_gradient
+    def product(x, weights):
+        a, b = keras.tree.flatten(weights)
+        return x * a * b, lambda u: (7.0 * u * a * b, keras.tree.map_structure(lambda w: 5.0 * w, weights))
+
+    def call(self, x):
+        return self.product(x, self.weights_of)
+
+
+def pair(a, b):
+    return a, b
+
+
+FORMS = [pair, Point, lambda a, b: (a, (b,)), lambda a, b: [(a,), b], lambda a, b: {"a": (a, b)}]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_in_a_tuple_that_is_an_attribute_of_a_layer(form):
+    layer = OfWeights(form)
+    layer.build((2,))
+    gradient, of_weights = value_and_grad(lambda x: ops.sum(layer(x)), 0, variables=layer.weights)(
+        array(1.0, 2.0)
+    )[1]
+    close(gradient, array(7.0, 7.0))
+    close(of_weights, [array(5.0), array(5.0)])
+    layer.trainable = False
+    close(grad(lambda x: ops.sum(layer(x)))(array(1.0, 2.0)), array(7.0, 7.0))
+    x = keras.Input((2,))
+    close(grad(lambda v: ops.sum(keras.Model(x, layer(x))(v)))(array([[1.0, 2.0]])), array([[7.0, 7.0]]))
+
+
+def test_a_tensor_beside_a_weight_in_such_a_tuple():
+    class Layer(keras.layers.Layer):
+        def build(self, shape):
+            self.w = self.add_weight((), "ones", trainable=False)
+
+        @op_custom_gradient
+        def pair(self, x):
+            self.kept = x * 2.0, self.w
+            return self.kept, lambda upstream: 7.0 * upstream[0]
+
+        def call(self, x):
+            self.given = self.w, x
+            return OfWeights.product(self.pair(x)[0], self.given)
+
+    layer = Layer()
+    layer.build((2,))
+    close(grad(lambda x: ops.sum(layer(x)))(array(3.0, 3.0)), array(162.0, 162.0))  # 7 * 7 * 3 + 5 * 3
+
+
 def test_an_op_of_numbers_alone_has_no_gradient_through_it():
     def through_object(w):
         holder = Holder(w)
