@@ -136,6 +136,32 @@ def test_nothing_to_differentiate_by():
     assert grad(lambda x: x**2, ())(3.0) == ()
 
 
+def test_nothing_to_differentiate_by_where_weights_are_trained():
+    """Whose gradient nobody asks for."""
+    w = keras.Variable([2.0, 3.0])
+    x = array(1.0, 1.0)
+    value, gradients = value_and_grad(lambda x: ops.sum(x * w), variables=[])(x)
+    close(value, array(5.0))
+    assert gradients == []
+    assert grad(lambda weights, x: ops.sum(x * w))({}, x) == {}
+    output, pullback = vjp(lambda: w * 1.0)
+    close(output, array(2.0, 3.0))
+    assert pullback(x) == ()
+    close(jvp(lambda: w * 1.0, (), ()), (array(2.0, 3.0), array(0.0, 0.0)))
+    assert jacobian(lambda x: x * w, ())(x) == ()
+
+
+def test_variables_in_any_collection():
+    w = keras.Variable(2.0)
+    close(grad(lambda x: x * w, variables={"w": w}.values())(3.0), [array(3.0)])
+
+
+@pytest.mark.parametrize("of", [grad, value_and_grad, vjp, jacobian, hessian, lambda f: jvp(f, (), ())])
+def test_no_function(of):
+    with pytest.raises(TypeError, match=r"multigrad: f cannot be used(.|\n)*got: float 2.0(.|\n)*to mend it"):
+        of(2.0)
+
+
 def test_a_variable_that_is_in_no_list():
     with pytest.raises(TypeError, match=r"variables=\[variable\]"):
         grad(lambda x: x, variables=keras.Variable([1.0, 2.0]))

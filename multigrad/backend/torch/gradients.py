@@ -32,7 +32,7 @@ def value_and_grad(
     try:
         with torch.enable_grad():
             value, aux = function(*own)
-        if not value.requires_grad:
+        if not (own and value.requires_grad):
             return (value, aux), [torch.zeros_like(t) for t in tensors]
         # The backward pass is recorded where a second derivative can be asked for: inside another
         # gradient, or where the value depends on what has a history, other than the variables themselves.
@@ -72,7 +72,7 @@ def vjp(
 
     def pull(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         given = [(end, u) for end, u in zip(ends, upstream, strict=True) if end.requires_grad]
-        if not given:
+        if not (given and own):
             return [torch.zeros_like(tensor) for tensor in tensors]
         inside = others or getattr(_DEPTH, "value", 0) > 0 or any([u.requires_grad for u in upstream])
         return torch.autograd.grad(
