@@ -60,6 +60,15 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def compiled_by_xla(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as XLA compiles it; PyTorch runs it as it is."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(function, jit_compile=True)
+    return compiled(function)
+
+
 def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     """Its gradient under the backend's own map over a leading axis.
 

@@ -9,7 +9,7 @@ from keras import ops
 
 from multigrad.errors import describe, message, shape_text
 from multigrad.ops.arguments import plain
-from multigrad.ops.implicit import fixed_point
+from multigrad.ops.implicit import check_options, fixed_point
 
 
 @keras.saving.register_keras_serializable("multigrad")
@@ -45,7 +45,8 @@ class FixedPoint(keras.layers.Layer):
         RuntimeError: when `z`, or the equation of the gradient, still moves after `max_iterations`. In
             compiled code, such as that of `fit`, the result is NaN then.
         TypeError: when `cell` is no layer.
-        ValueError: when the cell's output has another shape than its `z`.
+        ValueError: when the cell's output has another shape than its `z`, or `tolerance` or `max_iterations`
+            is not positive.
 
     References:
         Bai, Kolter and Koltun 2019, Deep Equilibrium Models, arXiv:1909.01377.
@@ -73,6 +74,7 @@ class FixedPoint(keras.layers.Layer):
             )
         self.supports_masking = True
         self.cell, self.tolerance, self.max_iterations = cell, plain(tolerance), plain(max_iterations)
+        check_options("FixedPoint", self.tolerance, self.max_iterations)
         self._given = None if shape is None else plain(tuple(shape))
 
     def build(self, input_shape: Any) -> None:

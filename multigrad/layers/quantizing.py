@@ -6,8 +6,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.errors import message, shape_text
-from multigrad.ops.arguments import is_integer, is_number, plain
+from multigrad.errors import message, shape_text, unusable
+from multigrad.ops.arguments import is_integer, is_number, plain, stacked
 from multigrad.ops.quantizing import fake_quantize, levels
 from multigrad.ops.vector_quantizing import vector_quantize
 
@@ -39,7 +39,9 @@ class FakeQuantize(keras.layers.Layer):
         A tensor of any shape, of a real floating dtype.
 
     Raises:
-        ValueError: for too few bits, a step that is not positive, or an axis that the input has not.
+        TypeError: for an axis that is no integer.
+        ValueError: for too few bits, a step that is not positive, or an axis that the input has not, or of
+            which the size is not known.
 
     References:
         Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153.
@@ -57,6 +59,9 @@ class FakeQuantize(keras.layers.Layer):
         self.supports_masking = True
         bits, signed, axis, step = map(plain, (bits, signed, axis, step))  # a number of NumPy's is a tensor
         _, self._highest = levels(bits, signed)
+        if axis is not None and not is_integer(axis):
+            required, mend = "an integer, or None", "pass axis=-1 for the last one"
+            raise unusable(TypeError, "FakeQuantize", "axis", required=required, got=axis, mend=mend)
         if step is not None and not (is_number(step) and step > 0.0):
             raise ValueError(
                 message(
@@ -73,11 +78,12 @@ class FakeQuantize(keras.layers.Layer):
 
     def build(self, input_shape: Any) -> None:
         rank = len(input_shape)
-        if self.axis is not None and not -rank <= self.axis < rank:
+        known = self.axis is None or (-rank <= self.axis < rank and input_shape[self.axis] is not None)
+        if not known:
             raise ValueError(
                 message(
                     "FakeQuantize",
-                    "the input has no such axis",
+                    "the input has no such axis, or not one whose size is known",
                     argument="'axis'",
                     required=f"one of {-rank} to {rank - 1}, for an input of shape {shape_text(input_shape)}",
                     got=repr(self.axis),
@@ -103,24 +109,21 @@ class FakeQuantize(keras.layers.Layer):
             data: inputs of the layer, a tensor or an array.
 
         Raises:
-            ValueError: where all of the data is zero.
+            ValueError: where all of the data for a step is zero, there is none, or it is not finite.
         """
         data = ops.convert_to_tensor(data, dtype="float32")
         if not self.built:
             self.build(data.shape)
-        beside = (
-            None
-            if self.axis is None
-            else [i for i in range(len(data.shape)) if i != self.axis % len(data.shape)]
-        )
+        axes = range(len(data.shape))
+        beside = None if self.axis is None else [i for i in axes if i != self.axis % len(axes)]
         mean = ops.mean(ops.abs(data), axis=beside)
-        if not ops.all(mean > 0.0):
+        if not ops.all(ops.logical_and(mean > 0.0, ops.isfinite(mean))):
             raise ValueError(
                 message(
                     "FakeQuantize.adapt",
-                    "there is no step for data that is zero",
+                    "there is no step for data that is zero, empty or not finite",
                     argument="'data'",
-                    required="numbers other than zero for each step",
+                    required="finite numbers other than zero for each step",
                     got=f"a mean absolute value of {ops.convert_to_numpy(mean)}",
                     mend="pass data that is typical of the inputs, and drop channels that are always zero",
                 )
@@ -215,12 +218,23 @@ class VectorQuantizer(keras.layers.Layer):
 
     def indices(self, inputs: Any) -> Any:
         """Which vector of the codebook is closest to each of the inputs: int32, of shape `(...)`."""
+        inputs = stacked("VectorQuantizer.indices", "inputs", inputs)
         if not self.built:
             self.build(inputs.shape)
         return vector_quantize(inputs, self.codebook, self.commitment).indices
 
     def vectors(self, indices: Any) -> Any:
         """The vectors of the codebook at these indices, of shape `(..., d)`."""
+        if not self.built:
+            raise ValueError(
+                message(
+                    "VectorQuantizer.vectors",
+                    "there is no codebook yet, of which the inputs tell how wide it is",
+                    required="a layer that was called, or built",
+                    got="one that was not",
+                    mend="call the layer first, or build it with the shape of its inputs",
+                )
+            )
         return ops.take(self.codebook, indices, axis=0)
 
     def compute_output_shape(self, input_shape: Any) -> Any:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import keras
@@ -16,6 +16,9 @@ from multigrad.ops.dtypes import dtype_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Pair = tuple[Any, Callable[..., Any]]
+"""What the function of an op returns: the output, and the rule."""
 
 
 def as_tensor(value: Any) -> Any:
@@ -58,6 +61,24 @@ def floating(op: str, argument: str, value: Any) -> Any:
         required, mend = "a real floating dtype", "cast it"
         raise unusable(TypeError, op, argument, required=required, got=x, mend=mend)
     return x
+
+
+def check_axes(op: str, x: Any, axis: Any) -> None:
+    """See that `axis` is None, or one or several axes of `x`."""
+    sizes = backend.active.sizes(getattr(x, "shape", ()))
+    axes = axis if isinstance(axis, (tuple, list)) else () if axis is None else (axis,)
+    if sizes is None or all(is_integer(a) and -len(sizes) <= a < len(sizes) for a in axes):
+        return
+    required = f"None, or one or several of the {len(sizes)} axes of 'x'"
+    mend = "count from 0, or from -1 at the end"
+    raise unusable(ValueError, op, "axis", required=required, got=axis, mend=mend)
+
+
+def may_be_alike(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
+    """Whether two shapes are the same, as far as TensorFlow knows them, which has None for other sizes."""
+    if len(shape) != len(other):
+        return False
+    return all(None in pair or pair[0] == pair[1] for pair in zip(shape, other, strict=True))
 
 
 def is_number(value: Any) -> bool:

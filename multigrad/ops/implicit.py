@@ -34,6 +34,9 @@ _NUMBERS = (int, float, np.ndarray, np.generic)
 _Tensors = Sequence[Any]
 _Map = Callable[[_Tensors], _Tensors]
 
+_OF_GRADIENT = "w, of which the gradient is made,"
+"""What is solved for on the way back, for messages."""
+
 
 def _saved_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a saved model find a function that is no op itself, but calls one."""
@@ -97,7 +100,7 @@ def fixed_point(
         https://arxiv.org/abs/1909.01377).
     """
     name = "fixed_point"
-    _require_positive(name, tolerance, max_iterations)
+    _check(name, f, f, tolerance, max_iterations)
     try:
         return _solution(_Repeat(name, tolerance, max_iterations), f, z0, args)
     except Symbolic:
@@ -168,7 +171,7 @@ def implicit_root(
         https://arxiv.org/abs/2105.15183).
     """
     name = "implicit_root"
-    _require_positive(name, tolerance, max_iterations)
+    _check(name, f, f if solver is None else solver, tolerance, max_iterations)
     newton = _Newton(name, tolerance, max_iterations)
     try:
         return _solution(newton, f, z0, args, solver)
@@ -406,7 +409,7 @@ class _Repeat:
         self.name, self.tolerance, self.max_iterations, self.what = name, tolerance, max_iterations, what
 
     def of_gradient(self) -> "_Repeat":
-        return _Repeat(self.name, self.tolerance, self.max_iterations, "w, of which the gradient is made,")
+        return _Repeat(self.name, self.tolerance, self.max_iterations, _OF_GRADIENT)
 
     def solve(self, step: _Map, z: _Tensors) -> _Tensors:
         return _repeat(self, step, z)
@@ -417,7 +420,7 @@ class _Newton:
 
     def __init__(self, name: str, tolerance: float | None, max_iterations: int, linear: bool = False) -> None:
         self.name, self.tolerance, self.max_iterations, self.linear = name, tolerance, max_iterations, linear
-        self.what = "w, of which the gradient is made," if linear else "z"
+        self.what = _OF_GRADIENT if linear else "z"
 
     def of_gradient(self) -> "_Newton":
         return _Newton(self.name, self.tolerance, self.max_iterations, linear=True)
@@ -588,21 +591,20 @@ def _start(name: str, z0: Any) -> tuple[_Tensors, Layout]:
     )
 
 
-def _require_positive(name: str, tolerance: Any, max_iterations: Any) -> None:
-    for argument, value, right, required in (
-        (
-            "tolerance",
-            tolerance,
-            tolerance is None or (is_number(tolerance) and 0.0 < tolerance < math.inf),
-            "a positive number, or None",
-        ),
-        (
-            "max_iterations",
-            max_iterations,
-            is_integer(max_iterations) and max_iterations > 0,
-            "a positive integer",
-        ),
-    ):
-        if not right:
-            mend = "pass one, or leave it out"
-            raise unusable(ValueError, name, argument, required=required, got=value, mend=mend)
+def check_options(name: str, tolerance: Any, max_iterations: Any) -> None:
+    """See that these say when to stop."""
+    mend = "pass one, or leave it out"
+    if tolerance is not None and not (is_number(tolerance) and 0.0 < tolerance < math.inf):
+        required = "a positive number, or None"
+        raise unusable(ValueError, name, "tolerance", required=required, got=tolerance, mend=mend)
+    if not (is_integer(max_iterations) and max_iterations > 0):
+        required = "a positive integer"
+        raise unusable(ValueError, name, "max_iterations", required=required, got=max_iterations, mend=mend)
+
+
+def _check(name: str, f: Any, solver: Any, tolerance: Any, max_iterations: Any) -> None:
+    for argument, function in {"f": f, "solver": solver}.items():
+        if not callable(function):
+            mend = "pass the function itself"
+            raise unusable(TypeError, name, argument, required="a function", got=function, mend=mend)
+    check_options(name, tolerance, max_iterations)

@@ -16,7 +16,7 @@ from multigrad.calculus import vjp
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import message, unusable
 from multigrad.ops import chunked_head
-from multigrad.ops.arguments import as_tensor, is_integer, stacked, with_plain
+from multigrad.ops.arguments import as_tensor, is_integer, may_be_alike, stacked, with_plain
 from multigrad.ops.chunked_head import Plan
 from multigrad.ops.dtypes import dtype_of, exact
 from multigrad.ops.stable import safe_divide
@@ -373,8 +373,8 @@ def _check(
 
 
 def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any, sample_weight: Any) -> None:
-    if len(kernel.shape) != 2 or None in tuple(kernel.shape) or not kernel.shape[1]:
-        required = "two known dimensions, (d, classes), and at least one class"
+    if len(kernel.shape) != 2 or not all(kernel.shape):
+        required = "two known dimensions, (d, classes), and at least one row and one class"
         raise _error(ValueError, "kernel", required, kernel, "pass one column for each class")
     width, classes = kernel.shape
     if not len(features.shape) or features.shape[-1] != width:
@@ -385,20 +385,13 @@ def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any, sample_wei
     tokens = tuple(features.shape)[:-1]
     for_each = {"labels": (labels, "class"), "sample_weight": (sample_weight, "weight")}
     for name, (tensor, what) in for_each.items():
-        if tensor is not None and not _may_be_alike(tuple(tensor.shape), tokens):
+        if tensor is not None and not may_be_alike(tuple(tensor.shape), tokens):
             required = f"shape {tokens}, that of the features without the last axis"
             raise _error(ValueError, name, required, tensor, f"pass one {what} for each token")
     if bias is not None and tuple(bias.shape) != (classes,):
         raise _error(
             ValueError, "bias", f"shape ({classes},)", bias, "pass one number for each class, or None"
         )
-
-
-def _may_be_alike(shape: tuple[int | None, ...], other: tuple[int | None, ...]) -> bool:
-    """Whether two shapes are the same, as far as they are known."""
-    if len(shape) != len(other):
-        return False
-    return all(None in pair or pair[0] == pair[1] for pair in zip(shape, other, strict=True))
 
 
 def _error(kind: type[Exception], argument: str, required: str, got: Any, mend: str) -> Exception:

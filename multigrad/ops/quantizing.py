@@ -8,12 +8,10 @@ from keras import ops
 
 from multigrad.binding import name_of
 from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message, unusable
-from multigrad.ops.arguments import floating, is_number, tensor_of, with_plain
+from multigrad.errors import describe, message, shape_text, unusable
+from multigrad.ops.arguments import Pair, floating, is_number, may_be_alike, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 from multigrad.ops.routing import fitting
-
-_Pair = tuple[Any, Callable[..., Any]]
 
 
 def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Callable[[Any], Any]:
@@ -47,7 +45,7 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
     title = name or name_of(fn)
 
     @op_custom_gradient(name=title)
-    def op(x: Any) -> _Pair:
+    def op(x: Any) -> Pair:
         x = tensor_of(title, "x", x)
         y = fn(x)
         if not keras.backend.is_float_dtype(dtype_of(y)):
@@ -60,12 +58,12 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
                     mend="cast the output inside of the function: keras.ops.cast(..., x.dtype)",
                 )
             )
-        if not _same_shape(x, y):
+        if not may_be_alike(x.shape, y.shape):
             raise ValueError(
                 message(
                     title,
                     "the function changes the shape, and so the upstream gradient is none of its input",
-                    required=f"an output of shape {tuple(x.shape)}, the input's",
+                    required=f"an output of shape {shape_text(x.shape)}, the input's",
                     got=describe(y),
                     mend="change the shape outside of straight_through",
                 )
@@ -75,14 +73,8 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
     return op
 
 
-def _same_shape(x: Any, y: Any) -> bool:
-    """As far as the sizes are known: None is one that TensorFlow knows only when the graph runs."""
-    pairs = zip(x.shape, y.shape, strict=False)
-    return len(x.shape) == len(y.shape) and all(None in (a, b) or a == b for a, b in pairs)
-
-
 @op_custom_gradient(name="multigrad>round_straight_through")
-def round_straight_through(x: Any) -> _Pair:
+def round_straight_through(x: Any) -> Pair:
     """`x` rounded to integers, half to even, with the gradient of the identity.
 
     ```python
@@ -108,7 +100,7 @@ def round_straight_through(x: Any) -> _Pair:
 
 @with_plain("limit")
 @op_custom_gradient(name="multigrad>sign_straight_through")
-def sign_straight_through(x: Any, limit: float | None = 1.0) -> _Pair:
+def sign_straight_through(x: Any, limit: float | None = 1.0) -> Pair:
     """The sign of `x`, with the gradient of the identity up to a limit.
 
     ```python
@@ -145,7 +137,7 @@ def sign_straight_through(x: Any, limit: float | None = 1.0) -> _Pair:
 
 
 @op_custom_gradient(name="multigrad>clip_straight_through")
-def clip_straight_through(x: Any, low: Any, high: Any) -> _Pair:
+def clip_straight_through(x: Any, low: Any, high: Any) -> Pair:
     """`x` clipped to a range, with the gradient of the identity, so that what left the range may come back.
 
     ```python
@@ -183,7 +175,7 @@ def clip_straight_through(x: Any, low: Any, high: Any) -> _Pair:
 
 @with_plain("bits", "signed")
 @op_custom_gradient(name="multigrad>fake_quantize")
-def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pair:
+def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> Pair:
     """`x` in steps of a learned size, as learned step size quantization has it.
 
     ```python
@@ -224,7 +216,7 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> _Pai
     wide = exact(dtype)
     learned, step = has_gradient(step), cast(fitting("fake_quantize", "step", step, x), wide)
     v = ops.cast(x, wide) / step
-    whole = ops.round(ops.clip(v, low, high))
+    whole = ops.round(ops.clip(v, float(low), float(high)))  # of which some are no integers of 32 bits
     inside = ops.logical_and(v > low, v < high)
 
     def by_step(upstream: Any) -> Any:
@@ -244,7 +236,7 @@ def levels(bits: int, signed: bool) -> tuple[int, int]:
         raise ValueError(
             message(
                 "fake_quantize",
-                "there are too few bits for a value",
+                "there is no such number of bits",
                 argument="'bits'",
                 required="an integer, 2 or more; 1 or more with signed=False",
                 got=f"{bits!r}, signed={signed!r}",

@@ -1,6 +1,5 @@
 """Ops that pass their input on as it is, and something else than the upstream gradient back."""
 
-from collections.abc import Callable
 from typing import Any
 
 from keras import ops
@@ -8,14 +7,12 @@ from keras import ops
 from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, shape_text, unusable
-from multigrad.ops.arguments import is_number, tensor_of, with_plain
+from multigrad.ops.arguments import Pair, check_axes, is_number, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact
-
-_Pair = tuple[Any, Callable[..., Any]]
 
 
 @op_custom_gradient(name="multigrad>scale_gradient")
-def scale_gradient(x: Any, scale: Any) -> _Pair:
+def scale_gradient(x: Any, scale: Any) -> Pair:
     """Pass `x` on, and its gradient multiplied by `scale`.
 
     ```python
@@ -41,7 +38,7 @@ def scale_gradient(x: Any, scale: Any) -> _Pair:
 
 
 @op_custom_gradient(name="multigrad>reverse_gradient")
-def reverse_gradient(x: Any, scale: Any = 1.0) -> _Pair:
+def reverse_gradient(x: Any, scale: Any = 1.0) -> Pair:
     """Pass `x` on, and the negative of its gradient, by which what precedes is trained against what follows.
 
     ```python
@@ -74,7 +71,7 @@ def _times(upstream: Any, factor: Any) -> Any:
 
 
 @op_custom_gradient(name="multigrad>stop_gradient_if")
-def stop_gradient_if(condition: Any, x: Any) -> _Pair:
+def stop_gradient_if(condition: Any, x: Any) -> Pair:
     """Pass `x` on, and its gradient where the condition is false.
 
     ```python
@@ -117,9 +114,7 @@ def stop_gradient_if(condition: Any, x: Any) -> _Pair:
 
 @with_plain("value", "norm", "axis")
 @op_custom_gradient(name="multigrad>clip_gradient")
-def clip_gradient(
-    x: Any, *, value: float | None = None, norm: float | None = None, axis: Any = None
-) -> _Pair:
+def clip_gradient(x: Any, *, value: float | None = None, norm: float | None = None, axis: Any = None) -> Pair:
     """Pass `x` on, and its gradient clipped.
 
     ```python
@@ -144,7 +139,7 @@ def clip_gradient(
 
     Raises:
         TypeError: where `x` is complex.
-        ValueError: unless one of `value` and `norm` is given, and is positive.
+        ValueError: unless one of `value` and `norm` is given, and is positive; or where `x` has no such axis.
 
     References:
         Pascanu, Mikolov and Bengio 2013, On the difficulty of training recurrent neural networks,
@@ -152,6 +147,7 @@ def clip_gradient(
     """
     bound = bound_of(value, norm)
     x = tensor_of("clip_gradient", "x", x)
+    check_axes("clip_gradient", x, axis)
     if dtype_of(x).startswith("complex"):
         required, mend = "a real floating dtype", "clip the gradients of its real and its imaginary part"
         raise unusable(TypeError, "clip_gradient", "x", required=required, got=x, mend=mend)
@@ -187,16 +183,19 @@ def _clip_norm(x: Any, norm: float, axis: Any) -> Any:
     dtype = dtype_of(x)
     x = ops.cast(x, exact(dtype))  # squares of 65,505 ones have no sum in float16
     largest = ops.amax(ops.abs(x), axis=axis, keepdims=True)
-    # Twice by a root: XLA may multiply by the inverse, which vanishes for the largest numbers there are.
+    # Twice by a root: XLA may multiply by the inverse, which vanishes for the largest numbers there are. And
+    # not a third time, because it divides once, by the product of all, which may be infinite.
     root = ops.sqrt(ops.where(largest > 0.0, largest, ops.ones_like(largest)))
     unit = x / root / root
-    length = ops.sqrt(ops.sum(unit * unit, axis=axis, keepdims=True))
-    clipped = ops.where(length * largest <= norm, x, unit / length * norm)  # what is infinite becomes NaN
+    squared = ops.sum(unit * unit, axis=axis, keepdims=True)
+    # Of a zero the root has no derivative, and with it what is not chosen would have none.
+    length = ops.sqrt(ops.where(largest > 0.0, squared, ops.ones_like(squared)))
+    clipped = ops.where(length * largest <= norm, x, unit * (norm / length))  # what is infinite becomes NaN
     return ops.cast(clipped, dtype)
 
 
 @op_custom_gradient(name="multigrad>prevent_gradient")
-def prevent_gradient(x: Any, reason: str = "") -> _Pair:
+def prevent_gradient(x: Any, reason: str = "") -> Pair:
     """Pass `x` on, and make it an error to differentiate by it.
 
     ```python
@@ -242,7 +241,7 @@ def _prevented(reason: str, upstream: Any) -> str:
 
 
 @op_custom_gradient(name="multigrad>print_gradient")
-def print_gradient(x: Any, label: str = "gradient") -> _Pair:
+def print_gradient(x: Any, label: str = "gradient") -> Pair:
     """Pass `x` and its gradient on, and print what comes back, compiled or not.
 
     ```python
@@ -301,13 +300,3 @@ def fitting(op: str, argument: str, factor: Any, x: Any) -> Any:
             )
         )
     return factor
-
-
-__all__ = [
-    "clip_gradient",
-    "prevent_gradient",
-    "print_gradient",
-    "reverse_gradient",
-    "scale_gradient",
-    "stop_gradient_if",
-]

@@ -12,17 +12,14 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad import backend
 from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message, unusable
-from multigrad.ops.arguments import is_integer, tensor_of, with_plain
+from multigrad.errors import unusable
+from multigrad.ops.arguments import Pair, check_axes, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
-
-_Pair = tuple[Any, Callable[..., Any]]
 
 
 @op_custom_gradient(name="multigrad>log1pexp")
-def log1pexp(x: Any) -> _Pair:
+def log1pexp(x: Any) -> Pair:
     """`log(1 + exp(x))`, for `x` of any size: softplus.
 
     ```python
@@ -48,7 +45,7 @@ def log1pexp(x: Any) -> _Pair:
 
 
 @op_custom_gradient(name="multigrad>logcosh")
-def logcosh(x: Any) -> _Pair:
+def logcosh(x: Any) -> Pair:
     """`log(cosh(x))`, for `x` of any size: `x**2 / 2` close to zero, and `abs(x) - log(2)` far from it.
 
     ```python
@@ -76,7 +73,7 @@ def logcosh(x: Any) -> _Pair:
 
 
 @op_custom_gradient(name="multigrad>safe_sqrt")
-def safe_sqrt(x: Any) -> _Pair:
+def safe_sqrt(x: Any) -> Pair:
     """The square root, with a gradient of zero at zero, where that of the square root is infinite.
 
     ```python
@@ -105,7 +102,7 @@ def safe_sqrt(x: Any) -> _Pair:
 
 
 @op_custom_gradient(name="multigrad>safe_log")
-def safe_log(x: Any) -> _Pair:
+def safe_log(x: Any) -> Pair:
     """The logarithm, with a finite value and a gradient of zero at zero.
 
     ```python
@@ -144,7 +141,7 @@ def safe_log(x: Any) -> _Pair:
 
 
 @op_custom_gradient(name="multigrad>safe_divide")
-def safe_divide(x: Any, y: Any) -> _Pair:
+def safe_divide(x: Any, y: Any) -> Pair:
     """`x / y`, and zero with gradients of zero where `y` is zero.
 
     ```python
@@ -183,7 +180,8 @@ def safe_divide(x: Any, y: Any) -> _Pair:
         a, b, zero = wide()
         u = _wide(upstream, dtype)
         by_x = u * ops.cast(ops.logical_not(zero), b.dtype) / b
-        by_y = -u * ops.where(zero, ops.zeros_like(b), a / b / b)
+        # Apart: of `a / b / b` XLA makes one division, by a square that overflows or vanishes.
+        by_y = -u * (ops.where(zero, ops.zeros_like(b), a / b) / b)
         return by_x if has_gradient(x) else None, by_y if has_gradient(y) else None
 
     a, b, zero = wide()
@@ -193,7 +191,7 @@ def safe_divide(x: Any, y: Any) -> _Pair:
 
 @with_plain("axis", "keepdims")
 @op_custom_gradient(name="multigrad>safe_norm")
-def safe_norm(x: Any, axis: Any = None, keepdims: bool = False) -> _Pair:
+def safe_norm(x: Any, axis: Any = None, keepdims: bool = False) -> Pair:
     """The Euclidean norm, with a gradient of zero at zero, and no squares that overflow or vanish.
 
     ```python
@@ -224,7 +222,7 @@ def safe_norm(x: Any, axis: Any = None, keepdims: bool = False) -> _Pair:
         Mathematical Software 4(1).
     """
     x = _real("safe_norm", "x", x)
-    _check_axes(getattr(x, "shape", ()), axis)
+    check_axes("safe_norm", x, axis)
     dtype = _result_dtype(x)
 
     def rule(upstream: Any) -> Any:
@@ -238,16 +236,6 @@ def safe_norm(x: Any, axis: Any = None, keepdims: bool = False) -> _Pair:
     _, scale, length = _in_units(_wide(x, dtype), axis)
     norm = scale * length
     return ops.cast(norm if keepdims else ops.squeeze(norm, axis), dtype), rule
-
-
-def _check_axes(shape: Any, axis: Any) -> None:
-    sizes = backend.active.sizes(shape)
-    axes = axis if isinstance(axis, (tuple, list)) else () if axis is None else (axis,)
-    if sizes is None or all(is_integer(a) and -len(sizes) <= a < len(sizes) for a in axes):
-        return
-    required = f"None, or one or several of the {len(sizes)} axes of 'x'"
-    mend = "count from 0, or from -1 at the end"
-    raise unusable(ValueError, "safe_norm", "axis", required=required, got=axis, mend=mend)
 
 
 def _in_units(x: Any, axis: Any) -> tuple[Any, Any, Any]:
@@ -318,9 +306,7 @@ def _pull_log(upstream: Any, x: Any) -> Any:
     return upstream * factor / ops.where(zero, one, x)
 
 
-def _by_elements(
-    op: str, x: Any, value: Callable[[Any], Any], pull: Callable[[Any, Any], Any]
-) -> tuple[Any, Callable[..., Any]]:
+def _by_elements(op: str, x: Any, value: Callable[[Any], Any], pull: Callable[[Any, Any], Any]) -> Pair:
     """The output and the rule of a function of each element alone."""
     x = _real(op, "x", x)
     dtype = _result_dtype(x)
@@ -358,14 +344,6 @@ def _real(op: str, argument: str, x: Any) -> Any:
         x = tensor_of(op, argument, x)
     dtype = dtype_of(x) if hasattr(x, "dtype") else type(x).__name__
     if dtype.startswith("complex"):
-        raise TypeError(
-            message(
-                op,
-                "it is a function of real numbers",
-                argument=f"{argument!r}",
-                required="a real floating dtype, or integers",
-                got=describe(x),
-                mend="pass the real and the imaginary part, or the absolute value",
-            )
-        )
+        required, mend = "a real dtype", "pass the real and the imaginary part, or the absolute value"
+        raise unusable(TypeError, op, argument, required=required, got=x, mend=mend)
     return x

@@ -1,6 +1,5 @@
 """Vectors replaced by the closest of a learned few."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -8,7 +7,7 @@ from keras import ops
 
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import unusable
-from multigrad.ops.arguments import is_number, stacked, with_plain
+from multigrad.ops.arguments import Pair, is_number, stacked, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 _NAME = "vector_quantize"
@@ -76,7 +75,7 @@ def vector_quantize(x: Any, codebook: Any, commitment: float = 0.25) -> VectorQu
 
 
 @op_custom_gradient(name="multigrad>vector_quantize")
-def _vector_quantize(x: Any, codebook: Any, commitment: float) -> tuple[Any, Callable[..., Any]]:
+def _vector_quantize(x: Any, codebook: Any, commitment: float) -> Pair:
     width = codebook.shape[1]
     wide = exact(dtype_of(x))
     vectors, codes = ops.reshape(ops.cast(x, wide), (-1, width)), ops.cast(codebook, wide)
@@ -92,12 +91,18 @@ def _vector_quantize(x: Any, codebook: Any, commitment: float) -> tuple[Any, Cal
         own, codes = ops.cast(x, wide), ops.cast(codebook, wide)
         by_x = of_loss * (own - ops.stop_gradient(ops.take(codes, indices, axis=0)))
         by_chosen = of_loss * (ops.take(codes, indices, axis=0) - ops.stop_gradient(own))
-        by_code = ops.segment_sum(
-            ops.reshape(by_chosen, (-1, width)), ops.reshape(indices, (-1,)), codebook.shape[0]
-        )
+        by_code = _sums_by_code(ops.reshape(by_chosen, (-1, width)), indices, codebook.shape[0])
         return ops.cast(of_quantized, wide) + commitment * by_x, by_code, None
 
     return (ops.cast(chosen, x.dtype), indices, (1.0 + commitment) * distance), rule
+
+
+def _sums_by_code(vectors: Any, indices: Any, count: int) -> Any:
+    """For each vector of the codebook, the sum of those that chose it."""
+    indices = ops.reshape(indices, (-1,))
+    if dtype_of(vectors) == "float64":  # of which `ops.segment_sum` (Keras 3.15) makes float32 on PyTorch
+        return ops.transpose(ops.one_hot(indices, count, dtype="float64")) @ vectors
+    return ops.segment_sum(vectors, indices, count)
 
 
 def _check(x: Any, codebook: Any, commitment: Any) -> None:

@@ -87,7 +87,7 @@ def test_bad_arguments():
         layers.GradientClip()
     with pytest.raises(ValueError, match="surrogate cannot be used"):
         layers.Spike(surrogate="step")
-    with pytest.raises(ValueError, match="too few bits"):
+    with pytest.raises(ValueError, match="no such number of bits"):
         layers.FakeQuantize(1)
     with pytest.raises(ValueError, match="the step is not positive"):
         layers.FakeQuantize(4, step=0.0)

@@ -1,5 +1,6 @@
 """What the ops are given: NumPy's numbers for Python's, and what none of them can use."""
 
+import keras
 import numpy as np
 import pytest
 from keras import ops as kops
@@ -157,7 +158,19 @@ NO_OPTIONS = {
     "clip_straight_through: its shape": lambda: ops.clip_straight_through(array(X), np.zeros((2, 3)), 1.0),
     "fake_quantize: step": lambda: ops.fake_quantize(array(X), 0.0),
     "fake_quantize: step ": lambda: ops.fake_quantize(array(X), float("nan")),
-    "fake_quantize: there are too few bits": lambda: ops.fake_quantize(array(X), 0.1, "4"),
+    "fake_quantize: there is no such number of bits": lambda: ops.fake_quantize(array(X), 0.1, "4"),
+    "clip_gradient: axis": lambda: ops.clip_gradient(array(X), norm=1.0, axis=9),
+    "clip_gradient: axis ": lambda: ops.clip_gradient(array(X), norm=1.0, axis=np.array([0, 1])),
+    "fixed_point: f": lambda: ops.fixed_point(None, array(X)),
+    "implicit_root: solver": lambda: ops.implicit_root(lambda z: z, array(X), solver="newton"),
+    "linear_cross_entropy: kernel": lambda: ops.linear_cross_entropy(
+        array(np.ones((2, 0))), array(np.ones((0, 3))), array([0, 1], dtype="int32")
+    ),
+    "FixedPoint: tolerance": lambda: layers.FixedPoint(keras.layers.Dense(2), tolerance=-1.0),
+    "FakeQuantize: axis": lambda: layers.FakeQuantize(axis="channels"),
+    "FakeQuantize: the input has no such axis": lambda: layers.FakeQuantize(axis=1)(keras.Input((None,))),
+    "FakeQuantize.adapt: there is no step": lambda: layers.FakeQuantize().adapt(np.float32([np.inf, 1.0])),
+    "VectorQuantizer.vectors: there is no codebook": lambda: layers.VectorQuantizer(2).vectors([0]),
     "spike: x": lambda: ops.spike(kops.cast(array(X), "complex64")),
     "spike: surrogate": lambda: ops.spike(array(X), surrogate=["arctan"]),
     "fixed_point: tolerance": lambda: ops.fixed_point(lambda z: z, array(X), tolerance="1"),

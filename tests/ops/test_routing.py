@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, array, close, compiled, numpy
+from support import BACKEND, array, close, compiled, compiled_by_xla, numpy
 
 from multigrad import grad, ops
 
@@ -60,6 +60,25 @@ def test_norms_of_any_size(size):
 
 def test_a_zero_gradient_has_no_norm_to_divide_by():
     close(grad(lambda x: 0.0 * ops.sum(ops.clip_gradient(x, norm=1.0)))(array(X)), array(0 * X))
+
+
+@pytest.mark.parametrize("axis", [None, -1])
+def test_a_derivative_of_a_gradient_that_is_zero(axis):
+    """It is clipped by a factor of 1 there."""
+
+    def loss(x):
+        slopes = grad(lambda x: ops.sum(ops.square(ops.clip_gradient(x, norm=7.0, axis=axis))))(x)
+        return ops.sum(slopes * array([[1.0, 2.0], [1.0, 2.0]]))
+
+    rows = [[0.0, 0.0], [0.1, 0.2]] if axis else [[0.0, 0.0], [0.0, 0.0]]
+    close(grad(loss)(array(rows)), array([[2.0, 4.0], [2.0, 4.0]]))
+
+
+def test_a_norm_that_overflows_in_compiled_code():
+    """By one division, by the product of all, everything would be zero."""
+    weights = np.float64([[2.25e38, 3e38], [0.0, 3.75e37]])
+    slopes = compiled_by_xla(grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0) * array(weights))))
+    close(slopes(array(np.zeros((2, 2)))), array(weights / np.linalg.norm(weights)))
 
 
 def test_nan_does_not_come_through_where_it_is_stopped():

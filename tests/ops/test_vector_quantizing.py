@@ -63,6 +63,16 @@ def test_the_gradients(commitment, wrap):
     close(got, wanted)
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype in ("float32", "float64")])
+def test_the_digits_of_the_gradient_by_the_codebook(dtype):
+    got = grad(lambda codes: ops.sum(ops.vector_quantize(array(X, dtype=dtype), codes).loss))(
+        array(CODES, dtype=dtype)
+    )
+    wanted, chosen = np.zeros_like(CODES), closest(X, CODES)
+    np.add.at(wanted, chosen, 2.0 * (CODES[chosen] - X))
+    np.testing.assert_allclose(numpy(got), wanted, 0.0, 100.0 * np.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("by", [0, 1])
 def test_second_derivatives(by):
     """Of both gradients by both arguments: each term holds one argument fixed, at every order."""
