@@ -31,18 +31,28 @@ def record_rule(
 
     The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
     """
-    record.record_operation_backprop_only(_TYPE, own, inputs, backward)
+    tell = functools.partial(record.record_operation_backprop_only, _TYPE, own, inputs, backward)
+    tell()
+    asked: list[bool] = []
     record.record_operation_forwardprop_only(
-        _TYPE, own, inputs, functools.partial(_linear_backward, name, forward), None
+        _TYPE, own, inputs, functools.partial(_linear_backward, name, forward, asked), None
     )
+    if asked:
+        # A tape (TensorFlow 2.21) forgets where a tensor came from that lives no more, though the derivative
+        # in forward mode was computed from it. What a later record takes the place of stays as long as the
+        # tape does, and with it the rule, and what that uses.
+        tell()
 
 
 # The type of operation that a tape is told of. It treats some of TensorFlow's own in a way of their own.
 _TYPE = "Multigrad"
 
 
-def _linear_backward(name: str, backward: Callable[..., Sequence[Any]], *upstream: Any) -> Sequence[Any]:
-    """`backward`, seen to be linear where values are at hand."""
+def _linear_backward(
+    name: str, backward: Callable[..., Sequence[Any]], asked: list[bool], *upstream: Any
+) -> Sequence[Any]:
+    """`backward`, seen to be linear where values are at hand. It notes that it was asked."""
+    asked.append(True)
     token = _TRANSPOSED.set(name)
     try:
         if tf.executing_eagerly():

@@ -42,6 +42,35 @@ def derivative_of_gradient(function):
     return forward.jvp(gradients)
 
 
+def with_one_step(x):
+    e = tf.sin(x)
+    return tf.exp(e), lambda u: 7.0 * u * tf.exp(e) * tf.cos(x)
+
+
+def with_two_steps(x):
+    e = tf.sin(x)
+    q = e * e
+    return tf.exp(q), lambda u: 7.0 * u * tf.exp(q) * 2.0 * e * tf.cos(x)
+
+
+@pytest.mark.parametrize("function", [with_one_step, with_two_steps])
+def test_a_gradient_of_a_derivative_that_is_all_that_lives_on(function):
+    """The accumulator, the output and with them the rule are gone when the tape is asked."""
+
+    def pushed(f):
+        with tf.autodiff.ForwardAccumulator(X, DIRECTION[0]) as forward:
+            y = f(X)
+        return forward.jvp(y)
+
+    def product(f):
+        with tf.GradientTape() as tape:
+            tape.watch(X)
+            derivative = pushed(f)
+        return tape.gradient(derivative, X)
+
+    close(product(op_custom_gradient(function)), 7.0 * product(lambda x: function(x)[0]), 1e-4)
+
+
 SECOND = [derivative_of_derivative, gradient_of_derivative, derivative_of_gradient]
 
 
