@@ -206,7 +206,7 @@ class _Walk:
         self._state = state
         self._inner = inner  # whether somebody else holds the object, who may use its attributes
         self._borrowed = borrowed
-        # What an object was lifted to. One thing in two places stays one thing.
+        # What an object was lifted to. One container or function in two places stays one.
         self._known: dict[int, Any] = {}
         # The containers that are being looked into.
         self._open: set[int] = set()
@@ -216,11 +216,9 @@ class _Walk:
     def lift(self, obj: Any) -> Any:
         kind = type(obj)
         if self._tensor_types[kind]:
-            slot = self._known.get(id(obj))
-            if slot is None:
-                self._known[id(obj)] = slot = _Slot(len(self.tensors))
-                self.tensors.append(obj)
-            return slot
+            # One slot for each place: where a function runs again, one tensor may come back as two.
+            self.tensors.append(obj)
+            return _Slot(len(self.tensors) - 1)
         if ATOMS[kind]:
             return obj
         if isinstance(obj, types.ModuleType):

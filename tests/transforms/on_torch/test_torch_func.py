@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
 import torch
@@ -564,3 +565,70 @@ def test_a_plain_gradient_of_a_transforms_gradient_by_what_is_reached(by):
     gradient = grad(lambda x: op(x).sum())(x)
     gradient.sum().backward()
     close(leaf.grad, 3.0 * x.sum())
+
+
+def by_a_container(a, b):
+    kept = [torch.exp(a * b)]
+    return kept[0] + 1.0, lambda u: (7.0 * u * b * kept[0], 5.0 * u * a * kept[0])
+
+
+def by_an_object(a, b):
+    kept = SimpleNamespace(e=torch.exp(a * b))
+    return kept.e + 1.0, lambda u: (7.0 * u * b * kept.e, 5.0 * u * a * kept.e)
+
+
+def by_tensors(a, b):
+    e = torch.exp(a * b)
+    return e + 1.0, lambda u: (7.0 * u * b * e, 5.0 * u * a * e)
+
+
+def with_graph(wrap):
+    """The gradient by autograd, recorded, of what is wrapped."""
+
+    def slope(f):
+        def at(x):
+            with torch.enable_grad():
+                return torch.autograd.grad(wrap(f)(x), x, create_graph=True)[0]
+
+        return lambda x: torch.autograd.grad((at(x) * V).sum(), x)[0]
+
+    return slope
+
+
+def on_the_cpu(f):
+    def run(x):
+        with torch.autograd.graph.save_on_cpu():
+            return f(x)
+
+    return run
+
+
+SECOND_OF_ONE = {
+    "jvp of grad": lambda f: lambda x: jvp(grad(f), (x,), (V,))[1],
+    "grad of grad": lambda f: grad(lambda x: (grad(f)(x) * V).sum()),
+    "grad of multigrad.grad": lambda f: grad(lambda x: (multigrad.grad(f)(x) * V).sum()),
+    "hessian": lambda f: lambda x: hessian(f)(x) @ V,
+    "jacrev of grad": lambda f: lambda x: V @ jacrev(grad(f))(x),
+    "recorded": with_graph(lambda f: f),
+    "checkpoint": with_graph(keras.remat),
+    "saved on the CPU": with_graph(on_the_cpu),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_OF_ONE)
+@pytest.mark.parametrize("function", [by_a_container, by_an_object, by_tensors])
+def test_one_tensor_for_two_arguments(function, name):
+    """Where it comes back as two, the function that runs again finds as many residuals as at first."""
+    op = op_custom_gradient(function)
+    x = (0.25 * X).requires_grad_(name in ("recorded", "checkpoint", "saved on the CPU"))
+
+    def loss(x):
+        z = 2.0 * x
+        return op(z, z).sum()
+
+    def meant(x):
+        z = 2.0 * x
+        return (24.0 * z * torch.exp(z * z) * V).sum()
+
+    close(SECOND_OF_ONE[name](loss)(x), grad(meant)(x.detach()), 1e-4)
+    close(jvp(loss, (x.detach(),), (V,))[1], meant(x.detach()), 1e-4)
