@@ -161,12 +161,13 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     if kind is Slot or _TENSORS[kind]:
         return leaf(structure)
     if not tree.is_nested(structure):
-        return rebuild(structure.__wrapped__, leaf) if _is_proxy(structure) else leaf(structure)
+        proxy = isinstance(structure, tuple) and _is_proxy(structure)  # most leaves are none, and save a call
+        return rebuild(structure.__wrapped__, leaf) if proxy else leaf(structure)
     return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])
 
 
 def _is_proxy(part: Any) -> bool:
-    """Whether it stands for a tuple, and is of no class of tuples.
+    """Whether it passes for a tuple, and is of no class of tuples.
 
     So does an attribute of a layer on TensorFlow (2.21) that is a tuple with a Variable in it. `keras.tree`
     (3.15) takes it for a leaf.
@@ -325,11 +326,10 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
         tensors.append(part)
         return Slot(len(tensors) - 1)
     if kind == _STATIC:
-        if _is_proxy(part):
-            return _split(part.__wrapped__, tensors, whole)
-        if _hides_tensors(part, whole):
-            raise Refused(part, *_REFUSALS[kind])
-        return part
+        own = part if isinstance(part, (Mapping, list, tuple)) else None
+        if whole and own is None:
+            own = getattr(part, "__dict__", None)
+        return _split_unknown(part, own, tensors, whole) if own else part
     if kind == _NESTED:
 
         def take(leaf: Any) -> Any:
@@ -391,12 +391,17 @@ class Symbolic(Refused):
     """A leaf that has no value yet: an op that takes it is a node of a Functional model."""
 
 
-def _hides_tensors(part: Any, whole: bool) -> bool:
-    """Whether a static leaf is a container of tensors; or, of the `whole`, an object with such attributes."""
-    own = part if isinstance(part, (Mapping, list, tuple)) else None
-    if whole and own is None:
-        own = getattr(part, "__dict__", None)
-    parts = own.values() if isinstance(own, Mapping) else own or ()
+def _split_unknown(part: Any, own: Any, tensors: list[Any], whole: bool) -> Any:
+    """A container that `keras.tree` does not know, or an object with attributes: no tensor may be in it."""
+    if _is_proxy(part):
+        return _split(part.__wrapped__, tensors, whole)
+    if _holds_tensors(own):
+        raise Refused(part, *_REFUSALS[_STATIC])
+    return part
+
+
+def _holds_tensors(container: Any) -> bool:
+    parts = container.values() if isinstance(container, Mapping) else container
     return any(_TENSORS[type(part)] or isinstance(part, keras.KerasTensor) for part in parts)
 
 
