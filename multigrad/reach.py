@@ -45,6 +45,7 @@ def may_reach(obj: Any) -> bool:
 
     ```python
     from keras import ops, random
+    from multigrad.reach import may_reach
 
     seed = random.SeedGenerator(1)
     assert not may_reach(lambda x: ops.exp(x))

@@ -11,6 +11,7 @@ class Shared:
 
     ```python
     import contextlib
+    from multigrad.shared import Shared
 
     @contextlib.contextmanager
     def switched():

@@ -4,6 +4,7 @@ Every public name of `keras.ops` is here, as the same object, looked up when it 
 needs no change. So changing one import line moves a file from `keras.ops` to `multigrad`:
 
 ```python
+import keras
 from multigrad import ops
 
 assert ops.exp is keras.ops.exp and ops.nn.relu is keras.ops.nn.relu

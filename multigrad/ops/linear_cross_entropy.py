@@ -40,6 +40,7 @@ def linear_cross_entropy(
     """The cross entropy of `softmax(features @ kernel + bias)` for each label, without the logits.
 
     ```python
+    import numpy as np
     from multigrad import grad
     from multigrad.ops import linear_cross_entropy
 

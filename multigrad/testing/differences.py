@@ -63,6 +63,7 @@ def check_gradients(
     """Compare the gradients of a function with its central differences.
 
     ```python
+    import numpy as np
     from keras import ops
     import multigrad
     from multigrad.testing import check_gradients
