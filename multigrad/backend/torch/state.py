@@ -73,10 +73,14 @@ def is_unreadable(tensor: torch.Tensor) -> bool:
 
 
 def is_of_level_within(tensor: torch.Tensor) -> bool:
-    """Whether it is wrapped for a transform within those that are at work here."""
-    deepest = max([transform.level() for transform in _transforms()], default=0)
+    """Whether it is wrapped for a transform within those that are at work here.
+
+    In forward mode a vmap from within may be at work in the place of the transform around it.
+    """
+    at_work = {transform.level(): transform.key() == _VMAP for transform in _transforms()}
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
-        if _level(tensor) > deepest:  # that of one that has ended is negative
+        level = _level(tensor)  # that of one that has ended is negative
+        if level > 0 and at_work.get(level) != (inner.ndim > tensor.ndim):
             return True
         tensor = inner
     return False

@@ -463,6 +463,23 @@ def test_forward_mode_of_what_another_derivative_left_in_an_object():
             derivative(x)
 
 
+def test_forward_mode_of_a_mapped_derivative_that_left_something_unmapped_in_an_object():
+    """There the vmap is at work in the place of the derivative around it."""
+    kept = SimpleNamespace()
+
+    @op_custom_gradient
+    def op(a, x):
+        kept.e = x**2
+        return a * kept.e * x, lambda u: (7.0 * u * kept.e * x, 7.0 * u * a * 3 * kept.e)
+
+    def loss(x):
+        return vmap(lambda a: op(a, x))(XS).sum()
+
+    close(jvp(loss, (X,), (V,))[1], (21.0 * XS * X**2 * V).sum())
+    with pytest.raises(NotImplementedError, match=r"op: forward mode is taken(.|\n)*close over"):
+        jvp(grad(loss), (X,), (V,))
+
+
 def test_forward_mode_beside_an_object_without_tensors():
     kept = SimpleNamespace(factor=7.0)
 
