@@ -206,7 +206,7 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> Pair
     References:
         Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153, equations 1 to 5 and section 2.2.
     """
-    low, high = levels(bits, signed)
+    low, high = map(float, levels(bits, signed))  # of which some are no integers of 32 bits
     if is_number(step) and not step > 0.0:
         required, mend = "a positive number, or a tensor of such", "pass step=0.1, for example"
         raise unusable(ValueError, "fake_quantize", "step", required=required, got=step, mend=mend)
@@ -216,7 +216,7 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> Pair
     wide = exact(dtype)
     learned, step = has_gradient(step), cast(fitting("fake_quantize", "step", step, x), wide)
     v = ops.cast(x, wide) / step
-    whole = ops.round(ops.clip(v, float(low), float(high)))  # of which some are no integers of 32 bits
+    whole = ops.round(ops.clip(v, low, high))
     inside = ops.logical_and(v > low, v < high)
 
     def by_step(upstream: Any) -> Any:

@@ -118,6 +118,11 @@ def test_straight_through_of_an_unknown_number_of_rows():
 
 
 @pytest.mark.forward
+def test_more_bits_than_an_integer_has():
+    close(ops.fake_quantize(array(0.26, -5.0), 0.5, bits=40), array(0.5, -5.0))
+
+
+@pytest.mark.forward
 @pytest.mark.parametrize(("bits", "signed"), [(1, True), (0, False), (2.5, True)])
 def test_too_few_bits(bits, signed):
     with pytest.raises(ValueError, match="no such number of bits"):
