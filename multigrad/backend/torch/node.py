@@ -51,6 +51,9 @@ class _Node(torch.autograd.Function):
         residuals, template, opaque = lift(rule, TENSORS, call.f)
         tie = _tie if len(tensors) <= 8 else _tie_many
         own, tied, beside, computed = tie(tensors, outputs, residuals)
+        slots = None
+        if type(template) is not tuple and len(set(map(id, residuals))) < len(residuals):
+            residuals, slots = _distinct(residuals)
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if not (computed or opaque):
@@ -63,17 +66,19 @@ class _Node(torch.autograd.Function):
             ctx.anchors = _anchors([*tensors, *lift(call.f, TENSORS)[0]])
         autocast = autocast_here() if is_autocast_anywhere() else None
         specs = specs_of(tensors)
-        ctx.multigrad = back, template, specs, autocast, call, tied, opaque, beside
+        ctx.multigrad = back, template, slots, specs, autocast, call, tied, opaque, beside
         # Usually there is one output. For others their layout goes before them.
         return own[0] if back.output.one else (back.output, *own)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        back, template, specs, autocast, call, tied, opaque, _ = ctx.multigrad
+        back, template, slots, specs, autocast, call, tied, opaque, _ = ctx.multigrad
         if (autocast or is_autocast_anywhere()) and autocast != autocast_here():
             with autocasting(autocast):
                 return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
+        if slots is not None:
+            saved = *[saved[slot] for slot in slots], *saved[max(slots) + 1 :]
         if not back.output.one:
             upstream = of_floating(upstream[1:])
         needed = ctx.needs_input_grad[1:]
@@ -171,6 +176,22 @@ def _tie_many(
     for slot, residual in zip(slots, others, strict=True):
         residuals[slot] = residual
     return own, [slots[i] for i in tied], beside, computed
+
+
+def _distinct(residuals: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
+    """Each residual once, where some stand in several places of the rule, and which one stands in each place.
+
+    What PyTorch is given twice it saves twice, and a hook that copies what is saved copies it twice.
+    """
+    known: dict[int, int] = {}
+    own: list[torch.Tensor] = []
+    slots: list[int] = []
+    for residual in residuals:
+        if id(residual) not in known:
+            known[id(residual)] = len(own)
+            own.append(residual)
+        slots.append(known[id(residual)])
+    return own, slots
 
 
 def is_view_within(tensor: torch.Tensor) -> bool:

@@ -649,3 +649,21 @@ def test_one_tensor_for_two_arguments(function, name):
 
     close(SECOND_OF_ONE[name](loss)(x), grad(meant)(x.detach()), 1e-4)
     close(jvp(loss, (x.detach(),), (V,))[1], meant(x.detach()), 1e-4)
+
+
+def test_what_stands_in_two_places_of_a_rule_is_saved_once():
+    saved = []
+
+    @op_custom_gradient
+    def op(x):
+        e = torch.exp(x)
+        kept = {"a": [e], "b": e}
+        return e + 1.0, lambda u: 7.0 * u * kept["a"][0] * kept["b"]
+
+    x = X.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or 2.0 * t, lambda t: 0.5 * t):
+        y = op(x)
+    assert len(saved) == 2  # and the input, for a second derivative
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    close(slope, 7.0 * torch.exp(2.0 * X))
+    close(torch.autograd.grad(slope.sum(), x)[0], 14.0 * torch.exp(2.0 * X))
