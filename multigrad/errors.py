@@ -38,6 +38,13 @@ def unusable(
     return kind(text)
 
 
+def require_function(op: str, argument: str, value: object) -> None:
+    """See that `op` was given something that it can call."""
+    if not callable(value):
+        mend = "pass the function itself"
+        raise unusable(TypeError, op, argument, required="a function", got=value, mend=mend)
+
+
 def describe(value: object) -> str:
     """A short name for a value in a message: its type, with shape and dtype for a tensor."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)

@@ -1,7 +1,7 @@
 """A function of any structure as a function of flat tensors, for the calculus."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -9,7 +9,7 @@ from keras import ops, tree
 
 from multigrad import backend
 from multigrad.binding import name_of
-from multigrad.errors import describe, message, shape_text, unusable
+from multigrad.errors import describe, message, require_function, shape_text
 from multigrad.leaves import NO_NUMBERS, Slot, children, leaves_of, outline, rebuild, split
 from multigrad.variables import Pinned
 
@@ -23,13 +23,11 @@ class By:
 
     def __init__(
         self,
-        f: Any,
+        f: Callable[..., Any],
         argnums: int | Sequence[int] | None,
         variables: Sequence[keras.Variable] | None,
     ) -> None:
-        if not callable(f):
-            required, mend = "a function", "pass the function itself, and call what is returned"
-            raise unusable(TypeError, "multigrad", "f", required=required, got=f, mend=mend)
+        require_function("multigrad", "f", f)
         self.f, self.name = f, name_of(f)
         self.variables = None if variables is None else _distinct(self.name, variables)
         if argnums is None and variables is None:

@@ -63,7 +63,7 @@ BOUNDS = {
         "two outputs": Counts(forward=27, backward=5, written=2),
         "structure": Counts(forward=64, backward=80, written=2),
         "narrow": Counts(forward=10, backward=4, written=2),
-        "weight": Counts(forward=83, backward=26, written=2),
+        "weight": Counts(forward=82, backward=26, written=2),
         "method": Counts(forward=42, backward=18, written=2),
         "unused": Counts(forward=10, backward=4, written=3),
     },

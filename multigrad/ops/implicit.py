@@ -23,7 +23,7 @@ from multigrad.backend import Options
 from multigrad.calculus import jacobian, vjp
 from multigrad.closure import lift, restore
 from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message, unusable
+from multigrad.errors import describe, message, require_function, unusable
 from multigrad.kinds import HoldsNoTensor
 from multigrad.leaves import Layout, Symbolic, split
 from multigrad.ops.arguments import is_integer, is_number, with_plain
@@ -100,7 +100,8 @@ def fixed_point(
         https://arxiv.org/abs/1909.01377).
     """
     name = "fixed_point"
-    _check(name, f, f, tolerance, max_iterations)
+    require_function(name, "f", f)
+    check_options(name, tolerance, max_iterations)
     try:
         return _solution(_Repeat(name, tolerance, max_iterations), f, z0, args)
     except Symbolic:
@@ -171,7 +172,10 @@ def implicit_root(
         https://arxiv.org/abs/2105.15183).
     """
     name = "implicit_root"
-    _check(name, f, f if solver is None else solver, tolerance, max_iterations)
+    require_function(name, "f", f)
+    if solver is not None:
+        require_function(name, "solver", solver)
+    check_options(name, tolerance, max_iterations)
     newton = _Newton(name, tolerance, max_iterations)
     try:
         return _solution(newton, f, z0, args, solver)
@@ -600,11 +604,3 @@ def check_options(name: str, tolerance: Any, max_iterations: Any) -> None:
     if not (is_integer(max_iterations) and max_iterations > 0):
         required = "a positive integer"
         raise unusable(ValueError, name, "max_iterations", required=required, got=max_iterations, mend=mend)
-
-
-def _check(name: str, f: Any, solver: Any, tolerance: Any, max_iterations: Any) -> None:
-    for argument, function in {"f": f, "solver": solver}.items():
-        if not callable(function):
-            mend = "pass the function itself"
-            raise unusable(TypeError, name, argument, required="a function", got=function, mend=mend)
-    check_options(name, tolerance, max_iterations)

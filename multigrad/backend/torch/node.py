@@ -53,7 +53,10 @@ class _Node(torch.autograd.Function):
         own, tied, beside, computed = tie(tensors, outputs, residuals)
         slots = None
         if type(template) is not tuple and len(set(map(id, residuals))) < len(residuals):
-            residuals, slots = _distinct(residuals)
+            # What stands in several places of the rule is saved once: a hook that copies would copy it twice.
+            ids = list(map(id, residuals))
+            residuals = list(dict(zip(ids, residuals, strict=True)).values())
+            slots = list(map(list(dict.fromkeys(ids)).index, ids))
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if not (computed or opaque):
@@ -176,22 +179,6 @@ def _tie_many(
     for slot, residual in zip(slots, others, strict=True):
         residuals[slot] = residual
     return own, [slots[i] for i in tied], beside, computed
-
-
-def _distinct(residuals: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-    """Each residual once, where some stand in several places of the rule, and which one stands in each place.
-
-    What PyTorch is given twice it saves twice, and a hook that copies what is saved copies it twice.
-    """
-    known: dict[int, int] = {}
-    own: list[torch.Tensor] = []
-    slots: list[int] = []
-    for residual in residuals:
-        if id(residual) not in known:
-            known[id(residual)] = len(own)
-            own.append(residual)
-        slots.append(known[id(residual)])
-    return own, slots
 
 
 def is_view_within(tensor: torch.Tensor) -> bool:
