@@ -129,6 +129,24 @@ def stopped(x, w):
     return stop(x) ** 3 * stop(w), lambda u: (u * 21.0 * x**2 * w, u * 7.0 * x**3)
 
 
+@op_custom_gradient
+def slope(x, w):
+    z = x * w
+    return 6.0 * z**2, lambda u: (u * 30.0 * z * w, u * 30.0 * x * z)
+
+
+@op_custom_gradient
+def by_an_op(x, w):
+    """Its rule calls an op with a false rule of its own, which shows in the second derivative."""
+    return (x * w) ** 3, lambda u: (u * slope(x, w) * w, u * x * slope(x, w))
+
+
+def meant_by_an_op(x, w):
+    z = x * w
+    move = z - stop(z)
+    return stop(z) ** 3 + 6.0 * stop(z) ** 2 * move + 15.0 * stop(z) * move * move + 5.0 * move * move * move
+
+
 CASES = {
     "input": Case(by_input, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
     "intermediate": Case(by_intermediate, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
@@ -138,6 +156,7 @@ CASES = {
     "structure": Case(structure, meant_structure),
     "view": Case(by_view, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
     "sum": Case(of_a_sum, lambda x, w: valued(x * ops.sum(w), 5.0 * x * ops.sum(w))),
+    "an op": Case(by_an_op, meant_by_an_op),
     "stopped": Case(stopped, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
 }
 

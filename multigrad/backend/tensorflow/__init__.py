@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from multigrad.backend import Call, Pullback
 from multigrad.backend.tensorflow.gradients import gradients_expected, jacobian, value_and_grad, vjp
-from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
+from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within, taken_in
 from multigrad.backend.tensorflow.programs import compiled, program, uncompiled
 from multigrad.backend.tensorflow.tapes import (
     VariableWatcher,
@@ -74,16 +74,19 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     places.update(zip(map(id, tensors), tensors, strict=True))
     tied = [places.get(id(residual), residual) for residual in residuals]
     tied_rule, graph = restore(template, tied), graph_here()
-    # The gradient of a branch or a loop is built in a graph beside its own, and finds in that what it takes.
-    beside = restore(template, captured(tied)) if is_nested(graph) else None
+    # A gradient may be built in a graph beside the call's own, and finds in that what it takes: the gradient
+    # of a branch or a loop, or of a function that is the gradient of another one.
+    beside = tied_rule if eager else restore(template, taken_in(tied, graph))
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
 
     def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
         own = zip(upstream, floating, strict=False)
         whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
-        if beside is None or is_within(graph):
+        if eager or is_within(graph):
             return back.pull(tied_rule, whole, needed, specs)
+        if not is_nested(graph):
+            return back.pull(beside, whole, needed, specs)
         with back.reading(functools.partial(read_beside, graph)):
             return back.pull(beside, whole, needed, specs)
 

@@ -59,6 +59,16 @@ def captured(tensors: Sequence[Any]) -> Sequence[Any]:
     return tensors if capture is None else [capture(tensor) for tensor in tensors]
 
 
+def taken_in(tensors: Sequence[Any], graph: Any) -> Sequence[Any]:
+    """The tensors as the gradient of what stands in `graph`, the one that is being built, finds them in it.
+
+    A branch or a loop takes in all of them. Any other graph finds by itself what has a value already.
+    """
+    if is_nested(graph):
+        return captured(tensors)
+    return [tensor if hasattr(tensor, "numpy") else captured([tensor])[0] for tensor in tensors]
+
+
 class Carrier:
     """The operation of a graph that gives a call its outputs, and whose gradient is the rule.
 

@@ -97,10 +97,16 @@ def test_inside_of_a_compiled_function(get):
     close(tf.function(lambda: get(case.op), jit_compile=True)(), get(case.meant), 1e-4)
 
 
-@cases
-def test_through_a_function(case):
-    function = tf.function(case.op)
-    close(derivative(function), derivative(case.meant), 1e-4)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "an op"])
+def test_through_a_function(name):
+    case = CASES[name]
+    close(derivative(tf.function(case.op)), derivative(case.meant), 1e-4)
+
+
+def test_an_op_in_a_rule_through_a_function_is_an_error():
+    """TensorFlow (2.21) finds more to differentiate each time it looks, and fails to make its own error."""
+    with pytest.raises(TypeError, match="InternalError"):
+        derivative(tf.function(CASES["an op"].op))
 
 
 @pytest.mark.parametrize("get", [derivative_of_derivative, derivative_of_gradient])

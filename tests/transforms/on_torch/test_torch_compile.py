@@ -18,7 +18,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+whole = {name: case for name, case in CASES.items() if name != "an op"}  # which compiles in parts
+cases = pytest.mark.parametrize("case", whole.values(), ids=whole)
 
 
 @pytest.fixture(autouse=True)
@@ -304,6 +305,15 @@ def test_an_op_that_reads_a_weight_is_refused_or_left_uncompiled():
     torch.compiler.reset()
     torch.compile(op, backend="aot_eager")(x).backward(V)
     close((x.grad, weight.value.grad), (7.0 * V * torch.exp(X), 5.0 * V * torch.exp(X)))
+
+
+def test_an_op_in_a_rule_is_refused_or_left_uncompiled():
+    case = CASES["an op"]
+    compiled = torch.compile(around(case.op), backend="aot_eager")
+    close(gradients(compiled), gradients(around(case.meant)), 1e-4)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Unsafe side effect"):
+        gradients(torch.compile(around(case.op), fullgraph=True, backend="aot_eager"))
 
 
 def test_a_second_derivative_of_a_compiled_function_is_an_error():
