@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from multigrad.backend import Call, Pullback
 from multigrad.backend.tensorflow.gradients import gradients_expected, jacobian, value_and_grad, vjp
-from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within, taken_in
+from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
 from multigrad.backend.tensorflow.programs import compiled, program, uncompiled
 from multigrad.backend.tensorflow.tapes import (
     VariableWatcher,
@@ -56,12 +56,13 @@ from multigrad.closure import lift, restore
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
-    eager = tf.executing_eagerly()
+    graph = graph_here()
+    eager = graph is None
     with VariableWatcher() as watcher:
         outputs, rule, tensors, back = call.run(tensors, place=Place(call.name, watcher))
     if not outputs or (eager and not may_record()):
         return back.output.join(outputs)
-    specs = specs_of(captured(tensors))
+    specs = specs_of(captured(tensors, graph))
     if not any(specs):
         return back.output.join([tf.stop_gradient(output) for output in outputs])  # of what it closes over
     residuals, template, _ = lift(rule, TENSORS, call.f)
@@ -73,10 +74,11 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         places.setdefault(id(output), replacement)
     places.update(zip(map(id, tensors), tensors, strict=True))
     tied = [places.get(id(residual), residual) for residual in residuals]
-    tied_rule, graph = restore(template, tied), graph_here()
+    tied_rule = restore(template, tied)
     # A gradient may be built in a graph beside the call's own, and finds in that what it takes: the gradient
-    # of a branch or a loop, or of a function that is the gradient of another one.
-    beside = tied_rule if eager else restore(template, taken_in(tied, graph))
+    # of a branch or a loop, or of a function that is the gradient of another one. What is finished takes in
+    # nothing more.
+    inside = captured(tied, graph)
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
 
@@ -86,9 +88,10 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         if eager or is_within(graph):
             return back.pull(tied_rule, whole, needed, specs)
         if not is_nested(graph):
-            return back.pull(beside, whole, needed, specs)
+            # Taken in anew, which tells the tapes that began behind the op where it comes from.
+            return back.pull(restore(template, captured(tied, graph)), whole, needed, specs)
         with back.reading(functools.partial(read_beside, graph)):
-            return back.pull(beside, whole, needed, specs)
+            return back.pull(restore(template, inside), whole, needed, specs)
 
     if carrier is not None:
         carrier.carry(backward)

@@ -28,8 +28,11 @@ def is_nested(graph: Any) -> bool:
 
 
 def is_within(graph: Any) -> bool:
-    """Whether the graph that is being built is this one, or stands in it."""
-    return _is_around(graph, graph_here())
+    """Whether the graph that is being built is this one, or that of a branch or a loop in it."""
+    here = graph_here()
+    while here is not graph and is_nested(here):
+        here = here.outer_graph
+    return here is graph
 
 
 def _is_around(graph: Any, within: Any) -> bool:
@@ -50,23 +53,16 @@ def brought(make: Callable[[], Any], graph: Any, here: Any) -> Any:
         return make()
 
 
-def captured(tensors: Sequence[Any]) -> Sequence[Any]:
-    """The tensors as the graph that is being built has them, where some come from around it.
+def captured(tensors: Sequence[Any], graph: Any) -> Sequence[Any]:
+    """The tensors as `graph` has them, where some come from around it.
 
-    A plain `tf.Graph` has none around it.
+    The gradient of a branch or a loop finds only what that has taken in. That of any other graph finds by
+    itself what has a value already. A plain `tf.Graph` has nothing around it.
     """
-    capture = getattr(graph_here(), "capture", None)
-    return tensors if capture is None else [capture(tensor) for tensor in tensors]
-
-
-def taken_in(tensors: Sequence[Any], graph: Any) -> Sequence[Any]:
-    """The tensors as the gradient of what stands in `graph`, the one that is being built, finds them in it.
-
-    A branch or a loop takes in all of them. Any other graph finds by itself what has a value already.
-    """
-    if is_nested(graph):
-        return captured(tensors)
-    return [tensor if hasattr(tensor, "numpy") else captured([tensor])[0] for tensor in tensors]
+    if not hasattr(graph, "capture"):
+        return tensors
+    known = not is_nested(graph)
+    return [tensor if known and hasattr(tensor, "numpy") else graph.capture(tensor) for tensor in tensors]
 
 
 class Carrier:

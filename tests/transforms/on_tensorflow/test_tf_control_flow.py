@@ -3,7 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
-from cases import CASES
+from cases import CASES, valued
 from support import close
 from tapes import W, X, derivatives, value_and_gradients
 
@@ -170,6 +170,18 @@ def test_python_inside_an_op(f, options, custom_gradient):
         compiled(op)(X, W)
     if custom_gradient is op_custom_gradient:
         close(compiled(custom_gradient(tf.autograph.to_graph(f)))(X, W), wanted)
+
+
+@pytest.mark.parametrize("taken", [value_and_gradients, derivatives])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rule_that_uses_a_tensor_with_a_value(place, taken):
+    factor = tf.constant([3.0, 5.0, 7.0])
+    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * factor * w, u * factor * x)))
+
+    def meant(x, w):
+        return valued(x * w, factor * x * w)
+
+    close(taken(tf.function(place(op)), X, W), taken(place(meant), X, W), 1e-3)
 
 
 def rule_by(factor):

@@ -36,6 +36,38 @@ def test_a_gradient_inside_and_one_from_outside(case, options):
     close(got, value_and_gradients(slope(case.meant), X, W), 1e-4)
 
 
+@cases
+@ways
+def test_a_gradient_around_a_function_and_one_from_outside(case, options):
+    """The gradient of the inner function is a function, whose gradient is built in a graph of its own."""
+
+    def slope(function):
+        return lambda x, w: value_and_gradients(tf.function(function), x, w)[1][0]
+
+    got = value_and_gradients(tf.function(slope(case.op), **options), X, W)
+    close(got, value_and_gradients(slope(case.meant), X, W), 1e-4)
+
+
+def test_a_tape_that_begins_behind_the_op():
+    """A function in the function takes the gradient; what the rule uses there comes from around both."""
+
+    @tf.function
+    def of_the_rule(x, w):
+        @tf.function
+        def within(u):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                y = CASES["input"].op(x, w)
+            with tf.GradientTape() as behind:
+                behind.watch(w)
+                slope = tf.function(lambda u: tape.gradient(y, x, u))(u)
+            return behind.gradient(slope, w)
+
+        return within(tf.ones_like(x))
+
+    close(of_the_rule(X, W), 21.0 * X**2)
+
+
 @some
 @ways
 def test_functions_in_functions(case, options):
