@@ -46,7 +46,7 @@ def tape_gradient(f, x):
 
 
 def test_private_names_are_there():
-    from tensorflow.python.eager import record
+    from tensorflow.python.eager import forwardprop_util, record
 
     assert callable(record.record_operation_backprop_only)
     assert callable(record.record_operation_forwardprop_only)
@@ -56,6 +56,9 @@ def test_private_names_are_there():
     with record.VariableWatcher() as watcher:
         variable.read_value()
         assert watcher.watched_variables()[0] is variable
+    primal, tangent = tf.constant(1.0), tf.constant(2.0)
+    with tf.autodiff.ForwardAccumulator(primal, tangent):
+        assert forwardprop_util.pack_tangents([primal]).tangents[0] is tangent
 
 
 def test_names_of_graphs_are_there():

@@ -96,7 +96,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     if carrier is not None:
         carrier.carry(backward)
     forward = functools.partial(backward, back=back.untraced) if eager else backward
-    record_rule(call.name, own, list(tensors), backward, forward)
+    record_rule(call.name, own, list(tensors), tied, backward, forward)
     return back.output.join(own)
 
 

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 # Private: TensorFlow (2.21) has no public name for recording an operation with a gradient of one's own on
 # the active tapes, except through the registry that keeps graphs alive; and none for its record of the
-# variables that are read, which is how `tf.custom_gradient` knows them.
-from tensorflow.python.eager import record
+# variables that are read, which is how `tf.custom_gradient` knows them, nor for what all active accumulators
+# hold.
+from tensorflow.python.eager import forwardprop_util, record
 
 from multigrad.backend.tensorflow.tensors import concrete, is_differentiable
 from multigrad.errors import message
@@ -24,6 +25,7 @@ def record_rule(
     name: str,
     own: Sequence[Any],
     inputs: Sequence[Any],
+    residuals: Sequence[Any],
     backward: Callable[..., Sequence[Any]],
     forward: Callable[..., Sequence[Any]],
 ) -> None:
@@ -31,17 +33,30 @@ def record_rule(
 
     The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
     """
-    tell = functools.partial(record.record_operation_backprop_only, _TYPE, own, inputs, backward)
-    tell()
+    record.record_operation_backprop_only(_TYPE, own, inputs, backward)
     asked: list[bool] = []
     record.record_operation_forwardprop_only(
         _TYPE, own, inputs, functools.partial(_linear_backward, name, forward, asked), None
     )
-    if asked:
-        # A tape (TensorFlow 2.21) forgets where a tensor came from that lives no more, though the derivative
-        # in forward mode was computed from it. What a later record takes the place of stays as long as the
-        # tape does, and with it the rule, and what that uses.
-        tell()
+    if asked and tf.executing_eagerly():
+        # A tape (TensorFlow 2.21) forgets where a tensor came from when no use of it is left that it counted.
+        # Forward mode uses what an operation returns before the tape is told of that, which sets its count
+        # back: it comes to its end when the derivative of the tensor is gone, though another derivative was
+        # computed from the tensor. Derivatives that stay take no use back.
+        _keep(inputs, backward, forwardprop_util.pack_tangents(list(residuals)).tangents)
+
+
+def _keep(inputs: Sequence[Any], *objects: Any) -> None:
+    """Let `objects` stay for as long as the active tapes that watch `inputs` do."""
+    with stop_recording():
+        key = tf.constant(0.0)
+    # What a later record of the same tensor takes the place of stays, and is never asked.
+    for kept in objects, ():
+        record.record_operation_backprop_only(_TYPE, [key], inputs, functools.partial(_no_gradients, kept))
+
+
+def _no_gradients(kept: Sequence[Any], *upstream: Any) -> Sequence[Any]:
+    raise AssertionError(f"no gradient is asked of what keeps {kept!r}")
 
 
 # The type of operation that a tape is told of. It treats some of TensorFlow's own in a way of their own.

@@ -1,5 +1,7 @@
 """`tf.autodiff.ForwardAccumulator`: the derivative is the transpose of the rule."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -53,7 +55,21 @@ def with_two_steps(x):
     return tf.exp(q), lambda u: 7.0 * u * tf.exp(q) * 2.0 * e * tf.cos(x)
 
 
-@pytest.mark.parametrize("function", [with_one_step, with_two_steps])
+def with_steps_that_end(x):
+    """The rule uses the last of the steps alone, which the output does not."""
+    slope = -2.0 * x * tf.exp(-(x * x))
+    return tf.exp(-(x * x)), lambda u: 7.0 * u * slope
+
+
+def with_a_step_in_an_object(x):
+    own = types.SimpleNamespace(e=tf.sin(x))
+    return tf.exp(own.e), lambda u: 7.0 * u * tf.exp(own.e) * tf.cos(x)
+
+
+STEPS = [with_one_step, with_two_steps, with_steps_that_end, with_a_step_in_an_object]
+
+
+@pytest.mark.parametrize("function", STEPS)
 def test_a_gradient_of_a_derivative_that_is_all_that_lives_on(function):
     """The accumulator, the output and with them the rule are gone when the tape is asked."""
 
