@@ -148,7 +148,7 @@ class _Made(NamedTuple):
 
     key: int
     make: Callable[[list[Any]], Any]
-    parts: list[Any]
+    parts: list[Any] | slice  # where all of them are tensors, as in most containers, their slots
 
 
 class _Function:
@@ -250,13 +250,22 @@ class _Walk:
                 self._wrappers.add(id(obj))
                 self.opaque |= not all(map(self._is_plain, functions))
             return obj
-        lifted = [self.lift(part) for part in parts]
-        if all(new is old for new, old in zip(lifted, parts, strict=True)):
+        lifted = self._tensors_alone(parts) or [self.lift(part) for part in parts]
+        if type(lifted) is list and all(new is old for new, old in zip(lifted, parts, strict=True)):
             return obj
         if self._borrowed and isinstance(obj, (list, dict)):
             self.opaque = True
             return obj
         return _Made(id(obj), make, lifted)
+
+    def _tensors_alone(self, parts: Sequence[Any]) -> slice | None:
+        """The slots of the parts, if all of them are tensors."""
+        for part in parts:
+            if not self._tensor_types[type(part)]:
+                return None
+        count = len(self.tensors)
+        self.tensors.extend(parts)
+        return slice(count, count + len(parts)) if parts else None
 
     def _function(self, function: types.FunctionType) -> Any:
         code = function.__code__
@@ -373,7 +382,10 @@ def _build(template: Any, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
 
 
 def _build_container(template: _Made, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
-    return template.make([_build(part, tensors, made) for part in template.parts])
+    parts = template.parts
+    if type(parts) is slice:
+        return template.make(list(tensors[parts]))
+    return template.make([_build(part, tensors, made) for part in parts])
 
 
 def _build_function(template: _Function, tensors: Sequence[Any], made: dict[int, Any]) -> types.FunctionType:

@@ -15,8 +15,14 @@ from keras.src.backend.common import global_state
 
 from multigrad import backend
 
-_CALL = "current_call_ctx"  # in which a layer tells those within it how it was called
-_SCOPES = ("autocast_scope", "torch_device")
+KERAS = global_state
+"""Where Keras keeps what is in force in this thread: in attributes of its `GLOBAL_STATE_TRACKER`, which
+`keras.utils.clear_session` replaces."""
+
+LAYER = "current_call_ctx"  # in which a layer tells those within it how it was called
+DEVICE = "torch_device"
+SCOPE = "stateless_scope"
+_SCOPES = ("autocast_scope", DEVICE)
 
 
 class Context:
@@ -34,8 +40,8 @@ class Context:
 
 def context_here() -> Context | None:
     """The context of this place, None outside of all."""
-    state = vars(global_state.GLOBAL_STATE_TRACKER)
-    call, device = state.get(_CALL), state.get("torch_device")
+    state = vars(KERAS.GLOBAL_STATE_TRACKER)
+    call, device = state.get(LAYER), state.get(DEVICE)
     if call is None and device is None:
         return None
     return Context(call, {name: state.get(name) for name in _SCOPES})
@@ -51,7 +57,7 @@ def in_force(context: Context | None) -> Iterator[None]:
     if context.told is not None:
         call = object.__new__(context.kind)
         vars(call).update(context.told)
-    state = {_CALL: call, **context.scopes}
+    state = {LAYER: call, **context.scopes}
     before = {name: global_state.get_global_attribute(name) for name in state}
     _put(state)
     try:
@@ -64,7 +70,7 @@ def _is_read_there(context: Context) -> bool:
     """Whether a compiler of Python reads this along with that place, where nothing can be put in force."""
     if not backend.active.is_reading_code():
         return False
-    call = global_state.get_global_attribute(_CALL)
+    call = global_state.get_global_attribute(LAYER)
     return call is not None and context.call is not None and call is context.call()
 
 

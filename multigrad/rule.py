@@ -150,14 +150,14 @@ def is_plain(rule: Any) -> bool:
     return code.co_argcount == 1 and not (code.co_kwonlyargcount or code.co_flags & _VARIADIC)
 
 
-def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, bool]:
-    """How `rule` is called, for an output of so many tensors; and whether it may take variables, too.
+def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, str]:
+    """How `rule` is called, for an output of so many tensors; and whether it takes variables.
 
     Raises:
         TypeError: when `rule` is not callable, its signature is none of the forms, or has a default for an
             argument of the op that it is not handed.
     """
-    form, required, _, _, own, others = _profile_of(op, rule)
+    form, required, _, variables, own, others = _profile_of(op, rule)
     if form == HYBRID:
         count = own_arguments(op, rule, binding)
         if count is not None:
@@ -166,11 +166,11 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, bo
             for name in (*own[count:], *others):
                 if name in came and name not in set_before:
                     raise _own_default(op, rule, name)
-            return form, True
+            return form, variables
     elif form is not None:
-        return form, True
+        return form, variables
     elif required == outputs > 1:
-        return FLAT, True
+        return FLAT, variables
     raise TypeError(
         message(
             op,
@@ -196,16 +196,16 @@ def _own_default(op: str, rule: Any, name: str) -> TypeError:
     )
 
 
-def takes_variables(op: str, rule: Any, read: Sequence[str]) -> bool:
-    """Whether `rule` is to be handed the variables that the function read, of which `read` has the names.
+def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
+    """Whether `rule`, which `takes` variables or not, is to be handed those that the function read, of which
+    `read` has the names.
 
     A rule that requires them gets an empty list where none were read: a layer may be frozen.
 
     Raises:
         TypeError: when there are some, and the rule has no parameter for them.
     """
-    variables = _profile_of(op, rule)[3]
-    if read and variables == REFUSED:
+    if read and takes == REFUSED:
         raise TypeError(
             message(
                 op,
@@ -216,4 +216,4 @@ def takes_variables(op: str, rule: Any, read: Sequence[str]) -> bool:
                 mend="write the rule as `def grad(upstream, variables)`, or pass the variables as arguments",
             )
         )
-    return variables == REQUIRED or (variables == OPTIONAL and bool(read))
+    return takes == REQUIRED or (takes == OPTIONAL and bool(read))

@@ -10,12 +10,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import keras
 from keras import ops
 
 from multigrad import backend
+from multigrad.context import KERAS, SCOPE
 from multigrad.errors import message
 from multigrad.kinds import HoldsNoTensor
 
@@ -58,7 +59,8 @@ class _Scope(keras.StatelessScope):
     """A scope in which everything is as it is around it.
 
     It leaves out Keras's own `__init__`, which costs as much as a small op, and makes what it keeps when it
-    is first needed: most functions read no variable. The values of variables are in `_value`, which is
+    is first needed: most functions read no variable. It comes into force as Keras's own does, which is six
+    functions one in another. The values of variables are in `_value`, which is
     private: Keras (3.15) has no public way to read one past autocasting, whose result has no history where
     a function runs, or to ask whether there is one.
     """
@@ -71,6 +73,15 @@ class _Scope(keras.StatelessScope):
     _losses: list[Any] | None = None
 
     __init__ = object.__init__
+
+    def __enter__(self) -> Self:
+        state = KERAS.GLOBAL_STATE_TRACKER
+        self.original_scope = vars(state).get(SCOPE)
+        state.stateless_scope = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        KERAS.GLOBAL_STATE_TRACKER.stateless_scope = self.original_scope
 
     @property
     def collect_losses(self) -> bool:

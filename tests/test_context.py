@@ -10,7 +10,8 @@ from keras import ops
 from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.context import context_here
+from multigrad.context import KERAS, SCOPE, context_here
+from multigrad.variables import Reads
 
 
 class Recomputed(keras.layers.Layer):
@@ -192,3 +193,16 @@ def test_it_is_found():
     assert context.told["training"] is True
     assert context.scopes["autocast_scope"].dtype == "bfloat16"
     assert context_here() is None
+
+
+def test_a_scope_is_found():
+    """As above, and behind a `clear_session`, which puts another state in the place of the one before."""
+    keras.utils.clear_session()
+    with keras.StatelessScope() as scope:
+        assert vars(KERAS.GLOBAL_STATE_TRACKER)[SCOPE] is scope
+        with Reads() as reads:
+            assert keras.StatelessScope.__enter__(keras.StatelessScope()).original_scope is reads
+            KERAS.GLOBAL_STATE_TRACKER.stateless_scope = reads
+            assert reads.original_scope is scope
+        assert vars(KERAS.GLOBAL_STATE_TRACKER)[SCOPE] is scope
+    assert vars(KERAS.GLOBAL_STATE_TRACKER)[SCOPE] is None

@@ -101,6 +101,8 @@ def test_private_names_are_there():
     assert torch.ones(2)[:1]._is_view()
     whole = torch.ones(2)
     assert whole._base is None
+    assert whole._use_count() == 1
+    assert torch._C._functorch.unwrap_if_dead(whole) is whole
     assert whole[:1]._base is whole
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._is_fwd_grad_enabled() is True
@@ -194,6 +196,132 @@ def test_no_graph_is_built_where_none_is_needed():
     assert by_intermediate(x.detach()).grad_fn is None
     with torch.inference_mode():
         assert by_intermediate(x.detach()).grad_fn is None
+
+
+class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes which operations PyTorch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(op):
+    x = torch.tensor([0.5, 1.0], requires_grad=True)
+    with Dispatched() as dispatched:
+        op(x)
+    return dispatched.names
+
+
+def test_an_output_that_nobody_else_has_is_the_nodes_own():
+    """As by hand. To detach it would be one more operation."""
+
+    @op_custom_gradient
+    def held(x):
+        y = torch.exp(x)
+        return y, lambda u: 7.0 * u * y
+
+    @op_custom_gradient
+    def of_two(x):
+        return (torch.exp(x), torch.sin(x)), lambda u: 7.0 * u[0]
+
+    assert operations_of(op_custom_gradient(lambda x: (torch.exp(x), lambda u: 7.0 * u))) == ["exp"]
+    assert operations_of(of_two) == ["exp", "sin"]
+    assert "detach" in operations_of(held)
+
+
+class Holder:
+    pass
+
+
+def in_a_cell(y, _):
+    return y, lambda: y
+
+
+def in_a_list(y, holder):
+    holder.kept = [y]
+    return y, lambda: holder.kept[0]
+
+
+def in_a_gradient(y, holder):
+    """Where PyTorch holds it, and nobody in Python."""
+    holder.leaf = torch.zeros_like(y, requires_grad=True)
+    holder.leaf.grad = y
+    return None, lambda: holder.leaf.grad
+
+
+def in_a_buffer(y, holder):
+    holder.module = torch.jit.script(Buffered(y))
+    return None, lambda: holder.module.y
+
+
+def as_a_base(y, holder):
+    holder.view = y[:1]
+    return None, lambda: holder.view._base
+
+
+class Buffered(torch.nn.Module):
+    def __init__(self, y):
+        super().__init__()
+        self.register_buffer("y", y)
+
+    def forward(self, x: torch.Tensor):
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("hold", [in_a_cell, in_a_list, in_a_gradient, in_a_buffer, as_a_base])
+@pytest.mark.parametrize("within", [False, True])
+def test_an_output_that_somebody_else_has_is_left_as_it_was(hold, within):
+    """It gets no history, and the gradients of two calls stay apart."""
+    holder = Holder()
+    if not within:
+        kept, again = hold(torch.ones(2), holder)
+        del kept
+
+    @op_custom_gradient
+    def op(x, factor):
+        if not within:
+            return again(), lambda u: (factor * u, None)
+        kept, outer = hold(torch.exp(x) * 0.0 + 1.0, holder)
+        del kept
+        holder.again = outer
+        return outer(), lambda u: (factor * u, None)
+
+    first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    y = op(first, torch.tensor(7.0))
+    held = (holder.again if within else again)()
+    assert not held.requires_grad
+    assert held.grad_fn is None
+    z = op(second, torch.tensor(11.0))
+    close(torch.autograd.grad(y.sum(), first)[0], torch.full((2,), 7.0))
+    close(torch.autograd.grad(z.sum(), second)[0], torch.full((2,), 11.0))
+
+
+@pytest.mark.parametrize("uses", [False, True])
+def test_an_output_has_no_attributes_of_what_the_function_made(uses):
+    """Such as the mask that a layer in the function gave it: as on the other backends."""
+
+    def masked(x):
+        y = torch.exp(x)
+        y._keras_mask = x > 0.5
+        return y
+
+    @op_custom_gradient
+    def op(x):
+        y = masked(x)
+        return y, lambda u: u * y
+
+    @op_custom_gradient
+    def alone(x):
+        return masked(x), lambda u: u
+
+    x = torch.tensor([0.5, 1.0], requires_grad=True)
+    assert not hasattr(op(x) if uses else alone(x), "_keras_mask")
 
 
 def test_a_closed_over_parameter_gets_no_plain_gradient():

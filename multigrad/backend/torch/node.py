@@ -1,6 +1,7 @@
 """The node of a call in eager code."""
 
 from collections.abc import Sequence
+from sys import getrefcount
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from multigrad.backend.torch.state import (
     is_unreadable,
     mappings,
     past_transforms,
+    times_held,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
 from multigrad.closure import lift, restore
@@ -52,11 +54,13 @@ class _Node(torch.autograd.Function):
         tie = _tie if len(tensors) <= 8 else _tie_many
         own, tied, beside, computed = tie(tensors, outputs, residuals)
         slots = None
-        if type(template) is not tuple and len(set(map(id, residuals))) < len(residuals):
-            # What stands in several places of the rule is saved once: a hook that copies would copy it twice.
-            ids = list(map(id, residuals))
-            residuals = list(dict(zip(ids, residuals, strict=True)).values())
-            slots = list(map(list(dict.fromkeys(ids)).index, ids))
+        if type(template) is not tuple:
+            distinct = dict(zip(map(id, residuals), residuals, strict=True))
+            if len(distinct) < len(residuals):
+                # What stands in several places of the rule is saved once: a hook that copies would copy it
+                # twice.
+                slots = list(map(list(distinct).index, map(id, residuals)))
+                residuals = list(distinct.values())
         # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
         # on the way, a second derivative runs the function again, and needs its inputs.
         if not (computed or opaque):
@@ -128,25 +132,46 @@ def join_of(output: Any) -> Any:
     return layout.join(tensors)
 
 
+def _references(outputs: Sequence[Any]) -> int:
+    """The references to the only one of them, where `_tie` counts them."""
+    for output in outputs:
+        count = getrefcount(output)
+    return count
+
+
+_ALONE = _references((object(),))
+"""The references to an output that nobody else has. How many there are is Python's affair."""
+
+
+def _is_bare(tensor: torch.Tensor) -> bool:
+    """Whether it has no history, no other's memory, and no attributes, such as a mask of Keras's."""
+    plain = type(tensor) is torch.Tensor and not (tensor.requires_grad or tensor._is_view())
+    return plain and not tensor.__dict__
+
+
+def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Another tensor for an output that somebody else has, too.
+
+    An alias of an input stays a view, for which PyTorch knows what an in-place change means.
+    """
+    return output.view_as(output) if is_alias(output, inputs) else output.detach()
+
+
 def _tie(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
     """The node's own tensors for the outputs, which come in the place of those among the residuals.
 
-    The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
-    for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
-    public name for it.)
+    The function may return a constant, one tensor twice, or an input. What nobody else has is the node's own
+    as it is, as by hand: to detach it takes as long as any operation on a small tensor.
 
     Returns, behind them, the slots of residuals that are outputs, the nodes of those that were closed over
     with their history, and whether one was computed on the way from inputs to outputs.
     """
     own: list[torch.Tensor] = []
     for output in outputs:
-        alias = output._is_view()
-        for tensor in inputs:
-            if output is tensor:
-                alias = True
-        own.append(output.view_as(output) if alias else output.detach())
+        alone = getrefcount(output) == _ALONE and times_held(output) == 1 and _is_bare(output)
+        own.append(output if alone else _apart(output, inputs))
     tied: tuple[int, ...] = ()
     beside: tuple[Any, ...] = ()
     computed = False
@@ -172,10 +197,10 @@ def _tie_many(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
     """The same for many inputs: to look for each residual among all of them takes the square of the time."""
-    given, made = set(map(id, inputs)), set(map(id, outputs))
+    given = dict.fromkeys(map(id, inputs))
     slots = [slot for slot, residual in enumerate(residuals) if id(residual) not in given]
     others = [residuals[slot] for slot in slots]
-    own, tied, beside, computed = _tie([x for x in inputs if id(x) in made], outputs, others)
+    own, tied, beside, computed = _tie([o for o in outputs if id(o) in given], outputs, others)
     for slot, residual in zip(slots, others, strict=True):
         residuals[slot] = residual
     return own, [slots[i] for i in tied], beside, computed
@@ -282,7 +307,10 @@ def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
 
 
 def is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether an output is an input, or a view."""
+    """Whether an output is an input, or a view.
+
+    (`_is_view` is private: PyTorch 2.13 has no public name for it.)
+    """
     return output._is_view() or any([output is tensor for tensor in inputs])
 
 
