@@ -37,7 +37,13 @@ from multigrad.backend.torch.gradients import (
 )
 from multigrad.backend.torch.node import HasRun, MoreInputs, attach, join_of
 from multigrad.backend.torch.programs import apply_compiled, apply_exporting, compiled, uncompiled
-from multigrad.backend.torch.state import is_compiling, is_functorch_active, is_tracing, untransformed
+from multigrad.backend.torch.state import (
+    is_compiling,
+    is_functorch_active,
+    is_tracing,
+    untransformed,
+    unwrapped,
+)
 from multigrad.backend.torch.tensors import (
     CONVERTIBLE,
     FOREIGN,
@@ -60,6 +66,7 @@ from multigrad.backend.usual import after, as_tensor, assign, library_code, prog
 def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> Any:
     if is_dynamo_compiling():
         return apply_compiled(call, tensors)
+    tensors = [*map(unwrapped, tensors)]
     if not apart and (is_functorch_active() or forward_ad._current_level >= 0):
         if is_apart(call, tensors):
             with untransformed():

@@ -26,6 +26,9 @@ def is_transforming() -> bool:
 untransformed = torch._functorch.utils.enable_single_level_autograd_function
 # Nor one to ask for the hooks that are called with what is saved, as a checkpoint's are.
 hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
+# Nor one for the tensor within what torch.func wrapped, once that has ended, as where the function that
+# `torch.func.vjp` returns is called: from outside, it has no history.
+unwrapped = torch._C._functorch.unwrap_if_dead
 # Nor one to ask how often a tensor is held, in C++ too, of which Python's own count tells in 2.13, and not in
 # older versions; where even this is not there, none passes for held once.
 times_held = getattr(torch.Tensor, "_use_count", lambda tensor: 0)

@@ -25,6 +25,7 @@ from multigrad.backend.torch.state import (
     is_empty,
     is_of_level_within,
     mappings,
+    unwrapped,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.behind import tensors_behind
@@ -151,7 +152,8 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found, saved, all_needed = ctx.found, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        found, all_needed = ctx.found, ctx.needs_input_grad[2:]
+        saved = [*map(unwrapped, ctx.saved_tensors)]
         inputs, outputs, _ = found.parts(saved)
         needed = all_needed[: len(inputs)]
         gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)

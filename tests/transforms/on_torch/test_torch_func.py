@@ -667,3 +667,28 @@ def test_what_stands_in_two_places_of_a_rule_is_saved_once():
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     close(slope, 7.0 * torch.exp(2.0 * X))
     close(torch.autograd.grad(slope.sum(), x)[0], 14.0 * torch.exp(2.0 * X))
+
+
+@cases
+def test_the_function_that_vjp_returns_recorded_from_outside(case):
+    """What it uses stands in wrappers of a transform that has ended."""
+
+    def derivatives(f):
+        x, w, u = (tensor.clone().requires_grad_() for tensor in (X, W, V))
+        first = vjp(f, x, w)[1](u)
+        slope = sum([(g * v).sum() for g, v in zip(first, (W, V), strict=True)])
+        return first, torch.autograd.grad(slope, [x, w, u], materialize_grads=True, allow_unused=True)
+
+    close(derivatives(case.op), derivatives(case.meant), 1e-4)
+
+
+@cases
+def test_an_op_of_a_tensor_that_a_transform_left_behind(case):
+    """PyTorch's own operations take what stands within, which has a history where the transform began."""
+
+    def derivatives(f):
+        x, left = X.clone().requires_grad_(), []
+        grad(lambda x: [left.append(x), x.sum()][1])(x)
+        return torch.autograd.grad((f(left[0], W) * V).sum(), x)
+
+    close(derivatives(case.op), derivatives(case.meant), 1e-4)
