@@ -1,0 +1,54 @@
+"""Random programs, differentiated twice in two of the framework's ways, which are drawn too.
+
+A way makes of a function of tensors, whose value is a number, the function of its gradients, which may be
+differentiated in another way. The tables of them are in `ways_on_jax.py` and its like.
+"""
+
+import importlib
+
+import numpy as np
+import programs
+import pytest
+from hypothesis import event, given, reject
+from hypothesis import strategies as st
+from meanings import function_of, inputs_of, numbers, weighted, with_ops, without_ops
+from support import BACKEND
+
+from multigrad import backend, grad
+
+ways = importlib.import_module(f"ways_on_{BACKEND}")
+PAIRS = [(outer, inner) for outer in ways.WAYS for inner in ways.WAYS if ways.go_together(outer, inner)]
+PROGRAMS = st.randoms(use_true_random=False).map(lambda r: programs.draw(r, ["float32", "float64"]))
+
+
+def plain(loss):
+    return lambda *xs: grad(loss, tuple(range(len(xs))))(*xs)
+
+
+def derivatives(program, made, outer, inner):
+    """The first derivatives by the inner way, and the second by the outer one."""
+    function, inputs = function_of(program, made), inputs_of(program)
+    first = inner(lambda *xs: weighted([*xs, *function(*xs)], 0))
+    second = outer(lambda *xs: weighted([*xs, *first(*xs)], 1))
+    return [*first(*inputs), *second(*inputs)]
+
+
+@given(PROGRAMS, st.sampled_from(PAIRS))
+def test_the_way_makes_no_difference(program, pair):
+    outer, inner = pair
+    event(f"{outer} of {inner}")
+    both = ways.WAYS[outer], ways.WAYS[inner]
+    with backend.active.wide():
+        try:
+            got = derivatives(program, with_ops, *both)
+        except Exception as error:  # noqa: BLE001 - what the plain function raises, too, is the framework's
+            with pytest.raises(type(error)):
+                derivatives(program, without_ops, *both)
+            reject()
+        with backend.active.uncompiled():
+            wanted = derivatives(program, without_ops, plain, plain)
+        # Not the dtypes: the gradient of a float64 value by forward mode is one itself.
+        assert [tuple(tensor.shape) for tensor in got] == [tuple(tensor.shape) for tensor in wanted]
+        got, wanted = numbers(got), numbers(wanted)
+    size = np.max(np.abs(wanted), initial=1.0)
+    np.testing.assert_allclose(got, wanted, rtol=0.0, atol=1e-4 * size)

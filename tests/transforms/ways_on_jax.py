@@ -1,0 +1,84 @@
+"""JAX's ways to take a gradient, forward mode aside; `test_ways.py` says what a way is."""
+
+import jax
+import jax.numpy as jnp
+
+from multigrad import grad
+
+
+def every(tensors):
+    return tuple(range(len(tensors)))
+
+
+def by_multigrad(loss):
+    return lambda *xs: grad(loss, every(xs))(*xs)
+
+
+def by_grad(loss):
+    return lambda *xs: jax.grad(loss, every(xs))(*xs)
+
+
+def by_jit(loss):
+    return lambda *xs: jax.jit(by_grad(loss))(*xs)
+
+
+def by_grad_of_jit(loss):
+    return lambda *xs: by_grad(jax.jit(loss))(*xs)
+
+
+def by_vjp(loss):
+    def gradients(*xs):
+        value, pull = jax.vjp(loss, *xs)
+        return pull(jnp.ones_like(value))
+
+    return gradients
+
+
+def by_jacobian(loss):
+    return lambda *xs: jax.jacrev(loss, every(xs))(*xs)
+
+
+def by_vmap(loss):
+    def gradients(*xs):
+        both = jax.vmap(by_grad(loss))(*[jnp.stack([x, 0.5 * x]) for x in xs])
+        return [both_of_one[0] for both_of_one in both]
+
+    return gradients
+
+
+def by_checkpoint(loss):
+    return by_grad(jax.checkpoint(loss))
+
+
+def by_scan(loss):
+    def scanned(*xs):
+        return jax.lax.scan(
+            lambda total, _: (total + loss(*xs), None), jnp.zeros_like(loss(*xs)), jnp.ones(1)
+        )[0]
+
+    return by_grad(scanned)
+
+
+def by_cond(loss):
+    def chosen(*xs):
+        return jax.lax.cond(jnp.sum(xs[0]) < 1e9, loss, lambda *xs: 0.0 * loss(*xs), *xs)
+
+    return by_grad(chosen)
+
+
+WAYS = {
+    "multigrad.grad": by_multigrad,
+    "jax.grad": by_grad,
+    "jax.jit of a gradient": by_jit,
+    "jax.grad of a program": by_grad_of_jit,
+    "jax.vjp": by_vjp,
+    "jax.jacrev": by_jacobian,
+    "jax.vmap": by_vmap,
+    "jax.checkpoint": by_checkpoint,
+    "jax.lax.scan": by_scan,
+    "jax.lax.cond": by_cond,
+}
+
+
+def go_together(outer, inner):
+    return True

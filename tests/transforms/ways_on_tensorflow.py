@@ -1,0 +1,76 @@
+"""TensorFlow's ways to take a gradient; `test_ways.py` says what a way is."""
+
+import tensorflow as tf
+
+from multigrad import grad
+
+
+def by_multigrad(loss):
+    return lambda *xs: grad(loss, tuple(range(len(xs))))(*xs)
+
+
+def by_a_tape(loss, persistent=False):
+    def gradients(*xs):
+        with tf.GradientTape(persistent=persistent) as tape:
+            tape.watch(xs)
+            value = loss(*xs)
+        return tape.gradient(value, xs, unconnected_gradients="zero")
+
+    return gradients
+
+
+def by_a_persistent_tape(loss):
+    return by_a_tape(loss, persistent=True)
+
+
+def by_a_function(loss):
+    return lambda *xs: tf.function(by_a_tape(loss), autograph=False)(*xs)
+
+
+def by_xla(loss):
+    return lambda *xs: tf.function(by_a_tape(loss), autograph=False, jit_compile=True)(*xs)
+
+
+def by_a_tape_around(loss):
+    return lambda *xs: by_a_tape(tf.function(loss, autograph=False))(*xs)
+
+
+def by_the_graph(loss):
+    def gradients(*xs):
+        return tf.gradients(loss(*xs), xs, unconnected_gradients="zero")
+
+    return lambda *xs: tf.function(gradients, autograph=False)(*xs)
+
+
+def by_forward_mode(loss):
+    def derivative(xs, place, direction):
+        with tf.autodiff.ForwardAccumulator(xs[place], direction) as accumulator:
+            value = loss(*xs)
+        return accumulator.jvp(value, unconnected_gradients="zero")
+
+    def gradients(*xs):
+        found = []
+        for place, x in enumerate(xs):
+            count = x.shape.num_elements()
+            basis = tf.reshape(tf.eye(count, dtype=x.dtype), (count, *x.shape))
+            elements = [derivative(xs, place, direction) for direction in tf.unstack(basis)] if count else []
+            found.append(tf.reshape(tf.cast(tf.stack(elements), x.dtype) if elements else x, x.shape))
+        return found
+
+    return gradients
+
+
+WAYS = {
+    "multigrad.grad": by_multigrad,
+    "tf.GradientTape": by_a_tape,
+    "a persistent tape": by_a_persistent_tape,
+    "tf.function": by_a_function,
+    "XLA": by_xla,
+    "a tape around a tf.function": by_a_tape_around,
+    "tf.gradients": by_the_graph,
+    "tf.autodiff.ForwardAccumulator": by_forward_mode,
+}
+
+
+def go_together(outer, inner):
+    return True

@@ -1,0 +1,87 @@
+"""PyTorch's ways to take a gradient; `test_ways.py` says what a way is."""
+
+import functools
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from multigrad import grad
+
+
+def every(tensors):
+    return tuple(range(len(tensors)))
+
+
+def by_multigrad(loss):
+    return lambda *xs: grad(loss, every(xs))(*xs)
+
+
+def by_autograd(loss):
+    def gradients(*xs):
+        own = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+        return torch.autograd.grad(loss(*own), own, create_graph=True)
+
+    return gradients
+
+
+def by_a_checkpoint(loss):
+    return by_autograd(functools.partial(checkpoint, loss, use_reentrant=False))
+
+
+def by_what_is_saved_elsewhere(loss):
+    gradients = by_autograd(loss)
+
+    def run(*xs):
+        with saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            return gradients(*xs)
+
+    return run
+
+
+def by_grad(loss):
+    return lambda *xs: torch.func.grad(loss, every(xs))(*xs)
+
+
+def by_vjp(loss):
+    def gradients(*xs):
+        value, pull = torch.func.vjp(loss, *xs)
+        return pull(torch.ones_like(value))
+
+    return gradients
+
+
+def by_forward_mode(loss):
+    return lambda *xs: torch.func.jacfwd(loss, every(xs))(*xs)
+
+
+def by_vmap(loss):
+    def gradients(*xs):
+        both = torch.func.vmap(by_grad(loss))(*[torch.stack([x, 0.5 * x]) for x in xs])
+        return [first for first, _ in both]
+
+    return gradients
+
+
+TRANSFORMS = {
+    "multigrad.grad": by_multigrad,
+    "torch.func.grad": by_grad,
+    "torch.func.vjp": by_vjp,
+    "torch.func.jacfwd": by_forward_mode,
+    "torch.func.vmap": by_vmap,
+}
+WAYS = {
+    "torch.autograd.grad": by_autograd,
+    "a checkpoint": by_a_checkpoint,
+    "tensors saved elsewhere": by_what_is_saved_elsewhere,
+    **TRANSFORMS,
+}
+
+
+def go_together(outer, inner):
+    """Whether PyTorch has a derivative of the one by the other: inside of torch.func it records nothing, and
+    has no hooks of what is saved, such as a checkpoint's.
+    """
+    if outer in ("tensors saved elsewhere", "a checkpoint"):
+        return inner not in TRANSFORMS
+    return outer not in TRANSFORMS or outer == "multigrad.grad" or inner in TRANSFORMS
