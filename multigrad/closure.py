@@ -259,7 +259,7 @@ class _Walk:
         return _Made(id(obj), make, lifted)
 
     def _tensors_alone(self, parts: Sequence[Any]) -> slice | None:
-        """The slots of the parts, if all of them are tensors."""
+        """Lift the parts, if all of them are tensors, and return their slots."""
         for part in parts:
             if not self._tensor_types[type(part)]:
                 return None

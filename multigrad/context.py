@@ -15,14 +15,12 @@ from keras.src.backend.common import global_state
 
 from multigrad import backend
 
-KERAS = global_state
+KERAS_STATE = global_state
 """Where Keras keeps what is in force in this thread: in attributes of its `GLOBAL_STATE_TRACKER`, which
 `keras.utils.clear_session` replaces."""
 
-LAYER = "current_call_ctx"  # in which a layer tells those within it how it was called
-DEVICE = "torch_device"
-SCOPE = "stateless_scope"
-_SCOPES = ("autocast_scope", DEVICE)
+_CALL = "current_call_ctx"  # in which a layer tells those within it how it was called
+_SCOPES = ("autocast_scope", "torch_device")
 
 
 class Context:
@@ -40,8 +38,8 @@ class Context:
 
 def context_here() -> Context | None:
     """The context of this place, None outside of all."""
-    state = vars(KERAS.GLOBAL_STATE_TRACKER)
-    call, device = state.get(LAYER), state.get(DEVICE)
+    state = vars(global_state.GLOBAL_STATE_TRACKER)
+    call, device = state.get(_CALL), state.get("torch_device")
     if call is None and device is None:
         return None
     return Context(call, {name: state.get(name) for name in _SCOPES})
@@ -57,7 +55,7 @@ def in_force(context: Context | None) -> Iterator[None]:
     if context.told is not None:
         call = object.__new__(context.kind)
         vars(call).update(context.told)
-    state = {LAYER: call, **context.scopes}
+    state = {_CALL: call, **context.scopes}
     before = {name: global_state.get_global_attribute(name) for name in state}
     _put(state)
     try:
@@ -70,7 +68,7 @@ def _is_read_there(context: Context) -> bool:
     """Whether a compiler of Python reads this along with that place, where nothing can be put in force."""
     if not backend.active.is_reading_code():
         return False
-    call = global_state.get_global_attribute(LAYER)
+    call = global_state.get_global_attribute(_CALL)
     return call is not None and context.call is not None and call is context.call()
 
 

@@ -11,7 +11,7 @@ from multigrad import backend, names, symbolic
 from multigrad.answer import read
 from multigrad.backend import Options
 from multigrad.binding import Binding, Signature, name_of, signature_of
-from multigrad.context import DEVICE, KERAS, LAYER, Context, context_here, in_force
+from multigrad.context import Context, context_here, in_force
 from multigrad.errors import describe, message
 from multigrad.kinds import HoldsNoTensor
 from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
@@ -180,7 +180,7 @@ def _define(f: Callable[..., Any], title: str, options: Options) -> Callable[...
     """The op of `f`, which messages call `title`."""
     signature = signature_of(f)
     full = signature.full
-    usual = None if full is None else Call(f, Pullback(title, full, FLAT_LAYOUTS[full.count]), options)
+    usual = None if full is None else Pullback(title, full, FLAT_LAYOUTS[full.count])
     count = -1 if full is None else full.count
 
     def op(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ def _define(f: Callable[..., Any], title: str, options: Options) -> Callable[...
                     break
             else:
                 # Usually every parameter gets a tensor, by position.
-                return apply(usual, args)
+                return apply(Call(f, usual, options), args)
         try:
             tensors, back = _prepare(title, signature, args, kwargs)
         except Symbolic:
@@ -217,7 +217,7 @@ def _prepare(
     return tensors, Pullback(title, binding, arguments)
 
 
-class Call(HoldsNoTensor):
+class Call:
     """One call of an op, as a backend sees it: flat tensors to flat tensors, and the way back.
 
     It holds no tensor of the call, and nothing that a run of the function finds out.
@@ -250,24 +250,20 @@ class Call(HoldsNoTensor):
             f: a function that stands in for the op's own, with another closure.
             place: where the function runs, if that matters to how variables are read.
         """
-        back, function, scope = self.back, f or self.f, Reads()
+        back, function, scope, context = self.back, f or self.f, Reads(), context_here()
         if place is not None:
             scope.place = place
-        state = vars(KERAS.GLOBAL_STATE_TRACKER)
-        within = state.get(LAYER) is not None or state.get(DEVICE) is not None
-        context = context_here() if within else None
         with scope:
             returned = function(*tensors) if back.flat else back.call(function, tensors)
-        around = scope.original_scope
         if place is not None:
             place.leave(scope)
         # Usually it is a tensor and a rule of one parameter, and no variable has to do with it.
-        plain = around is None and not (scope.variables or scope.assigned)
+        plain = scope.original_scope is None and not (scope.variables or scope.assigned)
         if plain and type(returned) is tuple and len(returned) == 2:
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
                 return (output,), rule, tensors, back if context is None else back.anew(context)
-        return self._accept(returned, tensors, scope, around, context)
+        return self._accept(returned, tensors, scope, scope.original_scope, context)
 
     def run_foreseen(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None) -> "Ran":
         """Run a function that reads no trainable variables: as `run` does."""

@@ -151,7 +151,7 @@ def is_plain(rule: Any) -> bool:
 
 
 def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, str]:
-    """How `rule` is called, for an output of so many tensors; and whether it takes variables.
+    """How `rule` is called, for an output of so many tensors; and REFUSED, OPTIONAL or REQUIRED of variables.
 
     Raises:
         TypeError: when `rule` is not callable, its signature is none of the forms, or has a default for an
@@ -197,8 +197,9 @@ def _own_default(op: str, rule: Any, name: str) -> TypeError:
 
 
 def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
-    """Whether `rule`, which `takes` variables or not, is to be handed those that the function read, of which
-    `read` has the names.
+    """Whether `rule` is to be handed the variables that the function read, of which `read` has the names.
+
+    What it `takes` of them is what `form_of` says.
 
     A rule that requires them gets an empty list where none were read: a layer may be frozen.
 

@@ -16,7 +16,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.context import KERAS, SCOPE
+from multigrad.context import KERAS_STATE
 from multigrad.errors import message
 from multigrad.kinds import HoldsNoTensor
 
@@ -75,13 +75,13 @@ class _Scope(keras.StatelessScope):
     __init__ = object.__init__
 
     def __enter__(self) -> Self:
-        state = KERAS.GLOBAL_STATE_TRACKER
-        self.original_scope = vars(state).get(SCOPE)
+        state = KERAS_STATE.GLOBAL_STATE_TRACKER
+        self.original_scope = vars(state).get("stateless_scope")
         state.stateless_scope = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        KERAS.GLOBAL_STATE_TRACKER.stateless_scope = self.original_scope
+        KERAS_STATE.GLOBAL_STATE_TRACKER.stateless_scope = self.original_scope
 
     @property
     def collect_losses(self) -> bool:

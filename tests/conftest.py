@@ -14,7 +14,8 @@ collect_ignore = [
     path.format(name) for name in _OTHERS for path in ("backends/test_{}.py", "transforms/on_{}")
 ]
 if not DIFFERENTIATES:
-    collect_ignore.append("test_benchmarks.py")  # which imports what binds a derivative by hand
+    # Which import what binds a derivative by hand, and the framework's ways to take one.
+    collect_ignore += ["test_benchmarks.py", "transforms/test_ways.py"]
 
 # Of properties on random examples: so many of each, and the same ones in each run of CI.
 hypothesis.settings.register_profile(

@@ -10,7 +10,7 @@ from keras import ops
 from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.context import KERAS, SCOPE, context_here
+from multigrad.context import KERAS_STATE, context_here
 from multigrad.variables import Reads
 
 
@@ -195,14 +195,13 @@ def test_it_is_found():
     assert context_here() is None
 
 
-def test_a_scope_is_found():
+def test_a_scope_is_in_force_as_one_of_keras():
     """As above, and behind a `clear_session`, which puts another state in the place of the one before."""
     keras.utils.clear_session()
-    with keras.StatelessScope() as scope:
-        assert vars(KERAS.GLOBAL_STATE_TRACKER)[SCOPE] is scope
-        with Reads() as reads:
-            assert keras.StatelessScope.__enter__(keras.StatelessScope()).original_scope is reads
-            KERAS.GLOBAL_STATE_TRACKER.stateless_scope = reads
-            assert reads.original_scope is scope
-        assert vars(KERAS.GLOBAL_STATE_TRACKER)[SCOPE] is scope
-    assert vars(KERAS.GLOBAL_STATE_TRACKER)[SCOPE] is None
+    with keras.StatelessScope() as around:
+        with Reads() as reads, keras.StatelessScope() as within:
+            assert reads.original_scope is around
+            assert within.original_scope is reads
+        with keras.StatelessScope() as behind:
+            assert behind.original_scope is around
+    assert KERAS_STATE.GLOBAL_STATE_TRACKER.stateless_scope is None

@@ -5,11 +5,11 @@ differentiated in another way. The tables of them are in `ways_on_jax.py` and it
 """
 
 import importlib
+from random import Random
 
 import numpy as np
 import programs
-import pytest
-from hypothesis import event, given, reject
+from hypothesis import event, given
 from hypothesis import strategies as st
 from meanings import function_of, inputs_of, numbers, weighted, with_ops, without_ops
 from support import BACKEND
@@ -33,22 +33,17 @@ def derivatives(program, made, outer, inner):
     return [*first(*inputs), *second(*inputs)]
 
 
-@given(PROGRAMS, st.sampled_from(PAIRS))
-def test_the_way_makes_no_difference(program, pair):
-    outer, inner = pair
+@given(PROGRAMS)
+def test_the_way_makes_no_difference(program):
+    # Of all pairs alike, where hypothesis would mostly draw the first.
+    outer, inner = Random(repr(program)).choice(PAIRS)
     event(f"{outer} of {inner}")
-    both = ways.WAYS[outer], ways.WAYS[inner]
     with backend.active.wide():
-        try:
-            got = derivatives(program, with_ops, *both)
-        except Exception as error:  # noqa: BLE001 - what the plain function raises, too, is the framework's
-            with pytest.raises(type(error)):
-                derivatives(program, without_ops, *both)
-            reject()
+        got = derivatives(program, with_ops, ways.WAYS[outer], ways.WAYS[inner])
         with backend.active.uncompiled():
             wanted = derivatives(program, without_ops, plain, plain)
         # Not the dtypes: the gradient of a float64 value by forward mode is one itself.
         assert [tuple(tensor.shape) for tensor in got] == [tuple(tensor.shape) for tensor in wanted]
         got, wanted = numbers(got), numbers(wanted)
     size = np.max(np.abs(wanted), initial=1.0)
-    np.testing.assert_allclose(got, wanted, rtol=0.0, atol=1e-4 * size)
+    np.testing.assert_allclose(got, wanted, rtol=0.0, atol=1e-4 * size, err_msg=f"{outer} of {inner}")

@@ -66,7 +66,7 @@ from multigrad.backend.usual import after, as_tensor, assign, library_code, prog
 def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> Any:
     if is_dynamo_compiling():
         return apply_compiled(call, tensors)
-    tensors = [*map(unwrapped, tensors)]
+    tensors = unwrapped(tensors)
     if not apart and (is_functorch_active() or forward_ad._current_level >= 0):
         if is_apart(call, tensors):
             with untransformed():

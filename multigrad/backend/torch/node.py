@@ -1,7 +1,6 @@
 """The node of a call in eager code."""
 
 from collections.abc import Sequence
-from sys import getrefcount
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,7 +16,6 @@ from multigrad.backend.torch.state import (
     is_unreadable,
     mappings,
     past_transforms,
-    times_held,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
 from multigrad.closure import lift, restore
@@ -132,46 +130,25 @@ def join_of(output: Any) -> Any:
     return layout.join(tensors)
 
 
-def _references(outputs: Sequence[Any]) -> int:
-    """The references to the only one of them, where `_tie` counts them."""
-    for output in outputs:
-        count = getrefcount(output)
-    return count
-
-
-_ALONE = _references((object(),))
-"""The references to an output that nobody else has. How many there are is Python's affair."""
-
-
-def _is_bare(tensor: torch.Tensor) -> bool:
-    """Whether it has no history, no other's memory, and no attributes, such as a mask of Keras's."""
-    plain = type(tensor) is torch.Tensor and not (tensor.requires_grad or tensor._is_view())
-    return plain and not tensor.__dict__
-
-
-def _apart(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Another tensor for an output that somebody else has, too.
-
-    An alias of an input stays a view, for which PyTorch knows what an in-place change means.
-    """
-    return output.view_as(output) if is_alias(output, inputs) else output.detach()
-
-
 def _tie(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
     """The node's own tensors for the outputs, which come in the place of those among the residuals.
 
-    The function may return a constant, one tensor twice, or an input. What nobody else has is the node's own
-    as it is, as by hand: to detach it takes as long as any operation on a small tensor.
+    The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
+    for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
+    public name for it.)
 
     Returns, behind them, the slots of residuals that are outputs, the nodes of those that were closed over
     with their history, and whether one was computed on the way from inputs to outputs.
     """
     own: list[torch.Tensor] = []
     for output in outputs:
-        alone = getrefcount(output) == _ALONE and times_held(output) == 1 and _is_bare(output)
-        own.append(output if alone else _apart(output, inputs))
+        alias = output._is_view()
+        for tensor in inputs:
+            if output is tensor:
+                alias = True
+        own.append(output.view_as(output) if alias else output.detach())
     tied: tuple[int, ...] = ()
     beside: tuple[Any, ...] = ()
     computed = False
@@ -307,10 +284,7 @@ def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
 
 
 def is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether an output is an input, or a view.
-
-    (`_is_view` is private: PyTorch 2.13 has no public name for it.)
-    """
+    """Whether an output is an input, or a view."""
     return output._is_view() or any([output is tensor for tensor in inputs])
 
 

@@ -1,6 +1,7 @@
 """What PyTorch is doing at this place of the program: transforming, tracing, compiling, casting."""
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,16 +27,23 @@ def is_transforming() -> bool:
 untransformed = torch._functorch.utils.enable_single_level_autograd_function
 # Nor one to ask for the hooks that are called with what is saved, as a checkpoint's are.
 hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
-# Nor one for the tensor within what torch.func wrapped, once that has ended, as where the function that
-# `torch.func.vjp` returns is called: from outside, it has no history.
-unwrapped = torch._C._functorch.unwrap_if_dead
-# Nor one to ask how often a tensor is held, in C++ too, of which Python's own count tells in 2.13, and not in
-# older versions; where even this is not there, none passes for held once.
-times_held = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
+# Nor one for what stands in the wrapper of a transform that has ended.
+_unwrapped_once = torch._C._functorch.unwrap_if_dead
 # Nor one to ask which transforms are at work, and which of them a tensor is wrapped for.
 _transforms = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
 _level, _axis = torch._C._functorch.maybe_get_level, torch._C._functorch.maybe_get_bdim
 _VMAP = torch._C._functorch.TransformType.Vmap
+
+
+def unwrapped(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors, and for those that transforms which have ended wrapped, what stands within.
+
+    Such are met where the function that `torch.func.vjp` returns is called: a wrapper has no history there.
+    """
+    inner = [*map(_unwrapped_once, tensors)]
+    while not all(map(operator.is_, inner, tensors)):
+        tensors, inner = inner, [*map(_unwrapped_once, inner)]
+    return tensors
 
 
 def batches() -> set[tuple[int, int]]:

@@ -153,7 +153,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         found, all_needed = ctx.found, ctx.needs_input_grad[2:]
-        saved = [*map(unwrapped, ctx.saved_tensors)]
+        saved = unwrapped(ctx.saved_tensors)
         inputs, outputs, _ = found.parts(saved)
         needed = all_needed[: len(inputs)]
         gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)

@@ -1,5 +1,6 @@
 """torch.func: its transforms, and their nestings, on every op."""
 
+import functools
 from types import SimpleNamespace
 
 import keras
@@ -669,26 +670,43 @@ def test_what_stands_in_two_places_of_a_rule_is_saved_once():
     close(torch.autograd.grad(slope.sum(), x)[0], 14.0 * torch.exp(2.0 * X))
 
 
+def within(f, depth, x):
+    """Call a function within so many transforms, all of which have ended then."""
+    for _ in range(depth):
+        f = functools.partial(lambda inner, x: grad(inner)(x).sum() + (x * x).sum(), f)
+    f(x)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
 @cases
-def test_the_function_that_vjp_returns_recorded_from_outside(case):
-    """What it uses stands in wrappers of a transform that has ended."""
+def test_the_function_that_vjp_returns_recorded_from_outside(case, depth):
+    """What it uses stands in wrappers of transforms that have ended."""
 
     def derivatives(f):
         x, w, u = (tensor.clone().requires_grad_() for tensor in (X, W, V))
-        first = vjp(f, x, w)[1](u)
+        pulls = []
+
+        def run(x):
+            y, pull = vjp(f, x, w)
+            pulls.append(pull)
+            return y.sum()
+
+        within(run, depth, x)
+        first = pulls[-1](u)
         slope = sum([(g * v).sum() for g, v in zip(first, (W, V), strict=True)])
         return first, torch.autograd.grad(slope, [x, w, u], materialize_grads=True, allow_unused=True)
 
     close(derivatives(case.op), derivatives(case.meant), 1e-4)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @cases
-def test_an_op_of_a_tensor_that_a_transform_left_behind(case):
-    """PyTorch's own operations take what stands within, which has a history where the transform began."""
+def test_an_op_of_a_tensor_that_transforms_left_behind(case, depth):
+    """PyTorch's own operations take what stands within, which has a history where the first one began."""
 
     def derivatives(f):
         x, left = X.clone().requires_grad_(), []
-        grad(lambda x: [left.append(x), x.sum()][1])(x)
-        return torch.autograd.grad((f(left[0], W) * V).sum(), x)
+        within(lambda x: [left.append(x), x.sum()][1], depth, x)
+        return torch.autograd.grad((f(left[-1], W) * V).sum(), x)
 
     close(derivatives(case.op), derivatives(case.meant), 1e-4)
