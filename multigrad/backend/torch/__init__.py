@@ -18,6 +18,7 @@ is compiled or written down, `gradients.py` for the calculus; they share `tensor
 """
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from multigrad.backend.torch.state import (
     is_tracing,
     untransformed,
     unwrapped,
+    unwrapped_once,
 )
 from multigrad.backend.torch.tensors import (
     CONVERTIBLE,
@@ -66,7 +68,8 @@ from multigrad.backend.usual import after, as_tensor, assign, library_code, prog
 def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> Any:
     if is_dynamo_compiling():
         return apply_compiled(call, tensors)
-    tensors = unwrapped(tensors)
+    if any(map(is_not, map(unwrapped_once, tensors), tensors)):  # in place, as one more call would be felt
+        tensors = unwrapped(tensors)
     if not apart and (is_functorch_active() or forward_ad._current_level >= 0):
         if is_apart(call, tensors):
             with untransformed():
@@ -79,10 +82,9 @@ def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> A
             if tensor.requires_grad:
                 try:
                     output = attach(call, *tensors)
+                    return join_of(output) if type(output) is tuple else output
                 except MoreInputs as more:
                     ran = more.args
-                else:
-                    return join_of(output) if type(output) is tuple else output
                 return join_of(attach(*ran))
     return _without_gradient(call, tensors)
 

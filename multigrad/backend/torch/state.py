@@ -28,7 +28,7 @@ untransformed = torch._functorch.utils.enable_single_level_autograd_function
 # Nor one to ask for the hooks that are called with what is saved, as a checkpoint's are.
 hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
 # Nor one for what stands in the wrapper of a transform that has ended.
-_unwrapped_once = torch._C._functorch.unwrap_if_dead
+unwrapped_once = torch._C._functorch.unwrap_if_dead
 # Nor one to ask which transforms are at work, and which of them a tensor is wrapped for.
 _transforms = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
 _level, _axis = torch._C._functorch.maybe_get_level, torch._C._functorch.maybe_get_bdim
@@ -40,9 +40,9 @@ def unwrapped(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
     Such are met where the function that `torch.func.vjp` returns is called: a wrapper has no history there.
     """
-    inner = [*map(_unwrapped_once, tensors)]
+    inner = [*map(unwrapped_once, tensors)]
     while not all(map(operator.is_, inner, tensors)):
-        tensors, inner = inner, [*map(_unwrapped_once, inner)]
+        tensors, inner = inner, [*map(unwrapped_once, inner)]
     return tensors
 
 
