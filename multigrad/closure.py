@@ -250,9 +250,11 @@ class _Walk:
                 self._wrappers.add(id(obj))
                 self.opaque |= not all(map(self._is_plain, functions))
             return obj
-        lifted = self._tensors_alone(parts) or [self.lift(part) for part in parts]
-        if type(lifted) is list and all(new is old for new, old in zip(lifted, parts, strict=True)):
-            return obj
+        lifted: list[Any] | slice | None = self._tensors_alone(parts)
+        if lifted is None:
+            lifted = [self.lift(part) for part in parts]
+            if all(new is old for new, old in zip(lifted, parts, strict=True)):
+                return obj
         if self._borrowed and isinstance(obj, (list, dict)):
             self.opaque = True
             return obj

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 # Private: Keras (3.15) has no public way to ask for any of this, or to put it in force again.
-from keras.src.backend.common import global_state
+# What is in force in a thread are attributes of its `GLOBAL_STATE_TRACKER`, which `keras.utils.clear_session`
+# replaces.
+from keras.src.backend.common import global_state as global_state
 
 from multigrad import backend
-
-KERAS_STATE = global_state
-"""Where Keras keeps what is in force in this thread: in attributes of its `GLOBAL_STATE_TRACKER`, which
-`keras.utils.clear_session` replaces."""
 
 _CALL = "current_call_ctx"  # in which a layer tells those within it how it was called
 _SCOPES = ("autocast_scope", "torch_device")

@@ -16,7 +16,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.context import KERAS_STATE
+from multigrad.context import global_state
 from multigrad.errors import message
 from multigrad.kinds import HoldsNoTensor
 
@@ -59,10 +59,10 @@ class _Scope(keras.StatelessScope):
     """A scope in which everything is as it is around it.
 
     It leaves out Keras's own `__init__`, which costs as much as a small op, and makes what it keeps when it
-    is first needed: most functions read no variable. It comes into force as Keras's own does, which is six
-    functions one in another. The values of variables are in `_value`, which is
-    private: Keras (3.15) has no public way to read one past autocasting, whose result has no history where
-    a function runs, or to ask whether there is one.
+    is first needed: most functions read no variable. It comes into force and ends by two calls, where Keras's
+    own takes six. The values of variables are in `_value`, which is private: Keras (3.15) has no public way
+    to read one past autocasting, whose result has no history where a function runs, or to ask whether there
+    is one.
     """
 
     initialize_variables = False
@@ -75,13 +75,13 @@ class _Scope(keras.StatelessScope):
     __init__ = object.__init__
 
     def __enter__(self) -> Self:
-        state = KERAS_STATE.GLOBAL_STATE_TRACKER
+        state = global_state.GLOBAL_STATE_TRACKER
         self.original_scope = vars(state).get("stateless_scope")
         state.stateless_scope = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        KERAS_STATE.GLOBAL_STATE_TRACKER.stateless_scope = self.original_scope
+        global_state.GLOBAL_STATE_TRACKER.stateless_scope = self.original_scope
 
     @property
     def collect_losses(self) -> bool:

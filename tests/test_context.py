@@ -10,7 +10,7 @@ from keras import ops
 from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.context import KERAS_STATE, context_here
+from multigrad.context import context_here, global_state
 from multigrad.variables import Reads
 
 
@@ -204,4 +204,4 @@ def test_a_scope_is_in_force_as_one_of_keras():
             assert within.original_scope is reads
         with keras.StatelessScope() as behind:
             assert behind.original_scope is around
-    assert KERAS_STATE.GLOBAL_STATE_TRACKER.stateless_scope is None
+    assert global_state.GLOBAL_STATE_TRACKER.stateless_scope is None

@@ -101,8 +101,8 @@ def test_private_names_are_there():
     assert torch.ones(2)[:1]._is_view()
     whole = torch.ones(2)
     assert whole._base is None
-    assert torch._C._functorch.unwrap_if_dead(whole) is whole
     assert whole[:1]._base is whole
+    assert torch._C._functorch.unwrap_if_dead(whole) is whole
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._is_fwd_grad_enabled() is True
     with torch.autograd.forward_ad._set_fwd_grad_enabled(False):
@@ -202,29 +202,29 @@ class Holder:
 
 
 def in_a_cell(y, _):
-    return y, lambda: y
+    return lambda: y
 
 
 def in_a_list(y, holder):
     holder.kept = [y]
-    return y, lambda: holder.kept[0]
+    return lambda: holder.kept[0]
 
 
 def in_a_gradient(y, holder):
     """Where PyTorch holds it, and nobody in Python."""
     holder.leaf = torch.zeros_like(y, requires_grad=True)
     holder.leaf.grad = y
-    return None, lambda: holder.leaf.grad
+    return lambda: holder.leaf.grad
 
 
 def in_a_buffer(y, holder):
     holder.module = torch.jit.script(Buffered(y))
-    return None, lambda: holder.module.y
+    return lambda: holder.module.y
 
 
 def as_a_base(y, holder):
     holder.view = y[:1]
-    return None, lambda: holder.view._base
+    return lambda: holder.view._base
 
 
 class Buffered(torch.nn.Module):
@@ -242,22 +242,17 @@ class Buffered(torch.nn.Module):
 def test_an_output_that_somebody_else_has_is_left_as_it_was(hold, within):
     """It gets no history, and the gradients of two calls stay apart."""
     holder = Holder()
-    if not within:
-        kept, again = hold(torch.ones(2), holder)
-        del kept
+    holder.again = None if within else hold(torch.ones(2), holder)
 
     @op_custom_gradient
     def op(x, factor):
-        if not within:
-            return again(), lambda u: (factor * u, None)
-        kept, outer = hold(torch.exp(x) * 0.0 + 1.0, holder)
-        del kept
-        holder.again = outer
-        return outer(), lambda u: (factor * u, None)
+        if within:
+            holder.again = hold(torch.exp(x) * 0.0 + 1.0, holder)
+        return holder.again(), lambda u: (factor * u, None)
 
     first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
     y = op(first, torch.tensor(7.0))
-    held = (holder.again if within else again)()
+    held = holder.again()
     assert not held.requires_grad
     assert held.grad_fn is None
     z = op(second, torch.tensor(11.0))
@@ -599,6 +594,12 @@ def test_in_place_changes_of_an_alias_of_an_input_are_refused():
     op = op_custom_gradient(lambda x: (x, lambda u: u * 7.0))
     with pytest.raises(RuntimeError, match=r"in-?place"):
         op(leaf(1.0) * 1.0).mul_(2.0)
+
+
+def test_in_place_changes_of_one_of_many_inputs_are_refused():
+    op = op_custom_gradient(lambda *xs: (xs[3], lambda u: tuple([u * 7.0 for _ in xs])))
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        op(*[leaf(1.0) * 1.0 for _ in range(10)]).mul_(2.0)
 
 
 def test_gradcheck_of_both_orders():

@@ -1,20 +1,15 @@
 """PyTorch's ways to take a gradient; `test_ways.py` says what a way is."""
 
 import functools
+import itertools
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from multigrad import grad
-
 
 def every(tensors):
     return tuple(range(len(tensors)))
-
-
-def by_multigrad(loss):
-    return lambda *xs: grad(loss, every(xs))(*xs)
 
 
 def by_autograd(loss):
@@ -63,25 +58,21 @@ def by_vmap(loss):
     return gradients
 
 
+RECORDED = {
+    "torch.autograd.grad": by_autograd,
+    "a checkpoint": by_a_checkpoint,
+    "tensors saved elsewhere": by_what_is_saved_elsewhere,
+}
 TRANSFORMS = {
-    "multigrad.grad": by_multigrad,
     "torch.func.grad": by_grad,
     "torch.func.vjp": by_vjp,
     "torch.func.jacfwd": by_forward_mode,
     "torch.func.vmap": by_vmap,
 }
-WAYS = {
-    "torch.autograd.grad": by_autograd,
-    "a checkpoint": by_a_checkpoint,
-    "tensors saved elsewhere": by_what_is_saved_elsewhere,
-    **TRANSFORMS,
+WAYS = {**RECORDED, **TRANSFORMS}
+
+# Inside of torch.func PyTorch records nothing, and has no hooks of what is saved, such as a checkpoint's.
+LACKING = {
+    *itertools.product(TRANSFORMS, RECORDED),
+    *itertools.product(["a checkpoint", "tensors saved elsewhere"], TRANSFORMS),
 }
-
-
-def go_together(outer, inner):
-    """Whether PyTorch has a derivative of the one by the other: inside of torch.func it records nothing, and
-    has no hooks of what is saved, such as a checkpoint's.
-    """
-    if outer in ("tensors saved elsewhere", "a checkpoint"):
-        return inner not in TRANSFORMS
-    return outer not in TRANSFORMS or outer == "multigrad.grad" or inner in TRANSFORMS

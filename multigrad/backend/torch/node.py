@@ -174,7 +174,7 @@ def _tie_many(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
     """The same for many inputs: to look for each residual among all of them takes the square of the time."""
-    given = dict.fromkeys(map(id, inputs))
+    given = set(map(id, inputs))
     slots = [slot for slot, residual in enumerate(residuals) if id(residual) not in given]
     others = [residuals[slot] for slot in slots]
     own, tied, beside, computed = _tie([o for o in outputs if id(o) in given], outputs, others)

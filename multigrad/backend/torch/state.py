@@ -1,8 +1,8 @@
 """What PyTorch is doing at this place of the program: transforming, tracing, compiling, casting."""
 
 import contextlib
-import operator
 from collections.abc import Iterator, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -40,9 +40,8 @@ def unwrapped(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
     Such are met where the function that `torch.func.vjp` returns is called: a wrapper has no history there.
     """
-    inner = [*map(unwrapped_once, tensors)]
-    while not all(map(operator.is_, inner, tensors)):
-        tensors, inner = inner, [*map(unwrapped_once, inner)]
+    while any(map(is_not, map(unwrapped_once, tensors), tensors)):
+        tensors = [*map(unwrapped_once, tensors)]
     return tensors
 
 
