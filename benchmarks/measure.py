@@ -19,32 +19,41 @@ class Timing:
     high: float
     ratio: float
     """The median over the rounds of the ratio to the first way in the same round."""
+    processor: float
+    """The same of the time of all cores, of which what nobody waits for takes some, too."""
 
 
 def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, seconds: float = 0.004) -> dict[str, Timing]:
     """How long each way takes, in so many rounds of about `seconds` for each.
 
     The first way is the one that the others are compared with. The collector of garbage waits: none of the
-    ways makes any, and it would strike one of them.
+    ways makes any, and it would strike one of them. So would what a way has computed in the background and
+    nobody waits for, such as a gradient that is not needed: behind each there is a pause as long as its turn.
     """
     repeats = {name: _repeats(run, seconds) for name, run in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     names = list(ways)
     gc.collect()
     gc.disable()
     try:
         for turn in range(rounds):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                times[name].append(_time(ways[name], repeats[name]) * 1e6)
+                used = time.process_time()
+                took = _time(ways[name], repeats[name])
+                time.sleep(seconds)
+                times[name].append((took * 1e6, time.process_time() - used))
     finally:
         gc.enable()
     first = times[names[0]]
-    return {name: _timing(own, first) for name, own in times.items()}
+    return {name: _timing(own, first, repeats[names[0]] / repeats[name]) for name, own in times.items()}
 
 
-def _timing(own: list[float], first: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(own, n=4) if len(own) > 1 else own * 3
-    return Timing(median, low, high, statistics.median(a / b for a, b in zip(own, first, strict=True)))
+def _timing(own: list[tuple[float, float]], first: list[tuple[float, float]], repeats: float) -> Timing:
+    took = [wall for wall, _ in own]
+    low, median, high = statistics.quantiles(took, n=4) if len(took) > 1 else took * 3
+    pairs = list(zip(own, first, strict=True))
+    ratio = statistics.median(a / b for (a, _), (b, _) in pairs)
+    return Timing(median, low, high, ratio, repeats * statistics.median(a / b for (_, a), (_, b) in pairs))
 
 
 def _repeats(run: Callable[[], Any], seconds: float) -> int:

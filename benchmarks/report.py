@@ -24,7 +24,8 @@ def show(results: Results, memory: Mapping[str, Mapping[str, float]]) -> None:
     """Print a table for each mode, and one of the memory."""
     console = Console()
     for mode, cases in results.items():
-        table = Table(title=f"{keras.backend.backend()}, {mode}: µs, times native, and the middle half in %")
+        what = "µs, times native (by processor time), and the middle half in %"
+        table = Table(title=f"{keras.backend.backend()}, {mode}: {what}")
         table.add_column("case")
         for way in WAYS:
             table.add_column(way, justify="right")
@@ -45,7 +46,7 @@ def _cell(timing: Timing | None, way: str) -> str:
     if timing is None:
         return "-"
     spread = 50.0 * (timing.high - timing.low) / timing.median
-    ratio = "" if way == "native" else f"  {timing.ratio:.2f}x"
+    ratio = "" if way == "native" else f"  {timing.ratio:.2f}x ({timing.processor:.2f})"
     return f"{timing.median:.1f}{ratio}  ±{spread:.0f}%"
 
 

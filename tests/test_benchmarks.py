@@ -24,7 +24,7 @@ def test_ways_take_turns():
     calls = []
     timings = in_turns({way: lambda way=way: calls.append(way) for way in "abc"}, rounds=3, seconds=0.0)
     assert "".join(calls[-9:]) == "abcbcacab"
-    assert timings["a"].ratio == 1.0
+    assert timings["a"].ratio == timings["a"].processor == 1.0
     assert all(t.low <= t.median <= t.high for t in timings.values())
 
 

@@ -18,7 +18,6 @@ is compiled or written down, `gradients.py` for the calculus; they share `tensor
 """
 
 from collections.abc import Sequence
-from operator import is_not
 from typing import Any
 
 import torch
@@ -68,13 +67,12 @@ from multigrad.backend.usual import after, as_tensor, assign, library_code, prog
 def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> Any:
     if is_dynamo_compiling():
         return apply_compiled(call, tensors)
-    if any(map(is_not, map(unwrapped_once, tensors), tensors)):  # in place, as one more call would be felt
-        tensors = unwrapped(tensors)
+    for tensor in tensors:  # in place, as a call would be felt
+        if unwrapped_once(tensor) is not tensor:
+            tensors = unwrapped(tensors)
+            break
     if not apart and (is_functorch_active() or forward_ad._current_level >= 0):
-        if is_apart(call, tensors):
-            with untransformed():
-                return apply(call, tensors, apart=True)
-        return apply_transforming(call, tensors)
+        return _apply_under_transforms(call, tensors)
     if is_exporting() or is_tracing():
         return apply_exporting(call, tensors)
     if is_grad_enabled():
@@ -87,6 +85,13 @@ def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> A
                     ran = more.args
                 return join_of(attach(*ran))
     return _without_gradient(call, tensors)
+
+
+def _apply_under_transforms(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    if is_apart(call, tensors):
+        with untransformed():
+            return apply(call, tensors, apart=True)
+    return apply_transforming(call, tensors)
 
 
 def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
