@@ -20,7 +20,10 @@ class Timing:
     ratio: float
     """The median over the rounds of the ratio to the first way in the same round."""
     processor: float
-    """The same of the time of all cores, of which what nobody waits for takes some, too."""
+    """The same ratio of processor time, of all threads, with what still ran in the pause behind the turn.
+
+    Threads that wait for work, as PyTorch's do, take a constant there, which draws the ratio towards 1.
+    """
 
 
 def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, seconds: float = 0.004) -> dict[str, Timing]:
@@ -40,7 +43,7 @@ def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, seconds: float 
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 used = time.process_time()
                 took = _time(ways[name], repeats[name])
-                time.sleep(seconds)
+                time.sleep(took * repeats[name])
                 times[name].append((took * 1e6, time.process_time() - used))
     finally:
         gc.enable()

@@ -5,7 +5,7 @@ from keras import tree
 from support import close
 
 from benchmarks import cases
-from benchmarks.measure import in_turns
+from benchmarks.measure import _timing, in_turns
 from benchmarks.native import active
 
 
@@ -26,6 +26,12 @@ def test_ways_take_turns():
     assert "".join(calls[-9:]) == "abcbcacab"
     assert timings["a"].ratio == timings["a"].processor == 1.0
     assert all(t.low <= t.median <= t.high for t in timings.values())
+
+
+def test_a_ratio_is_of_one_run():
+    """However often a way is repeated in its turn: here once, where the first is repeated ten times."""
+    timing = _timing([(20.0, 0.004)] * 3, [(10.0, 0.02)] * 3, repeats=10.0)
+    assert timing.ratio == timing.processor == 2.0
 
 
 @pytest.mark.parametrize("order", [1, 2])
