@@ -34,6 +34,7 @@ def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, seconds: float 
     nobody waits for, such as a gradient that is not needed: behind each there is a pause as long as its turn.
     """
     repeats = {name: _repeats(run, seconds) for name, run in ways.items()}
+    # Seconds of one run, by the clock and of the processor.
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     names = list(ways)
     gc.collect()
@@ -43,20 +44,21 @@ def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, seconds: float 
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 used = time.process_time()
                 took = _time(ways[name], repeats[name])
-                time.sleep(took * repeats[name])
-                times[name].append((took * 1e6, time.process_time() - used))
+                time.sleep(took)
+                used = time.process_time() - used
+                times[name].append((took / repeats[name], used / repeats[name]))
     finally:
         gc.enable()
     first = times[names[0]]
-    return {name: _timing(own, first, repeats[names[0]] / repeats[name]) for name, own in times.items()}
+    return {name: _timing(own, first) for name, own in times.items()}
 
 
-def _timing(own: list[tuple[float, float]], first: list[tuple[float, float]], repeats: float) -> Timing:
-    took = [wall for wall, _ in own]
-    low, median, high = statistics.quantiles(took, n=4) if len(took) > 1 else took * 3
+def _timing(own: list[tuple[float, float]], first: list[tuple[float, float]]) -> Timing:
+    walls = [wall * 1e6 for wall, _ in own]
+    low, median, high = statistics.quantiles(walls, n=4) if len(walls) > 1 else walls * 3
     pairs = list(zip(own, first, strict=True))
     ratio = statistics.median(a / b for (a, _), (b, _) in pairs)
-    return Timing(median, low, high, ratio, repeats * statistics.median(a / b for (_, a), (_, b) in pairs))
+    return Timing(median, low, high, ratio, statistics.median(a / b for (_, a), (_, b) in pairs))
 
 
 def _repeats(run: Callable[[], Any], seconds: float) -> int:
@@ -71,4 +73,4 @@ def _time(run: Callable[[], Any], repeats: int) -> float:
     for _ in range(repeats):
         result = run()
     active.wait(result)
-    return (time.perf_counter() - start) / repeats
+    return time.perf_counter() - start

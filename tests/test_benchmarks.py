@@ -4,8 +4,8 @@ import pytest
 from keras import tree
 from support import close
 
-from benchmarks import cases
-from benchmarks.measure import _timing, in_turns
+from benchmarks import cases, measure
+from benchmarks.measure import in_turns
 from benchmarks.native import active
 
 
@@ -28,10 +28,37 @@ def test_ways_take_turns():
     assert all(t.low <= t.median <= t.high for t in timings.values())
 
 
-def test_a_ratio_is_of_one_run():
-    """However often a way is repeated in its turn: here once, where the first is repeated ten times."""
-    timing = _timing([(20.0, 0.004)] * 3, [(10.0, 0.02)] * 3, repeats=10.0)
-    assert timing.ratio == timing.processor == 2.0
+class Clock:
+    """Clocks that go on by what a way says that it takes, and no further."""
+
+    def __init__(self):
+        self.wall, self.processor, self.pauses = 0.0, 0.0, []
+
+    def way(self, wall, processor):
+        def run():
+            self.wall += wall
+            self.processor += processor
+
+        return run
+
+    def perf_counter(self):
+        return self.wall
+
+    def process_time(self):
+        return self.processor
+
+    def sleep(self, seconds):
+        self.pauses.append(seconds)
+
+
+def test_what_is_measured_is_one_run_however_often_it_is_repeated(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    ways = {"short": clock.way(0.001, 0.002), "long": clock.way(0.002, 0.012)}
+    found = in_turns(ways, rounds=2, seconds=0.01)
+    assert found["short"].median == pytest.approx(1000.0)
+    assert (found["long"].ratio, found["long"].processor) == pytest.approx((2.0, 6.0))
+    assert clock.pauses == pytest.approx([0.01] * 4)  # ten of one, and five of the other
 
 
 @pytest.mark.parametrize("order", [1, 2])
