@@ -1,15 +1,17 @@
 """The project's checks, each in an environment of its own. `nox -l` lists them.
 
-`nox` runs lint, types and the tests of every backend; `nox -s "tests(jax)"` those of one backend, and
+`nox` runs the fast checks: lint, types, the tests and notebooks of every backend, and those of the package.
+`nox -s full` runs every check. `nox -s "tests(jax)"` runs the fast tests of one backend, and
 `nox -s "tests(jax)" -- -k upstream` some of them.
 """
 
 import os
 import shutil
+import sys
 
 import nox
 
-nox.needs_version = ">=2025.2.9"  # nox.project.dependency_groups
+nox.needs_version = ">=2026.8.17"  # --parallel, which it calls experimental
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
@@ -33,19 +35,52 @@ MODULES = ("tensorflow", "jax", "torch", "openvino")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 
+FAST = ("lint", "types", "tests", "package")
+LONG = ("keras_tests", "export", "properties", "demo", "planted_faults")
+
+EVERY_TEST = ("-m", "")  # replaces the `-m` of pyproject.toml
+MANY_EXAMPLES = "250"  # for each of four properties on three backends
+
+
 def install(session: nox.Session, *requirements: str) -> None:
-    """Install with pip, in the versions of constraints.txt, which also hold for what builds the package."""
+    """Install with pip, in the versions of constraints.txt, which also hold for what builds the package.
+
+    Python compiles the modules that a session imports. To compile all of them takes a minute per framework.
+    """
     held = ("--constraint", "constraints.txt", "--build-constraint", "constraints.txt")
-    session.install(*held, *requirements)
+    session.install("--no-compile", *held, *requirements)
 
 
 def discard(session: nox.Session) -> None:
-    """Remove the session's environment where CI runs it once: ten of them are 10 GB of disk."""
+    """Remove the session's environment where CI runs it once: all of them are 10 GB of disk."""
     if os.environ.get("CI"):
         shutil.rmtree(session.virtualenv.location)
 
 
-@nox.session
+def run_two_at_a_time(session: nox.Session, *words: str, **environment: str) -> None:
+    """Run sessions with nox, which prints at the end how long each of them took.
+
+    One session installs while the other one tests, and each framework is imported and collected for once.
+    """
+    command = (sys.executable, "-m", "nox", "--parallel", "2", "--allow-parallel", "--session", *words)
+    session.run(*command, env=environment, external=True)
+
+
+@nox.session(venv_backend="none")
+def fast(session: nox.Session) -> None:
+    """Lint, types, the fast tests and notebooks of every backend, and the tests of the package."""
+    run_two_at_a_time(session, *FAST)
+
+
+@nox.session(venv_backend="none", default=False)
+def full(session: nox.Session) -> None:
+    """Every check: the slow tests too, every notebook on every backend, and many random programs."""
+    tests = ("lint", "types", "tests")  # every test of `package` is among those of each backend
+    run_two_at_a_time(session, *tests, "--", *EVERY_TEST, MULTIGRAD_EXAMPLES=MANY_EXAMPLES)
+    run_two_at_a_time(session, *LONG, MULTIGRAD_EXAMPLES=MANY_EXAMPLES)
+
+
+@nox.session(default=False)
 def lint(session: nox.Session) -> None:
     """Ruff: rules and format."""
     install(session, *GROUPS(PYPROJECT, "lint"))
@@ -53,34 +88,41 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check")
 
 
-@nox.session
+@nox.session(default=False)
 def types(session: nox.Session) -> None:
     """Mypy, strict; pyproject.toml says on what, and each exception's reason."""
     install(session, *GROUPS(PYPROJECT, "types"), "--editable", ".")
     session.run("mypy")
 
 
-@nox.session
+@nox.session(default=False)
 @nox.parametrize("backend", list(REQUIREMENTS), ids=list(REQUIREMENTS))
 def tests(session: nox.Session, backend: str) -> None:
-    """The tests on one backend, with no other framework installed."""
-    install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS[backend])
-    environment = QUIET | {"KERAS_BACKEND": backend}
+    """The fast tests on one backend with its notebooks, with no other framework installed.
+
+    `-- -m ""` runs every test and notebook, and `-- tests/notebooks.py -m "" --store` keeps their outputs.
+    """
+    groups, extras = ["test"], ""
+    if backend in DIFFERENTIATING:
+        groups, extras = ["test", "notebooks"], "[demo,plot]"
+    install(session, *GROUPS(PYPROJECT, *groups), "--editable", f".{extras}", *REQUIREMENTS[backend])
+    # One thread each: two sessions run at a time, whose threads would wait for one another.
+    environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-c", _only(backend), env=environment)
-    session.run("pytest", "-n", "2", *session.posargs, env=environment)
+    session.run("pytest", *session.posargs, env=environment)
     discard(session)
 
 
-@nox.session
-@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
-def notebooks(session: nox.Session, backend: str) -> None:
-    """The notebooks of examples/ on one backend; `-- --store` keeps their outputs."""
-    group = GROUPS(PYPROJECT, "notebooks")
-    install(session, *group, "--editable", ".[demo,plot]", *REQUIREMENTS[backend])
-    # One thread each: two notebooks at a time, whose threads would wait for one another.
-    environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
-    session.run("python", "-c", _only(backend), env=environment)
-    session.run("pytest", "-n", "2", "tests/notebooks.py", *session.posargs, env=environment)
+@nox.session(default=False)
+def package(session: nox.Session) -> None:
+    """The tests that are the same on every backend: the command line, the documentation, processes.
+
+    They run on JAX, which is installed in the least time.
+    """
+    install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS["jax"])
+    environment = QUIET | {"KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
+    session.run("python", "-c", _only("jax"), env=environment)
+    session.run("pytest", *(session.posargs or ["-m", "package"]), env=environment)
     discard(session)
 
 

@@ -1,10 +1,10 @@
 """The notebooks of `examples/` run from their first cell to the last, on the active backend.
 
-    pytest tests/notebooks.py            # run them
-    pytest tests/notebooks.py --store    # and keep their outputs
+    pytest tests/notebooks.py                  # run those that the fast run has on this backend
+    pytest tests/notebooks.py -m ""            # run all of them
+    pytest tests/notebooks.py -m "" --store    # and keep their outputs
 
-They need Jupyter's kernel and Matplotlib, for which there is a session of nox. So pytest collects this file
-only where it is named.
+They need Jupyter's kernel and Matplotlib, which nox installs on each backend that differentiates.
 """
 
 import base64
@@ -18,6 +18,8 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from support import BACKEND, NOTEBOOKS, code_of
+
+from multigrad.frameworks import DIFFERENTIATING
 
 SECONDS = 300  # more than any cell takes
 METADATA = {
@@ -72,7 +74,33 @@ def unmeasured(notebook):
     return cells
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+# The backend on which the fast run has a notebook, where it takes the least time or where every backend is
+# equal; the full run has each notebook on each of them.
+BACKENDS = {
+    "00_a_layer_with_its_own_rule": "torch",
+    "01_stable_log1pexp": "tensorflow",
+    "02_what_flows_upstream": "torch",
+    "03_domain_adversarial": "torch",
+    "04_quantized_network": "jax",
+    "05_spiking_network": "jax",
+    "06_fixed_points": "torch",
+    "07_large_vocabulary": "jax",
+    "08_guided_backprop": "torch",
+}
+
+
+def test_each_notebook_and_each_backend_is_in_the_fast_run():
+    assert [*BACKENDS] == [path.stem for path in NOTEBOOKS]
+    assert {*BACKENDS.values()} == {*DIFFERENTIATING}
+
+
+def params():
+    for path in NOTEBOOKS:
+        marks = () if BACKENDS[path.stem] == BACKEND else pytest.mark.slow
+        yield pytest.param(path, marks=marks, id=path.name)
+
+
+@pytest.mark.parametrize("path", params())
 def test_it_runs(path, run, pytestconfig):
     notebook = run(nbformat.read(path, as_version=4))
     if pytestconfig.getoption("store"):

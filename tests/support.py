@@ -13,6 +13,15 @@ from keras import ops
 BACKEND = keras.backend.backend()
 DIFFERENTIATES = BACKEND in ("tensorflow", "jax", "torch")
 
+# How far `check_gradients` goes: what is not in the fast run takes up to a minute.
+DIFFERENCES = pytest.mark.parametrize(
+    "extent",
+    [
+        pytest.param({"max_elements": 3}, id="a few"),
+        pytest.param({"order": 2}, id="second order", marks=pytest.mark.slow),
+    ],
+)
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 

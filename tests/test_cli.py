@@ -15,6 +15,7 @@ from multigrad import doctor, frameworks
 from multigrad.cli import main
 
 BACKEND = keras.backend.backend()
+pytestmark = pytest.mark.package
 HEAVY = ("keras", "tensorflow", "jax", "torch", "openvino")
 
 

@@ -11,6 +11,8 @@ import multigrad
 from multigrad.demo import experiments
 from multigrad.demo.report import SECTIONS, problems_of, show
 
+pytestmark = pytest.mark.package
+
 ROWS = {row.key: row for rows in SECTIONS.values() for row in rows}
 
 RIGHT = {

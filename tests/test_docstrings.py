@@ -13,14 +13,18 @@ from support import BACKEND
 
 import multigrad
 
+pytestmark = pytest.mark.package
 
-def modules():
+
+def modules(package=multigrad):
     """Each module of multigrad that has a place on the active backend."""
-    yield multigrad
-    for info in pkgutil.walk_packages(multigrad.__path__, "multigrad."):
-        package, _, name = info.name.rpartition(".")
-        if name != "__main__" and (package != "multigrad.backend" or name == BACKEND):
-            yield importlib.import_module(info.name)
+    yield package
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        name = info.name.rpartition(".")[2]
+        if name == "__main__" or (package.__name__ == "multigrad.backend" and name != BACKEND):
+            continue
+        module = importlib.import_module(info.name)
+        yield from modules(module) if info.ispkg else [module]
 
 
 def documented(owner, module):

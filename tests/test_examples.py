@@ -9,6 +9,8 @@ import sys
 import pytest
 from support import BACKEND, EXAMPLES, NOTEBOOKS, code_of
 
+pytestmark = pytest.mark.package
+
 
 def output_of(name, folder):
     """What an example prints; `folder` is none of the repository's."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.forward
+pytestmark = [pytest.mark.forward, pytest.mark.package]
 
 FRAMEWORKS = {"tensorflow", "jax", "torch", "openvino"}
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import keras_own
 import pytest
 
+pytestmark = pytest.mark.package
+
 COMMAND = [sys.executable, "-m", "pytest", "-p", "keras_own", "-p", "no:cacheprovider"]
 
 USES_KERAS_FUNCTION = """

@@ -13,7 +13,7 @@ from support import array, numpy
 import multigrad
 from multigrad import ops
 
-pytestmark = pytest.mark.forward
+pytestmark = [pytest.mark.forward, pytest.mark.package]
 
 OWN = {"custom_gradient"}
 SUBMODULES = ("image", "linalg", "nn", "numpy")

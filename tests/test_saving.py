@@ -57,6 +57,7 @@ def saved(tmp_path_factory):
 # ------------------------------------------------------------------------------------ what comes back
 
 
+@pytest.mark.package
 def test_in_a_fresh_process(saved):
     wanted = saved_ops.results(saved_ops.model())
     assert wanted[0] == [[2 * 2 * (0.5 * 2 + 4 + 12) * 2] * 2]
@@ -70,6 +71,7 @@ def test_in_a_fresh_process(saved):
     assert got == wanted
 
 
+@pytest.mark.package
 def test_without_the_ops(saved):
     program = """
 import keras, multigrad.custom_gradient

@@ -410,6 +410,7 @@ CODE = """
 """
 
 
+@pytest.mark.package
 def test_installed_backends_are_compared(tmp_path):
     """Where there is only one of them, that is said."""
     others = [name for name in DIFFERENTIATING if name != BACKEND and is_installed(name)]
@@ -429,6 +430,7 @@ def test_installed_backends_are_compared(tmp_path):
     assert "output" not in said
 
 
+@pytest.mark.package
 def test_a_process_measures(tmp_path):
     path = tmp_path / "compared.py"
     path.write_text("if True:" + CODE.format(wrong="none"))
@@ -445,6 +447,7 @@ def test_a_process_measures(tmp_path):
     assert set(compare({"a": measured, "b": measured}, ()).values()) == {0.0}
 
 
+@pytest.mark.package
 @pytest.mark.forward
 def test_a_process_that_fails(tmp_path):
     said = "does not define args" if DIFFERENTIATES else "computes no gradients"
@@ -540,6 +543,7 @@ def test_a_file_and_code(tmp_path):
     assert _source("\n    fn = abs\n    args = ()", tmp_path).read_text() == "\nfn = abs\nargs = ()"
 
 
+@pytest.mark.package
 @pytest.mark.forward
 def test_importing_multigrad_does_not_import_it():
     import subprocess

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from counts import saved
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy
+from support import BACKEND, DIFFERENCES, array, close, compiled, numpy
 
 from multigrad import grad, jvp
 from multigrad.ops import fixed_point, implicit_root
@@ -71,15 +71,16 @@ def test_against_unrolled_code(order, wrap):
     )
 
 
-def test_differences():
+@DIFFERENCES
+def test_differences(extent):
     # Dynamo (PyTorch 2.13) warns of Keras's own caches, which is an error in tests.
     uncompiled = {"compiled": BACKEND != "torch"}
-    assert check_gradients(linear, A, B, order=2, **uncompiled).precision == "float64"
+    assert check_gradients(linear, A, B, **extent, **uncompiled).precision == "float64"
 
     def rational(a, b):
         return fixed_point(lambda z, a, b: 0.5 * a / (1.0 + z * z) + b, ops.zeros_like(a), a, b)
 
-    assert check_gradients(rational, B, 0.1 * B, order=2, **uncompiled).precision == "float64"
+    assert check_gradients(rational, B, 0.1 * B, **extent, **uncompiled).precision == "float64"
 
 
 def test_the_derivatives_of_a_square_root():
@@ -398,11 +399,12 @@ def test_a_cube_root(solver, wrap):
         close(wrap(derivative)(array(8.0)), array(wanted), 1e-4)
 
 
-def test_differences_of_a_root():
+@DIFFERENCES
+def test_differences_of_a_root(extent):
     def f(a, b):
         return implicit_root(lambda z: (a + 2.0 * ops.eye(3, dtype=a.dtype)) @ z - b, ops.zeros_like(b))
 
-    assert check_gradients(f, A, B, order=2, compiled=BACKEND != "torch").precision == "float64"
+    assert check_gradients(f, A, B, compiled=BACKEND != "torch", **extent).precision == "float64"
 
 
 def test_a_root_of_two_tensors():

@@ -1,10 +1,12 @@
 """The cross entropy of a large vocabulary: against plain code, and that the logits never exist whole."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, compiled, mapped_grad, numpy, sizes_made
+from support import BACKEND, DIFFERENCES, array, close, compiled, mapped_grad, numpy, sizes_made
 
 from multigrad import backend, grad, jvp
 from multigrad.ops import chunks, linear_cross_entropy
@@ -17,6 +19,14 @@ B = RANDOM.standard_normal(7)
 Y = np.array([[0, 6, 3], [2, 2, 5]])
 WEIGHTS = array(RANDOM.standard_normal((2, 3)))
 SIZES = [1, 3, 7, 100, None]
+
+
+def slow_but(fast, *values):
+    """The product of values as parameters, of which the fast run has a few."""
+    return [
+        pytest.param(*case, marks=() if case in fast else pytest.mark.slow)
+        for case in itertools.product(*values)
+    ]
 
 
 def plain(features, kernel, labels, bias=None):
@@ -33,6 +43,10 @@ def reference(features, kernel, labels, bias=0.0):
     return (np.log(np.exp(logits - top).sum(-1, keepdims=True)) + top - target)[..., 0]
 
 
+def eager(function):
+    return function
+
+
 def arguments():
     return array(X), array(W), array(Y, dtype="int32"), array(B)
 
@@ -45,8 +59,12 @@ def test_the_loss(size):
     close(linear_cross_entropy(x, w, y, chunk_size=size), plain(x, w, y))
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, compiled])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "transform"),
+    slow_but(
+        [(1, eager), (3, compiled), (7, eager), (100, eager), (None, compiled)], SIZES, [eager, compiled]
+    ),
+)
 def test_the_gradients(size, transform):
     x, w, y, b = arguments()
 
@@ -59,10 +77,11 @@ def test_the_gradients(size, transform):
     close(gradients(lambda *args: linear_cross_entropy(*args, chunk_size=size)), gradients(plain))
 
 
-@pytest.mark.parametrize("size", [3, 7])
-def test_differences(size):
+@DIFFERENCES
+@pytest.mark.parametrize("size", slow_but([(3,)], [3, 7]))
+def test_differences(size, extent):
     done = check_gradients(
-        lambda x, w, b: linear_cross_entropy(x, w, Y, b, chunk_size=size), X, W, B, order=2
+        lambda x, w, b: linear_cross_entropy(x, w, Y, b, chunk_size=size), X, W, B, **extent
     )
     assert done.precision == "float64"
 
@@ -114,9 +133,15 @@ def test_a_label_that_is_a_class_in_fewer_bits(label, reduction, monkeypatch):
     assert np.isnan(numpy(loss)).all()
 
 
-@pytest.mark.parametrize("run_by", [lambda f: f, compiled], ids=["eager", "compiled"])
-@pytest.mark.parametrize("reduction", [None, "sum", "mean_with_sample_weight"])
-@pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "value"])
+@pytest.mark.parametrize(
+    ("wanted", "reduction", "run_by"),
+    slow_but(
+        [(True, None, eager), (True, "sum", compiled), (False, "mean_with_sample_weight", eager)],
+        [True, False],
+        [None, "sum", "mean_with_sample_weight"],
+        [eager, compiled],
+    ),
+)
 def test_a_token_of_no_weight_with_an_infinite_loss(reduction, wanted, run_by):
     bias = np.zeros(W.shape[1], "float32")
     bias[3] = -np.inf
@@ -230,7 +255,7 @@ def test_which_backends_have_programs(monkeypatch, transform, size, reduction):
     assert len(loops) == first  # what is compiled is kept
 
 
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("count", slow_but([(65,)], [1, 63, 64, 65, 150]))
 def test_any_number_of_tokens(count):
     x, y = np.float32(RANDOM.standard_normal((count, 4))), RANDOM.integers(0, 7, count)
     weights, w = array(RANDOM.standard_normal(count)), array(W)
@@ -329,9 +354,22 @@ def test_weighted_losses(reduction):
     close(loss_of_all(MANY["features"], MANY["kernel"], None, mask, reduction), wanted)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, compiled])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("without", [[], ["sample_weight"], ["bias", "sample_weight"]])
+@pytest.mark.parametrize(
+    ("transform", "reduction", "without"),
+    slow_but(
+        [
+            (eager, "sum", []),
+            (eager, "mean", ["bias", "sample_weight"]),
+            (eager, "sum_over_batch_size", ["sample_weight"]),
+            (eager, "mean_with_sample_weight", []),
+            (compiled, "mean_with_sample_weight", []),
+            (compiled, "mean", ["sample_weight"]),
+        ],
+        [eager, compiled],
+        REDUCTIONS,
+        [[], ["sample_weight"], ["bias", "sample_weight"]],
+    ),
+)
 def test_gradients_of_one_loss(transform, reduction, without):
     names = [name for name in MANY if name not in without]
 
@@ -344,8 +382,9 @@ def test_gradients_of_one_loss(transform, reduction, without):
     close(gradients(loss_of_all), gradients(plain_loss), 1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 100, None])
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize(
+    ("count", "size"), slow_but([(1, 1), (64, 7), (65, 3), (150, None)], [1, 63, 64, 65, 150], SIZES)
+)
 def test_any_number_of_tokens_in_one_loss(count, size):
     x, y, weights = MANY["features"][:count], LABELS[:count], MANY["sample_weight"][:count]
 
@@ -360,14 +399,17 @@ def test_any_number_of_tokens_in_one_loss(count, size):
     close(got, gradients(lambda x, w, b: ops.sum(weights * plain(x, w, y, b))), 1e-4)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
-def test_differences_of_one_loss(reduction):
+@DIFFERENCES
+@pytest.mark.parametrize(
+    "reduction", slow_but([("mean_with_sample_weight",)], ["sum", "mean_with_sample_weight"])
+)
+def test_differences_of_one_loss(reduction, extent):
     def loss(x, w, b, weights):
         return linear_cross_entropy(
             x, w, Y, b, sample_weight=weights, reduction=reduction, chunk_size=3
         )  # of a shape (2, 3)
 
-    done = check_gradients(loss, X, W, B, RANDOM.random((2, 3)) + 0.5, order=2)
+    done = check_gradients(loss, X, W, B, RANDOM.random((2, 3)) + 0.5, **extent)
     assert done.precision == "float64"
 
 

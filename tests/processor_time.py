@@ -1,0 +1,38 @@
+"""A fast test fails if it takes more than a few seconds of the processor; `conftest.py` imports these hooks.
+
+Only the time of the test's own process counts. The processes that a test starts import a framework anew, and
+so most of these tests are marked `package`, which run once.
+"""
+
+import time
+from collections.abc import Generator
+
+import pytest
+
+LIMIT = 5.0  # seconds, which depend little on what else the machine does
+SECONDS = pytest.StashKey[list[float]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Measure a test that passes, and fail it where both of its runs took too long."""
+    start = time.process_time()
+    result = yield
+    seconds = item.stash.setdefault(SECONDS, [])
+    seconds.append(time.process_time() - start)
+    if len(seconds) == 2 and min(seconds) > LIMIT:
+        took = f"{item.nodeid}: {min(seconds):.1f} s of processor time in the faster of two runs"
+        pytest.fail(f"{took}, of at most {LIMIT} s: make it smaller, or mark it slow", pytrace=False)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Run a fast test that took too long once more: the first use of a compiler takes seconds by itself."""
+    result = yield
+    seconds = item.stash.get(SECONDS, [])
+    if len(seconds) == 1 and seconds[0] > LIMIT and item.get_closest_marker("slow") is None:
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+    return result

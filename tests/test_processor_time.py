@@ -1,0 +1,56 @@
+"""A fast test that takes too long fails by its name, and no other one does."""
+
+import processor_time
+import pytest
+
+pytest_plugins = ["pytester"]
+pytestmark = [pytest.mark.package, pytest.mark.forward]
+
+TESTS = """
+import processor_time
+import pytest
+
+seconds = {"twice": [6.0, 5.5], "once": [6.0, 1.0], "slow": [6.0], "short": [4.9], "fails": [6.0]}
+
+def spend(name):
+    processor_time.time.now += seconds[name].pop(0)
+
+def test_twice(tmp_path):
+    (tmp_path / "folder").mkdir()  # the second run has another folder
+    spend("twice")
+
+def test_once():
+    spend("once")
+
+@pytest.mark.slow
+def test_slow():
+    spend("slow")
+
+def test_short():
+    spend("short")
+
+def test_fails():
+    spend("fails")
+    raise ValueError("its own")
+"""
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def process_time(self):
+        return self.now
+
+
+def test_what_takes_too_long(pytester, monkeypatch):
+    pytester.makeconftest("from processor_time import pytest_runtest_call, pytest_runtest_protocol")
+    pytester.makepyfile(TESTS)
+    pytester.makeini("[pytest]\nmarkers = slow")
+    with monkeypatch.context() as patched:  # whose clock is not that of this test
+        patched.setattr(processor_time, "time", Clock())
+        ran = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider")
+    ran.stdout.fnmatch_lines(["*::test_twice: 5.5 s of processor time in the faster of two runs*"])
+    failed = [line.split(" ")[1] for line in ran.outlines if line.startswith("FAILED")]
+    assert [name.split("::")[1] for name in failed] == ["test_twice", "test_fails"]
+    assert "test_once:" not in ran.stdout.str()
