@@ -195,6 +195,14 @@ def properties(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def planted_faults(session: nox.Session) -> None:
+    """Faults that are planted in a copy of the package: the fast tests find every one of them."""
+    install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *FRAMEWORKS)
+    session.run("python", "-c", ALL_INSTALLED)
+    session.run("python", "tests/planted_faults.py", *session.posargs, env=QUIET)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The demo, on all three frameworks in one environment."""
     install(session, "--editable", ".[demo]", *FRAMEWORKS)

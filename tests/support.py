@@ -1,7 +1,8 @@
 """What the tests say the same on every backend."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,15 @@ DIFFERENCES = pytest.mark.parametrize(
         pytest.param({"order": 2}, id="second order", marks=pytest.mark.slow),
     ],
 )
+
+
+def slow_but(fast: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> list[Any]:
+    """Return the product of values as parameters of a test; all but a few are marked slow."""
+    return [
+        pytest.param(*case, marks=() if case in fast else pytest.mark.slow)
+        for case in itertools.product(*values)
+    ]
+
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))

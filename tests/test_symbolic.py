@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import DIFFERENTIATES, array, close, compiled, numpy
+from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient
 
@@ -120,7 +120,9 @@ def dense():
     return keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
 
 
-MODES = [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}]
+# By Inductor on PyTorch, where tests/backends/test_torch.py has a faster compiler.
+TO_MACHINE_CODE = pytest.param({"jit_compile": True}, marks=pytest.mark.slow if BACKEND == "torch" else ())
+MODES = [{"run_eagerly": True}, {"jit_compile": False}, TO_MACHINE_CODE]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of PyTorch 2.13, by itself

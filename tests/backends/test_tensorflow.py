@@ -3,7 +3,6 @@
 import functools
 import gc
 import inspect
-import itertools
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
-from support import close
+from support import close, slow_but
 
 from multigrad import calculus, grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
@@ -1043,24 +1042,51 @@ def with_any_number(f):
     return tf.function(f, input_signature=[tf.TensorSpec((None, 2))])
 
 
+def as_it_is(f):
+    return f
+
+
+AROUND, REDUCTIONS = [as_it_is, tf.function, with_any_number], [None, "sum"]
+
+
 @pytest.mark.parametrize(
-    ("derivative", "within"),
+    ("derivative", "within", "around", "reduction"),
     [
-        *itertools.product([tape_gradient, twice, forward, forward_over_reverse], [lambda f: f, tf.function]),
-        *itertools.product([tape_gradient, twice], [in_branch]),
+        *slow_but(
+            [
+                (tape_gradient, as_it_is, with_any_number, None),
+                (tape_gradient, tf.function, as_it_is, "sum"),
+                (twice, as_it_is, tf.function, "sum"),
+                (forward, as_it_is, tf.function, None),
+                (forward_over_reverse, as_it_is, as_it_is, "sum"),
+            ],
+            [tape_gradient, twice, forward, forward_over_reverse],
+            [as_it_is, tf.function],
+            AROUND,
+            REDUCTIONS,
+        ),
+        *slow_but(
+            [(tape_gradient, in_branch, tf.function, "sum")],
+            [tape_gradient, twice],
+            [in_branch],
+            AROUND,
+            REDUCTIONS,
+        ),
     ],
 )
-@pytest.mark.parametrize("around", [lambda f: f, tf.function, with_any_number])
-@pytest.mark.parametrize("reduction", [None, "sum"])
 def test_linear_cross_entropy_in_graphs_and_out_of_them(derivative, within, around, reduction):
     x = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]])
     own, wanted = [functools.partial(f, reduction=reduction) for f in (head, plain_head)]
     close(around(lambda x: derivative(within(own), x))(x), derivative(wanted, x))
 
 
-@pytest.mark.parametrize("reduction", [None, "sum"])
+def in_one_branch(f):
+    return tf.function(in_branch(f, tf.identity))
+
+
 @pytest.mark.parametrize(
-    "around", [by_xla, with_any_number, lambda f: tf.function(in_branch(f, tf.identity))]
+    ("around", "reduction"),
+    slow_but([(by_xla, "sum"), (in_one_branch, "sum")], [by_xla, with_any_number, in_one_branch], REDUCTIONS),
 )
 def test_linear_cross_entropy_in_other_graphs(around, reduction):
     x = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]])
@@ -1068,9 +1094,10 @@ def test_linear_cross_entropy_in_other_graphs(around, reduction):
     close(around(lambda x: tape_gradient(own, x))(x), tape_gradient(wanted, x))
 
 
-@pytest.mark.parametrize("reduction", [None, "sum"])
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("tokens", [None, 300])
+@pytest.mark.parametrize(
+    ("tokens", "jit", "reduction"),
+    slow_but([(None, False, "sum"), (300, True, None)], [None, 300], [False, True], REDUCTIONS),
+)
 def test_one_graph_for_any_number_of_tokens_with_one_program(tokens, jit, reduction):
     """And nothing but that, where its gradients are computed in the forward pass."""
     random = np.random.default_rng(0)
@@ -1100,9 +1127,10 @@ def test_one_graph_for_any_number_of_tokens_with_one_program(tokens, jit, reduct
     assert ("MatMul" in kinds) == (reduction is None)
 
 
-@pytest.mark.parametrize("reduction", [None, "sum"])
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 5, 70])
+@pytest.mark.parametrize(
+    ("count", "jit", "reduction"),
+    slow_but([(2, False, "sum"), (5, True, None)], [1, 2, 5, 70], [False, True], REDUCTIONS),
+)
 def test_tokens_without_labels_are_an_error_in_a_graph(count, jit, reduction):
     w = tf.ones((2, 4))
 
@@ -1128,8 +1156,7 @@ def test_a_program_keeps_no_graph_alive(reduction):
     assert graph() is None
 
 
-@pytest.mark.parametrize("reduction", [None, "sum"])
-@pytest.mark.parametrize("tokens", [3, None])
+@pytest.mark.parametrize(("tokens", "reduction"), slow_but([(3, "sum"), (3, None)], [3, None], REDUCTIONS))
 def test_linear_cross_entropy_in_a_vectorized_map(tokens, reduction):
     x, factors = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]]), tf.constant([0.5, 1.0, 2.0])
     own, wanted = [functools.partial(f, reduction=reduction, classes=20) for f in (head, plain_head)]
@@ -1142,9 +1169,10 @@ def test_linear_cross_entropy_in_a_vectorized_map(tokens, reduction):
 
 
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
-@pytest.mark.parametrize("reduction", [None, "sum"])
-@pytest.mark.parametrize("by", [0, 1])
-@pytest.mark.parametrize("tokens", [3, None])
+@pytest.mark.parametrize(
+    ("tokens", "by", "reduction"),
+    slow_but([(3, 0, "sum"), (3, 1, None)], [3, None], [0, 1], REDUCTIONS),
+)
 def test_a_gradient_around_a_vectorized_map_of_linear_cross_entropy_is_refused(tokens, by, reduction):
     """By what is mapped, and by what is one for all, where it would be zero."""
     x, w, factors = tf.ones((3, 2)), tf.ones((2, 4)), tf.constant([0.5, 1.0])

@@ -1,12 +1,10 @@
 """The cross entropy of a large vocabulary: against plain code, and that the logits never exist whole."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, DIFFERENCES, array, close, compiled, mapped_grad, numpy, sizes_made
+from support import BACKEND, DIFFERENCES, array, close, compiled, mapped_grad, numpy, sizes_made, slow_but
 
 from multigrad import backend, grad, jvp
 from multigrad.ops import chunks, linear_cross_entropy
@@ -19,14 +17,6 @@ B = RANDOM.standard_normal(7)
 Y = np.array([[0, 6, 3], [2, 2, 5]])
 WEIGHTS = array(RANDOM.standard_normal((2, 3)))
 SIZES = [1, 3, 7, 100, None]
-
-
-def slow_but(fast, *values):
-    """The product of values as parameters, of which the fast run has a few."""
-    return [
-        pytest.param(*case, marks=() if case in fast else pytest.mark.slow)
-        for case in itertools.product(*values)
-    ]
 
 
 def plain(features, kernel, labels, bias=None):

@@ -122,6 +122,7 @@ def test_one_entry_per_tensor_beside_an_option_compiled_whole():
 
 # Of PyTorch 2.13, which still uses them itself when it loads its compiler.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["intermediate", "structure"])
 def test_compiled_to_machine_code(name):
     compiled = torch.compile(around(CASES[name].op), fullgraph=True, backend="inductor")

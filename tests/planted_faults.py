@@ -1,0 +1,198 @@
+"""Faults that are planted in a copy of the package, and the fast tests that find them.
+
+    python tests/planted_faults.py          # every fault
+    python tests/planted_faults.py jax      # those that are planted on some backends
+
+Each fault replaces a text of the package. It is found if tests fail that pass on the unchanged copy. The
+program fails if a fault is not found, or if its text is not in the file exactly once. So a change of the
+package must renew the faults that stand in its way.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+class Fault(NamedTuple):
+    """A text of a file of the package, what stands in its place, and the tests that should find it."""
+
+    name: str
+    backend: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = [
+    Fault(
+        "the second order is lost on JAX", "jax", "backend/jax/gradients.py",
+        "return answer, conjugate(gradients)",
+        "return answer, jax.lax.stop_gradient(conjugate(gradients))",
+        "test_order.py",
+    ),
+    Fault(
+        "the second order is lost on TensorFlow", "tensorflow", "backend/tensorflow/gradients.py",
+        "return (value, aux), [tf.convert_to_tensor(gradient) for gradient in gradients]",
+        "return (value, aux), [tf.stop_gradient(gradient) for gradient in gradients]",
+        "test_order.py",
+    ),
+    Fault(
+        "the second order is lost on PyTorch", "torch", "backend/torch/gradients.py",
+        "torch.autograd.grad(value, own, create_graph=recorded, materialize_grads=True)",
+        "torch.autograd.grad(value, own, materialize_grads=True)",
+        "test_order.py",
+    ),
+    Fault(
+        "two arguments have each other's gradient", "torch", "answer.py",
+        "entries = answer if type(answer) in _SEQUENCES",
+        "entries = answer[::-1] if type(answer) in _SEQUENCES",
+        "test_order.py test_jacobian.py",
+    ),
+    Fault(
+        "a gradient is not cast", "jax", "answer.py",
+        "if gradient.dtype == dtype and gradient.shape == shape and like is None:",
+        "if gradient.shape == shape and like is None:",
+        "test_answers.py",
+    ),
+    Fault(
+        "a broadcast gradient is averaged", "jax", "backend/jax/tensors.py",
+        "gradient = gradient.sum(axes).reshape(shape)",
+        "gradient = gradient.mean(axes).reshape(shape)",
+        "test_answers.py",
+    ),
+    Fault(
+        "a broadcast gradient is summed over the wrong axes", "tensorflow", "backend/tensorflow/tensors.py",
+        "gradient = tf.reshape(tf.reduce_sum(gradient, axes), shape)",
+        "gradient = tf.reshape(tf.reshape(gradient, [-1])[: shape.num_elements()], shape)",
+        "test_answers.py",
+    ),
+    Fault(
+        "the second variable is dropped", "tensorflow", "variables.py",
+        "if id(variable) not in self._dtypes:",
+        "if not self._dtypes:",
+        "test_variables.py",
+    ),
+    Fault(
+        "a rule meets the variables as they are later", "torch", "variables.py",
+        "with Pinned(variables, values, held.scope):",
+        "with Pinned((), (), held.scope):",
+        "test_variables.py",
+    ),
+    Fault(
+        "every gradient is kept forever", "torch", "answer.py",
+        "    entries: Sequence[Any] | None\n",
+        "    entries: Sequence[Any] | None\n    read.__dict__.setdefault('kept', []).append(answer)\n",
+        "test_memory.py transforms/on_torch/test_torch_memory.py",
+    ),
+    Fault(
+        "a rule is called twice", "jax", "custom_gradient.py",
+        "answer = rule(upstream[0])",
+        "answer = [rule(upstream[0]), rule(upstream[0])][0]",
+        "test_calculus.py test_counts.py",
+    ),
+    Fault(
+        "a complex gradient is not conjugated", "jax", "backend/jax/gradients.py",
+        "return answer, conjugate(gradients)",
+        "return answer, list(gradients)",
+        "test_calculus.py",
+    ),
+    Fault(
+        "a gradient of the wrong shape is accepted", "torch", "answer.py",
+        "if not _is_broadcast(",
+        "if not gradient.shape and not _is_broadcast(",
+        "test_errors.py test_answers.py",
+    ),
+    Fault(
+        "forward mode accepts a rule that is not linear", "tensorflow", "linear.py",
+        "_ROUNDING = 0.05",
+        "_ROUNDING = 1e9",
+        "test_calculus.py",
+    ),
+    Fault(
+        "a pullback runs once alone", "torch", "backend/torch/gradients.py",
+        "retain_graph=True,",
+        "retain_graph=False,",
+        "test_calculus.py test_jacobian.py",
+    ),
+    Fault(
+        "an argument that is not used has no gradient", "tensorflow", "backend/tensorflow/gradients.py",
+        "gradients = tape.gradient(value, own, unconnected_gradients=tf.UnconnectedGradients.ZERO)",
+        "gradients = tape.gradient(value, own)",
+        "test_calculus.py",
+    ),
+    Fault(
+        "a rule is handed the wrong arguments of the op", "jax", "rule.py",
+        "counts = (binding.given, binding.positional)",
+        "counts = (binding.positional, binding.given)",
+        "test_forms.py",
+    ),
+]  # fmt: skip
+
+
+def failed(folder: Path, backend: str, tests: str) -> list[str]:
+    """Run fast tests on a copy of the project: the names of those that fail."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *[f"tests/{name}" for name in tests.split()]],
+        cwd=folder,
+        env=os.environ | {"KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, 1):  # neither passed nor failed: a file that cannot be imported
+        raise RuntimeError(f"the tests of {tests} did not run on {backend}:\n{done.stdout}{done.stderr}")
+    found = re.findall(r"^FAILED tests/\S*?(\w+\.py::\w+)", done.stdout, re.MULTILINE)
+    assert bool(found) == bool(done.returncode), done.stdout
+    return list(dict.fromkeys(found))
+
+
+def problems(folder: Path, faults: list[Fault]) -> Iterator[str]:
+    """Plant one fault after the other, print the tests that find it, and yield what is wrong."""
+    for backend in dict.fromkeys(fault.backend for fault in faults):
+        own = " ".join(fault.tests for fault in faults if fault.backend == backend)
+        names = failed(folder, backend, " ".join(dict.fromkeys(own.split())))
+        if names:
+            yield f"{backend}: {', '.join(names)} fail without a fault"
+    for fault in faults:
+        file = folder / "multigrad" / fault.file
+        source = file.read_text()
+        if source.count(fault.old) != 1:
+            yield f"{fault.name}: its text is in {fault.file} {source.count(fault.old)} times"
+            continue
+        file.write_text(source.replace(fault.old, fault.new))
+        try:
+            names = failed(folder, fault.backend, fault.tests)
+        finally:
+            file.write_text(source)
+        print(f"{fault.backend:<11} {fault.name:<52} {len(names):>3}  {', '.join(names[:3])}", flush=True)
+        if not names:
+            yield f"{fault.name}: none of {fault.tests} finds it on {fault.backend}"
+
+
+def main(backends: list[str]) -> int:
+    faults = [fault for fault in FAULTS if not backends or fault.backend in backends]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("multigrad", "tests"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        print(f"{'backend':<11} {'fault':<52} tests that fail")
+        found = list(problems(folder, faults))
+    for problem in found:
+        print(f"wrong: {problem}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
