@@ -23,6 +23,14 @@ DIFFERENCES = pytest.mark.parametrize(
     ],
 )
 
+# How `fit` runs. PyTorch has Inductor for `jit_compile`, which takes 10 s to compile a step.
+BY_INDUCTOR = pytest.mark.slow if BACKEND == "torch" else ()
+FIT_MODES = [
+    pytest.param({"run_eagerly": True}, id="eagerly"),
+    pytest.param({"jit_compile": False}, id="compiled"),
+    pytest.param({"jit_compile": True}, id="jit", marks=BY_INDUCTOR),
+]
+
 
 def slow_but(fast: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> list[Any]:
     """Return the product of values as parameters of a test; all but a few are marked slow."""

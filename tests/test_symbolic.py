@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
+from support import DIFFERENTIATES, FIT_MODES, array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient
 
@@ -120,13 +120,8 @@ def dense():
     return keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
 
 
-# By Inductor on PyTorch, where tests/backends/test_torch.py has a faster compiler.
-TO_MACHINE_CODE = pytest.param({"jit_compile": True}, marks=pytest.mark.slow if BACKEND == "torch" else ())
-MODES = [{"run_eagerly": True}, {"jit_compile": False}, TO_MACHINE_CODE]
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of PyTorch 2.13, by itself
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("mode", FIT_MODES)
 def test_the_model_trains_by_the_rule(mode):
     x = keras.Input((1,))
     # The mean of x is 2: plain autodiff would arrive at 1 - 2 * 2.
@@ -347,7 +342,7 @@ def test_ops_stay_what_they_are():
     assert pickle.loads(pickle.dumps(double)) is double
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=str)
+@pytest.mark.parametrize("mode", FIT_MODES[:2])
 def test_a_weight_that_the_function_reads(mode):
     """It trains where the model has it, by what the rule answers for it."""
     layer = dense()

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy
+from support import BACKEND, FIT_MODES, array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient, value_and_grad
 
@@ -505,15 +505,8 @@ class Scaled(keras.layers.Layer):
         return scaled(x)
 
 
-MODES = {
-    "eagerly": {"run_eagerly": True},
-    "compiled": {"jit_compile": False},
-    "jit": {"jit_compile": True},
-}
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("mode", FIT_MODES)
 def test_fit_moves_the_weights_by_the_rule(mode: Any) -> None:
     layer = Scaled()
     model = keras.Sequential([keras.Input((3,)), keras.layers.Rescaling(1.0), layer])
@@ -544,7 +537,7 @@ class Fixed(keras.layers.Layer):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("mode", FIT_MODES)
 def test_a_layer_that_fit_builds(mode: Any) -> None:
     model = keras.Sequential([Fixed()])
     model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **mode)

@@ -458,6 +458,7 @@ def test_a_second_derivative_through_what_was_computed_under_autocast(vjp):
     assert second.tolist() == [[28.0, 56.0]]
 
 
+@pytest.mark.slow
 def test_fit_compiled_by_dynamo_in_mixed_precision(monkeypatch):
     """`jit_compile=True`, with a backend that needs no compiler of C++."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
