@@ -80,14 +80,15 @@ CALCULUS = {
 }
 
 
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("use", CALCULUS.values(), ids=CALCULUS)
-def test_nothing_of_the_calculus_waits_for_the_collector(use):
+def test_nothing_of_the_calculus_waits_for_the_collector(use, rounds):
     use()
     gc.collect()
     gc.disable()
     try:
         before = live()
-        for _ in range(20):
+        for _ in range(rounds):
             use()
         assert live() == before
     finally:
@@ -95,14 +96,15 @@ def test_nothing_of_the_calculus_waits_for_the_collector(use):
 
 
 @cases
-def test_nothing_waits_for_the_collector(case):
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_nothing_waits_for_the_collector(case, rounds):
     for step in STEPS.values():
         step(case.op)
     gc.disable()
     try:
         before = live()
         for step in STEPS.values():
-            for _ in range(200 if step is first else 20):
+            for _ in range(10 * rounds if step is first else rounds):
                 step(case.op)
         assert live() == before
     finally:
