@@ -18,7 +18,7 @@ DIFFERENTIATES = BACKEND in ("tensorflow", "jax", "torch")
 DIFFERENCES = pytest.mark.parametrize(
     "extent",
     [
-        pytest.param({"max_elements": 3}, id="a few"),
+        pytest.param({"max_elements": 3, "compiled": False}, id="a few"),
         pytest.param({"order": 2}, id="second order", marks=pytest.mark.slow),
     ],
 )
