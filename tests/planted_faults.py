@@ -184,7 +184,7 @@ def main(backends: list[str]) -> int:
     faults = [fault for fault in FAULTS if not backends or fault.backend in backends]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("multigrad", "tests"):
+        for part in ("multigrad", "tests", "benchmarks"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
         print(f"{'backend':<11} {'fault':<52} tests that fail")

@@ -23,6 +23,9 @@ DIFFERENCES = pytest.mark.parametrize(
     ],
 )
 
+# JAX compiles each solution of an equation anew, and so each difference of it.
+SLOW_ON_JAX = pytest.mark.slow if BACKEND == "jax" else ()
+
 # How `fit` runs. PyTorch has Inductor for `jit_compile`, which takes 10 s to compile a step.
 BY_INDUCTOR = pytest.mark.slow if BACKEND == "torch" else ()
 FIT_MODES = [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
+from support import BACKEND, DIFFERENTIATES, SLOW_ON_JAX, array, close, compiled, numpy
 
 from multigrad import grad, layers, ops
 from multigrad.testing import check_gradients
@@ -134,7 +134,6 @@ HALVES = {"float16": 1e-2, "bfloat16": 3e-2}
 DTYPES = [*HALVES, "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]  # JAX has none
 
 every = pytest.mark.parametrize("name", ROWS)
-# JAX compiles each solution of an equation anew, so the fast run checks one element there.
 SOLVED = ("fixed_point", "implicit_root", "FixedPoint")
 
 
@@ -176,7 +175,10 @@ def test_the_value(name):
     ("name", "extent"),
     [
         *[pytest.param(name, {}, id=name, marks=pytest.mark.slow if name in SOLVED else ()) for name in ROWS],
-        *[pytest.param(name, {"max_elements": 1, "compiled": False}, id=f"{name}, few") for name in SOLVED],
+        *[
+            pytest.param(name, {"max_elements": 1, "compiled": False}, id=f"{name}, few", marks=SLOW_ON_JAX)
+            for name in SOLVED
+        ],
     ],
 )
 def test_the_gradient_is_right_or_what_it_is_said_to_be(name, extent):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from counts import saved
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy
+from support import BACKEND, SLOW_ON_JAX, array, close, compiled, numpy
 
 from multigrad import grad, jvp
 from multigrad.ops import fixed_point, implicit_root
@@ -59,7 +59,7 @@ def test_the_gradient_in_closed_form(wrap):
 
 
 @WRAPS
-@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("order", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_against_unrolled_code(order, wrap):
     def derivative(f):
         for number in range(order):
@@ -84,7 +84,7 @@ ALL = {"order": 2, "compiled": BACKEND != "torch"}
 @pytest.mark.parametrize(
     ("function", "arguments", "extent"),
     [
-        pytest.param(rational, (B[:1], 0.1 * B[:1]), FEW, id="one element"),
+        pytest.param(rational, (B[:1], 0.1 * B[:1]), FEW, id="one element", marks=SLOW_ON_JAX),
         pytest.param(rational, (B, 0.1 * B), ALL, id="rational", marks=pytest.mark.slow),
         pytest.param(linear, (A, B), ALL, id="linear", marks=pytest.mark.slow),
     ],
@@ -143,7 +143,9 @@ def test_a_tensor_that_is_closed_over(wrap):
         close(wrap(f)(array(1.2), array(0.3)), wanted(array(1.2), array(0.3)), 1e-4)
 
 
-@WRAPS
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, id="eager", marks=SLOW_ON_JAX), pytest.param(compiled, id="compiled")]
+)
 def test_a_variable_and_a_layer(wrap):
     layer = keras.layers.Dense(3, activation="tanh", kernel_initializer=keras.initializers.Orthogonal(0.5))
     layer.build((2, 3))
@@ -409,7 +411,13 @@ def test_a_cube_root(solver, wrap):
         close(wrap(derivative)(array(8.0)), array(wanted), 1e-4)
 
 
-@pytest.mark.parametrize("extent", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "extent",
+    [
+        pytest.param(FEW, id="one element", marks=SLOW_ON_JAX),
+        pytest.param(ALL, id="all", marks=pytest.mark.slow),
+    ],
+)
 def test_differences_of_a_root(extent):
     def f(a, b):
         return implicit_root(lambda z: (a + 2.0 * ops.eye(3, dtype=a.dtype)) @ z - b, ops.zeros_like(b))
@@ -483,9 +491,9 @@ def implicitly(costs):
     return fixed_point(sinkhorn, start, costs)
 
 
-def by_unrolling(costs):
+def by_unrolling(costs, steps=60):
     potentials = ops.zeros(costs.shape[:1]), ops.zeros(costs.shape[1:])
-    for _ in range(60):
+    for _ in range(steps):
         potentials = sinkhorn(potentials, costs)
     return potentials
 
@@ -498,13 +506,14 @@ def test_the_gradient_of_a_transport_is_its_plan(wrap):
     close(wrap(grad(lambda costs: transport(costs, implicitly)[0]))(costs), plan, 1e-4)
 
 
-def test_the_gradient_of_a_plan():
+@pytest.mark.parametrize("steps", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_the_gradient_of_a_plan(steps):
     costs, weights = array(RANDOM.uniform(0.0, 2.0, (4, 5))), array(RANDOM.standard_normal((4, 5)))
 
     def gradient(solve):
         return grad(lambda costs: ops.sum(weights * transport(costs, solve)[1]))(costs)
 
-    close(gradient(implicitly), gradient(by_unrolling), 1e-4)
+    close(gradient(implicitly), gradient(lambda costs: by_unrolling(costs, steps)), 1e-4)
 
 
 @pytest.mark.parametrize("start", [1e-6, 1e8])
