@@ -23,7 +23,7 @@ DIFFERENCES = pytest.mark.parametrize(
     ],
 )
 
-# JAX compiles each solution of an equation anew, and so each difference of it.
+# JAX compiles each solution of an equation anew, as it does each function of a large program.
 SLOW_ON_JAX = pytest.mark.slow if BACKEND == "jax" else ()
 
 # How `fit` runs. PyTorch has Inductor for `jit_compile`, which takes 10 s to compile a step.

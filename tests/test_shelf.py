@@ -134,7 +134,7 @@ HALVES = {"float16": 1e-2, "bfloat16": 3e-2}
 DTYPES = [*HALVES, "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]  # JAX has none
 
 every = pytest.mark.parametrize("name", ROWS)
-SOLVED = ("fixed_point", "implicit_root", "FixedPoint")
+COSTLY = ("fixed_point", "implicit_root", "FixedPoint", "linear_cross_entropy")  # to compile
 
 
 @pytest.fixture(autouse=True)
@@ -174,10 +174,10 @@ def test_the_value(name):
 @pytest.mark.parametrize(
     ("name", "extent"),
     [
-        *[pytest.param(name, {}, id=name, marks=pytest.mark.slow if name in SOLVED else ()) for name in ROWS],
+        *[pytest.param(name, {}, id=name, marks=pytest.mark.slow if name in COSTLY else ()) for name in ROWS],
         *[
             pytest.param(name, {"max_elements": 1, "compiled": False}, id=f"{name}, few", marks=SLOW_ON_JAX)
-            for name in SOLVED
+            for name in COSTLY
         ],
     ],
 )

@@ -4,7 +4,18 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, DIFFERENCES, array, close, compiled, mapped_grad, numpy, sizes_made, slow_but
+from support import (
+    BACKEND,
+    DIFFERENCES,
+    SLOW_ON_JAX,
+    array,
+    close,
+    compiled,
+    mapped_grad,
+    numpy,
+    sizes_made,
+    slow_but,
+)
 
 from multigrad import backend, grad, jvp
 from multigrad.ops import chunks, linear_cross_entropy
@@ -409,19 +420,32 @@ def test_complex_weights():
         linear_cross_entropy(X, W, Y, sample_weight=weights)
 
 
-def test_further_derivatives_of_one_loss():
-    def along(f):
-        return lambda w, b: jvp(f, (w, b), (b[:1] * w, b))[1]
+def along(f):
+    return lambda w, b: jvp(f, (w, b), (b[:1] * w, b))[1]
 
+
+def of_the_slope(f):
+    def steep(w, b):
+        return ops.sum(ops.square(grad(f, argnums=0)(w, b)))
+
+    return grad(steep, argnums=(0, 1))
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        pytest.param(along, id="forward"),
+        pytest.param(of_the_slope, id="reverse over reverse"),
+        pytest.param(lambda f: along(grad(f)), id="forward over reverse", marks=SLOW_ON_JAX),
+        pytest.param(lambda f: grad(along(f)), id="reverse over forward", marks=SLOW_ON_JAX),
+    ],
+)
+def test_further_derivatives_of_one_loss(derivative):
     def derivatives(loss):
         def f(w, b):
             return ops.square(loss(MANY["features"], w, b, MANY["sample_weight"]))
 
-        def steep(w, b):
-            return ops.sum(ops.square(grad(f, argnums=0)(w, b)))
-
-        w, b = MANY["kernel"], MANY["bias"]
-        return [along(f)(w, b), along(grad(f))(w, b), grad(along(f))(w, b), grad(steep, argnums=(0, 1))(w, b)]
+        return derivative(f)(MANY["kernel"], MANY["bias"])
 
     close(derivatives(loss_of_all), derivatives(plain_loss), 1e-3)
 
