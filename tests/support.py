@@ -23,8 +23,8 @@ DIFFERENCES = pytest.mark.parametrize(
     ],
 )
 
-# JAX compiles each solution of an equation anew, as it does each function of a large program.
-SLOW_ON_JAX = pytest.mark.slow if BACKEND == "jax" else ()
+# JAX and TensorFlow compile each solution of an equation anew, as they do every large function.
+SLOW_BUT_ON_TORCH = () if BACKEND == "torch" else pytest.mark.slow
 
 # How `fit` runs. PyTorch has Inductor for `jit_compile`, which takes 10 s to compile a step.
 BY_INDUCTOR = pytest.mark.slow if BACKEND == "torch" else ()

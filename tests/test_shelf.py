@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, DIFFERENTIATES, SLOW_ON_JAX, array, close, compiled, numpy
+from support import BACKEND, DIFFERENTIATES, SLOW_BUT_ON_TORCH, array, close, compiled, numpy
 
 from multigrad import grad, layers, ops
 from multigrad.testing import check_gradients
@@ -176,7 +176,9 @@ def test_the_value(name):
     [
         *[pytest.param(name, {}, id=name, marks=pytest.mark.slow if name in COSTLY else ()) for name in ROWS],
         *[
-            pytest.param(name, {"max_elements": 1, "compiled": False}, id=f"{name}, few", marks=SLOW_ON_JAX)
+            pytest.param(
+                name, {"max_elements": 1, "compiled": False}, id=f"{name}, few", marks=SLOW_BUT_ON_TORCH
+            )
             for name in COSTLY
         ],
     ],

@@ -7,7 +7,7 @@ from keras import ops
 from support import (
     BACKEND,
     DIFFERENCES,
-    SLOW_ON_JAX,
+    SLOW_BUT_ON_TORCH,
     array,
     close,
     compiled,
@@ -436,8 +436,8 @@ def of_the_slope(f):
     [
         pytest.param(along, id="forward"),
         pytest.param(of_the_slope, id="reverse over reverse"),
-        pytest.param(lambda f: along(grad(f)), id="forward over reverse", marks=SLOW_ON_JAX),
-        pytest.param(lambda f: grad(along(f)), id="reverse over forward", marks=SLOW_ON_JAX),
+        pytest.param(lambda f: along(grad(f)), id="forward over reverse", marks=SLOW_BUT_ON_TORCH),
+        pytest.param(lambda f: grad(along(f)), id="reverse over forward", marks=SLOW_BUT_ON_TORCH),
     ],
 )
 def test_further_derivatives_of_one_loss(derivative):
