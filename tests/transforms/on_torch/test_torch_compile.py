@@ -255,7 +255,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("transform", REFUSED.values(), ids=REFUSED)
+def slow_by_multigrad(name):
+    """Dynamo takes 5 s to trace multigrad's own derivatives."""
+    marks = pytest.mark.slow if name.startswith("multigrad.") else ()
+    return pytest.param(REFUSED[name], id=name, marks=marks)
+
+
+@pytest.mark.parametrize("transform", [slow_by_multigrad(name) for name in REFUSED])
 def test_a_transform_in_a_compiled_function_is_refused_or_left_uncompiled(transform):
     """PyTorch (2.13) compiles it without a custom gradient, be it written as a Function by hand."""
     case = CASES["intermediate"]
