@@ -23,15 +23,20 @@ DIFFERENCES = pytest.mark.parametrize(
     ],
 )
 
-# JAX and TensorFlow compile each solution of an equation anew, as they do every large function.
-SLOW_BUT_ON_TORCH = () if BACKEND == "torch" else pytest.mark.slow
+
+def slow_on(*backends: str) -> pytest.MarkDecorator:
+    """Return the marker of a test that takes long on some backends alone.
+
+    JAX and TensorFlow compile each solution of an equation anew, as they do every large function.
+    """
+    return pytest.mark.slow if BACKEND in backends else pytest.mark.fast
+
 
 # How `fit` runs. PyTorch has Inductor for `jit_compile`, which takes 10 s to compile a step.
-BY_INDUCTOR = pytest.mark.slow if BACKEND == "torch" else ()
 FIT_MODES = [
     pytest.param({"run_eagerly": True}, id="eagerly"),
     pytest.param({"jit_compile": False}, id="compiled"),
-    pytest.param({"jit_compile": True}, id="jit", marks=BY_INDUCTOR),
+    pytest.param({"jit_compile": True}, id="jit", marks=slow_on("torch")),
 ]
 
 

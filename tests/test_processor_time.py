@@ -10,10 +10,10 @@ TESTS = """
 import processor_time
 import pytest
 
-seconds = {"twice": [6.0, 5.5], "once": [6.0, 1.0], "slow": [6.0], "short": [4.9], "fails": [6.0]}
+limits = {"twice": [1.2, 1.1], "once": [1.2, 0.2], "slow": [1.2], "short": [0.9], "fails": [1.2]}
 
 def spend(name):
-    processor_time.time.now += seconds[name].pop(0)
+    processor_time.time.now += limits[name].pop(0) * processor_time.limit()
 
 def test_twice(tmp_path):
     (tmp_path / "folder").mkdir()  # the second run has another folder
@@ -43,14 +43,18 @@ class Clock:
         return self.now
 
 
-def test_what_takes_too_long(pytester, monkeypatch):
+@pytest.mark.parametrize(("busy", "limit"), [(0.0, 5.0), (1000.0, 10.0)])
+def test_what_takes_too_long(busy, limit, pytester, monkeypatch):
     pytester.makeconftest("from processor_time import pytest_runtest_call, pytest_runtest_protocol")
     pytester.makepyfile(TESTS)
     pytester.makeini("[pytest]\nmarkers = slow")
     with monkeypatch.context() as patched:  # whose clock is not that of this test
         patched.setattr(processor_time, "time", Clock())
+        patched.setattr(processor_time.os, "getloadavg", lambda: (busy, 0.0, 0.0))
         ran = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider")
-    ran.stdout.fnmatch_lines(["*::test_twice: 5.5 s of processor time in the faster of two runs*"])
+    ran.stdout.fnmatch_lines(
+        [f"*::test_twice: {1.1 * limit:.1f} s of processor time in the faster of two runs*"]
+    )
     failed = [line.split(" ")[1] for line in ran.outlines if line.startswith("FAILED")]
     assert [name.split("::")[1] for name in failed] == ["test_twice", "test_fails"]
     assert "test_once:" not in ran.stdout.str()

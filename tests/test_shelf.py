@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, DIFFERENTIATES, SLOW_BUT_ON_TORCH, array, close, compiled, numpy
+from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy, slow_on
 
 from multigrad import grad, layers, ops
 from multigrad.testing import check_gradients
@@ -177,7 +177,10 @@ def test_the_value(name):
         *[pytest.param(name, {}, id=name, marks=pytest.mark.slow if name in COSTLY else ()) for name in ROWS],
         *[
             pytest.param(
-                name, {"max_elements": 1, "compiled": False}, id=f"{name}, few", marks=SLOW_BUT_ON_TORCH
+                name,
+                {"max_elements": 1, "compiled": False},
+                id=f"{name}, few",
+                marks=slow_on("jax", "tensorflow"),
             )
             for name in COSTLY
         ],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from counts import saved
 from keras import ops
-from support import BACKEND, SLOW_BUT_ON_TORCH, array, close, compiled, numpy
+from support import BACKEND, array, close, compiled, numpy, slow_on
 
 from multigrad import grad, jvp
 from multigrad.ops import fixed_point, implicit_root
@@ -84,7 +84,9 @@ ALL = {"order": 2, "compiled": BACKEND != "torch"}
 @pytest.mark.parametrize(
     ("function", "arguments", "extent"),
     [
-        pytest.param(rational, (B[:1], 0.1 * B[:1]), FEW, id="one element", marks=SLOW_BUT_ON_TORCH),
+        pytest.param(
+            rational, (B[:1], 0.1 * B[:1]), FEW, id="one element", marks=slow_on("jax", "tensorflow")
+        ),
         pytest.param(rational, (B, 0.1 * B), ALL, id="rational", marks=pytest.mark.slow),
         pytest.param(linear, (A, B), ALL, id="linear", marks=pytest.mark.slow),
     ],
@@ -145,7 +147,10 @@ def test_a_tensor_that_is_closed_over(wrap):
 
 @pytest.mark.parametrize(
     "wrap",
-    [pytest.param(lambda f: f, id="eager", marks=SLOW_BUT_ON_TORCH), pytest.param(compiled, id="compiled")],
+    [
+        pytest.param(lambda f: f, id="eager", marks=slow_on("jax", "tensorflow")),
+        pytest.param(compiled, id="compiled"),
+    ],
 )
 def test_a_variable_and_a_layer(wrap):
     layer = keras.layers.Dense(3, activation="tanh", kernel_initializer=keras.initializers.Orthogonal(0.5))
@@ -415,7 +420,7 @@ def test_a_cube_root(solver, wrap):
 @pytest.mark.parametrize(
     "extent",
     [
-        pytest.param(FEW, id="one element", marks=SLOW_BUT_ON_TORCH),
+        pytest.param(FEW, id="one element", marks=slow_on("jax", "tensorflow")),
         pytest.param(ALL, id="all", marks=pytest.mark.slow),
     ],
 )
@@ -449,6 +454,7 @@ def test_a_root_by_a_variable():
     close(grad(f, variables=[variable])(3.0), [array(0.25)], 1e-4)
 
 
+@slow_on("tensorflow")
 def test_no_root():
     with pytest.raises(RuntimeError, match=r"implicit_root: z did not converge(.|\n)*after 50 iterations"):
         implicit_root(lambda z: z**2 + 1.0, 0.5)
@@ -517,6 +523,7 @@ def test_the_gradient_of_a_plan(steps):
     close(gradient(implicitly), gradient(lambda costs: by_unrolling(costs, steps)), 1e-4)
 
 
+@slow_on("tensorflow")
 @pytest.mark.parametrize("start", [1e-6, 1e8])
 def test_a_start_that_is_far_off_costs_no_digits(start):
     """From 1e-6 the first step goes to 1e6 for a square root, from where each one halves what is left."""

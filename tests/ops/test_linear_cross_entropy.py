@@ -7,7 +7,6 @@ from keras import ops
 from support import (
     BACKEND,
     DIFFERENCES,
-    SLOW_BUT_ON_TORCH,
     array,
     close,
     compiled,
@@ -15,6 +14,7 @@ from support import (
     numpy,
     sizes_made,
     slow_but,
+    slow_on,
 )
 
 from multigrad import backend, grad, jvp
@@ -436,8 +436,8 @@ def of_the_slope(f):
     [
         pytest.param(along, id="forward"),
         pytest.param(of_the_slope, id="reverse over reverse"),
-        pytest.param(lambda f: along(grad(f)), id="forward over reverse", marks=SLOW_BUT_ON_TORCH),
-        pytest.param(lambda f: grad(along(f)), id="reverse over forward", marks=SLOW_BUT_ON_TORCH),
+        pytest.param(lambda f: along(grad(f)), id="forward over reverse", marks=slow_on("jax", "tensorflow")),
+        pytest.param(lambda f: grad(along(f)), id="reverse over forward", marks=slow_on("jax", "tensorflow")),
     ],
 )
 def test_further_derivatives_of_one_loss(derivative):

@@ -382,7 +382,7 @@ def test_an_op_of_one_argument_in_the_function_of_another():
     close(x.grad, torch.full_like(X, 5.0))
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_phase_of_the_layers_around_a_rule(whole):
     """It is the one that the function met, whether the rule is compiled with it or runs later."""
     phase = Phase()
