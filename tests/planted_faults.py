@@ -92,10 +92,10 @@ FAULTS = [
         "test_variables.py::test_a_rule_runs_after_the_scope_of_its_values_has_ended",
     ),
     Fault(
-        "no gradient goes through the variables of a rule", "torch", "variables.py",
+        "a rule meets its variables as they are later", "tensorflow", "variables.py",
         "with Pinned(variables, values, held.scope):",
         "with Pinned((), (), held.scope):",
-        "test_variables.py::test_second_derivatives_go_through_what_the_rule_reads",
+        "test_variables.py::test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass",
     ),
     Fault(
         "every gradient is kept forever", "torch", "answer.py",
