@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, DIFFERENTIATES, close
+from support import BACKEND, DIFFERENTIATES, close, slow_on
 
 from multigrad import backend, grad, op_custom_gradient
 from multigrad import ops as shelf
@@ -651,7 +651,7 @@ def normalized(x, w):
     return (y - ops.mean(y, axis=0)) / ops.std(y, axis=0)
 
 
-@pytest.mark.parametrize("dtype", ["own", None])
+@pytest.mark.parametrize("dtype", ["own", pytest.param(None, marks=slow_on("jax", "tensorflow"))])
 def test_a_gradient_that_is_zero_but_for_rounding(dtype):
     """Relative to itself alone, what rounding leaves of a zero is anything."""
     x = np.linspace(-1.0, 2.0, 12, dtype="float32").reshape(4, 3)
@@ -660,6 +660,7 @@ def test_a_gradient_that_is_zero_but_for_rounding(dtype):
     check_gradients(lambda b, x: normalized(x + b, x[:3]), np.float32([0.5]), x, dtype=dtype)
 
 
+@slow_on("jax")
 def test_a_weight_without_influence():
     """The keys' bias shifts all scores of a query alike."""
     keras.utils.set_random_seed(1)
@@ -790,7 +791,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=slow_on("jax", "tensorflow"))])
 def test_a_right_rule_at_any_scale(name, dtype):
     for size in (1e-8, 1e-3, 1.0, 100.0, 1e8):
         passes(RIGHT[name], (size * np.array([1.0, 0.7, 0.9])).astype(dtype), dtype="own")
