@@ -100,7 +100,7 @@ def params():
         yield pytest.param(path, marks=marks, id=path.name)
 
 
-@pytest.mark.parametrize("path", params())
+@pytest.mark.parametrize("path", list(params()))
 def test_it_runs(path, run, pytestconfig):
     notebook = run(nbformat.read(path, as_version=4))
     if pytestconfig.getoption("store"):
