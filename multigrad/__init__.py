@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multigrad.calculus import grad, hessian, jacobian, jvp, value_and_grad, vjp
+    from multigrad.calculus.derivatives import grad, hessian, jacobian, jvp, value_and_grad, vjp
     from multigrad.custom_gradient import op_custom_gradient
-    from multigrad.trace import trace_gradients
+    from multigrad.tracing.trace import trace_gradients
 
 __version__ = "0.1.0"
 
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "grad": "calculus",
-    "hessian": "calculus",
-    "jacobian": "calculus",
-    "jvp": "calculus",
+    "grad": "calculus.derivatives",
+    "hessian": "calculus.derivatives",
+    "jacobian": "calculus.derivatives",
+    "jvp": "calculus.derivatives",
     "op_custom_gradient": "custom_gradient",
-    "trace_gradients": "trace",
-    "value_and_grad": "calculus",
-    "vjp": "calculus",
+    "trace_gradients": "tracing.trace",
+    "value_and_grad": "calculus.derivatives",
+    "vjp": "calculus.derivatives",
 }
 
 _SUBMODULES = ("layers", "ops", "testing")

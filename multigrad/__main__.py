@@ -2,6 +2,6 @@
 
 import sys
 
-from multigrad.cli import main
+from multigrad.cli.main import main
 
 sys.exit(main())

@@ -8,8 +8,8 @@ import pytest
 from keras import ops
 
 import multigrad
-from multigrad.demo import experiments
-from multigrad.demo.report import SECTIONS, problems_of, show
+from multigrad.cli.demo import experiments
+from multigrad.cli.demo.report import SECTIONS, problems_of, show
 
 ROWS = {row.key: row for rows in SECTIONS.values() for row in rows}
 

@@ -14,9 +14,9 @@ from keras import ops
 from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
 
 from multigrad import backend, custom_gradient, grad, op_custom_gradient, trace_gradients
-from multigrad.flow import summary_of
-from multigrad.shared import Shared
-from multigrad.trace import Trace
+from multigrad.tracing.process_wide import Shared
+from multigrad.tracing.records import summary_of
+from multigrad.tracing.trace import Trace
 
 CHAIN = """\
 call        x   output   upstream   current   downstream

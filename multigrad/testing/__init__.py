@@ -5,6 +5,6 @@ backends with each other, in a process each.
 """
 
 from multigrad.testing.comparison import compare_backends
-from multigrad.testing.differences import check_gradients
+from multigrad.testing.gradient_check import check_gradients
 
 __all__ = ["check_gradients", "compare_backends"]

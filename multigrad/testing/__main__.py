@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from multigrad import backend
-from multigrad.testing.flat import Flat, directions, like, precision_of, values, vjp
-from multigrad.testing.table import GRADIENT
+from multigrad.testing.flat_function import Flat, directions, like, precision_of, values, vjp
+from multigrad.testing.mismatches import GRADIENT
 
 
 def measure(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:

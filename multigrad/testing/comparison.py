@@ -13,8 +13,8 @@ import numpy as np
 from multigrad.errors import message
 from multigrad.frameworks import DIFFERENTIATING, how_to_add, is_installed
 from multigrad.processes import run_on
+from multigrad.testing.mismatches import GRADIENT, Unlike, disagree, number_text, places, relative, table
 from multigrad.testing.precision import Tolerance, size_of
-from multigrad.testing.table import GRADIENT, Unlike, disagree, number_text, places, relative, table
 
 _NAME = "compare_backends"
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from multigrad.testing.flat import RESOLUTIONS, directions, like, precision_of, values
-from multigrad.testing.table import relative
+from multigrad.testing.flat_function import RESOLUTIONS, directions, like, precision_of, values
+from multigrad.testing.mismatches import relative
 
 
 class Tolerance:

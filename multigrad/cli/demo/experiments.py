@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from multigrad import grad, op_custom_gradient, value_and_grad
-from multigrad.demo.report import Measurements
+from multigrad.cli.demo.report import Measurements
 
 SEED = 0
 BITS = 3

@@ -1,4 +1,4 @@
-"""The process of one backend: `python -m multigrad.demo FILE` writes what it measured to FILE as JSON."""
+"""The process of one backend: `python -m multigrad.cli.demo FILE` writes what it measured to FILE as JSON."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import keras
 
-from multigrad.demo.experiments import chain_of_squares, digits, log1pexp_at_100
+from multigrad.cli.demo.experiments import chain_of_squares, digits, log1pexp_at_100
 
 # The expected numbers are those of float32, whatever the user's own keras.json says.
 keras.config.set_floatx("float32")

@@ -16,9 +16,9 @@ import numpy as np
 from multigrad import backend, custom_gradient
 from multigrad.answer import slot_paths
 from multigrad.errors import distinct_names, message
-from multigrad.flow import Call, Step, Values, as_dict, largest_of
-from multigrad.shared import Shared
-from multigrad.table import table_of
+from multigrad.tracing.process_wide import Shared
+from multigrad.tracing.records import Call, Step, Values, as_dict, largest_of
+from multigrad.tracing.table import table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ class Trace:
             ImportError: where matplotlib is not installed.
             ValueError: where there is no such call.
         """
-        from multigrad.picture import picture_of  # matplotlib is an extra
+        from multigrad.tracing.plot import picture_of  # matplotlib is an extra
 
         return picture_of(self.calls, self.steps, calls)
 

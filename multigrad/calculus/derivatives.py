@@ -9,9 +9,9 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.binding import name_of
+from multigrad.calculus.flat_function import By, Structure, require_real, scalar_of
+from multigrad.calculus.linearity import FAR, agree, not_linear
 from multigrad.errors import describe, message
-from multigrad.flat import By, Structure, require_real, scalar_of
-from multigrad.linear import FAR, agree, not_linear
 
 
 def grad(

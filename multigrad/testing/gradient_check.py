@@ -11,10 +11,9 @@ import numpy as np
 from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import distinct_names, message, unusable
-from multigrad.testing.flat import RESOLUTIONS, Flat, directions, like, precision_of, values, vjp
-from multigrad.testing.laws import check_compiled, check_linear, check_own, noted
-from multigrad.testing.precision import Tolerance, precision, size_of
-from multigrad.testing.table import (
+from multigrad.testing.flat_function import RESOLUTIONS, Flat, directions, like, precision_of, values, vjp
+from multigrad.testing.invariants import check_compiled, check_linear, check_own, noted
+from multigrad.testing.mismatches import (
     Unlike,
     disagree,
     element_text,
@@ -24,6 +23,7 @@ from multigrad.testing.table import (
     places,
     relative,
 )
+from multigrad.testing.precision import Tolerance, precision, size_of
 
 _Function = Callable[..., Sequence[Any]]
 

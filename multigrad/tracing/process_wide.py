@@ -11,7 +11,7 @@ class Shared:
 
     ```python
     import contextlib
-    from multigrad.shared import Shared
+    from multigrad.tracing.process_wide import Shared
 
     @contextlib.contextmanager
     def switched():

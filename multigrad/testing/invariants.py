@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from multigrad.testing.flat import Flat, directions, like, values, vjp
+from multigrad.testing.flat_function import Flat, directions, like, values, vjp
+from multigrad.testing.mismatches import GRADIENT, Unlike, disagree, fail, number_text, places
 from multigrad.testing.precision import Tolerance, size_of
-from multigrad.testing.table import GRADIENT, Unlike, disagree, fail, number_text, places
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 import multigrad
-from multigrad.doctor import doctor
+from multigrad.cli.doctor import doctor
 from multigrad.frameworks import DIFFERENTIATING
 
 
@@ -12,7 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     ```python
-    from multigrad.cli import main
+    from multigrad.cli.main import main
 
     status = main(["doctor"])
     ```
@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = _parser().parse_args(arguments)
     if given.command == "demo":
-        from multigrad.demo import demo  # which needs rich, that comes with Keras; the doctor may find none
+        from multigrad.cli.demo.command import (
+            demo,  # which needs rich, that comes with Keras; the doctor may find none
+        )
 
         return demo(given.backend)
     return doctor()

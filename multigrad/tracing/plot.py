@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from multigrad.errors import message
-from multigrad.flow import Call, Step, Values, largest_of
-from multigrad.table import number_text, value_text
+from multigrad.tracing.records import Call, Step, Values, largest_of
+from multigrad.tracing.table import number_text, value_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

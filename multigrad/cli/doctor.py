@@ -22,7 +22,7 @@ def doctor() -> int:
     """Print versions, which backends can be imported, and the active one.
 
     ```python
-    from multigrad.doctor import doctor
+    from multigrad.cli.doctor import doctor
 
     status = doctor()
     ```
@@ -66,7 +66,7 @@ def active_backend() -> tuple[str, str]:
     """The backend that Keras will run on, and where that is said: in its own order of precedence.
 
     ```python
-    from multigrad.doctor import active_backend
+    from multigrad.cli.doctor import active_backend
 
     backend, origin = active_backend()  # ("jax", "the environment variable KERAS_BACKEND")
     ```

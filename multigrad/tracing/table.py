@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from multigrad.flow import Call, Step, Values, summary_of
+from multigrad.tracing.records import Call, Step, Values, summary_of
 
 COLUMNS = ("call", "x", "output", "upstream", "current", "downstream")
 _WIDTH = 10_000  # nothing is ever broken or cut: whoever shows the text may do so

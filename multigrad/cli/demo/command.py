@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from multigrad.demo.report import Measurements, problems_of, show
+from multigrad.cli.demo.report import Measurements, problems_of, show
 from multigrad.frameworks import DIFFERENTIATING, how_to_add, is_installed
 from multigrad.processes import run_on
 
@@ -22,7 +22,7 @@ def demo(backend: str | None = None) -> int:
     """Run the demo and print its table.
 
     ```python
-    from multigrad.demo import demo
+    from multigrad.cli.demo.command import demo
 
     status = demo("jax")
     ```
@@ -83,6 +83,6 @@ def measure(backend: str) -> Measurements:
     print(f"{backend}: starting", flush=True)
     with TemporaryDirectory() as folder:
         answer = Path(folder, "measurements.json")
-        run_on(backend, __name__, str(answer)).check_returncode()
+        run_on(backend, __package__, str(answer)).check_returncode()
         measurements: Measurements = json.loads(answer.read_text())
     return measurements
