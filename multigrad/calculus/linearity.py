@@ -1,7 +1,8 @@
-"""Whether a rule is linear in its upstream gradient, as its transpose, which is forward mode, requires.
+"""Check that a rule is linear in its upstream gradient.
 
-A vector-Jacobian product always is. A rule that clips or normalizes its upstream gradient, or adds to it, is
-none, and has no derivative in forward mode.
+Forward mode is computed as the transpose of the rule, which exists only if the rule is linear. Every
+vector-Jacobian product is linear. A rule that clips or normalizes its upstream gradient, or adds to it, is
+not.
 """
 
 import math
@@ -14,54 +15,64 @@ from keras import ops
 from multigrad.errors import message
 
 FAR = -300.0
-"""A factor to tell by: far out and on the other side, where limits and branches show."""
+"""The factor between two upstream gradients that a check compares: large enough to reach most clips, and
+negative to reach branches on the sign."""
 
 _ROUNDING = 0.05
-"""How much two sums may differ by rounding alone, relative to their parts: in half precision, too."""
+"""The rounding error that a check tolerates in a sum, relative to the sum of absolute values. It covers half
+precision."""
 
 
 def trial(shape: Sequence[int]) -> np.ndarray:
-    """An upstream gradient to try a rule on: no two numbers alike, because some rules make ones vanish."""
+    """Return an upstream gradient for a check. Its elements differ, because some rules are zero at ones."""
     return np.cos(np.arange(math.prod(shape))).reshape(shape)
 
 
 def agree(a: float, b: float, scale: float) -> bool:
-    """Whether two numbers are the same up to rounding in a sum of so much."""
-    return not abs(a - b) > _ROUNDING * scale  # where one is NaN or infinite, it is not for this to say
+    """Return whether two sums are equal up to rounding. `scale` is the sum of absolute values of their terms.
+
+    NaN and infinity agree with every number, because they say nothing about linearity.
+    """
+    return not abs(a - b) > _ROUNDING * scale
 
 
 def require_linear(
     op: str, near: Sequence[Any], far: Sequence[Any], read: Callable[[Any], np.ndarray | None]
 ) -> None:
-    """See that gradients `far`, for `FAR` times an upstream gradient, are `FAR` times those for it, `near`.
+    """Check that the gradients for `FAR * upstream` are `FAR` times the gradients for `upstream`.
 
     Arguments:
-        op: how messages call the op.
-        near, far: the gradients, None for those that nobody needs.
-        read: the value of a scalar, or of a batch of scalars.
+        op: the name of the op in the error message.
+        near: the gradients for `upstream`, None for gradients that are not needed.
+        far: the gradients for `FAR * upstream`.
+        read: returns the concrete value of a scalar or of a batch of scalars, None if it is traced.
 
     Raises:
-        ValueError: when they are not.
+        ValueError: if the gradients are not proportional.
     """
-    off = of_near = of_far = 0.0
+    difference = near_size = far_size = 0.0
     for a, b in zip(near, far, strict=True):
         if a is not None and b is not None:
-            parts = [read(ops.sum(ops.abs(part))) for part in (FAR * a - b, a, b)]
-            sums = [float(np.sum(part)) for part in parts if part is not None]
-            off, of_near, of_far = off + sums[0], of_near + sums[1], of_far + sums[2]
-    if not agree(off, 0.0, of_far - FAR * of_near):
-        times = f"{of_far / of_near:.6g}" if of_near else "infinitely many"
-        raise not_linear(op, f"gradients that are {times} times as large for {-FAR:g} times the upstream")
+            sizes = [read(ops.sum(ops.abs(tensor))) for tensor in (FAR * a - b, a, b)]
+            totals = [float(np.sum(size)) for size in sizes if size is not None]
+            difference, near_size, far_size = (
+                difference + totals[0],
+                near_size + totals[1],
+                far_size + totals[2],
+            )
+    if not agree(difference, 0.0, far_size - FAR * near_size):
+        factor = f"{far_size / near_size:.6g}" if near_size else "infinitely many"
+        raise not_linear(op, f"gradients {factor} times as large for {-FAR:g} times the upstream gradient")
 
 
 def not_linear(op: str, got: str) -> ValueError:
-    """The error for a rule that is not linear, in forward mode."""
+    """Return the error for a rule that is not linear, in forward mode."""
     return ValueError(
         message(
             op,
-            "it has no derivative in forward mode, because a rule is not linear in its upstream gradient",
-            required="rules that multiply their upstream gradient by what does not depend on it",
+            "forward mode is undefined, because a rule is not linear in its upstream gradient",
+            required="rules that multiply the upstream gradient by factors that do not depend on it",
             got=got,
-            mend="take the derivative in reverse mode, or make the rule linear",
+            mend="use reverse mode (multigrad.grad, multigrad.vjp), or make the rule linear",
         )
     )

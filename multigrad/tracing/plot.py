@@ -1,4 +1,8 @@
-"""A trace as a picture: the calls one below the other, values down on the left, gradients up on the right."""
+"""`Trace.plot`: a chain of calls as a figure, with values on the left and gradients on the right.
+
+The calls are boxes, one below another. A `_Link` describes the space between two boxes: the arrow of values
+down, and the arrow of gradients up.
+"""
 
 import itertools
 import math
@@ -9,85 +13,88 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from multigrad.errors import message
-from multigrad.tracing.records import Call, Step, Values, largest_of
-from multigrad.tracing.table import number_text, value_text
+from multigrad.tracing.records import CallRecord, StepRecord, Values, largest_magnitude
+from multigrad.tracing.table import format_number, format_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _GREY, _BOX, _WRONG = "#263238", "#90a4ae", "#eceff1", "#d32f2f"
-_COLOURS = "viridis_r"
+_INK, _GREY, _BOX, _RED = "#263238", "#90a4ae", "#eceff1", "#d32f2f"
+_COLORMAP = "viridis_r"
 
-# In inches, and a picture's coordinates are inches.
-_BOX_HEIGHT, _GAP, _LINE = 0.4, 0.95, 0.17
-_HEAD = 0.35
-_DOWN, _UP = -0.3, 0.3  # where the arrows run
-_SHAFT, _THINNEST, _WIDEST = 0.03, 0.04, 0.26
-_LETTER, _SMALL, _BOLD = 0.082, 0.062, 0.1  # about the width of a letter at these sizes:
-_SIZE, _SMALL_SIZE, _BOLD_SIZE = 10, 8, 11
+# Lengths are in inches, and so are the coordinates of the axes.
+_BOX_HEIGHT, _MIN_GAP, _LINE_HEIGHT, _HEADER_HEIGHT = 0.4, 0.95, 0.17, 0.35
+_VALUES_X, _GRADIENTS_X = -0.3, 0.3  # the columns of arrows
+_VALUE_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 0.03, 0.04, 0.26  # of arrows
+# Font sizes in points, and the approximate width of a character at each size.
+_FONT, _SMALL_FONT, _BOLD_FONT = 10, 8, 11
+_CHARACTER, _SMALL_CHARACTER, _BOLD_CHARACTER = 0.082, 0.062, 0.1
 
 
 @dataclass(frozen=True)
 class _Link:
-    """What goes between two calls, or into the first and out of the last."""
+    """The values and gradients between two calls, before the first call, or after the last."""
 
-    down: str
-    up: str
-    size: float | None
-    """The largest absolute value of the gradient along the chain, None where there is no gradient."""
-    finite: bool
-    joined_down: bool
-    joined_up: bool
-    """Whether what leaves the one is what arrives at the other."""
+    value_text: str
+    gradient_text: str
+    magnitude: float | None
+    """The largest absolute value of the gradient along the chain, None if there is no gradient."""
+    is_finite: bool
+    values_joined: bool
+    """Whether an output of the call above is an input of the call below, so the arrow has no gap."""
+    gradients_joined: bool
+    """Whether a downstream gradient of the call below is an upstream gradient of the call above."""
 
 
-def picture_of(calls: Sequence[Call], steps: Sequence[Step], numbers: Sequence[int] | None) -> "Figure":
-    """Draw the calls of these numbers; see `Trace.plot`."""
-    plt = _pyplot()
-    shown = _shown(calls, numbers)
-    firsts: dict[int, Step] = {}
+def draw_trace(
+    calls: Sequence[CallRecord], steps: Sequence[StepRecord], numbers: Sequence[int] | None
+) -> "Figure":
+    """Draw the calls with these numbers, as `Trace.plot` documents."""
+    plt = _import_pyplot()
+    drawn = _select(calls, numbers)
+    first_steps: dict[int, StepRecord] = {}
     for step in steps:
-        firsts.setdefault(step.of.number, step)
-    own = [firsts.get(call.number) for call in shown]
-    links = _links(shown, own)
-    half = 0.5 * max(1.2, 0.25 + _BOLD * max(len(call.title) for call in shown))
-    flags = [[*call.flags, *(back.flags if back else [])] for call, back in zip(shown, own, strict=True)]
+        first_steps.setdefault(step.call.number, step)
+    drawn_steps = [first_steps.get(call.number) for call in drawn]
+    flags = [[*c.flags, *(s.flags if s else [])] for c, s in zip(drawn, drawn_steps, strict=True)]
+    links = _links(drawn, drawn_steps)
+    half_box = 0.5 * max(1.2, 0.25 + _BOLD_CHARACTER * max(len(call.title) for call in drawn))
     left = max(
         1.1,
-        _width([link.down for link in links], _LETTER) + 0.5,
-        half + 0.1 + _width(list(itertools.chain(*flags)), _SMALL),
+        _text_width([link.value_text for link in links], _CHARACTER) + 0.5,
+        half_box + 0.1 + _text_width(list(itertools.chain(*flags)), _SMALL_CHARACTER),
     )
-    right = max(_width([link.up for link in links], _LETTER) + 0.6, half + 1.0)
-    lines = max(1 + text.count("\n") for link in links for text in (link.down, link.up))
-    gap = max(_GAP, 0.1 + lines * _LINE)
-    height = len(shown) * (_BOX_HEIGHT + gap) + gap + _HEAD
+    right = max(_text_width([link.gradient_text for link in links], _CHARACTER) + 0.6, half_box + 1.0)
+    lines = max(1 + text.count("\n") for link in links for text in (link.value_text, link.gradient_text))
+    gap = max(_MIN_GAP, 0.1 + lines * _LINE_HEIGHT)
+    height = len(drawn) * (_BOX_HEIGHT + gap) + gap + _HEADER_HEIGHT
     figure = plt.figure(figsize=(left + right + 0.2, height + 0.2))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-left - 0.1, right + 0.1), ylim=(-height - 0.1, 0.1))
     axes.set_axis_off()
-    head: dict[str, Any] = {"color": _GREY, "fontsize": _BOLD_SIZE, "va": "top"}
-    axes.text(_DOWN, 0, "values ↓", ha="right", **head)
-    axes.text(_UP, 0, "gradients ↑", ha="left", **head)
-    _draw_links(axes, links, gap, plt.get_cmap(_COLOURS))
-    for place, call in enumerate(shown):
-        y = -_HEAD - gap - place * (_BOX_HEIGHT + gap)
-        _draw_call(axes, y, half, call.title, own[place], flags[place])
+    header: dict[str, Any] = {"color": _GREY, "fontsize": _BOLD_FONT, "va": "top"}
+    axes.text(_VALUES_X, 0, "values ↓", ha="right", **header)
+    axes.text(_GRADIENTS_X, 0, "gradients ↑", ha="left", **header)
+    _draw_links(axes, links, gap, plt.get_cmap(_COLORMAP))
+    for i, call in enumerate(drawn):
+        top = -_HEADER_HEIGHT - gap - i * (_BOX_HEIGHT + gap)
+        _draw_call(axes, top, half_box, call.title, drawn_steps[i], flags[i])
     return figure
 
 
-def _width(texts: Sequence[str], letter: float) -> float:
-    return letter * max([len(line) for text in texts for line in text.splitlines()], default=0)
+def _text_width(texts: Sequence[str], character: float) -> float:
+    return character * max([len(line) for text in texts for line in text.splitlines()], default=0)
 
 
-def _pyplot() -> Any:
+def _import_pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(
             message(
                 "Trace.plot",
-                "a picture is drawn with matplotlib",
-                required="matplotlib, which is an extra",
+                "plotting requires matplotlib",
+                required="matplotlib, an optional dependency",
                 got=str(error),
                 mend="pip install matplotlib",
             )
@@ -95,106 +102,123 @@ def _pyplot() -> Any:
     return plt
 
 
-def _shown(calls: Sequence[Call], numbers: Sequence[int] | None) -> list[Call]:
+def _select(calls: Sequence[CallRecord], numbers: Sequence[int] | None) -> list[CallRecord]:
     if numbers is None:
-        shown = [call for call in calls if call.within is None]
+        selected = [call for call in calls if call.within is None]
     else:
-        shown = [call for call in calls if call.number in set(numbers)]
-    if not shown or (numbers is not None and len(shown) < len(set(numbers))):
+        selected = [call for call in calls if call.number in set(numbers)]
+    if not selected or (numbers is not None and len(selected) < len(set(numbers))):
         raise ValueError(
             message(
                 "Trace.plot",
-                "there is no such call to draw",
+                "the trace has no such calls",
                 required=f"numbers from 1 to {len(calls)}" if calls else "a trace in which an op was called",
                 got="all calls" if numbers is None else str(list(numbers)),
-                mend="print the trace, which shows the calls with their numbers",
+                mend="print the trace, which lists the calls with their numbers",
             )
         )
-    return shown
+    return selected
 
 
-def _links(calls: Sequence[Call], steps: Sequence[Step | None]) -> list[_Link]:
-    """What goes into the first call, between two, and out of the last."""
-    ends: list[tuple[Call | None, Step | None]] = [
+def _links(calls: Sequence[CallRecord], steps: Sequence[StepRecord | None]) -> list[_Link]:
+    """Return the link before the first call, those between calls, and the one after the last call."""
+    ends: list[tuple[CallRecord | None, StepRecord | None]] = [
         (None, None),
         *zip(calls, steps, strict=True),
         (None, None),
     ]
     links = []
-    for (above, back_above), (below, back_below) in itertools.pairwise(ends):
-        down = [above.outputs if above else None, below.inputs if below else None]
-        up = [back_below.downstream if back_below else None, back_above.upstream if back_above else None]
-        links.append(_link(down, up))
+    for (above, step_above), (below, step_below) in itertools.pairwise(ends):
+        values = [above.outputs if above else None, below.inputs if below else None]
+        gradients = [
+            step_below.downstream if step_below else None,
+            step_above.upstream if step_above else None,
+        ]
+        links.append(_link(values, gradients))
     return links
 
 
-def _link(down: Sequence[Values | None], up: Sequence[Values | None]) -> _Link:
-    gradients = [values for values in up if values is not None]
-    arrays = [array for values in gradients for array in values.values() if array is not None]
+def _link(values: Sequence[Values | None], gradients: Sequence[Values | None]) -> _Link:
+    """Return the link for values from above to below, and gradients from below to above."""
+    present = [end for end in gradients if end is not None]
+    arrays = [array for end in present for array in end.values() if array is not None]
     return _Link(
-        _text(down),
-        _text(up, upward=True),
-        # What arrives at the call above is of the chain alone, without the gradients of parameters.
-        (largest_of(gradients[-1]) or 0.0) if arrays else None,
+        _text(values),
+        _text(gradients, upward=True),
+        # The upstream gradient of the call above belongs to the chain. Downstream also has parameters.
+        (largest_magnitude(present[-1]) or 0.0) if arrays else None,
         all([bool(np.isfinite(array).all()) for array in arrays]),
-        _joined(down),
-        _joined(up),
+        _are_joined(values),
+        _are_joined(gradients),
     )
 
 
-def _joined(ends: Sequence[Values | None]) -> bool:
-    """Whether the one end has the very numbers of the other. The first and the last link have one end."""
+def _are_joined(ends: Sequence[Values | None]) -> bool:
+    """Return whether both ends of an arrow have an array in common. The first and last link have one end."""
     if ends[0] is None or ends[1] is None:
         return True
-    one, other = [[array for array in end.values() if array is not None] for end in ends if end is not None]
-    return any(a.shape == b.shape and a.tobytes() == b.tobytes() for a in one for b in other)  # NaN, too
+    start, stop = [[array for array in end.values() if array is not None] for end in ends if end is not None]
+    # Bytes, because NaN is not equal to itself.
+    return any(a.shape == b.shape and a.tobytes() == b.tobytes() for a in start for b in stop)
 
 
 def _text(ends: Sequence[Values | None], upward: bool = False) -> str:
-    """The values at both ends, or at their first where it has those of the other; the upper one is above."""
-    there = [end for end in ends if end is not None]
-    texts = [_values_text(end) for end in (there[:1] if _joined(ends) else there)]
+    """Return the values at both ends of an arrow, from top to bottom, or at one end if they are joined."""
+    present = [end for end in ends if end is not None]
+    texts = [_values_text(end) for end in (present[:1] if _are_joined(ends) else present)]
     return "\n⋮\n".join(reversed(texts) if upward else texts)
 
 
 def _values_text(values: Values) -> str:
-    shown = [(path, value_text(values, path)) for path, array in values.items() if array is not None]
-    lines = [text if len(values) == 1 else f"{path}: {text}" for path, text in shown]
+    formatted = [(path, format_value(values, path)) for path, array in values.items() if array is not None]
+    lines = [text if len(values) == 1 else f"{path}: {text}" for path, text in formatted]
     return "\n".join(line.replace("\n", "  ") for line in lines) or "none"
 
 
-def _draw_links(axes: "Axes", links: Sequence[_Link], gap: float, colours: Any) -> None:
-    sizes = [math.log10(link.size) for link in links if link.size and math.isfinite(link.size)]
-    low = min(sizes, default=0.0)
-    high = max([low + 1.0, *sizes])  # a factor of less than ten does not look like one of a thousand
-    for place, link in enumerate(links):
-        top = -_HEAD - place * (_BOX_HEIGHT + gap) - 0.04
+def _draw_links(axes: "Axes", links: Sequence[_Link], gap: float, colormap: Any) -> None:
+    logarithms = [
+        math.log10(link.magnitude) for link in links if link.magnitude and math.isfinite(link.magnitude)
+    ]
+    low = min(logarithms, default=0.0)
+    high = max([low + 1.0, *logarithms])  # the scale covers at least a factor of ten
+    for i, link in enumerate(links):
+        top = -_HEADER_HEIGHT - i * (_BOX_HEIGHT + gap) - 0.04
         bottom = top - gap + 0.08
         middle = 0.5 * (top + bottom)
-        _draw_arrow(axes, _DOWN, top, bottom, _GREY, _SHAFT, link.joined_down)
-        axes.text(_DOWN - 0.15, middle, link.down, ha="right", va="center", color=_INK, fontsize=_SIZE)
-        if link.size is None:
+        _draw_arrow(axes, _VALUES_X, top, bottom, _GREY, _VALUE_WIDTH, link.values_joined)
+        axes.text(
+            _VALUES_X - 0.15, middle, link.value_text, ha="right", va="center", color=_INK, fontsize=_FONT
+        )
+        if link.magnitude is None:
             continue
-        colour, width, ink = _GREY, _THINNEST, _INK  # all zero
-        if not link.finite:
-            colour, width, ink = _WRONG, _WIDEST / 2, _WRONG
-        elif link.size:
-            share = (math.log10(link.size) - low) / (high - low)
-            colour, width = colours(0.1 + 0.8 * share), _THINNEST + share * (_WIDEST - _THINNEST)
-        _draw_arrow(axes, _UP, bottom, top, colour, width, link.joined_up)
-        axes.text(_UP + 0.3, middle, link.up, ha="left", va="center", color=ink, fontsize=_SIZE)
+        color, width, text_color = _GREY, _MIN_WIDTH, _INK  # a gradient of zeros
+        if not link.is_finite:
+            color, width, text_color = _RED, _MAX_WIDTH / 2, _RED
+        elif link.magnitude:
+            share = (math.log10(link.magnitude) - low) / (high - low)
+            color, width = colormap(0.1 + 0.8 * share), _MIN_WIDTH + share * (_MAX_WIDTH - _MIN_WIDTH)
+        _draw_arrow(axes, _GRADIENTS_X, bottom, top, color, width, link.gradients_joined)
+        axes.text(
+            _GRADIENTS_X + 0.3,
+            middle,
+            link.gradient_text,
+            ha="left",
+            va="center",
+            color=text_color,
+            fontsize=_FONT,
+        )
 
 
 def _draw_arrow(
-    axes: "Axes", x: float, start: float, end: float, colour: Any, width: float, joined: bool
+    axes: "Axes", x: float, start: float, end: float, color: Any, width: float, joined: bool
 ) -> None:
-    """An arrow, with a gap in it where something other than an op lies between its ends."""
+    """Draw a vertical arrow, with a gap if its ends are not joined."""
     from matplotlib.patches import FancyArrow, Rectangle
 
     length = end - start
-    head = min(0.12 + width, 0.32)
+    head_length = min(0.12 + width, 0.32)
     if not joined:
-        axes.add_patch(Rectangle((x - width / 2, start), width, 0.35 * length, color=colour, linewidth=0))
+        axes.add_patch(Rectangle((x - width / 2, start), width, 0.35 * length, color=color, linewidth=0))
         start += 0.48 * length
     arrow = FancyArrow(
         x,
@@ -203,35 +227,36 @@ def _draw_arrow(
         end - start,
         width=width,
         head_width=1.6 * width + 0.1,
-        head_length=head,
+        head_length=head_length,
         length_includes_head=True,
-        color=colour,
+        color=color,
         linewidth=0,
     )
     axes.add_patch(arrow)
 
 
 def _draw_call(
-    axes: "Axes", top: float, half: float, title: str, step: Step | None, flags: Sequence[str]
+    axes: "Axes", top: float, half_box: float, title: str, step: StepRecord | None, flags: Sequence[str]
 ) -> None:
+    """Draw the box of a call, its scalar derivative on the right and its flags on the left."""
     from matplotlib.patches import FancyBboxPatch
 
     box = FancyBboxPatch(
-        (-half, top - _BOX_HEIGHT),
-        2 * half,
+        (-half_box, top - _BOX_HEIGHT),
+        2 * half_box,
         _BOX_HEIGHT,
         boxstyle="round,pad=0,rounding_size=0.08",
         facecolor=_BOX,
-        edgecolor=_WRONG if flags else _INK,
+        edgecolor=_RED if flags else _INK,
         linewidth=1.2,
     )
     axes.add_patch(box)
     middle = top - _BOX_HEIGHT / 2
-    axes.text(0, middle, title, ha="center", va="center", color=_INK, fontsize=_BOLD_SIZE, weight="bold")
+    axes.text(0, middle, title, ha="center", va="center", color=_INK, fontsize=_BOLD_FONT, weight="bold")
     if step is not None and len(step.current) == 1:
         (current,) = step.current.values()
-        text = f"× {number_text(current)}"
-        axes.text(half + 0.1, middle, text, va="center", color=_GREY, fontsize=_BOLD_SIZE)
+        text = f"× {format_number(current)}"
+        axes.text(half_box + 0.1, middle, text, va="center", color=_GREY, fontsize=_BOLD_FONT)
     if flags:
         text = "\n".join(flags)
-        axes.text(-half - 0.1, middle, text, ha="right", va="center", color=_WRONG, fontsize=_SMALL_SIZE)
+        axes.text(-half_box - 0.1, middle, text, ha="right", va="center", color=_RED, fontsize=_SMALL_FONT)
