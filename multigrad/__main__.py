@@ -1,4 +1,4 @@
-"""`python -m multigrad`."""
+"""`python -m multigrad`: the command line."""
 
 import sys
 

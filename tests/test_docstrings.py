@@ -32,7 +32,7 @@ def documented(owner, module):
             yield from documented(function, module)
 
 
-DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|Flat)\(")
+DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|FlatFunction)\(")
 
 
 def examples():

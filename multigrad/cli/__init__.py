@@ -1,5 +1,5 @@
 """The command line: `multigrad doctor` and `multigrad demo`.
 
-Each command has a module or a package here, and `main` parses the arguments. Modules in this package import
-neither Keras nor a framework; the exception is the demo's experiments, which run in processes of their own.
+Each command has a module or a package here, and `main` parses the arguments. These modules import neither
+Keras nor a framework, except for the experiments of the demo, which run in processes of their own.
 """

@@ -1,4 +1,4 @@
-"""`python -m multigrad doctor`: what is installed and which backend is active, importing none of it."""
+"""`multigrad doctor`: print what is installed and which backend is active, without importing any of it."""
 
 import json
 import os
@@ -15,11 +15,12 @@ from multigrad.frameworks import (
     version_of,
 )
 
-_ADD_KERAS = "pip install keras"
+_BACKENDS = DIFFERENTIATING + FORWARD_ONLY
+_INSTALL_KERAS = "pip install keras"
 
 
 def doctor() -> int:
-    """Print versions, which backends can be imported, and the active one.
+    """Print versions, the installed backends and the active backend.
 
     ```python
     from multigrad.cli.doctor import doctor
@@ -28,42 +29,41 @@ def doctor() -> int:
     ```
 
     Returns:
-        The exit status: 0, or 1 where Keras would not start on the active backend.
+        The exit status: 0, or 1 if Keras cannot start on the active backend.
     """
-    _line("Python", platform.python_version())
-    _line("multigrad", multigrad.__version__)
-    _line("Keras", version_of("keras") if is_importable("keras") else f"missing: {_ADD_KERAS}")
+    _print_row("Python", platform.python_version())
+    _print_row("multigrad", multigrad.__version__)
+    _print_row("Keras", version_of("keras") if is_importable("keras") else f"missing: {_INSTALL_KERAS}")
     print()
-    for backend in DIFFERENTIATING + FORWARD_ONLY:
-        found = version_of(backend) if is_installed(backend) else f"missing: {how_to_add(backend)}"
-        _line(backend, found + ("; forward only, no gradients" if backend in FORWARD_ONLY else ""))
+    for backend in _BACKENDS:
+        status = version_of(backend) if is_installed(backend) else f"missing: {how_to_add(backend)}"
+        _print_row(backend, status + ("; forward only, no gradients" if backend in FORWARD_ONLY else ""))
     print()
     backend, origin = active_backend()
-    _line("active", f"{backend}, from {origin}")
-    problem = _problem_of(backend)
+    _print_row("active", f"{backend}, from {origin}")
+    problem = _find_problem(backend)
     if problem:
-        _line("", problem)
+        _print_row("", problem)
     return 1 if problem else 0
 
 
-def _line(name: str, text: str) -> None:
+def _print_row(name: str, text: str) -> None:
     print(f"{name:<12}{text}")
 
 
-def _problem_of(backend: str) -> str | None:
-    """What keeps Keras from starting on the active backend."""
-    known = DIFFERENTIATING + FORWARD_ONLY
+def _find_problem(backend: str) -> str | None:
+    """Return why Keras cannot start on a backend, and how to fix it. Return None if it can."""
     if not is_importable("keras"):
-        return f"there is no Keras to run on it: {_ADD_KERAS}"
-    if backend not in known:
-        return f"Keras knows no such backend; set KERAS_BACKEND to one of {', '.join(known)}"
+        return f"Keras is not installed: {_INSTALL_KERAS}"
+    if backend not in _BACKENDS:
+        return f"Keras has no such backend: set KERAS_BACKEND to one of {', '.join(_BACKENDS)}"
     if not is_installed(backend):
-        return f"it is missing: {how_to_add(backend)}, or set KERAS_BACKEND to another"
+        return f"{backend} is not installed: {how_to_add(backend)}, or set KERAS_BACKEND to another backend"
     return None
 
 
 def active_backend() -> tuple[str, str]:
-    """The backend that Keras will run on, and where that is said: in its own order of precedence.
+    """Return the backend that Keras selects, and the setting that selects it, without importing Keras.
 
     ```python
     from multigrad.cli.doctor import active_backend
@@ -71,9 +71,9 @@ def active_backend() -> tuple[str, str]:
     backend, origin = active_backend()  # ("jax", "the environment variable KERAS_BACKEND")
     ```
     """
-    named = os.environ.get("KERAS_BACKEND")
-    if named:
-        return named, "the environment variable KERAS_BACKEND"
+    from_environment = os.environ.get("KERAS_BACKEND")
+    if from_environment:
+        return from_environment, "the environment variable KERAS_BACKEND"
     path = _config_folder() / "keras.json"
     default = "tensorflow"
     if not path.exists():
@@ -84,11 +84,11 @@ def active_backend() -> tuple[str, str]:
         return default, f"Keras's default, because {path} is not valid JSON ({error})"
     if "backend" in config:
         return config["backend"], str(path)
-    return default, f"Keras's default, because {path} names none"
+    return default, f"Keras's default, because {path} does not set a backend"
 
 
 def _config_folder() -> Path:
-    """Where Keras (3.0 to 3.15 at least) looks for keras.json."""
+    """Return the folder in which Keras (3.0 to 3.15 at least) looks for keras.json."""
     if "KERAS_HOME" in os.environ:
         return Path(os.environ["KERAS_HOME"]).expanduser()
     home = Path.home()

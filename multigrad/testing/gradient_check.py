@@ -1,6 +1,5 @@
-"""`check_gradients`: a rule against the differences of its function."""
+"""`check_gradients`: compare the gradients of a function with its central differences."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -11,42 +10,51 @@ import numpy as np
 from multigrad import backend
 from multigrad.binding import name_of
 from multigrad.errors import distinct_names, message, unusable
-from multigrad.testing.flat_function import RESOLUTIONS, Flat, directions, like, precision_of, values, vjp
-from multigrad.testing.invariants import check_compiled, check_linear, check_own, noted
-from multigrad.testing.mismatches import (
-    Unlike,
-    disagree,
-    element_text,
-    fail,
-    in_words,
-    number_text,
-    places,
-    relative,
+from multigrad.testing.differences import CentralDifference, Function, estimate, estimate_linear, first_step
+from multigrad.testing.flat_function import FlatFunction
+from multigrad.testing.invariants import (
+    check_compiled,
+    check_independent_calls,
+    check_linear,
+    note_on_error,
 )
-from multigrad.testing.precision import Tolerance, precision, size_of
+from multigrad.testing.mismatches import (
+    Mismatch,
+    disagree,
+    format_element,
+    format_number,
+    name_not_finite,
+    raise_mismatches,
+    relative_to,
+    true_elements,
+)
+from multigrad.testing.precision import (
+    EPSILON,
+    Tolerance,
+    detect_precision,
+    largest_magnitude,
+    lowest_precision,
+)
+from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_tensors
 
-_Function = Callable[..., Sequence[Any]]
-
-_Weighted = tuple[list[Any], list[float]]
-"""For each weighted output a difference, and its error."""
-
-_Central = Callable[[float], tuple[list[Any], list[float], list[float]]]
-"""What `_central` has for one element of one input, by the length of the step."""
+_INPUT_ROUNDING = 0.4
+"""The rounding error due to the inputs, as a share of that of an output: 2 of 5 roundings."""
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What a check compared, all of which agreed."""
+class CheckResult:
+    """What a successful check compared."""
 
     precision: str
-    """The dtype that decided on tolerances: that of the fewest digits, of those on the way too."""
+    """The dtype that the tolerances are for: the least precise one, intermediate results included."""
     elements: int
-    """How many derivatives were compared with differences, those of all orders together."""
+    """The number of derivatives that were compared with differences, over all orders."""
     largest: float
-    """How far one was off at most, relative to the largest of its argument, if that is more than rounding."""
+    """The largest difference between a derivative and its estimate, relative to the largest derivative with
+    respect to the same input. Derivatives that are zero up to rounding are ignored."""
     zeros: int
-    """How many of the `elements` are zero for all that differences can tell: with all of them, a rule that
-    answers zeros would have passed, too."""
+    """The number of `elements` that differences cannot distinguish from zero. If it equals `elements`, a rule
+    that returns zeros passes the check, too."""
 
 
 def check_gradients(
@@ -59,7 +67,7 @@ def check_gradients(
     dtype: str | None = None,
     compiled: bool = True,
     max_elements: int = 100,
-) -> Checked:
+) -> CheckResult:
     """Compare the gradients of a function with its central differences.
 
     ```python
@@ -75,358 +83,262 @@ def check_gradients(
     print(check_gradients(log1pexp, np.array([-1.0, 0.0, 2.0]), order=2).elements)  # 6
     ```
 
-    Four checks, each of which has a message of its own:
+    The check has four parts, each with its own error message:
 
-    - Linearity: `pullback(a * u + b * v)` is `a * pullback(u) + b * pullback(v)`, as of every
+    - Linearity: `pullback(a * u + b * v)` equals `a * pullback(u) + b * pullback(v)`, as for every
       vector-Jacobian product.
-    - Residuals: the pullback of a call is the same after the function was called with other numbers.
-    - Differences: each element of each input is moved both ways, and each output, its elements weighted by
-      fixed pseudo-random numbers, must change as its gradient says. For the next order, the gradient of all
-      outputs so weighted takes the place of the function, and the numbers, its upstream gradient, are inputs
-      of it: what differentiates a rule does so by these, too.
-    - Compiled: the outputs and gradients of the function under `jax.jit`, `tf.function` or `torch.compile`
-      are those of the function run as it is. On PyTorch, `torch.compile` traces the forward and the
-      backward pass (`backend="aot_eager"`), and generates no code; an op that reads variables runs
-      uncompiled there.
+    - Independent calls: the pullback of a call returns the same gradients after the function was called with
+      other arguments.
+    - Differences: each element of each input is moved in both directions. The change of each output, weighted
+      by fixed pseudo-random numbers, must match its gradient. For the next order, the function is replaced by
+      the gradient of all outputs with these weights. The weights become inputs, because differentiating a
+      rule also differentiates it with respect to its upstream gradient.
+    - Compilation: the function returns the same outputs and gradients under `jax.jit`, `tf.function` or
+      `torch.compile` as in eager code. On PyTorch the compiler traces the forward and backward pass
+      (`backend="aot_eager"`) and generates no code, and ops that read variables run uncompiled.
 
-    A function that is not differentiable at the arguments, such as `relu` at zero, fails, and so does a rule
-    that is no derivative on purpose, such as a straight-through estimator.
+    The check fails for a function that is not differentiable at the arguments, such as `relu` at zero. It
+    also fails for a rule that differs from the derivative on purpose, such as a straight-through estimator.
 
     Arguments:
-        fn: a function of tensors and nested structures of them, which returns any such structure. It is run
-            many times; what it assigns to variables is lost, so each run sees the same seeds.
-        args: its arguments. It is differentiated by floating and complex arrays, tensors, Keras Variables
-            and Python floats; integers, strings and other static ones are passed as they are. For a
-            static float, pass a lambda or `functools.partial`.
-        order: the highest order of derivatives; the lower ones are checked first.
-        rtol, atol: a derivative `g` agrees with a difference `d` where `abs(g - d) <= atol + rtol * abs(d)`.
-            They depend on the precision where they are not given: `rtol` is the larger of `1e-4` and
-            `5 * eps ** (2/3)`, which is 2e-10 in float64, 1e-4 in float32, 0.05 in float16 and 0.2 in
-            bfloat16; and `atol` is `5 * eps / h` times the size of the output where it was moved to, and
-            `2 * eps / h` times that of the inputs by their gradients, which is the rounding error of a
-            difference of the step `h` (the longer one of those below, for the inputs); and `4 * eps` times
-            the largest gradient, which is what may be left of one that is zero.
-        variables: Keras Variables by which it is differentiated too; if not given, the trainable ones that
-            it reads.
-        dtype: the floating dtype to which the arguments are cast, complex ones to its complex counterpart. If
-            not given, it is float64, which JAX has for as long as the check runs; or "own", their own, where
-            the function is differentiated by variables, which always keep theirs. What loses digits on the
-            way is judged by those that are left: a layer of float32 does, and so do some of Keras's ops on
-            JAX and PyTorch (3.15), where Keras prefers float32, such as `ops.sin` on JAX. For a function that
-            goes through half precision on its way, name it here.
-        compiled: whether the function is compiled, too. It takes the longest on PyTorch, about a second.
-        max_elements: how many elements of an input are moved; of a larger one so many, which a generator
-            with a fixed seed chooses.
+        fn: a function of tensors and nested structures of them, which returns a nested structure. It runs
+            many times. Values that it assigns to variables are discarded, so every run sees the same random
+            seeds.
+        args: the arguments of `fn`. It is differentiated with respect to floating and complex arrays,
+            tensors, Keras Variables and Python floats. Integers, strings and other static arguments are
+            passed unchanged. For a static float, pass a lambda or a `functools.partial`.
+        order: the highest order of derivatives. Lower orders are checked first.
+        rtol, atol: a derivative `g` agrees with a difference `d` if `abs(g - d) <= atol + rtol * abs(d)`. By
+            default, `rtol` is 1e-4 in float64 and float32, 0.05 in float16 and 0.2 in bfloat16. The default
+            `atol` is the estimated rounding error of the difference, plus `4 * eps` times the largest
+            gradient, in case the terms of a gradient cancel.
+        variables: Keras Variables that `fn` is differentiated with respect to. The default is the trainable
+            variables that it reads.
+        dtype: the floating dtype to cast the arguments to; complex arguments are cast to the corresponding
+            complex dtype. With "own" the arguments keep their dtypes. The default is "own" if there are
+            variables, which always keep their dtypes, and float64 otherwise. JAX has float64 enabled while
+            the check runs. If `fn` computes in float32 in between, the tolerances are those of float32. This
+            holds for Keras layers of float32, and for some ops of Keras (3.15) on JAX and PyTorch, such as
+            `ops.sin` on JAX. If `fn` computes in half precision in between, pass that dtype.
+        compiled: whether to check the compiled function, too. This takes longest on PyTorch, about a second.
+        max_elements: the number of elements to move in each input. If an input is larger, a generator with a
+            fixed seed selects them.
 
     Returns:
-        What was compared: the `precision` that decided on tolerances, the number of `elements` compared, the
-        `largest` relative difference, and how many of the elements are `zeros` for all that differences can
-        tell. Next to an output of 1e8 in float32, that is every derivative of 1, whatever the rule says.
+        An object with the `precision` that the tolerances are for, the number of `elements` compared, the
+        `largest` relative difference, and the number of `zeros`: elements that differences cannot distinguish
+        from zero. For example, next to an output of 1e8 in float32, a derivative of 1 cannot be
+        distinguished from zero.
 
     Raises:
-        AssertionError: where they disagree. It names the argument, the element and both values, and has a
-            table of the worst.
-        TypeError: where there is nothing to differentiate, or an order that is no integer.
-        ValueError: for an order below 1, or no elements.
+        AssertionError: if a part of the check fails. The message names the argument, the element and both
+            numbers, and shows a table of the largest differences.
+        TypeError: if nothing is differentiable, or if `order` or `max_elements` is not an integer.
+        ValueError: if `order` or `max_elements` is less than 1.
         NotImplementedError: on the NumPy and OpenVINO backends.
 
     References:
-        A central difference has an error of `O(h**2)` and one of rounding of `O(eps / h)`. Their sum is the
-        least for a step `h` of about `eps ** (1/3)`, here times the larger of 1 and the element. A second one
-        of twice the step takes the first error to `O(h**4)` (Richardson's extrapolation; Press et al.,
-        Numerical Recipes, section 5.7). Where the two are far apart, an element below 1 is moved by a share
-        of its own, and one above 1 by as much as 1 is.
-
-        The values `f` of a function that rounds `k` times are each off by up to `k * eps / 2 * f`, so a
-        difference, `(f(x + h) - f(x - h)) / (2 * h)`, by `k * eps / 2 * f / h`, and `(4 * near - far) / 3` by
-        1.5 times that: 5 is for `k` of 6. What rounding does to the elements of an output is independent, so
-        the size of it is their root of a sum of squares; so is that of what inputs bring to an output and
-        cancels in it, as in `x - mean(x)`. The rounding of an argument that is moved does nothing: what is
-        divided by is the way from the one rounded number to the other.
+        Press et al., Numerical Recipes, section 5.7. `multigrad/testing/differences.py` derives the step of
+        the differences and the tolerances.
     """
     __tracebackhide__ = True
-    counts: list[tuple[str, Any, str, str]] = [
-        ("order", order, "1, or a higher order of derivatives", "leave it out for the gradient"),
-        ("max_elements", max_elements, "1, or a larger number of elements", "leave it out for 100"),
-    ]
-    for argument, number, required, mend in counts:
-        whole = isinstance(number, (int, np.integer))
-        if not whole or number < 1:
-            kind = ValueError if whole else TypeError
-            raise unusable(kind, name_of(fn), argument, required=required, got=number, mend=mend)
+    _require_positive(fn, "order", order, "1, or a higher order of derivatives", "omit it for the gradient")
+    _require_positive(
+        fn, "max_elements", max_elements, "1, or a larger number of elements", "omit it for 100"
+    )
     with backend.active.wide():
-        with noted("check_gradients calls it with floats in float64, unless it is told another `dtype`."):
-            flat = Flat(fn, args, variables, dtype)
-        found = Checked("float64", 0, 0.0, 0)
+        with note_on_error("check_gradients called the function with float64 arguments; see its `dtype`."):
+            flat = FlatFunction(fn, args, variables, dtype)
+        result = CheckResult("float64", 0, 0.0, 0)
         derivative = _Derivative(flat, flat.inputs, flat.input_names, flat.output_names)
-        own = precision(derivative.function, derivative.inputs)
+        precision = detect_precision(derivative.function, derivative.inputs)
         for nth in range(1, order + 1):
-            following = derivative.following()
-            next_own = precision(following.function, following.inputs)
-            rules = Tolerance(max(own, next_own, key=RESOLUTIONS.__getitem__), rtol, atol)
+            next_derivative = derivative.differentiate()
+            next_precision = detect_precision(next_derivative.function, next_derivative.inputs)
+            lower_precision = max(precision, next_precision, key=EPSILON.__getitem__)
+            tolerance = Tolerance(lower_precision, rtol, atol)
             if nth == 1:
                 _require_finite(flat)
-                check_linear(flat, rules)
-                check_own(flat, rules)
-            found = _check_differences(flat, derivative, nth, rules, max_elements, found)
+                check_linear(flat, tolerance)
+                check_independent_calls(flat, tolerance)
+            result = _check_differences(flat, derivative, nth, tolerance, max_elements, result)
             if nth == 1 and compiled:
-                check_compiled(flat, rules)
-            derivative, own = following, next_own
-        return found
+                check_compiled(flat, tolerance)
+            derivative, precision = next_derivative, next_precision
+        return result
 
 
-def _require_finite(flat: Flat) -> None:
-    """See that there is something to take differences of."""
+def _require_positive(fn: Callable[..., Any], argument: str, number: Any, required: str, mend: str) -> None:
+    is_integer = isinstance(number, (int, np.integer))
+    if not is_integer or number < 1:
+        error = ValueError if is_integer else TypeError
+        raise unusable(error, name_of(fn), argument, required=required, got=number, mend=mend)
+
+
+def _require_finite(flat: FlatFunction) -> None:
+    """Raise if an output is not finite, because it has no differences."""
     __tracebackhide__ = True
-    for name, output in zip(flat.output_names, map(values, flat(*flat.inputs)), strict=True):
-        for place in places(~np.isfinite(output)):
+    for name, output in zip(flat.output_names, map(to_numpy, flat(*flat.inputs)), strict=True):
+        for element in true_elements(~np.isfinite(output)):
             raise AssertionError(
                 message(
                     flat.name,
-                    f"the function is {in_words([output[place]])} at these arguments",
-                    argument=name + element_text(place),
-                    required="finite outputs, of which there are differences",
-                    got=number_text(output[place]),
-                    mend="check it at arguments at which the function is finite",
+                    f"the function is {name_not_finite([output[element]])} at these arguments",
+                    argument=name + format_element(element),
+                    required="finite outputs",
+                    got=format_number(output[element]),
+                    mend="check the function at arguments where it is finite",
                 )
             )
 
 
 @dataclass(frozen=True)
 class _Derivative:
-    """A function, or a derivative of it, and the place at which it is looked at."""
+    """The function, or a derivative of it, and the inputs at which it is checked."""
 
-    function: _Function
+    function: Function
     inputs: Sequence[Any]
-    """Those of the function, and then the upstream gradients of its derivatives."""
+    """The inputs of the function, followed by the upstream gradients of its derivatives."""
     input_names: Sequence[str]
     output_names: Sequence[str]
 
-    def following(self) -> "_Derivative":
-        """The gradient of all outputs together, weighted by fixed numbers, by all inputs.
-
-        The numbers are inputs of it: what differentiates a rule does so by its upstream gradient, too.
-        """
-        outputs, count = self.function(*self.inputs), len(self.inputs)
+    def differentiate(self) -> "_Derivative":
+        """Return the gradient of all outputs, as a function of the inputs and of the upstream gradients."""
+        outputs, input_count = self.function(*self.inputs), len(self.inputs)
 
         def gradient(*inputs: Any) -> list[Any]:
-            _, pullback = vjp(self.function, inputs[:count])
-            return list(pullback(inputs[count:]))
+            _, pullback = flat_vjp(self.function, inputs[:input_count])
+            return list(pullback(inputs[input_count:]))
 
-        upstream = like(list(directions(outputs, seed=0)), outputs)
+        upstream = to_tensors(list(random_weights(outputs, seed=0)), outputs)
         names = [*self.input_names, *[f"upstream of {name}" for name in self.output_names]]
         return _Derivative(gradient, [*self.inputs, *upstream], distinct_names(names), self.input_names)
 
 
 def _check_differences(
-    flat: Flat, derivative: _Derivative, nth: int, rules: Tolerance, max_elements: int, found: Checked
-) -> Checked:
-    """See that the derivatives of `derivative` are its differences."""
+    flat: FlatFunction,
+    derivative: _Derivative,
+    nth: int,
+    tolerance: Tolerance,
+    max_elements: int,
+    result: CheckResult,
+) -> CheckResult:
+    """Compare the gradients of `derivative` with its differences, and add the comparison to `result`."""
     __tracebackhide__ = True
-    function, inputs, names = derivative.function, derivative.inputs, derivative.output_names
-    outputs, pullback = vjp(function, inputs)
-    weights = list(directions(outputs, seed=0))
-    gradients = [_one_gradient(pullback, outputs, weights, place) for place in range(len(outputs))]
-    on_the_way = [_size_on_the_way(inputs, gradient) for gradient in gradients]
-    compared, elements, zeros, largest, unlike = 0, found.elements, found.zeros, found.largest, []
+    inputs = derivative.inputs
+    outputs, pullback = flat_vjp(derivative.function, inputs)
+    weights = list(random_weights(outputs, seed=0))
+    gradients = [_gradient_of_output(pullback, outputs, weights, k) for k in range(len(outputs))]
+    term_sizes = [_term_size(inputs, gradient) for gradient in gradients]
+    elements, zeros, largest = result.elements, result.zeros, result.largest
+    compared, mismatches = 0, []
     for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
         is_upstream = i >= len(flat.inputs)
-        around = _with_zero(inputs, i) if is_upstream else inputs
-        numbers, digits = values(tensor), precision_of([tensor])
-        chosen = _chosen(numbers.shape, max_elements)
-        steps = np.array([_step(rules, abs(numbers[element])) for element in chosen])
-        differences = []
-        for element in chosen:
-            central = functools.partial(_central, function, around, i, element, weights)
-            differences.append(
-                _linear_difference(central, rules)
-                if is_upstream
-                else _difference(central, numbers[element], digits, rules)
-            )
-        for k, output in enumerate(names):
-            ruled = np.array([gradients[k][i][element] for element in chosen])
-            measured = np.array([weighted[k] for weighted, _ in differences])
-            errors = np.array([errors[k] for _, errors in differences])
+        chosen = _choose_elements(tuple(tensor.shape), max_elements)
+        estimates = [
+            _estimate(derivative.function, inputs, i, element, weights, tolerance, is_upstream)
+            for element in chosen
+        ]
+        steps = np.array([first_step(tolerance, abs(to_numpy(tensor)[element])) for element in chosen])
+        for k, output in enumerate(derivative.output_names):
+            by_rule = np.array([gradients[k][i][element] for element in chosen])
+            by_difference = np.array([derivatives[k] for derivatives, _ in estimates])
+            errors = np.array([errors[k] for _, errors in estimates])
             if not is_upstream:
-                errors += _SHARE * rules.error(on_the_way[k], steps)
-            atol = rules.atol(errors, size_of(*gradients[k]))
-            bad = disagree(ruled, measured, rules.rtol, atol) | ~np.isfinite(measured)
-            pairs = zip(chosen, ruled, measured, strict=True)
-            unlike += [
-                Unlike((output, name), element, (got, wanted))
-                for (element, got, wanted), wrong in zip(pairs, bad, strict=True)
+                errors += _INPUT_ROUNDING * tolerance.error(term_sizes[k], steps)
+            atol = tolerance.atol(errors, largest_magnitude(*gradients[k]))
+            is_wrong = disagree(by_rule, by_difference, tolerance.rtol, atol) | ~np.isfinite(by_difference)
+            mismatches += [
+                Mismatch((output, name), element, tuple(numbers))
+                for element, *numbers, wrong in zip(chosen, by_rule, by_difference, is_wrong, strict=True)
                 if wrong
             ]
             compared += len(chosen)
-            if not is_upstream and (nth == 1 or k < len(flat.inputs)):  # by and of no upstream
+            # Derivatives of and with respect to upstream gradients repeat those of lower orders.
+            if not is_upstream and (nth == 1 or k < len(flat.inputs)):
                 elements += len(chosen)
-                zeros += int(np.sum(np.abs(measured) <= atol))
-            if size_of(measured) > np.max(atol, initial=0.0) and not bad.any():  # and is no zero
-                largest = max(largest, relative(np.abs(ruled - measured).max(), size_of(measured)))
-    if unlike:
-        _fail_differences(flat, unlike, nth, compared, rules.precision)
-    decided = max(found.precision, rules.precision, key=RESOLUTIONS.__getitem__)
-    return Checked(decided, elements, largest, zeros)
-
-
-def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = True) -> float:
-    """The larger of two outputs, weighted."""
-    with np.errstate(all="ignore"):
-        sizes = np.abs(weight) * np.maximum(np.abs(up), np.abs(down))
-        return float(np.linalg.norm(np.where(where, sizes, 0.0)))
-
-
-def _size_on_the_way(inputs: Sequence[Any], gradients: Sequence[np.ndarray]) -> float:
-    """The size of what the arguments bring to an output, which may cancel in it."""
-    with np.errstate(all="ignore"):
-        parts = [np.abs(values(x) * g).ravel() for x, g in zip(inputs, gradients, strict=True)]
-    whole = np.concatenate(parts)
-    return float(np.linalg.norm(whole[np.isfinite(whole)]))
-
-
-_SHARE = 0.4
-"""How much of that counts: 2 of the 5 roundings of an output."""
-
-
-def _one_gradient(
-    pullback: Callable[..., Any], outputs: Sequence[Any], weights: Sequence[np.ndarray], place: int
-) -> list[np.ndarray]:
-    """The gradient of the output at this place alone, weighted."""
-    own = [weight * (i == place) for i, weight in enumerate(weights)]
-    return [values(gradient) for gradient in pullback(like(own, outputs))]
-
-
-def _chosen(shape: tuple[int, ...], most: int) -> list[tuple[int, ...]]:
-    """The elements that are moved."""
-    every = list(np.ndindex(shape))
-    if len(every) <= most:
-        return every
-    places = np.random.default_rng(0).choice(len(every), most, replace=False)
-    return [every[place] for place in sorted(places)]
-
-
-def _difference(central: _Central, number: float, precision: str, rules: Tolerance) -> _Weighted:
-    """How each weighted output changes with an element of an input, extrapolated to a step of zero.
-
-    And what rounding may have done to it. The element is this `number`, in an input of this `precision`.
-    """
-    own = abs(number)
-    differences, errors, steady = _extrapolated(central, rules, _step(rules, own))
-    # The step may be too long, for `log` close to zero, and for `cos` far from it.
-    shorter = rules.step * min(1.0, own)
-    if steady or own in (0.0, 1.0) or shorter < _SHORTEST * own * RESOLUTIONS[precision]:
-        return differences, errors
-    return _extrapolated(central, rules, shorter)[:2]
-
-
-def _linear_difference(central: _Central, rules: Tolerance) -> _Weighted:
-    """How each weighted output, linear in an input, changes with an element: what it is of that alone.
-
-    The input of which `central` moves an element is zero.
-    """
-    differences, sizes, _ = central(1.0)
-    return differences, [rules.rounding * size for size in sizes]
-
-
-def _step(rules: Tolerance, size: float) -> float:
-    """How far an element of this size is moved first."""
-    return rules.step * max(1.0, size)
-
-
-def _with_zero(inputs: Sequence[Any], i: int) -> list[Any]:
-    """The inputs, with zeros in the place of one."""
-    return [*inputs[:i], *like([0.0 * values(inputs[i])], inputs[i : i + 1]), *inputs[i + 1 :]]
-
-
-def _extrapolated(central: _Central, rules: Tolerance, length: float) -> tuple[list[Any], list[float], bool]:
-    """The difference by a step of this length, its error, and whether one of twice the length is close."""
-    near, sizes, _ = central(length)
-    if rules.step > _FAR:
-        return near, [rules.error(size, length) for size in sizes], True
-    far, larger, moved = central(2.0 * length)
-    errors = [rules.error(max(pair), length) for pair in zip(sizes, larger, strict=True)]
-    steady = not any(
-        disagree(np.asarray(a), np.asarray(b), _STEADY, rules.error(size, length)).any()
-        for a, b, size in zip(near, far, moved, strict=True)
+                zeros += int(np.sum(np.abs(by_difference) <= atol))
+            size = largest_magnitude(by_difference)
+            if size > np.max(atol, initial=0.0) and not is_wrong.any():
+                largest = max(largest, relative_to(np.abs(by_rule - by_difference).max(), size))
+    if mismatches:
+        _raise_differences(flat, mismatches, nth, compared, tolerance.precision)
+    return CheckResult(
+        max(result.precision, tolerance.precision, key=EPSILON.__getitem__), elements, largest, zeros
     )
-    with np.errstate(invalid="ignore", over="ignore"):
-        return [(4.0 * a - b) / 3.0 for a, b in zip(near, far, strict=True)], errors, steady
 
 
-_FAR = 0.05
-"""A relative step, in half precision, of which the double may be out of a function's domain."""
-
-_SHORTEST = 100.0
-"""How many times the distance to the next number a step is at least, so that it ends where it should."""
-
-_STEADY = 0.02
-"""How far differences of two steps may be apart for their extrapolation to be one of `rtol`."""
-
-
-def _central(
-    function: _Function,
+def _estimate(
+    function: Function,
     inputs: Sequence[Any],
     i: int,
     element: tuple[int, ...],
     weights: Sequence[np.ndarray],
-    length: float,
-) -> tuple[list[Any], list[float], list[float]]:
-    """The central difference of this length, by both parts of a complex element.
+    tolerance: Tolerance,
+    is_upstream: bool,
+) -> tuple[list[Any], list[float]]:
+    """Estimate derivatives with respect to one element. Gradients are linear in upstream gradients."""
+    if is_upstream:
+        at_zero = _with_zeros(inputs, i)
+        return estimate_linear(CentralDifference(function, at_zero, i, element, weights), tolerance)
+    difference = CentralDifference(function, inputs, i, element, weights)
+    return estimate(difference, to_numpy(inputs[i])[element], lowest_precision([inputs[i]]), tolerance)
 
-    And the outputs' sizes: of all that may have rounding errors, and of what moved.
-    """
-    parts, sizes, moved_sizes = [], [], []
-    for direction in (1.0, 1j) if np.iscomplexobj(values(inputs[i])) else (1.0,):
-        (high, up), (low, down) = (
-            _moved(function, inputs, i, element, sign * length * direction) for sign in (1.0, -1.0)
+
+def _with_zeros(inputs: Sequence[Any], i: int) -> list[Any]:
+    """Return the inputs with one of them replaced by zeros."""
+    return [*inputs[:i], *to_tensors([0.0 * to_numpy(inputs[i])], inputs[i : i + 1]), *inputs[i + 1 :]]
+
+
+def _gradient_of_output(
+    pullback: Callable[..., Any], outputs: Sequence[Any], weights: Sequence[np.ndarray], k: int
+) -> list[np.ndarray]:
+    """Return the gradient of the weighted sum of one output with respect to each input."""
+    upstream = [weight * (i == k) for i, weight in enumerate(weights)]
+    return [to_numpy(gradient) for gradient in pullback(to_tensors(upstream, outputs))]
+
+
+def _term_size(inputs: Sequence[Any], gradients: Sequence[np.ndarray]) -> float:
+    """Return the norm of the terms that the inputs contribute to an output, before they cancel."""
+    with np.errstate(all="ignore"):
+        terms = np.concatenate(
+            [np.abs(to_numpy(x) * g).ravel() for x, g in zip(inputs, gradients, strict=True)]
         )
-        moved = abs(high - low)  # what rounding left of the step
-        ends = list(zip(weights, up, down, strict=True))
-        sizes.append([_size(w, a, b) for w, a, b in ends])
-        moved_sizes.append([_size(w, a, b, a != b) for w, a, b in ends])
-        with np.errstate(invalid="ignore", over="ignore"):
-            parts.append(
-                [
-                    direction * np.sum(np.real(np.conj(w) * (a - b))) / moved
-                    for w, a, b in zip(weights, up, down, strict=True)
-                ]
-            )
-    largest, largest_moved = ([max(own) for own in zip(*f, strict=True)] for f in (sizes, moved_sizes))
-    return [sum(own) for own in zip(*parts, strict=True)], largest, largest_moved
+    return float(np.linalg.norm(terms[np.isfinite(terms)]))
 
 
-def _moved(
-    function: _Function, inputs: Sequence[Any], i: int, element: tuple[int, ...], by: complex
-) -> tuple[Any, list[np.ndarray]]:
-    """An element where it was moved to, and the outputs there."""
-    there = list(inputs)
-    whole = values(inputs[i])
-    whole[element] += by
-    there[i : i + 1] = like([whole], inputs[i : i + 1])
-    return values(there[i])[element], [values(output) for output in function(*there)]
+def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """Return the indices of at most `count` elements."""
+    elements = list(np.ndindex(shape))
+    if len(elements) <= count:
+        return elements
+    chosen = np.random.default_rng(0).choice(len(elements), count, replace=False)
+    return [elements[i] for i in sorted(chosen)]
 
 
-def _fail_differences(flat: Flat, unlike: list[Unlike], nth: int, count: int, precision: str) -> NoReturn:
+def _raise_differences(
+    flat: FlatFunction, mismatches: list[Mismatch], nth: int, count: int, precision: str
+) -> NoReturn:
     __tracebackhide__ = True
-    worst = max(unlike, key=Unlike.apart)
-    got, wanted = worst.numbers
-    of = f" of {worst.place[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
-    kind = "gradient" if nth == 1 else f"derivative of order {nth}"
-    problem = f"the {kind}{of} is not that of the function"
-    mend = "correct the rule; or pass rtol and atol, where the function is too steep for differences"
-    if in_words([wanted]):
-        problem = f"the differences{of} are {in_words([wanted])}"
-        mend = "check it at arguments around which the function is finite"
-    if in_words([got]):
-        problem = f"the {kind}{of} is {in_words([got])}"
-    fail(
+    worst = max(mismatches, key=Mismatch.relative_difference)
+    got, required = worst.numbers
+    of_output = f" of {worst.labels[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
+    derivative = "gradient" if nth == 1 else f"derivative of order {nth}"
+    problem = f"the {derivative}{of_output} differs from the central differences"
+    mend = "correct the rule, or pass rtol and atol if the function is too steep for differences"
+    if name_not_finite([required]):
+        problem = f"the central differences{of_output} are {name_not_finite([required])}"
+        mend = "check the function at arguments around which it is finite"
+    if name_not_finite([got]):
+        problem = f"the {derivative}{of_output} is {name_not_finite([got])}"
+    raise_mismatches(
         flat.name,
         problem,
         worst,
-        f"{number_text(wanted)}, by central differences in {precision}",
-        f"{number_text(got)}, by the rule",
+        f"{format_number(required)} from central differences in {precision}",
+        f"{format_number(got)} from the rule",
         mend,
         ("output", "argument", "element", "rule", "differences", "relative"),
-        unlike,
+        mismatches,
         count,
     )

@@ -1,4 +1,4 @@
-"""Where numbers disagree, as plain text: for messages, which have no colours and no width."""
+"""Elements that disagree, and the plain-text table of them that error messages contain."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,94 +8,110 @@ import numpy as np
 
 from multigrad.errors import message
 
-SHOWN = 10
-"""How many disagreements a message shows."""
+MAX_ROWS = 10
+"""The number of mismatches that a table shows."""
 
-GRADIENT = "gradient of "
-"""How the name of a gradient begins, before that of its argument."""
+GRADIENT_PREFIX = "gradient of "
+"""The name of a gradient is this prefix and the name of its argument."""
 
 
 @dataclass(frozen=True)
-class Unlike:
-    """Numbers at one place that should be one number, and by how much they differ."""
+class Mismatch:
+    """Numbers that should agree and do not, at one element of an array.
 
-    place: tuple[str, ...]
+    Arguments:
+        labels: the first cells of the row in the table, such as the output and the argument.
+        element: the index of the element.
+        numbers: the numbers; the last of them is the reference.
+    """
+
+    labels: tuple[str, ...]
     element: tuple[int, ...]
     numbers: tuple[Any, ...]
 
-    def apart(self) -> float:
-        """The largest relative difference from the last number."""
-        *others, last = self.numbers
+    def relative_difference(self) -> float:
+        """Return the largest relative difference from the last number, infinity for NaN and infinity."""
+        *others, reference = self.numbers
         if not np.isfinite(self.numbers).all():
             return float("inf")
-        return max(relative(abs(other - last), abs(last)) for other in others)
+        return max(relative_to(abs(number - reference), abs(reference)) for number in others)
 
-    def where(self) -> str:
-        """The last part of the place, with the element."""
-        return self.place[-1] + element_text(self.element)
+    def location(self) -> str:
+        """Return the last label with the index of the element, such as `'x'[1, 0]`."""
+        return self.labels[-1] + format_element(self.element)
 
 
-def relative(difference: float, size: float) -> float:
-    """A difference as a share of a size; infinite as that of zero."""
+def relative_to(difference: float, size: float) -> float:
+    """Return `difference / size`, where `0 / 0` is 0."""
     return float(difference / size) if size else (float("inf") if difference else 0.0)
 
 
-def disagree(left: np.ndarray, right: np.ndarray, rtol: float, atol: float) -> np.ndarray:
-    """Where two arrays disagree, NaN among them; `right` is what `rtol` is relative to."""
+def disagree(numbers: np.ndarray, reference: np.ndarray, rtol: float, atol: Any) -> np.ndarray:
+    """Return where numbers differ from a reference by more than the tolerance. NaN always disagrees."""
     with np.errstate(invalid="ignore"):
-        return ~(np.abs(left - right) <= atol + rtol * np.abs(right))
+        return ~(np.abs(numbers - reference) <= atol + rtol * np.abs(reference))
 
 
-def places(where: np.ndarray) -> list[tuple[int, ...]]:
-    """The places of an array in which something is true."""
-    return [tuple(int(i) for i in place) for place in np.argwhere(where)]
+def true_elements(mask: np.ndarray) -> list[tuple[int, ...]]:
+    """Return the indices of the true elements of a mask."""
+    return [tuple(int(i) for i in element) for element in np.argwhere(mask)]
 
 
-def element_text(element: Sequence[int]) -> str:
-    """An element as it is indexed; nothing for a scalar."""
+def format_element(element: Sequence[int]) -> str:
+    """Format the index of an element as `[1, 0]`. The index of a scalar is an empty string."""
     return f"[{', '.join(map(str, element))}]" if element else ""
 
 
-def number_text(number: Any) -> str:
-    """A number with as many digits as tell 0.1 % apart, and more."""
+def format_number(number: Any) -> str:
+    """Format a real number with 9 digits, and a complex number with 6."""
     if np.iscomplexobj(number):
         return str(complex(number)) if not np.isfinite(number) else f"{complex(number):.6g}"
     return f"{float(number):.9g}"
 
 
-def in_words(numbers: Iterable[Any]) -> str:
-    """What is wrong with numbers that are not finite: `NaN`, `infinite`; empty where they are."""
+def name_not_finite(numbers: Iterable[Any]) -> str:
+    """Return "NaN" or "infinite" if a number is one, and an empty string if all numbers are finite."""
     array = np.asarray(list(numbers))
     if np.isnan(array).any():
         return "NaN"
     return "infinite" if np.isinf(array).any() else ""
 
 
-def table(headings: Sequence[str], found: Sequence[Unlike]) -> str:
-    """A table of what disagrees, the worst first, with two spaces before each line."""
-    ordered = sorted(found, key=Unlike.apart, reverse=True)
+def format_table(headings: Sequence[str], mismatches: Sequence[Mismatch]) -> str:
+    """Format mismatches as an indented table, sorted from the largest relative difference."""
+    ordered = sorted(mismatches, key=Mismatch.relative_difference, reverse=True)
     rows = [tuple(headings)]
-    for unlike in ordered[:SHOWN]:
-        element = element_text(unlike.element)
-        rows.append((*unlike.place, element, *map(number_text, unlike.numbers), f"{unlike.apart():.2g}"))
+    for mismatch in ordered[:MAX_ROWS]:
+        element = format_element(mismatch.element)
+        numbers = map(format_number, mismatch.numbers)
+        rows.append((*mismatch.labels, element, *numbers, f"{mismatch.relative_difference():.2g}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    if len(ordered) > SHOWN:
-        lines.append(f"and {len(ordered) - SHOWN} more")
+    if len(ordered) > MAX_ROWS:
+        lines.append(f"and {len(ordered) - MAX_ROWS} more")
     return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
-def fail(
+def raise_mismatches(
     name: str,
     problem: str,
-    worst: Unlike,
+    worst: Mismatch,
     required: str,
     got: str,
     mend: str,
     headings: Sequence[str],
-    unlike: list[Unlike],
+    mismatches: list[Mismatch],
     count: int,
 ) -> NoReturn:
+    """Raise an AssertionError with the worst of the mismatches, and a table of them.
+
+    Arguments:
+        name, problem, required, got, mend: the parts of the message.
+        worst: the mismatch that the message names.
+        headings: the headings of the table.
+        mismatches: the mismatches among `count` elements.
+    """
     __tracebackhide__ = True
-    said = message(name, problem, argument=worst.where(), required=required, got=got, mend=mend)
-    raise AssertionError(f"{said}\n{len(unlike)} of {count} disagree:\n{table(headings, unlike)}")
+    text = message(name, problem, argument=worst.location(), required=required, got=got, mend=mend)
+    table = format_table(headings, mismatches)
+    raise AssertionError(f"{text}\n{len(mismatches)} of {count} elements disagree:\n{table}")
