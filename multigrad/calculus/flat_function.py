@@ -1,9 +1,9 @@
 """A user's function as a function of flat tensors.
 
 `DifferentiatedFunction` holds the function with its validated `argnums` and `variables`. For each call it
-makes a `FlatFunction`, which takes and returns what the differentiating functions of `multigrad.backend`
-accept. `multigrad.testing` has a flat function of its own, which also names its inputs and discards
-assignments.
+makes a `FlatFunction`, which `multigrad.backend` can differentiate: its arguments are flat tensors.
+
+`multigrad.testing.flat_function` is similar, but it also names its inputs and discards assignments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +76,7 @@ class FlatFunction:
         ]
         self._kwargs = {name: _convert_foreign(arg) for name, arg in kwargs.items()}
         leaves = [
-            as_differentiable(function.name, f"number {position}", leaf)
+            as_differentiable(function.name, f"position {position}", leaf)
             for position, structure in zip(self._positions, self._structures, strict=True)
             for leaf in leaves_of(structure)
         ]
@@ -143,9 +143,9 @@ class _DifferentiatedVariables(Pinned):
 
 
 def _convert_foreign(structure: Any) -> Any:
-    """Convert array types that the framework cannot combine with recorded tensors (NumPy on PyTorch).
+    """Convert arrays that the framework cannot combine with recorded tensors (NumPy arrays on PyTorch).
 
-    The structure is returned as it is if it contains none.
+    If the structure contains no such array, it is returned unchanged.
     """
     foreign = backend.active.FOREIGN
     if not any(foreign[type(leaf)] for leaf in leaves_of(structure)):

@@ -2,17 +2,17 @@
 
 A central difference `(f(x + h) - f(x - h)) / (2 * h)` has a truncation error of `O(h**2)` and a rounding
 error of `O(eps / h)`. Their sum is smallest for a step `h` of about `eps ** (1/3)`, here times the larger of
-1 and the element. Combining it with the difference of the double step, as `(4 * near - far) / 3`, reduces the
-truncation error to `O(h**4)` (Richardson's extrapolation; Press et al., Numerical Recipes, section 5.7). If
+1 and the element. The extrapolation `(4 * near - far) / 3`, where `far` has the double step, has a truncation
+error of `O(h**4)` (Richardson; Press et al., Numerical Recipes, section 5.7). If
 the two differences are far apart, the step was too long, and a step relative to the smaller of 1 and the
 element is used.
 
-The constants of `Tolerance` follow from this. If `f` rounds `k` times, its values are off by up to `k * eps /
-2 * f`, the difference by `k * eps / 2 * f / h`, and the extrapolation by 1.5 times that. The factor 5 in
-`Tolerance.rounding` corresponds to `k = 6`. Rounding errors of the elements of an output are independent, so
-the size of an output is the root of its sum of squares. The same holds for terms that cancel in an output, as
-in `x - mean(x)`. Rounding of the moved argument adds no error, because the difference is divided by the
-distance of the rounded arguments.
+The constants of `Tolerance` follow from this. If `f` rounds `k` times, the error of its values is at most
+`k * eps / 2 * f`. The error of the difference is `k * eps / 2 * f / h`, and that of the extrapolation is 1.5
+times larger. The factor 5 in `Tolerance.rounding` corresponds to `k = 6`. Rounding errors of the elements of
+an output are independent, so the size of an output is the root of its sum of squares. The same holds for
+terms that cancel in an output, as in `x - mean(x)`. Rounding of the moved argument adds no error, because the
+difference is divided by the distance of the rounded arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ Function = Callable[..., Sequence[Any]]
 """A function of flat tensors."""
 
 _TOO_FAR = 0.05
-"""A relative step, reached in half precision, whose double may leave the domain of a function."""
+"""The longest step that is doubled. In half precision, the double step may leave a function's domain."""
 
 _MIN_SPACINGS = 100.0
-"""The least length of a step, in distances between adjacent floating-point numbers."""
+"""The shortest step, in multiples of the distance between adjacent floating-point numbers."""
 
 _STEADY = 0.02
-"""How much the differences of two steps may differ for their extrapolation to be within `rtol`."""
+"""The largest relative deviation of two differences whose extrapolation is accurate to `rtol`."""
 
 
 class Estimate(NamedTuple):
@@ -46,13 +46,13 @@ class Estimate(NamedTuple):
 
 
 class _Quotients(NamedTuple):
-    """Difference quotients of the weighted outputs, and magnitudes of the outputs that enter them."""
+    """Difference quotients of the weighted outputs, and norms of the outputs, which bound the errors."""
 
     derivatives: list[Any]
     sizes: list[float]
-    """Of all elements of an output."""
+    """The norm of each output."""
     moved_sizes: list[float]
-    """Of the elements that changed."""
+    """The norm of each output, restricted to the elements that changed."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class CentralDifference:
     """Central differences of a function with respect to one element of one input.
 
     Arguments:
-        function, inputs: the function, and where its differences are taken.
-        index, element: the input, and the element in it, that is moved.
-        weights: an array for each output. The derivative of an output is that of its weighted sum.
+        function, inputs: the function and its inputs.
+        index, element: the index of the input, and that of the element in it.
+        weights: an array for each output. Each output is reduced to its weighted sum.
     """
 
     function: Function
@@ -72,7 +72,7 @@ class CentralDifference:
     weights: Sequence[np.ndarray]
 
     def __call__(self, length: float) -> _Quotients:
-        """Return the quotients for a step of this length. A complex element is moved in both directions."""
+        """Return the quotients for a step of this length. A complex element is moved along 1 and along 1j."""
         derivatives, sizes, moved_sizes = [], [], []
         is_complex = np.iscomplexobj(to_numpy(self.inputs[self.index]))
         for direction in (1.0, 1j) if is_complex else (1.0,):
@@ -102,7 +102,7 @@ class CentralDifference:
 
 
 def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = True) -> float:
-    """Return the norm of a weighted output, each element being the larger of those at the two ends."""
+    """Return the norm of a weighted output, with the larger of the values at both ends for each element."""
     with np.errstate(all="ignore"):
         sizes = np.abs(weight) * np.maximum(np.abs(up), np.abs(down))
         return float(np.linalg.norm(np.where(where, sizes, 0.0)))

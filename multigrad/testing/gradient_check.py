@@ -1,7 +1,7 @@
 """`check_gradients`: compare the gradients of a function with its central differences."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import keras
@@ -230,8 +230,7 @@ def _check_differences(
     weights = list(random_weights(outputs, seed=0))
     gradients = [_gradient_of_output(pullback, outputs, weights, k) for k in range(len(outputs))]
     term_sizes = [_term_size(inputs, gradient) for gradient in gradients]
-    elements, zeros, largest = result.elements, result.zeros, result.largest
-    compared, mismatches = 0, []
+    comparison = _Comparison(tolerance, result.elements, result.largest, result.zeros)
     for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
         is_upstream = i >= len(flat.inputs)
         chosen = _choose_elements(tuple(tensor.shape), max_elements)
@@ -247,25 +246,50 @@ def _check_differences(
             if not is_upstream:
                 errors += _INPUT_ROUNDING * tolerance.error(term_sizes[k], steps)
             atol = tolerance.atol(errors, largest_magnitude(*gradients[k]))
-            is_wrong = disagree(by_rule, by_difference, tolerance.rtol, atol) | ~np.isfinite(by_difference)
-            mismatches += [
-                Mismatch((output, name), element, tuple(numbers))
-                for element, *numbers, wrong in zip(chosen, by_rule, by_difference, is_wrong, strict=True)
-                if wrong
-            ]
-            compared += len(chosen)
             # Derivatives of and with respect to upstream gradients repeat those of lower orders.
-            if not is_upstream and (nth == 1 or k < len(flat.inputs)):
-                elements += len(chosen)
-                zeros += int(np.sum(np.abs(by_difference) <= atol))
-            size = largest_magnitude(by_difference)
-            if size > np.max(atol, initial=0.0) and not is_wrong.any():
-                largest = max(largest, relative_to(np.abs(by_rule - by_difference).max(), size))
-    if mismatches:
-        _raise_differences(flat, mismatches, nth, compared, tolerance.precision)
-    return CheckResult(
-        max(result.precision, tolerance.precision, key=EPSILON.__getitem__), elements, largest, zeros
-    )
+            is_counted = not is_upstream and (nth == 1 or k < len(flat.inputs))
+            comparison.add((output, name), chosen, by_rule, by_difference, atol, is_counted)
+    if comparison.mismatches:
+        _raise_differences(flat, comparison.mismatches, nth, comparison.compared, tolerance.precision)
+    precision = max(result.precision, tolerance.precision, key=EPSILON.__getitem__)
+    return CheckResult(precision, comparison.elements, comparison.largest, comparison.zeros)
+
+
+@dataclass
+class _Comparison:
+    """The mismatches between derivatives and differences, and the numbers of a `CheckResult`."""
+
+    tolerance: Tolerance
+    elements: int
+    largest: float
+    zeros: int
+    compared: int = 0
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+    def add(
+        self,
+        labels: tuple[str, str],
+        elements: Sequence[tuple[int, ...]],
+        by_rule: np.ndarray,
+        by_difference: np.ndarray,
+        atol: Any,
+        is_counted: bool,
+    ) -> None:
+        """Compare the derivatives of one output with respect to elements of one input."""
+        is_wrong = disagree(by_rule, by_difference, self.tolerance.rtol, atol) | ~np.isfinite(by_difference)
+        self.mismatches += [
+            Mismatch(labels, element, tuple(numbers))
+            for element, *numbers, wrong in zip(elements, by_rule, by_difference, is_wrong, strict=True)
+            if wrong
+        ]
+        self.compared += len(elements)
+        if is_counted:
+            self.elements += len(elements)
+            self.zeros += int(np.sum(np.abs(by_difference) <= atol))
+        size = largest_magnitude(by_difference)
+        if size > np.max(atol, initial=0.0) and not is_wrong.any():
+            difference = np.abs(by_rule - by_difference).max()
+            self.largest = max(self.largest, relative_to(difference, size))
 
 
 def _estimate(

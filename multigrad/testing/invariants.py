@@ -71,7 +71,7 @@ def check_linear(flat: FlatFunction, tolerance: Tolerance) -> None:
             f"{required_text}, which is {a:g} * pullback(u) {b:+g} * pullback(v)",
             f"{got_text}, which is pullback({a:g} * u {b:+g} * v)",
             "multiply the upstream gradient by factors that do not depend on it, and add nothing to it",
-            ("argument", "element", "of the sum", "sum of both", "relative"),
+            ("argument", "element", "pullback of sum", "sum of pullbacks", "relative"),
             mismatches,
             count,
         )

@@ -31,7 +31,7 @@ class Tolerance:
         self.rounding = 5.0 * eps ** (2 / 3)
         """The rounding error of a difference of that step, relative to the output."""
         self.noise = (4.0 if eps < 1e-4 else 2.0) * eps  # a larger factor would hide faults in half precision
-        """What rounding leaves of a gradient that is zero, relative to the terms that cancel in it."""
+        """The rounding error of a gradient whose terms cancel to zero, relative to the terms."""
         self.rtol = max(1e-4, self.rounding) if rtol is None else rtol
         self._atol = atol
 
@@ -66,7 +66,7 @@ def detect_precision(function: Callable[..., Sequence[Any]], inputs: Sequence[An
     visible jumps when its inputs change by less than float32 resolves.
     """
     lowest = lowest_precision([*inputs, *function(*inputs)])
-    # Two scales, because `log` and the like are no parabolas on a step relative to 1 if the input is near 0.
+    # Two scales, because near 0 a step relative to 1 is so long that `log` is not close to a parabola.
     if lowest == "float64" and all(_roughness(function, inputs, scale) > 1e-10 for scale in (1.0, 0.0)):
         return "float32"
     return lowest
@@ -101,7 +101,7 @@ def _roughness(function: Callable[..., Sequence[Any]], inputs: Sequence[Any], mi
 def _outputs_at(
     function: Callable[..., Sequence[Any]], inputs: Sequence[Any], length: float, min_scale: float
 ) -> list[np.ndarray]:
-    """Return the outputs with all inputs moved along a fixed direction, whose parts are not proportional."""
+    """Return the outputs after a move of all inputs, by different amounts, so that quotients change, too."""
     moved = [
         x + length * EPSILON["float32"] * np.maximum(min_scale, np.abs(x)) * np.real(weight) / 2.0
         for x, weight in zip(map(to_numpy, inputs), random_weights(inputs, seed=3), strict=True)

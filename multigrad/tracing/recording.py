@@ -61,7 +61,7 @@ class _RecordedCall(custom_gradient.Call):
     def run(
         self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, place: Any = None
     ) -> custom_gradient.Ran:
-        """Run the function and record its inputs and outputs. A backend may run it again, unrecorded."""
+        """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
         enclosing = _ENCLOSING.get()
         recorder = enclosing.recorder_of(self.name) if enclosing else _CallRecorder(self.name)
         self._recorder = recorder
@@ -86,6 +86,7 @@ class _RecordedPullback(custom_gradient.Pullback):
 
     @property
     def untraced(self) -> custom_gradient.Pullback:
+        """The pullback without recording, for runs of the rule that are not steps of the backward pass."""
         return self._back
 
     def pull(
