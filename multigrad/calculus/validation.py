@@ -69,7 +69,7 @@ def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -
                     "variables must be distinct Keras Variables",
                     argument=f"'variables'[{i}]",
                     required="Keras Variables without duplicates",
-                    got=f"variable {variable.path!r} twice" if is_variable else describe(variable),
+                    got=f"variable {variable.path!r} a second time" if is_variable else describe(variable),
                     mend="pass, for example, the trainable_variables of a model",
                 )
             )
