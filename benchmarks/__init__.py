@@ -1,13 +1,15 @@
-"""What a custom gradient costs: multigrad against what an expert writes by hand for the active backend.
+"""The overhead of custom gradients: multigrad compared with hand-written code for the active backend.
 
-`python -m benchmarks` measures, with KERAS_BACKEND set, in one process and in turns:
+`python -m benchmarks` measures the backend in KERAS_BACKEND. It times up to four implementations of each
+function in alternation, in one process:
 
-- native: `jax.custom_vjp`, a `torch.autograd.Function` or `tf.custom_gradient`, with the same Keras ops;
-- multigrad;
-- keras: `keras.ops.custom_gradient`, where it can be used;
+- native: `jax.custom_vjp`, `torch.autograd.Function` or `tf.custom_gradient`, with the same Keras ops;
+- multigrad: `multigrad.op_custom_gradient`;
+- keras: `keras.ops.custom_gradient`, where it supports the function;
 - plain: the function without a rule, for scale.
 
-Its rooms: `cases.py` has the functions and their rules, `native/` a module a framework with the same names,
-`measure.py` the clock, `growth.py` the curves, `memory.py` the bytes, and `report.py` the table, the file and
-the picture. `large_vocabulary.py` is a command of its own, for an op in chunks.
+`cases.py` defines the functions and their rules. `native/` has a module for each framework, with the same
+functions in each. `measure.py` measures time, `growth.py` measures how time grows with size, `memory.py`
+measures memory, and `report.py` shows and stores the results. `large_vocabulary.py` is a separate command for
+`multigrad.ops.linear_cross_entropy`.
 """

@@ -1,7 +1,8 @@
-"""The functions that are measured, each in the four ways.
+"""The functions that are measured, each with up to four implementations.
 
-By hand, that is a pair of functions, forward and backward, which `native/` binds. `multigrad` and `keras` are
-functions with a rule, written as each of them wants it, with the same ops in the same order.
+`native` is a pair of hand-written functions, forward and backward, which `native/` binds. `multigrad` and
+`keras` are functions with a rule, in the form that each library accepts. All of them call the same ops in the
+same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from .native import active
 
 @dataclass
 class Case:
-    """One function in the ways in which it can be written, and its arguments."""
+    """A function with its implementations by name, and its arguments."""
 
     name: str
     args: Sequence[Any]
-    ways: dict[str, Callable[..., Any]]
+    implementations: dict[str, Callable[..., Any]]
 
 
 def _random(*shape: int) -> Any:
@@ -30,7 +31,7 @@ def _random(*shape: int) -> Any:
 
 
 def _hybrid(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule as `keras.ops.custom_gradient` wants it on every backend."""
+    """Return a rule in the form that `keras.ops.custom_gradient` accepts on every backend."""
 
     def grad(*args: Any, upstream: Any = None) -> Any:
         if upstream is None:
@@ -52,7 +53,7 @@ def _add_keras(x: Any) -> Any:
 
 
 def addition() -> Case:
-    """An op of one addition: all the rest is overhead."""
+    """Return an op that adds one number, so that nearly all of its time is overhead."""
     native = active.bind(lambda x: (x + 1.0, ()), lambda residuals, upstream: upstream)
     return Case(
         "one addition",
@@ -104,7 +105,7 @@ def _log1pexp_plain(x: Any) -> Any:
 
 
 def log1pexp() -> Case:
-    """The example of the documentation, on three numbers."""
+    """Return the example of the documentation, on three elements."""
     return Case(
         "log1pexp",
         [_random(3)],
@@ -117,38 +118,45 @@ def log1pexp() -> Case:
     )
 
 
-def anew() -> Case:
-    """The same, where a layer's `call` defines the op in each call."""
+def defined_in_each_call() -> Case:
+    """Return log1pexp defined anew in each call, as a layer's `call` may do."""
     module_level = active.bind(_log1pexp_forward, _log1pexp_backward)
 
     def native(x: Any) -> Any:
-        return (active.bind(_log1pexp_forward, _log1pexp_backward) if active.ANEW else module_level)(x)
+        if active.DEFINES_IN_EACH_CALL:
+            return active.bind(_log1pexp_forward, _log1pexp_backward)(x)
+        return module_level(x)
 
-    def ours(x: Any) -> Any:
+    def multigrad_op(x: Any) -> Any:
         return multigrad.op_custom_gradient(log1pexp_with_rule)(x)
 
-    def keras(x: Any) -> Any:
+    def keras_op(x: Any) -> Any:
         return ops.custom_gradient(_log1pexp_keras)(x)
 
-    ways = {"native": native, "multigrad": ours, "keras": keras, "plain": _log1pexp_plain}
-    return Case("defined in each call", [_random(3)], ways)
+    implementations = {
+        "native": native,
+        "multigrad": multigrad_op,
+        "keras": keras_op,
+        "plain": _log1pexp_plain,
+    }
+    return Case("defined in each call", [_random(3)], implementations)
 
 
-def chained(link: Callable[[Any], Any], length: int) -> Callable[[Any], Any]:
-    """A function one behind another, so many times."""
+def repeated(f: Callable[[Any], Any], count: int) -> Callable[[Any], Any]:
+    """Return a function that applies `f` repeatedly."""
 
-    def whole(x: Any) -> Any:
-        for _ in range(length):
-            x = link(x)
+    def chain(x: Any) -> Any:
+        for _ in range(count):
+            x = f(x)
         return x
 
-    return whole
+    return chain
 
 
 def chain(length: int) -> Case:
-    """The same in a chain."""
-    ways = {way: chained(link, length) for way, link in log1pexp().ways.items()}
-    return Case(f"chain of {length}", [_random(3)], ways)
+    """Return log1pexp applied repeatedly."""
+    implementations = {name: repeated(f, length) for name, f in log1pexp().implementations.items()}
+    return Case(f"chain of {length}", [_random(3)], implementations)
 
 
 # ----------------------------------------------------------------------------------------------- matmul
@@ -176,7 +184,7 @@ def _matmul_backward(residuals: Any, upstream: Any) -> Any:
 
 
 def matmul() -> Case:
-    """Two inputs, 64x64."""
+    """Return a product of two 64x64 matrices."""
     return Case(
         "matmul 64x64",
         [_random(64, 64), _random(64, 64)],
@@ -196,16 +204,18 @@ def _matmul_lazy(x: Any, w: Any) -> Any:
     return ops.matmul(x, w), rule
 
 
-def frozen() -> Case:
-    """Two inputs, one a frozen weight. With entries that are functions, its gradient is not computed."""
+def frozen_weight() -> Case:
+    """Return a matrix product with a frozen weight. multigrad's rule returns functions as gradients, and does
+    not compute the one of the weight.
+    """
     x, w = _random(512, 512), active.constant(np.ones((512, 512), "float32"))
-    by_hand = active.bind(lambda x, w: (ops.matmul(x, w), (x, w)), _matmul_backward)
+    native = active.bind(lambda x, w: (ops.matmul(x, w), (x, w)), _matmul_backward)
     lazy = multigrad.op_custom_gradient(_matmul_lazy)
     return Case(
         "matmul 512x512, frozen weight",
         [x],
         {
-            "native": lambda x: by_hand(x, w),
+            "native": lambda x: native(x, w),
             "multigrad": lambda x: lazy(x, w),
             "plain": lambda x: ops.matmul(x, w),
         },
@@ -232,7 +242,7 @@ def _nested(x: Any) -> Any:
 
 
 def nested(leaves: int = 20) -> Case:
-    """A dict of tensors in, two tensors out. By hand that is a function of so many tensors."""
+    """Return an op from a dict of tensors to two tensors. Its native version takes them as arguments."""
     x = {f"w{i}": _random(3) for i in range(leaves)}
 
     def backward(residuals: Any, total: Any, squares: Any) -> Any:
@@ -260,8 +270,8 @@ def _normalized(x: Any) -> tuple[Any, Any]:
 
 
 def _normalized_backward(y: Any, scale: Any, upstream: Any) -> Any:
-    along = ops.mean(upstream * y, axis=-1, keepdims=True)
-    return scale * (upstream - ops.mean(upstream, axis=-1, keepdims=True) - y * along)
+    projection = ops.mean(upstream * y, axis=-1, keepdims=True)
+    return scale * (upstream - ops.mean(upstream, axis=-1, keepdims=True) - y * projection)
 
 
 def _layer_norm(x: Any) -> Any:
@@ -280,7 +290,7 @@ def _layer_norm_forward(x: Any) -> Any:
 
 
 def layer_norm(rows: int = 256, columns: int = 1024) -> Case:
-    """Ba et al. 2016, without gain and offset."""
+    """Return layer normalization (Ba et al., 2016, arXiv:1607.06450) without gain and bias."""
     return Case(
         f"layer norm {rows}x{columns}",
         [_random(rows, columns)],
@@ -295,7 +305,16 @@ def layer_norm(rows: int = 256, columns: int = 1024) -> Case:
     )
 
 
-def every() -> list[Case]:
-    """All of them."""
+def all_cases() -> list[Case]:
+    """Return all cases."""
     chains = [chain(10), chain(100), chain(1000)]
-    return [addition(), log1pexp(), matmul(), frozen(), nested(), layer_norm(), anew(), *chains]
+    return [
+        addition(),
+        log1pexp(),
+        matmul(),
+        frozen_weight(),
+        nested(),
+        layer_norm(),
+        defined_in_each_call(),
+        *chains,
+    ]

@@ -1,17 +1,20 @@
-"""A linear layer and its cross entropy over a large vocabulary: plain Keras code against chunks.
+"""Compare plain Keras code with `multigrad.ops.linear_cross_entropy` for a large vocabulary.
 
     python -m benchmarks.large_vocabulary --json numbers.json
 
-Of the chunks there are two variants: one loss of all tokens, whose gradients are computed in the forward pass
-where that can be, and a loss for each token, whose mean is taken behind.
+The function is a linear layer and its cross entropy. Two variants use `linear_cross_entropy`, which computes
+in chunks: "one loss" reduces the loss in the op, which then computes the gradients in the forward pass where
+possible; "by token" takes the mean of a loss per token. On PyTorch, "native" is
+`torch.nn.functional.linear_cross_entropy`.
 
-For the active backend, in eager code, compiled, and on TensorFlow by XLA, as in `fit`; on PyTorch against
-its own `torch.nn.functional.linear_cross_entropy` in chunks, too. Each variant runs in processes of its own,
-in turn, so that a disturbance meets all of them: it computes the mean loss and its gradients by features and
-kernel. The peak of memory is what a process held at most in a step, less what it held before: of the
-gradients and of all that was there on the way. What was freed is not counted: when memory is measured, the C
-library gives large blocks back at once (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow goes without oneDNN, which
-keeps them (`TF_ENABLE_ONEDNN_OPTS`). The first step, which compiles, counts for neither memory nor time.
+Each variant computes the mean loss and its gradients with respect to features and kernel: in eager code,
+compiled, and on TensorFlow compiled by XLA, as in `fit`. It runs in new processes, in alternation with the
+other variants, so that disturbances of the machine affect all of them.
+
+The peak memory is the maximum during a step minus the memory before it. It includes the gradients and all
+intermediate results. Freed memory does not count: when memory is measured, the C library returns large blocks
+to the system immediately (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow runs without oneDNN, which keeps blocks
+(`TF_ENABLE_ONEDNN_OPTS`). The first step includes compilation and is ignored.
 """
 
 import argparse
@@ -60,7 +63,7 @@ def by_token(features: Any, kernel: Any, labels: Any) -> Any:
 
 
 def inputs(shape: list[int]) -> tuple[Any, Any, Any]:
-    """Features and a kernel whose logits are of the size of one, and labels."""
+    """Return random features, labels, and a kernel scaled so that the logits are of order one."""
     tokens, width, classes = shape
     random = np.random.default_rng(0)
     features = random.standard_normal((tokens, width), dtype="float32")
@@ -69,77 +72,79 @@ def inputs(shape: list[int]) -> tuple[Any, Any, Any]:
     return tuple(map(ops.convert_to_tensor, (features, kernel, labels)))
 
 
-def step_of(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]]:
-    """A function that computes the loss and both gradients, and waits for them."""
+def make_step(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]]:
+    """Return a function that computes the loss and both gradients, and waits for them."""
     features, kernel, labels = inputs(shape)
     if variant == "native":
         kernel, loss = native.rows_for_classes(kernel), native.linear_cross_entropy
     else:
         loss = {"plain": plain, "one loss": one_loss, "by token": by_token}[variant]
 
-    def gradients(features: Any, labels: Any, kernel: Any) -> Any:
-        # Not by `keras.tree`: on PyTorch (2.13) its tree holds what it flattened until garbage is collected.
-        value, found = value_and_grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(features, kernel)
-        return [value, *found]
+    def loss_and_gradients(features: Any, labels: Any, kernel: Any) -> Any:
+        # No `keras.tree`: on PyTorch (2.13) it keeps flattened tensors alive until a garbage collection.
+        value, gradients = value_and_grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(features, kernel)
+        return [value, *gradients]
 
     arguments = features, labels, kernel
-    run = gradients
+    run = loss_and_gradients
     if mode == "compiled":
-        run = backend.active.compiled(gradients)
+        run = backend.active.compiled(loss_and_gradients)
     elif mode == "xla":
-        run = native.by_xla(gradients, arguments[:2], arguments[2:])
+        run = native.by_xla(loss_and_gradients, arguments[:2], arguments[2:])
 
     def step() -> list[Any]:
-        found = run(*arguments)
-        for tensor in found:
+        results = run(*arguments)
+        for tensor in results:
             getattr(tensor, "block_until_ready", lambda: None)()
-        float(found[0])
-        return found
+        float(results[0])
+        return results
 
     return step
 
 
 def measure(variant: str, mode: str, shape: list[int], steps: int, out: Path) -> None:
-    """In a process of its own: times, peaks, and the numbers themselves, into a file."""
-    step = step_of(variant, mode, shape)
+    """Run steps in this process, and write their times, their peak memory and the last results to a file."""
+    step = make_step(variant, mode, shape)
     times, peaks = [], []
-    for left in reversed(range(steps)):
+    for remaining in reversed(range(steps)):
         gc.collect()
         before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        start, used = time.perf_counter(), time.process_time()
-        found = step()
-        times.append((time.perf_counter() - start, time.process_time() - used))
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+        wall, processor = time.perf_counter(), time.process_time()
+        results = step()
+        times.append((time.perf_counter() - wall, time.process_time() - processor))
         peaks.append(_resident("VmHWM") - before)
-        found = None if left else found
-    np.savez(out, *map(ops.convert_to_numpy, found), times=times, peaks=peaks)
+        results = results if remaining == 0 else None  # free the memory before the next step
+    np.savez(out, *map(ops.convert_to_numpy, results), times=times, peaks=peaks)
 
 
 def _resident(name: str) -> int:
-    """What this process holds, or held at most, in bytes, as Linux tells it."""
+    """Return a memory figure of this process in bytes: VmRSS is the current one, VmHWM the peak (Linux)."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", status)[1])
 
 
-def in_a_process(variant: str, mode: str, shape: list[int], steps: int, memory: bool) -> dict[str, Any]:
-    given_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "TF_ENABLE_ONEDNN_OPTS": "0"}
-    environment = os.environ | (given_back if memory else {})
+def run_in_process(variant: str, mode: str, shape: list[int], steps: int, for_memory: bool) -> dict[str, Any]:
+    """Run `measure` in a new process, and return the contents of its file."""
+    return_blocks = {"MALLOC_MMAP_THRESHOLD_": "65536", "TF_ENABLE_ONEDNN_OPTS": "0"}
+    environment = os.environ | (return_blocks if for_memory else {})
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.npz"
-        words = ["--variant", variant, "--mode", mode, "--steps", str(steps), "--out", str(out)]
-        command = [sys.executable, "-m", "benchmarks.large_vocabulary", *words, "--shape", *map(str, shape)]
+        out = Path(folder) / "results.npz"
+        options = ["--variant", variant, "--mode", mode, "--steps", str(steps), "--out", str(out)]
+        command = [sys.executable, "-m", "benchmarks.large_vocabulary", *options, "--shape", *map(str, shape)]
         subprocess.run(command, env=environment, check=True)
-        with np.load(out) as found:
-            return dict(found)
+        with np.load(out) as results:
+            return dict(results)
 
 
 def compare(mode: str, shape: list[int], rounds: int) -> dict[str, Any]:
-    """The variants in turn: medians over the rounds, and how far the results are from those of plain code."""
+    """Run the variants in alternation. Return their median times, peak memory and errors."""
     times: dict[str, list[Any]] = {variant: [] for variant in VARIANTS}
-    held = {variant: in_a_process(variant, mode, shape, 3, memory=True) for variant in VARIANTS}
+    first = {variant: run_in_process(variant, mode, shape, 3, for_memory=True) for variant in VARIANTS}
     for _ in range(rounds):
         for variant in VARIANTS:
-            times[variant] += in_a_process(variant, mode, shape, 3, memory=False)["times"][1:].tolist()
+            measured = run_in_process(variant, mode, shape, 3, for_memory=False)
+            times[variant] += measured["times"][1:].tolist()
     return {
         "backend": keras.backend.backend(),
         "mode": mode,
@@ -147,29 +152,32 @@ def compare(mode: str, shape: list[int], rounds: int) -> dict[str, Any]:
         **{
             variant: {
                 "seconds": statistics.median([wall for wall, _ in times[variant]]),
-                "processor_seconds": statistics.median([used for _, used in times[variant]]),
-                "peak_megabytes": float(held[variant]["peaks"][1:].max()) / MEGABYTE,
-                "error": _errors(held["plain"], held[variant], transposed=variant == "native"),
+                "processor_seconds": statistics.median([processor for _, processor in times[variant]]),
+                "peak_megabytes": float(first[variant]["peaks"][1:].max()) / MEGABYTE,
+                "error": _errors(first["plain"], first[variant], transposed=variant == "native"),
             }
             for variant in VARIANTS
         },
     }
 
 
-def _errors(wanted: dict[str, Any], got: dict[str, Any], transposed: bool) -> dict[str, float]:
-    """How far loss and gradients are apart at most, in parts of the largest; PyTorch's kernel lies across."""
+def _errors(required: dict[str, Any], got: dict[str, Any], transposed: bool) -> dict[str, float]:
+    """Return the largest error of the loss and of each gradient, relative to the largest element.
+
+    The native kernel is `transposed`.
+    """
 
     def error(name: str, turned: bool) -> float:
-        a, b = wanted[name], got[name]
+        a, b = required[name], got[name]
         return float(np.max(np.abs(a - (b.T if turned else b))) / np.max(np.abs(a)))
 
     names = ("loss", "features", "kernel")
     return {name: error(f"arr_{i}", transposed and name == "kernel") for i, name in enumerate(names)}
 
 
-def show(results: list[dict[str, Any]]) -> None:
-    table = Table(title="loss and gradients, plain code against chunks")
-    for column in ("backend", "mode", "", "time", "processor time", "peak memory", "largest error"):
+def print_table(results: list[dict[str, Any]]) -> None:
+    table = Table(title="loss and gradients of a linear layer with cross entropy")
+    for column in ("backend", "mode", "variant", "time", "processor time", "peak memory", "largest error"):
         table.add_column(column)
     for result in results:
         for variant in VARIANTS:
@@ -192,18 +200,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--mode", choices=MODES)
-    parser.add_argument("--variant", choices=VARIANTS, help="measure this one, in this process")
+    parser.add_argument("--variant", choices=VARIANTS, help="measure only this variant, in this process")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    if words.variant:
-        measure(words.variant, words.mode, words.shape, words.steps, words.out)
+    options = parser.parse_args()
+    if options.variant:
+        measure(options.variant, options.mode, options.shape, options.steps, options.out)
         return
-    modes = (words.mode,) if words.mode else MODES
-    results = [compare(mode, words.shape, words.rounds) for mode in modes]
-    show(results)
-    if words.json:
-        words.json.write_text(json.dumps(results, indent=1) + "\n")
+    modes = (options.mode,) if options.mode else MODES
+    results = [compare(mode, options.shape, options.rounds) for mode in modes]
+    print_table(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The clock: what several ways of doing one thing take, in turns, so that all meet the same machine."""
+"""Time several implementations in alternation, so that disturbances of the machine affect all of them."""
 
 import gc
 import statistics
@@ -12,60 +12,67 @@ from .native import active
 
 @dataclass
 class Timing:
-    """Microseconds of one run: the median over the rounds, and the middle half of them."""
+    """The time of one run in microseconds: the median over the rounds, and the quartiles."""
 
     median: float
     low: float
     high: float
     ratio: float
-    """The median over the rounds of the ratio to the first way in the same round."""
+    """The median over the rounds of the ratio to the first implementation in the same round."""
     processor: float
-    """The same ratio of processor time, of all threads, with what still ran in the pause behind the turn.
+    """The same ratio for processor time, summed over all threads. It includes the pause after each turn.
 
-    Threads that wait for work, as PyTorch's do, take a constant there, which draws the ratio towards 1.
+    Threads that wait for work, as those of PyTorch do, add a constant, which moves the ratio towards 1.
     """
 
 
-def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int, seconds: float = 0.004) -> dict[str, Timing]:
-    """How long each way takes, in so many rounds of about `seconds` for each.
+def time_in_turns(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, seconds: float = 0.004
+) -> dict[str, Timing]:
+    """Time implementations in alternation.
 
-    The first way is the one that the others are compared with. The collector of garbage waits: none of the
-    ways makes any, and it would strike one of them. So would what a way has computed in the background and
-    nobody waits for, such as a gradient that is not needed: behind each there is a pause as long as its turn.
+    The garbage collector is disabled: the implementations create no cycles, and a collection would slow down
+    only one of them. A pause follows each turn and is as long as the turn. It keeps computations that are
+    still running in the background, such as a gradient that is not needed, out of the next turn.
+
+    Arguments:
+        runs: the implementations by name. The first is the reference of the ratios.
+        rounds: the number of turns of each implementation.
+        seconds: the approximate length of a turn. Fast implementations run several times in a turn.
     """
-    repeats = {name: _repeats(run, seconds) for name, run in ways.items()}
-    # Seconds of one run, by the clock and of the processor.
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    names = list(ways)
+    repeats = {name: _repeats(run, seconds) for name, run in runs.items()}
+    # Wall-clock and processor time of one run, in seconds.
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    names = list(runs)
     gc.collect()
     gc.disable()
     try:
         for turn in range(rounds):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                used = time.process_time()
-                took = _time(ways[name], repeats[name])
-                time.sleep(took)
-                used = time.process_time() - used
-                times[name].append((took / repeats[name], used / repeats[name]))
+                processor_start = time.process_time()
+                wall = _time(runs[name], repeats[name])
+                time.sleep(wall)
+                processor = time.process_time() - processor_start
+                times[name].append((wall / repeats[name], processor / repeats[name]))
     finally:
         gc.enable()
-    first = times[names[0]]
-    return {name: _timing(own, first) for name, own in times.items()}
+    reference = times[names[0]]
+    return {name: _timing(measured, reference) for name, measured in times.items()}
 
 
-def _timing(own: list[tuple[float, float]], first: list[tuple[float, float]]) -> Timing:
-    walls = [wall * 1e6 for wall, _ in own]
+def _timing(measured: list[tuple[float, float]], reference: list[tuple[float, float]]) -> Timing:
+    walls = [wall * 1e6 for wall, _ in measured]
     low, median, high = statistics.quantiles(walls, n=4) if len(walls) > 1 else walls * 3
-    pairs = list(zip(own, first, strict=True))
+    pairs = list(zip(measured, reference, strict=True))
     ratio = statistics.median(a / b for (a, _), (b, _) in pairs)
     return Timing(median, low, high, ratio, statistics.median(a / b for (_, a), (_, b) in pairs))
 
 
 def _repeats(run: Callable[[], Any], seconds: float) -> int:
-    for _ in range(3):  # what is done once is done now
+    for _ in range(3):  # warm up: tracing, compilation, caches
         active.wait(run())
-    took = min(_time(run, 1) for _ in range(3))
-    return max(1, round(seconds / took))
+    fastest = min(_time(run, 1) for _ in range(3))
+    return max(1, round(seconds / fastest))
 
 
 def _time(run: Callable[[], Any], repeats: int) -> float:

@@ -1,4 +1,4 @@
-"""What is held between the forward and the backward pass, seen from outside: the memory of a process."""
+"""The memory that is kept between the forward and the backward pass, measured as the memory of a process."""
 
 import gc
 import subprocess
@@ -9,52 +9,56 @@ import psutil
 
 import multigrad
 
-from .cases import Case, chain, chained, layer_norm, log1pexp_with_rule
+from .cases import Case, chain, layer_norm, log1pexp_with_rule, repeated
 from .native import active
 
-_SIDE = 4096  # of a matrix of 64 MiB, which an allocator gets from the system
+_SIDE = 4096  # a matrix of 64 MiB, large enough that an allocator requests it from the system
 
 
-def held() -> Mapping[str, Mapping[str, float]]:
-    """For some functions, in each way, what is held beside the input, in units of its size.
+def residual_memory() -> Mapping[str, Mapping[str, float]]:
+    """Return, for some functions and each implementation, the memory kept besides the input.
 
-    One of them is the output. By hand, log1pexp keeps one tensor, and layer norm a column beside its output.
-    Each has a process of its own: an allocator keeps in store what another one gave back.
+    The unit is the size of the input, and the output counts as 1. The native log1pexp also keeps one tensor,
+    and the native layer norm keeps a column. Each measurement has a process of its own, because an allocator
+    may reuse memory that an earlier measurement freed.
     """
-    return {case: {way: _measured(case, way) for way in make(3).ways} for case, make in _CASES.items()}
+    return {
+        case: {name: _measure_in_process(case, name) for name in make(3).implementations}
+        for case, make in _CASES.items()
+    }
 
 
-def _log1pexps(count: int) -> Callable[[int], Case]:
+def _log1pexp_chain(count: int) -> Callable[[int], Case]:
     def make(side: int) -> Case:
-        lean = multigrad.op_custom_gradient(log1pexp_with_rule, higher_order=False)
-        ways = chain(count).ways | {"higher_order=False": chained(lean, count)}
-        return Case("", layer_norm(side, side).args, ways)
+        first_order = multigrad.op_custom_gradient(log1pexp_with_rule, higher_order=False)
+        implementations = chain(count).implementations | {"higher_order=False": repeated(first_order, count)}
+        return Case("", layer_norm(side, side).args, implementations)
 
     return make
 
 
 _CASES: Mapping[str, Callable[[int], Case]] = {
-    "log1pexp": _log1pexps(1),
-    "log1pexp, 5 in a chain": _log1pexps(5),
+    "log1pexp": _log1pexp_chain(1),
+    "log1pexp, 5 in a chain": _log1pexp_chain(5),
     "layer norm": lambda side: layer_norm(side, side),
 }
 
 
-def _measured(case: str, way: str) -> float:
-    command = [sys.executable, "-m", __name__, case, way]
+def _measure_in_process(case: str, implementation: str) -> float:
+    command = [sys.executable, "-m", __name__, case, implementation]
     return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
-def _measure(case: str, way: str) -> float:
-    small, big = _CASES[case](3), _CASES[case](_SIDE)
-    active.forward(small.ways[way], small.args)  # what is made once is made now
+def _measure(case: str, implementation: str) -> float:
+    small, large = _CASES[case](3), _CASES[case](_SIDE)
+    active.forward(small.implementations[implementation], small.args)  # fill caches
     gc.collect()
     before = psutil.Process().memory_info().rss
-    kept = active.forward(big.ways[way], big.args)
+    kept = active.forward(large.implementations[implementation], large.args)
     gc.collect()
-    found = (psutil.Process().memory_info().rss - before) / (4 * _SIDE * _SIDE)
+    sizes = (psutil.Process().memory_info().rss - before) / (4 * _SIDE * _SIDE)
     del kept
-    return found
+    return sizes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What was measured, as a table, as a file and as a picture."""
+"""Show results as tables, and store them as JSON and as a figure."""
 
 import dataclasses
 import json
@@ -15,79 +15,84 @@ from rich.table import Table
 from .growth import Curve
 from .measure import Timing
 
-WAYS = ("native", "multigrad", "keras", "plain")
-Results = Mapping[str, Mapping[str, Mapping[str, Timing]]]
-"""By mode, case and way."""
+IMPLEMENTATIONS = ("native", "multigrad", "keras", "plain")
+
+Timings = Mapping[str, Mapping[str, Mapping[str, Timing]]]
+"""Timings by mode, case and implementation."""
+
+Memory = Mapping[str, Mapping[str, float]]
+"""Memory by case and implementation."""
 
 
-def show(results: Results, memory: Mapping[str, Mapping[str, float]]) -> None:
-    """Print a table for each mode, and one of the memory."""
+def print_tables(timings: Timings, memory: Memory) -> None:
+    """Print a table for each mode, and one for memory."""
     console = Console()
-    for mode, cases in results.items():
-        what = "µs, times native (by processor time), and the middle half in %"
-        table = Table(title=f"{keras.backend.backend()}, {mode}: {what}")
+    for mode, cases in timings.items():
+        unit = "µs, ratio to native (of processor time), and half the interquartile range in %"
+        table = Table(title=f"{keras.backend.backend()}, {mode}: {unit}")
         table.add_column("case")
-        for way in WAYS:
-            table.add_column(way, justify="right")
-        for case, ways in cases.items():
-            table.add_row(case, *[_cell(ways.get(way), way) for way in WAYS])
+        for name in IMPLEMENTATIONS:
+            table.add_column(name, justify="right")
+        for case, implementations in cases.items():
+            table.add_row(case, *[_cell(implementations.get(name), name) for name in IMPLEMENTATIONS])
         console.print(table)
     if memory:
-        table = Table(title="held between the passes, in sizes of the input")
-        ways = list(dict.fromkeys(way for held in memory.values() for way in held))
-        for name in ("case", *ways):
-            table.add_column(name, justify="left" if name == "case" else "right")
-        for case, held in memory.items():
-            table.add_row(case, *[f"{held[way]:.2f}" if way in held else "-" for way in ways])
+        table = Table(title="memory kept between the passes, in sizes of the input")
+        names = list(dict.fromkeys(name for sizes in memory.values() for name in sizes))
+        table.add_column("case")
+        for name in names:
+            table.add_column(name, justify="right")
+        for case, sizes in memory.items():
+            table.add_row(case, *[f"{sizes[name]:.2f}" if name in sizes else "-" for name in names])
         console.print(table)
 
 
-def _cell(timing: Timing | None, way: str) -> str:
+def _cell(timing: Timing | None, implementation: str) -> str:
     if timing is None:
         return "-"
     spread = 50.0 * (timing.high - timing.low) / timing.median
-    ratio = "" if way == "native" else f"  {timing.ratio:.2f}x ({timing.processor:.2f})"
+    ratio = "" if implementation == "native" else f"  {timing.ratio:.2f}x ({timing.processor:.2f})"
     return f"{timing.median:.1f}{ratio}  ±{spread:.0f}%"
 
 
-def as_dict(
-    results: Results, memory: Mapping[str, Mapping[str, float]], curves: Sequence[Curve]
-) -> dict[str, Any]:
-    """All of it for programs."""
-    modes = {
-        mode: {case: {way: dataclasses.asdict(t) for way, t in ways.items()} for case, ways in cases.items()}
-        for mode, cases in results.items()
-    }
+def as_dict(timings: Timings, memory: Memory, curves: Sequence[Curve]) -> dict[str, Any]:
+    """Return all results, and the versions they belong to, as data that JSON can store."""
     return {
         "backend": keras.backend.backend(),
         "keras": keras.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "microseconds": modes,
-        "held": memory,
+        "microseconds": {
+            mode: {
+                case: {name: dataclasses.asdict(timing) for name, timing in implementations.items()}
+                for case, implementations in cases.items()
+            }
+            for mode, cases in timings.items()
+        },
+        "memory": memory,
         "growth": [dataclasses.asdict(curve) for curve in curves],
     }
 
 
-def save(found: Mapping[str, Any], path: Path) -> None:
-    """Write the file."""
-    path.write_text(json.dumps(found, indent=1) + "\n")
+def save(results: Mapping[str, Any], path: Path) -> None:
+    """Write results to a JSON file."""
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def draw(results: Results, curves: Sequence[Curve], path: Path) -> None:
-    """The ratios to native, and the curves of growth."""
+def draw(timings: Timings, curves: Sequence[Curve], path: Path) -> None:
+    """Draw the ratios to native and the growth of time."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(
         1, 1 + len(curves), figsize=(5 + 3.6 * len(curves), 4.2), layout="constrained"
     )
-    axes = [axes] if not curves else list(axes)
-    _draw_ratios(axes[0], results["eager"])
+    axes = list(axes) if curves else [axes]
+    _draw_ratios(axes[0], timings["eager"])
     for axis, curve in zip(axes[1:], curves, strict=True):
-        for way, times in curve.times.items():
-            axis.plot(curve.places, times, "o-", label=way)
+        for name, times in curve.times.items():
+            axis.plot(curve.sizes, times, "o-", label=name)
         axis.set(xlabel=curve.axis, ylabel="µs, forward and backward", xscale="log", yscale="log")
-        axis.set_xticks(curve.places, [str(place) for place in curve.places])
+        axis.set_xticks(curve.sizes, [str(size) for size in curve.sizes])
         axis.set_xticks([], minor=True)
         axis.legend(frameon=False)
         axis.grid(alpha=0.3, which="both")
@@ -97,14 +102,14 @@ def draw(results: Results, curves: Sequence[Curve], path: Path) -> None:
 
 
 def _draw_ratios(axis: Any, cases: Mapping[str, Mapping[str, Timing]]) -> None:
-    places = range(len(cases))
-    ways = [("multigrad", "o", "C0"), ("keras", "s", "C1")]
-    for shift, (way, marker, colour) in zip((-0.12, 0.12), ways, strict=True):
-        own = [(i + shift, c[way]) for i, c in zip(places, cases.values(), strict=True) if way in c]
-        axis.plot([t.ratio for _, t in own], [i for i, _ in own], marker, color=colour, label=way)
-    axis.axvline(1.0, color="0.4", linewidth=1, label="by hand")
+    styles = [("multigrad", "o", "C0", -0.12), ("keras", "s", "C1", 0.12)]
+    for name, marker, color, shift in styles:
+        rows = [i for i, timings in enumerate(cases.values()) if name in timings]
+        ratios = [timings[name].ratio for timings in cases.values() if name in timings]
+        axis.plot(ratios, [row + shift for row in rows], marker, color=color, label=name)
+    axis.axvline(1.0, color="0.4", linewidth=1, label="native")
     axis.axvline(1.05, color="0.4", linewidth=1, linestyle=":", label="1.05")
-    axis.set(yticks=list(places), yticklabels=list(cases), xlabel="time, in times of that by hand")
+    axis.set(yticks=range(len(cases)), yticklabels=list(cases), xlabel="time relative to native")
     axis.invert_yaxis()
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
     axis.grid(alpha=0.3, axis="x")

@@ -1,10 +1,10 @@
-"""A straight-through quantizer in a Keras layer, and what it is for.
+"""A Keras layer that quantizes, trained with and without a straight-through estimator.
 
     KERAS_BACKEND=jax python examples/straight_through.py
 
-Rounding is flat almost everywhere. Its true gradient is zero, so that no layer before it ever learns.
-The straight-through estimator (Bengio, Léonard, Courville, 2013, https://arxiv.org/abs/1308.3432) rounds
-on the way forward and passes the gradient on as if it had not.
+The derivative of rounding is zero almost everywhere, so the layers before it never learn. The
+straight-through estimator (Bengio, Léonard, Courville, 2013, https://arxiv.org/abs/1308.3432) rounds in the
+forward pass, and passes the gradient through in the backward pass as if rounding were the identity.
 """
 
 import keras
@@ -25,7 +25,7 @@ def rounded(x):
 @op_custom_gradient
 def straight_through(x):
     def rule(upstream):
-        # Outside the range the clipping is meant, and its gradient is zero indeed.
+        # Outside of the range, the output is constant because of the clipping, so the gradient is zero.
         inside = ops.logical_and(x >= 0.0, x <= 1.0)
         return ops.where(inside, upstream, 0.0)
 
@@ -33,7 +33,7 @@ def straight_through(x):
 
 
 class Quantize(keras.layers.Layer):
-    """Activations on eight levels, by the function that it is given."""
+    """A layer that applies a quantization function to activations."""
 
     def __init__(self, quantize):
         super().__init__()
@@ -43,14 +43,14 @@ class Quantize(keras.layers.Layer):
         return self.quantize(x)
 
 
-# The data: points of the plane, and whether they lie in a ring.
+# The data: points in the plane, and whether they lie in a ring.
 points = np.random.default_rng(0).uniform(-1.0, 1.0, (2048, 2)).astype("float32")
 radius = np.linalg.norm(points, axis=1)
 in_ring = ((radius > 0.4) & (radius < 0.8)).astype("float32")
 
 
 def fit(quantize):
-    """Train on the ring: the accuracy, and how far the weights before the quantizer moved."""
+    """Train a model. Return its accuracy, and the largest change of the weights before the quantizer."""
     keras.utils.set_random_seed(0)
     hidden = keras.layers.Dense(64, kernel_initializer=keras.initializers.RandomUniform(-1.0, 1.0))
     model = keras.Sequential([hidden, Quantize(quantize), keras.layers.Dense(1)])
@@ -66,11 +66,11 @@ def fit(quantize):
     return accuracy, np.abs(ops.convert_to_numpy(hidden.kernel) - before).max()
 
 
-# TensorFlow warns that nothing has a gradient before the plain rounding, which is what this shows.
+# On TensorFlow, Keras warns that the weights before plain rounding have no gradient. That is the point.
 table = Table("quantizer", "accuracy", "change of the weights before it")
 for name, quantize in (("rounding", rounded), ("straight-through", straight_through)):
-    accuracy, moved = fit(quantize)
-    table.add_row(name, f"{accuracy:.1%}", f"{moved:.3f}")
+    accuracy, change = fit(quantize)
+    table.add_row(name, f"{accuracy:.1%}", f"{change:.3f}")
 
 print(f"3-bit activations on {keras.backend.backend()}")
 Console(width=80).print(table)

@@ -1,16 +1,17 @@
-"""Custom gradients for Keras 3: one definition, the same on TensorFlow, JAX and PyTorch.
+"""Custom gradients for Keras 3: one definition that works on TensorFlow, JAX and PyTorch.
 
-The names below are imported when they are first used, so that `python -m multigrad doctor` can look at a
-machine without importing a framework. Beside them there are those of Keras for R, such as `op_exp`.
+Names are imported on first use, so that `import multigrad` imports neither Keras nor a framework. The names
+that Keras for R has for `keras.ops`, such as `op_exp`, can be imported from here too (see
+`multigrad.r_names`). They are not listed by `dir(multigrad)`.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multigrad.calculus import grad, hessian, jacobian, jvp, value_and_grad, vjp
+    from multigrad.calculus.derivatives import grad, hessian, jacobian, jvp, value_and_grad, vjp
     from multigrad.custom_gradient import op_custom_gradient
-    from multigrad.trace import trace_gradients
+    from multigrad.tracing.trace import trace_gradients
 
 __version__ = "0.1.0"
 
@@ -26,36 +27,34 @@ __all__ = [
     "vjp",
 ]
 
-_ROOMS = {
-    "grad": "calculus",
-    "hessian": "calculus",
-    "jacobian": "calculus",
-    "jvp": "calculus",
-    "op_custom_gradient": "custom_gradient",
-    "trace_gradients": "trace",
-    "value_and_grad": "calculus",
-    "vjp": "calculus",
+_MODULES = {
+    "grad": "multigrad.calculus.derivatives",
+    "hessian": "multigrad.calculus.derivatives",
+    "jacobian": "multigrad.calculus.derivatives",
+    "jvp": "multigrad.calculus.derivatives",
+    "op_custom_gradient": "multigrad.custom_gradient",
+    "trace_gradients": "multigrad.tracing.trace",
+    "value_and_grad": "multigrad.calculus.derivatives",
+    "vjp": "multigrad.calculus.derivatives",
 }
 
 _SUBMODULES = ("layers", "ops", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        value = getattr(importlib.import_module(f"multigrad.{_ROOMS[name]}"), name)
+    if name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
     elif name in _SUBMODULES:
         value = importlib.import_module(f"multigrad.{name}")
+    elif name.startswith("op_"):
+        value = importlib.import_module("multigrad.r_names").find_op(name)
     else:
-        value = _r_names().look_up(name) if name.startswith("op_") else None
-        if value is None:
-            raise AttributeError(f"module 'multigrad' has no attribute {name!r}")
+        value = None
+    if value is None:
+        raise AttributeError(f"module 'multigrad' has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_SUBMODULES, *_r_names().every()})
-
-
-def _r_names() -> Any:
-    return importlib.import_module("multigrad.r_names")
+    return sorted({*__all__, *_SUBMODULES})

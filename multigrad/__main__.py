@@ -1,7 +1,7 @@
-"""`python -m multigrad`."""
+"""`python -m multigrad`: the command line."""
 
 import sys
 
-from multigrad.cli import main
+from multigrad.cli.main import main
 
 sys.exit(main())

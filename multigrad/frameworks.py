@@ -1,17 +1,23 @@
-"""The frameworks that Keras runs on, and which of them are installed: found without importing any."""
+"""The backends of Keras, and which of them are installed.
+
+This module imports no framework, so that `multigrad doctor` and the tests can inspect an environment.
+"""
 
 import importlib.util
 from importlib import metadata
 
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
-FORWARD_ONLY = ("numpy", "openvino")
+"""The backends that compute gradients."""
 
-# What Keras's own backends import beside the framework (Keras 3.15).
+FORWARD_ONLY = ("numpy", "openvino")
+"""The backends that run a forward pass only."""
+
+# The modules that these backends of Keras (3.15) import.
 _MODULES = {"numpy": ("numpy", "jax"), "openvino": ("openvino", "scipy")}
 
 
 def is_installed(backend: str) -> bool:
-    """Whether the modules that a Keras backend needs can be imported.
+    """Return whether all modules that a backend of Keras imports are installed.
 
     ```python
     from multigrad.frameworks import DIFFERENTIATING, is_installed
@@ -23,7 +29,7 @@ def is_installed(backend: str) -> bool:
 
 
 def is_importable(module: str) -> bool:
-    """Whether there is such a module to import.
+    """Return whether a module can be imported.
 
     ```python
     from multigrad.frameworks import is_importable
@@ -32,12 +38,12 @@ def is_importable(module: str) -> bool:
     ```
     """
     spec = importlib.util.find_spec(module)
-    # A folder that an uninstalled framework left behind is a namespace package, without an origin.
+    # A folder that remains after uninstalling is a namespace package. It has no origin.
     return spec is not None and spec.origin is not None
 
 
 def version_of(module: str) -> str:
-    """The version of the distribution that a module comes from, named where its name is another.
+    """Return the version of the distribution that contains a module, with its name if it is not the module's.
 
     ```python
     from multigrad.frameworks import version_of
@@ -46,8 +52,9 @@ def version_of(module: str) -> str:
     print(version_of("tensorflow"))  # such as 2.21.0 (tensorflow-cpu)
     ```
     """
-    names = sorted(set(metadata.packages_distributions().get(module, ())))
-    return " and ".join(map(_version, names, [module] * len(names))) or "version unknown"
+    distributions = sorted(set(metadata.packages_distributions().get(module, ())))
+    versions = [_version(distribution, module) for distribution in distributions]
+    return " and ".join(versions) or "version unknown"
 
 
 def _version(distribution: str, module: str) -> str:
@@ -57,10 +64,10 @@ def _version(distribution: str, module: str) -> str:
 
 
 def how_to_add(backend: str) -> str:
-    """The command that installs what a backend lacks."""
+    """Return the command that installs the missing modules of a backend."""
     if backend in DIFFERENTIATING:
         return f"pip install {backend}"
-    return f"pip install {' '.join(m for m in _modules(backend) if not is_importable(m))}"
+    return f"pip install {' '.join(module for module in _modules(backend) if not is_importable(module))}"
 
 
 def _modules(backend: str) -> tuple[str, ...]:

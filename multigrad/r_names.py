@@ -1,7 +1,7 @@
-"""The names of Keras for R, in which every function of `keras.ops` begins with `op_`.
+"""The names of Keras for R, where the functions of `keras.ops` have the prefix `op_`.
 
-`multigrad.op_exp` is `keras.ops.exp`, and `multigrad.op_image_resize` is `keras.ops.image.resize`: the same
-objects, looked up when they are asked for.
+`multigrad.op_exp` is `keras.ops.exp`, and `multigrad.op_image_resize` is `keras.ops.image.resize`. They are
+the same objects as in Keras and are looked up on first use, so a newer Keras adds its ops here.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ _SUBMODULES = ("image", "linalg", "nn", "numpy")
 
 
 def op_subset(x: Any, *key: Any) -> Any:
-    """A part of a tensor, by indices and slices, counted from 0.
+    """Return `x[key]`: select elements by indices and slices, counting from 0.
 
     ```python
     from keras import ops
@@ -25,37 +25,35 @@ def op_subset(x: Any, *key: Any) -> Any:
 
     Arguments:
         x: a tensor of any shape and dtype.
-        key: what would stand in the brackets of `x[...]`.
+        key: integers, slices, `...` and None, one argument for each entry between the brackets of `x[...]`.
 
     Returns:
-        The part `x[key]`, of the dtype of `x`.
+        The tensor `x[key]`, in the dtype of `x`.
     """
     return x[key]
 
 
-_OTHERS = {
+_DIFFERENT_NAMES = {
     "op_image_crop": ops.image.crop_images,
     "op_image_pad": ops.image.pad_images,
     "op_subset": op_subset,
 }
+"""The functions whose name in R is not that of `keras.ops` with a prefix."""
 
 
-def look_up(name: str) -> Any:
-    """The function of this name, None where there is none."""
-    if name in _OTHERS:
-        return _OTHERS[name]
-    own = name.removeprefix(_PREFIX)
-    if not name.startswith(_PREFIX) or own.startswith("_"):
+def find_op(name: str) -> Any:
+    """Return the function with this name in Keras for R, or None if there is none.
+
+    Arguments:
+        name: `op_` and the name of a function of `keras.ops`, or `op_`, a submodule, `_` and the name of a
+            function of the submodule.
+    """
+    if name in _DIFFERENT_NAMES:
+        return _DIFFERENT_NAMES[name]
+    keras_name = name.removeprefix(_PREFIX)
+    if not name.startswith(_PREFIX) or keras_name.startswith("_"):
         return None
-    if callable(found := getattr(ops, own, None)):
-        return found
-    submodule, _, rest = own.partition("_")
+    if callable(function := getattr(ops, keras_name, None)):
+        return function
+    submodule, _, rest = keras_name.partition("_")
     return getattr(getattr(ops, submodule), rest, None) if submodule in _SUBMODULES and rest else None
-
-
-def every() -> list[str]:
-    """All of the names."""
-    parts = [("", ops), *[(f"{part}_", getattr(ops, part)) for part in _SUBMODULES]]
-    public = [(part, module, name) for part, module in parts for name in dir(module) if name[0] != "_"]
-    names = [_PREFIX + part + name for part, module, name in public if callable(getattr(module, name))]
-    return sorted({*_OTHERS, *names})

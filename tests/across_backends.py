@@ -19,7 +19,7 @@ from programs import PRECISIONS, Program, draw
 
 from multigrad.frameworks import DIFFERENTIATING, is_installed
 from multigrad.processes import run_on
-from multigrad.testing.comparison import Measured, compare
+from multigrad.testing.comparison import Measurement, compare
 
 INSTALLED = [name for name in DIFFERENTIATING if is_installed(name)]
 COUNT = int(os.environ.get("MULTIGRAD_EXAMPLES", "20"))
@@ -58,7 +58,7 @@ def require_alike(programs: list[Program], measured: dict[str, list]) -> None:
             assert theirs == ours, f"{name} on {other}, and on {first}"
     compare(
         {
-            backend: Measured(
+            backend: Measurement(
                 {name: numbers for name, (_, numbers) in own.items()},
                 precisions,
             )

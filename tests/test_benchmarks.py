@@ -1,17 +1,17 @@
-"""What the benchmarks compare are different ways to the same numbers."""
+"""The implementations that the benchmarks compare have the same gradients, and the timing is correct."""
 
 import pytest
 from keras import tree
 from support import close
 
 from benchmarks import cases, measure
-from benchmarks.measure import in_turns
+from benchmarks.measure import time_in_turns
 from benchmarks.native import active
 
 
-@pytest.mark.parametrize("case", cases.every(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases.all_cases(), ids=lambda case: case.name)
 def test_every_way_has_the_same_gradients(case):
-    runs = {way: active.runner(f, case.args) for way, f in case.ways.items()}
+    runs = {name: active.runner(f, case.args) for name, f in case.implementations.items()}
     wanted = tree.flatten(runs.pop("native")())
     assert len(wanted) == len(tree.flatten(list(case.args)))
     assert "multigrad" in runs
@@ -22,7 +22,7 @@ def test_every_way_has_the_same_gradients(case):
 
 def test_ways_take_turns():
     calls = []
-    timings = in_turns({way: lambda way=way: calls.append(way) for way in "abc"}, rounds=3, seconds=0.0)
+    timings = time_in_turns({way: lambda way=way: calls.append(way) for way in "abc"}, rounds=3, seconds=0.0)
     assert "".join(calls[-9:]) == "abcbcacab"
     assert timings["a"].ratio == timings["a"].processor == 1.0
     assert all(t.low <= t.median <= t.high for t in timings.values())
@@ -55,7 +55,7 @@ def test_what_is_measured_is_one_run_however_often_it_is_repeated(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(measure, "time", clock)
     ways = {"short": clock.way(0.001, 0.002), "long": clock.way(0.002, 0.012)}
-    found = in_turns(ways, rounds=2, seconds=0.01)
+    found = time_in_turns(ways, rounds=2, seconds=0.01)
     assert found["short"].median == pytest.approx(1000.0)
     assert (found["long"].ratio, found["long"].processor) == pytest.approx((2.0, 6.0))
     assert clock.pauses == pytest.approx([0.01] * 4)  # ten of one, and five of the other
@@ -64,5 +64,5 @@ def test_what_is_measured_is_one_run_however_often_it_is_repeated(monkeypatch):
 @pytest.mark.parametrize("order", [1, 2])
 def test_derivatives_that_are_timed(order):
     case = cases.log1pexp()
-    got = active.derivative(case.ways["multigrad"], order)(*case.args)
-    close(got, active.derivative(case.ways["plain"], order)(*case.args), 1e-4)
+    got = active.derivative(case.implementations["multigrad"], order)(*case.args)
+    close(got, active.derivative(case.implementations["plain"], order)(*case.args), 1e-4)

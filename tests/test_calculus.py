@@ -92,7 +92,7 @@ def test_compiled():
 
 @pytest.mark.parametrize("shape", [(2,), (1,), (2, 2)])
 def test_no_scalar(shape):
-    with pytest.raises(TypeError, match=r"no real scalar") as error:
+    with pytest.raises(TypeError, match="must be a real scalar") as error:
         grad(lambda x: x * 2.0)(np.ones(shape, "float32"))
     assert str(shape) in str(error.value)
 
@@ -123,7 +123,7 @@ def test_an_argument_twice(of, argnums):
 
 @pytest.mark.parametrize("output", [None, {"a": 1.0}, (1.0,), "text"])
 def test_no_tensor_at_all(output):
-    with pytest.raises(TypeError, match="no real scalar") as error:
+    with pytest.raises(TypeError, match="must be a real scalar") as error:
         grad(lambda x: output)(1.0)
     assert f"got: {type(output).__name__}" in str(error.value)
 
@@ -360,7 +360,7 @@ def test_no_primal(argument):
 
 @pytest.mark.parametrize("tangents", [(ONES,), (ONES, [ONES]), (ONES, 1.0, 1.0), None, 1.0])
 def test_other_tangents(tangents):
-    said = "the structures differ" if isinstance(tangents, tuple) else "the tangents are no sequence"
+    said = "the structures differ" if isinstance(tangents, tuple) else "the tangents must be a tuple or list"
     with pytest.raises(TypeError, match=said) as error:
         jvp(lambda x, w: x * w, (ONES, 1.0), tangents)
     assert "the tangents" in str(error.value)
@@ -373,9 +373,9 @@ def test_a_tangent_of_another_shape(tangent):
 
 
 def test_other_arguments_of_vjp_and_jvp():
-    with pytest.raises(TypeError, match="no sequence of arguments"):
+    with pytest.raises(TypeError, match="must be a tuple or list"):
         jvp(lambda x: x, ONES, ONES)
-    with pytest.raises(TypeError, match="no number"):
+    with pytest.raises(TypeError, match="not numeric"):
         jvp(lambda x: x, (1.0,), ("text",))
     with pytest.raises(TypeError, match="the structures differ"):
         vjp(lambda x: (x, x), 1.0)[1](1.0)

@@ -10,9 +10,10 @@ import keras
 import pytest
 
 import multigrad
-import multigrad.demo
-from multigrad import doctor, frameworks
-from multigrad.cli import main
+import multigrad.cli.demo.command
+from multigrad import frameworks
+from multigrad.cli import doctor
+from multigrad.cli.main import main
 
 BACKEND = keras.backend.backend()
 pytestmark = pytest.mark.package
@@ -52,7 +53,7 @@ def test_doctor_prints_versions_and_the_active_backend():
 
 
 def test_doctor_imports_neither_keras_nor_a_framework():
-    assert imported_by("from multigrad.cli import main; main(['doctor'])") == "[]"
+    assert imported_by("from multigrad.cli.main import main; main(['doctor'])") == "[]"
 
 
 def test_the_import_test_can_fail():
@@ -65,7 +66,7 @@ def test_doctor_says_how_to_add_what_is_missing(monkeypatch, capsys):
     assert doctor.doctor() == 1
     printed = capsys.readouterr().out
     assert "torch       missing: pip install torch" in printed
-    assert "it is missing" in printed.splitlines()[-1]
+    assert "torch is not installed" in printed.splitlines()[-1]
 
 
 def test_doctor_without_keras():
@@ -74,13 +75,13 @@ def test_doctor_without_keras():
         "import importlib.machinery as m; find = m.PathFinder.find_spec; "
         "m.PathFinder.find_spec = lambda name, *rest: "
         "None if name.partition('.')[0] in ('keras', 'rich') else find(name, *rest); "
-        "import sys; from multigrad.cli import main; sys.exit(main(['doctor']))"
+        "import sys; from multigrad.cli.main import main; sys.exit(main(['doctor']))"
     )
     done = run("-c", hidden, KERAS_BACKEND=BACKEND)
     assert done.returncode == 1, done.stdout + done.stderr
     assert not done.stderr
     assert "Keras       missing: pip install keras\n" in done.stdout
-    assert done.stdout.endswith("there is no Keras to run on it: pip install keras\n")
+    assert done.stdout.endswith("Keras is not installed: pip install keras\n")
 
 
 def test_doctor_names_the_known_backends_for_an_unknown_one():
@@ -94,7 +95,11 @@ def test_doctor_names_the_known_backends_for_an_unknown_one():
     ("content", "backend", "origin"),
     [
         (json.dumps({"backend": "jax"}), "jax", "{path}"),
-        (json.dumps({"floatx": "float32"}), "tensorflow", "Keras's default, because {path} names none"),
+        (
+            json.dumps({"floatx": "float32"}),
+            "tensorflow",
+            "Keras's default, because {path} does not set a backend",
+        ),
         ("{backend", "tensorflow", "Keras's default, because {path} is not valid JSON"),
         (None, "tensorflow", "Keras's default"),
     ],
@@ -113,7 +118,7 @@ def test_the_active_backend_without_the_variable(content, backend, origin, tmp_p
 def test_the_active_backend_is_the_one_that_keras_takes(tmp_path):
     (tmp_path / "keras.json").write_text(json.dumps({"backend": BACKEND}))
     names = (
-        "import keras; from multigrad.doctor import active_backend; "
+        "import keras; from multigrad.cli.doctor import active_backend; "
         "print(keras.backend.backend(), active_backend()[0])"
     )
     done = run("-c", names, KERAS_HOME=str(tmp_path), KERAS_BACKEND="")
@@ -157,13 +162,13 @@ def test_arguments_that_cannot_be_understood(words, said, capsys):
 
 
 def test_demo_on_a_backend_that_is_not_installed(monkeypatch, capsys):
-    monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: backend != "jax")
+    monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: backend != "jax")
     assert main(["demo", "--backend", "jax"]) == 1
     assert "jax (pip install jax)" in capsys.readouterr().err
 
 
 def test_demo_without_any_backend(monkeypatch, capsys):
-    monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: False)
+    monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: False)
     assert main(["demo"]) == 1
     said = capsys.readouterr().err
     assert "no backend is installed" in said
@@ -171,8 +176,8 @@ def test_demo_without_any_backend(monkeypatch, capsys):
 
 
 def test_demo_without_scikit_learn(monkeypatch, capsys):
-    monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: True)
-    monkeypatch.setattr(multigrad.demo, "find_spec", lambda module: None)
+    monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: True)
+    monkeypatch.setattr(multigrad.cli.demo.command, "find_spec", lambda module: None)
     assert main(["demo"]) == 1
     assert "pip install scikit-learn" in capsys.readouterr().err
 
@@ -180,11 +185,11 @@ def test_demo_without_scikit_learn(monkeypatch, capsys):
 def test_demo_shows_the_output_of_a_process_that_fails(monkeypatch, capfd):
     # On NumPy the process starts as on any backend, and fails at the first gradient, or at importing
     # JAX where that is missing.
-    monkeypatch.setattr(multigrad.demo, "DIFFERENTIATING", ("numpy",))
-    monkeypatch.setattr(multigrad.demo, "is_installed", lambda backend: True)
-    monkeypatch.setattr(multigrad.demo, "find_spec", lambda module: object())
+    monkeypatch.setattr(multigrad.cli.demo.command, "DIFFERENTIATING", ("numpy",))
+    monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: True)
+    monkeypatch.setattr(multigrad.cli.demo.command, "find_spec", lambda module: object())
     assert main(["demo"]) == 1
     printed = capfd.readouterr()
     assert "Traceback" in printed.err
-    assert "WRONG  numpy: the process of the demo ended with status 1" in printed.out
-    assert "as expected" not in printed.out
+    assert "WRONG  numpy: the process failed with exit status 1" in printed.out
+    assert "as expected on" not in printed.out

@@ -8,8 +8,8 @@ import pytest
 from keras import ops
 
 import multigrad
-from multigrad.demo import experiments
-from multigrad.demo.report import SECTIONS, problems_of, show
+from multigrad.cli.demo import experiments
+from multigrad.cli.demo.report import SECTIONS, find_problems, print_table
 
 pytestmark = pytest.mark.package
 
@@ -103,19 +103,19 @@ def test_every_row_is_judged_here():
 
 
 def test_right_measurements_have_no_problem():
-    assert problems_of({"jax": RIGHT, "torch": RIGHT}) == []
+    assert find_problems({"jax": RIGHT, "torch": RIGHT}) == []
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG)
 def test_a_wrong_measurement_is_caught(key, value):
-    (problem,) = problems_of({"jax": RIGHT, "torch": RIGHT | {key: value}})
+    (problem,) = find_problems({"jax": RIGHT, "torch": RIGHT | {key: value}})
     assert problem.startswith("torch: ")
     assert f"{ROWS[key].label.lstrip(' ×=')}: {ROWS[key].show(value)}" in problem
     assert problem.endswith(f"expected {ROWS[key].expected}")
 
 
 def test_the_table_shows_what_was_measured_and_marks_what_is_wrong(capsys):
-    show({"jax": RIGHT, "torch": RIGHT | {"chain.gradient": 7.0}})
+    print_table({"jax": RIGHT, "torch": RIGHT | {"chain.gradient": 7.0}})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["expected", "jax", "torch"]
     (gradient,) = [line for line in lines if line.startswith("  gradient  ")]
@@ -125,7 +125,7 @@ def test_the_table_shows_what_was_measured_and_marks_what_is_wrong(capsys):
 
 def test_the_table_cuts_nothing_off(capsys):
     long = [123456.0 + i for i in range(9)]
-    show({name: RIGHT | {"chain.upstream": long} for name in ("tensorflow", "jax", "torch")})
+    print_table({name: RIGHT | {"chain.upstream": long} for name in ("tensorflow", "jax", "torch")})
     printed = capsys.readouterr().out
     assert "…" not in printed
     assert printed.count("123464") == 3

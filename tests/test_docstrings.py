@@ -36,7 +36,7 @@ def documented(owner, module):
             yield from documented(function, module)
 
 
-DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|Flat)\(")
+DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|FlatFunction)\(")
 
 
 def examples():
@@ -86,8 +86,8 @@ def test_an_example(module, example, capsys):
 @pytest.mark.forward
 def test_the_examples_are_found():
     names = {example.id for example in EXAMPLES}
-    assert {"multigrad.calculus:grad", "multigrad.custom_gradient:op_custom_gradient"} <= names
-    assert {"multigrad.leaves:Layout", "multigrad.cli:main"} <= names
+    assert {"multigrad.calculus.derivatives:grad", "multigrad.custom_gradient:op_custom_gradient"} <= names
+    assert {"multigrad.leaves:Layout", "multigrad.cli.main:main"} <= names
 
 
 @pytest.mark.forward

@@ -167,7 +167,7 @@ def test_complex_numbers_are_refused():
 
 
 def test_an_argument_without_a_gradient():
-    with pytest.raises(TypeError, match="by something that has none"):
+    with pytest.raises(TypeError, match="cannot differentiate with respect to"):
         jacobian(lambda x: x)(ops.array([1, 2]))
-    with pytest.raises(TypeError, match="no such argument"):
+    with pytest.raises(TypeError, match="argnums is out of range"):
         jacobian(lambda x: x, 1)(X)

@@ -21,7 +21,7 @@ def test_the_python_blocks_run(capsys, tmp_path, monkeypatch):
     (table,) = re.findall(r"^```\n(call .*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     assert table in printed
     place = lines.index("6")
-    assert lines[place + 1] == "wrong: the gradient is not that of the function"
+    assert lines[place + 1] == "wrong: the gradient differs from the central differences"
     assert lines[place + 2].startswith("  argument: 'x'[")
     slope_of_x, parameters = shown["gradients"]
     assert float(slope_of_x) == 3.0

@@ -14,9 +14,9 @@ from keras import ops
 from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
 
 from multigrad import backend, custom_gradient, grad, op_custom_gradient, trace_gradients
-from multigrad.flow import summary_of
-from multigrad.shared import Shared
-from multigrad.trace import Trace
+from multigrad.tracing.process_wide import Shared
+from multigrad.tracing.records import summarize
+from multigrad.tracing.trace import Trace
 
 CHAIN = """\
 call        x   output   upstream   current   downstream
@@ -56,8 +56,8 @@ def flow(trace):
     """The steps of scalars: op, number, upstream and downstream."""
     return [
         (
-            step.of.op,
-            step.of.number,
+            step.call.op,
+            step.call.number,
             *[float(v) for v in (*step.upstream.values(), *step.downstream.values())],
         )
         for step in trace.steps
@@ -77,11 +77,11 @@ def test_what_a_call_and_a_step_have():
     assert (call.op, call.number, call.within) == ("seven", 1, None)
     assert {path: float(v) for path, v in call.inputs.items()} == {"x": 3.0}
     assert {path: float(v) for path, v in call.outputs.items()} == {"output": 27.0}
-    assert step.of is call
+    assert step.call is call
     assert step.current == {"x": 63.0}
     assert flow(trace) == [("seven", 1, 1.0, 63.0)]
     assert all(type(v) is np.ndarray for v in (*call.inputs.values(), *step.downstream.values()))
-    assert repr(trace) == "<Trace of 1 calls and 1 steps back>"
+    assert repr(trace) == "<Trace: 1 calls, 1 steps>"
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled])
@@ -245,7 +245,7 @@ def test_what_was_called_before_or_comes_back_later_is_not_recorded():
     later(1.0)
     assert [call.op for call in trace.calls] == ["seven"]
     assert len(trace.steps) == count
-    assert not any(step.of.op == "square" for step in trace.steps)
+    assert not any(step.call.op == "square" for step in trace.steps)
 
 
 def test_nested_traces_both_record():
@@ -369,7 +369,7 @@ def test_fit(eagerly):
     assert [call.op for call in trace.calls] == ["seven", "seven"]
     assert len(trace.steps) == 2
     for step in trace.steps:
-        upstream, x, downstream = step.upstream["output"], step.of.inputs["x"], step.downstream["x"]
+        upstream, x, downstream = step.upstream["output"], step.call.inputs["x"], step.downstream["x"]
         np.testing.assert_allclose(downstream, upstream * 7.0 * x**2, rtol=1e-5)
 
 
@@ -399,12 +399,14 @@ def test_flags_of_what_is_not_finite():
 
 def test_flags_of_zeros():
     ends, arrives = flags([0.0, 0.0], [3.0, 0.0])
-    assert ends == ["all zero: every downstream gradient, where upstream is not: it ends here"]
-    assert arrives == ["all zero: every upstream gradient that arrives"]
+    assert ends == ["all zero: every downstream gradient, although upstream is not zero"]
+    assert arrives == ["all zero: every upstream gradient"]
 
 
 def test_flags_of_exploding_steps():
-    assert flags([2e4]) == [["exploding: the largest downstream, 2e+04, is 2e+04 times its largest upstream"]]
+    assert flags([2e4]) == [
+        ["exploding: the largest downstream gradient, 2e+04, is 2e+04 times the largest upstream gradient"]
+    ]
     assert flags([9e3]) == [[]]
     assert flags([9.0], exploding=8.0)[0]
     assert flags([9.0], exploding=10.0) == [[]]
@@ -414,7 +416,8 @@ def test_flags_of_slow_explosion():
     small, large = flags([200.0], [4e4])
     assert small == []
     assert large == [
-        "exploding: the largest downstream, 4e+04, is 4e+04 times the first step's largest upstream"
+        "exploding: the largest downstream gradient, 4e+04, is 4e+04 times the largest upstream gradient of "
+        "the first step"
     ]
 
 
@@ -459,7 +462,7 @@ def test_the_table_of_tensors():
     ],
 )
 def test_summaries(values, mean, largest, zeros):
-    summary = summary_of(values)
+    summary = summarize(values)
     assert (summary.shape, summary.largest, summary.zeros) == (values.shape, largest, zeros)
     assert summary.mean == (mean if mean is None else pytest.approx(mean, rel=1e-2))
 

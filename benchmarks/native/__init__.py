@@ -1,4 +1,6 @@
-"""How the active backend binds a custom derivative by hand, and runs a function forward and backward."""
+"""Hand-written custom derivatives, and forward and backward passes, in the API of the active backend's
+framework.
+"""
 
 import importlib
 from typing import Any

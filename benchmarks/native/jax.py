@@ -1,4 +1,4 @@
-"""JAX: a `jax.custom_vjp`."""
+"""JAX: `jax.custom_vjp`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,22 +8,22 @@ import jax.numpy as jnp
 
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The native op of `forward(*tensors) -> outputs, residuals` and `backward(residuals, *upstream)`."""
+    """Return an op of `forward(*tensors) -> outputs, residuals`, `backward(residuals, *upstream)`."""
 
     @jax.custom_vjp
     def native(*tensors: Any) -> Any:
         return forward(*tensors)[0]
 
-    def pull(residuals: Any, upstream: Any) -> Any:
+    def pullback(residuals: Any, upstream: Any) -> Any:
         gradients = backward(residuals, *(upstream if isinstance(upstream, tuple) else (upstream,)))
         return gradients if isinstance(gradients, tuple) else (gradients,)
 
-    native.defvjp(forward, pull)
+    native.defvjp(forward, pullback)
     return native
 
 
-ANEW = True
-"""Whether an op by hand is defined anew in a layer's call."""
+DEFINES_IN_EACH_CALL = True
+"""Whether JAX code usually defines an op in a layer's call."""
 
 
 def tensor(array: Any) -> jax.Array:
@@ -31,56 +31,56 @@ def tensor(array: Any) -> jax.Array:
 
 
 def constant(array: Any) -> jax.Array:
-    """An array that nobody differentiates by."""
+    """Return an array that is not differentiated with respect to."""
     return jnp.asarray(array)
 
 
 def runner(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
-    """A run of `f(*args)`, forward and backward."""
+    """Return a function that runs `f(*args)` forward and backward."""
     ones = jax.tree.map(jnp.ones_like, f(*args))
 
     def run() -> Any:
-        _, pull = jax.vjp(f, *args)
-        return pull(ones)
+        _, pullback = jax.vjp(f, *args)
+        return pullback(ones)
 
     return run
 
 
 def compiled(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
-    """The same, compiled."""
-    whole = jax.jit(_both(f))
+    """Return a function that runs `f(*args)` forward and backward, compiled by `jax.jit`."""
+    both = jax.jit(_forward_and_backward(f))
 
     def run() -> Any:
-        return whole(args)
+        return both(args)
 
     return run
 
 
-def _both(f: Callable[..., Any]) -> Callable[[Any], Any]:
+def _forward_and_backward(f: Callable[..., Any]) -> Callable[[Any], Any]:
     def both(args: Any) -> Any:
-        outputs, pull = jax.vjp(f, *args)
-        return pull(jax.tree.map(jnp.ones_like, outputs))
+        outputs, pullback = jax.vjp(f, *args)
+        return pullback(jax.tree.map(jnp.ones_like, outputs))
 
     return both
 
 
 def trace(f: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Make the program of a run anew."""
-    jax.jit(_both(f)).lower(args)
+    """Trace the forward and backward pass again."""
+    jax.jit(_forward_and_backward(f)).lower(args)
 
 
 def wait(result: Any) -> None:
-    """Until the numbers are there."""
+    """Wait until a result is computed."""
     jax.block_until_ready(result)
 
 
 def forward(f: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What a forward pass leaves for the backward pass, and keeps alive."""
+    """Run the forward pass, and return what keeps its residuals alive."""
     return jax.block_until_ready(jax.vjp(f, *args))
 
 
 def derivative(f: Callable[..., Any], order: int) -> Callable[[Any], Any]:
-    """The derivative of this order of an elementwise function, forward pass and all."""
+    """Return the derivative of an elementwise function, of this order, including its forward pass."""
     g = f
     for _ in range(order):
         g = jax.grad(lambda x, g=g: jnp.sum(g(x)))

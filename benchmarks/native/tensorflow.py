@@ -8,7 +8,7 @@ from keras import tree
 
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The native op of `forward(*tensors) -> outputs, residuals` and `backward(residuals, *upstream)`."""
+    """Return an op of `forward(*tensors) -> outputs, residuals`, `backward(residuals, *upstream)`."""
 
     @tf.custom_gradient
     def native(*tensors: Any) -> Any:
@@ -18,8 +18,8 @@ def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[
     return native
 
 
-ANEW = True
-"""Whether an op by hand is defined anew in a layer's call."""
+DEFINES_IN_EACH_CALL = True
+"""Whether TensorFlow code usually defines an op in a layer's call."""
 
 
 def tensor(array: Any) -> tf.Tensor:
@@ -27,12 +27,12 @@ def tensor(array: Any) -> tf.Tensor:
 
 
 def constant(array: Any) -> tf.Tensor:
-    """A tensor that nobody differentiates by."""
+    """Return a tensor that is not differentiated with respect to."""
     return tf.constant(array)
 
 
 def runner(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
-    """A run of `f(*args)`, forward and backward."""
+    """Return a function that runs `f(*args)` forward and backward."""
     leaves = tree.flatten(list(args))
 
     def run() -> Any:
@@ -45,11 +45,11 @@ def runner(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
 
 
 def compiled(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
-    """The same, compiled."""
-    whole = tf.function(_both(f), autograph=False)
+    """Return a function that runs `f(*args)` forward and backward in a `tf.function`."""
+    both = tf.function(_forward_and_backward(f), autograph=False)
 
     def run() -> Any:
-        return whole(args)
+        return both(args)
 
     return run
 
@@ -57,13 +57,13 @@ def compiled(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
 def by_xla(
     f: Callable[..., Any], batch: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]
 ) -> Callable[..., Any]:
-    """`f(*batch, *weights)` as Keras compiles a step of `fit` on a GPU: by XLA, for a batch of any size."""
+    """Return `f(*batch, *weights)` compiled by XLA for any batch size, as Keras compiles `fit` on a GPU."""
     specs = [tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype) for tensor in batch]
     specs += [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in weights]
     return tf.function(f, input_signature=specs, autograph=False, jit_compile=True)
 
 
-def _both(f: Callable[..., Any]) -> Callable[[Any], Any]:
+def _forward_and_backward(f: Callable[..., Any]) -> Callable[[Any], Any]:
     def both(args: Any) -> Any:
         return runner(f, args)()
 
@@ -71,16 +71,16 @@ def _both(f: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def trace(f: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Make the program of a run anew."""
-    tf.function(_both(f), autograph=False).get_concrete_function(args)
+    """Trace the forward and backward pass again."""
+    tf.function(_forward_and_backward(f), autograph=False).get_concrete_function(args)
 
 
 def wait(result: Any) -> None:
-    """Until the numbers are there."""
+    """Wait until a result is computed."""
 
 
 def forward(f: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What a forward pass leaves for the backward pass, and keeps alive."""
+    """Run the forward pass, and return what keeps its residuals alive."""
     with tf.GradientTape() as tape:
         tape.watch(tree.flatten(list(args)))
         outputs = f(*args)
@@ -88,7 +88,7 @@ def forward(f: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def derivative(f: Callable[..., Any], order: int) -> Callable[[Any], Any]:
-    """The derivative of this order of an elementwise function, forward pass and all."""
+    """Return the derivative of an elementwise function, of this order, including its forward pass."""
 
     def at(x: Any, order: int) -> Any:
         if order == 0:

@@ -1,4 +1,4 @@
-"""PyTorch: a `torch.autograd.Function`."""
+"""PyTorch: `torch.autograd.Function`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from keras import tree
 
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The native op of `forward(*tensors) -> outputs, residuals` and `backward(residuals, *upstream)`."""
+    """Return an op of `forward(*tensors) -> outputs, residuals`, `backward(residuals, *upstream)`."""
 
     class Native(torch.autograd.Function):
         @staticmethod
@@ -24,8 +24,8 @@ def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[
     return Native.apply
 
 
-ANEW = False
-"""Whether an op by hand is defined anew in a layer's call. A Function is a class, made once."""
+DEFINES_IN_EACH_CALL = False
+"""Whether PyTorch code usually defines an op in a layer's call. A Function is a class at module level."""
 
 
 def tensor(array: Any) -> torch.Tensor:
@@ -33,12 +33,12 @@ def tensor(array: Any) -> torch.Tensor:
 
 
 def constant(array: Any) -> torch.Tensor:
-    """A tensor that nobody differentiates by."""
+    """Return a tensor that is not differentiated with respect to."""
     return torch.tensor(array)
 
 
 def runner(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
-    """A run of `f(*args)`, forward and backward."""
+    """Return a function that runs `f(*args)` forward and backward."""
     leaves = tree.flatten(list(args))
     outputs = _flat(f(*args))
     ones = [torch.ones_like(output) for output in outputs]
@@ -54,43 +54,46 @@ def _flat(output: Any) -> Sequence[torch.Tensor]:
 
 
 def compiled(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
-    """The same, compiled. "aot_eager" generates no code: what is measured is the program's graph."""
+    """Return a function that runs `f(*args)` forward and backward, compiled by `torch.compile`.
+
+    "aot_eager" generates no code, so this measures the graph and not a code generator.
+    """
     torch.compiler.reset()
     return runner(torch.compile(f, backend="aot_eager", fullgraph=True), args)
 
 
 def trace(f: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Make the program of a run anew."""
+    """Trace the forward and backward pass again."""
     compiled(f, args)
 
 
 def wait(result: Any) -> None:
-    """Until the numbers are there."""
+    """Wait until a result is computed."""
 
 
 def forward(f: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What a forward pass leaves for the backward pass, and keeps alive."""
+    """Run the forward pass, and return what keeps its residuals alive."""
     return f(*args)
 
 
 def derivative(f: Callable[..., Any], order: int) -> Callable[[Any], Any]:
-    """The derivative of this order of an elementwise function, forward pass and all."""
+    """Return the derivative of an elementwise function, of this order, including its forward pass."""
 
     def run(x: Any) -> Any:
         y = f(x)
-        for place in range(order):
-            (y,) = torch.autograd.grad(y.sum(), x, create_graph=place < order - 1)
+        for i in range(order):
+            (y,) = torch.autograd.grad(y.sum(), x, create_graph=i < order - 1)
         return y
 
     return run
 
 
 def linear_cross_entropy(features: torch.Tensor, kernel: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own (2.13) in chunks, by its own choice of them: the mean over the tokens."""
+    """Return the mean loss of PyTorch's chunked implementation (2.13), with its default options."""
     options = torch.nn.LinearCrossEntropyOptions()
     return torch.nn.functional.linear_cross_entropy(features, kernel, labels.long(), options=options)
 
 
 def rows_for_classes(kernel: torch.Tensor) -> torch.Tensor:
-    """The kernel as PyTorch has it."""
+    """Return a kernel in the layout of PyTorch, with one row per class."""
     return kernel.T.contiguous()

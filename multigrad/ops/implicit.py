@@ -20,7 +20,7 @@ from keras import ops, tree
 
 from multigrad import backend, names, symbolic
 from multigrad.backend import Options
-from multigrad.calculus import jacobian, vjp
+from multigrad.calculus.derivatives import jacobian, vjp
 from multigrad.closure import lift, restore
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import describe, message, require_function, unusable

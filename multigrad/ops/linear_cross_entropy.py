@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.calculus import vjp
+from multigrad.calculus.derivatives import vjp
 from multigrad.custom_gradient import op_custom_gradient
 from multigrad.errors import message, unusable
 from multigrad.ops import chunked_head

@@ -1,10 +1,10 @@
-"""Checks of gradients, for the tests of whoever writes rules.
+"""Checks of gradients for the tests of users who write rules.
 
-`check_gradients` compares a rule with the differences of its function; `compare_backends` compares the
-backends with each other, in a process each.
+`check_gradients` compares a rule with the central differences of its function. `compare_backends` compares
+the installed backends with each other. `multigrad` does not import this package.
 """
 
 from multigrad.testing.comparison import compare_backends
-from multigrad.testing.differences import check_gradients
+from multigrad.testing.gradient_check import check_gradients
 
 __all__ = ["check_gradients", "compare_backends"]

@@ -1,4 +1,4 @@
-"""`compare_backends`: one function on each installed backend."""
+"""`compare_backends`: run one function on each installed backend and compare the results."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -6,38 +6,51 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from multigrad.errors import message
 from multigrad.frameworks import DIFFERENTIATING, how_to_add, is_installed
 from multigrad.processes import run_on
-from multigrad.testing.precision import Tolerance, size_of
-from multigrad.testing.table import GRADIENT, Unlike, disagree, number_text, places, relative, table
+from multigrad.testing.mismatches import (
+    GRADIENT_PREFIX,
+    Mismatch,
+    disagree,
+    format_number,
+    format_table,
+    relative_to,
+    true_elements,
+)
+from multigrad.testing.precision import Tolerance, largest_magnitude
 
 _NAME = "compare_backends"
 
+_PRECISIONS = ["exact", "float64", "float32", "float16", "bfloat16"]
+"""From the most precise to the least precise."""
+
 
 @dataclass(frozen=True)
-class Compared:
-    """What backends were compared, all of which agreed."""
+class ComparisonResult:
+    """What a successful comparison compared."""
 
     backends: tuple[str, ...]
-    """Those that were compared."""
+    """The backends that were compared."""
     missing: tuple[str, ...]
-    """Those that are not installed."""
+    """The backends that are not installed."""
     largest: Mapping[str, float]
-    """How far one was off at most from the first, relative to the largest element, for each output
-    and each gradient."""
+    """For each output and gradient, the largest difference from the first backend, relative to the largest
+    element."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one backend measured: arrays by name, and the dtype with the fewest digits behind each."""
+class Measurement:
+    """The outputs and gradients of a function on one backend."""
 
     arrays: Mapping[str, np.ndarray]
+    """The arrays by name."""
     precisions: Mapping[str, str]
+    """The least precise dtype that each array was computed from, or "exact" for integers."""
 
 
 def compare_backends(
@@ -46,8 +59,8 @@ def compare_backends(
     backends: Sequence[str] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
-) -> Compared:
-    """Run one function on each installed backend, in a process each, and compare values and gradients.
+) -> ComparisonResult:
+    """Run a function on each installed backend, and compare its outputs and gradients.
 
     ```python
     from multigrad.frameworks import DIFFERENTIATING, is_installed
@@ -68,60 +81,62 @@ def compare_backends(
         print(compare_backends(CODE).backends)  # ('tensorflow', 'jax', 'torch')
     ```
 
+    Each backend runs in its own process, because Keras supports one backend per process. The gradients are
+    those of all outputs, weighted by fixed pseudo-random numbers, with respect to each floating argument and
+    each trainable variable that the function reads.
+
     Arguments:
-        path_or_code: the path of a Python file, as a `Path` or a string of one line that ends with `.py`; or
-            its text. It must define `fn`, a function, and `args`, a tuple or list of its arguments. These
-            may be NumPy arrays, numbers and nested structures of them; `fn` may return any structure. If
-            there are floats of double precision among them, JAX has them too. The processes do not share
-            random numbers: draw them with NumPy, from a seed.
-        backends: those to compare, the first of which the others are compared with; all that
-            differentiate and are installed, if not given.
-        rtol, atol: two numbers agree where `abs(a - b) <= atol + rtol * abs(b)`. They depend on the dtypes
-            where they are not given: with `e = 5 * eps ** (2/3)`, `rtol` is `e`, and `atol` is `e` times
-            the largest element: 1e-4 in float32. That of a gradient is larger by `4 * eps` times the
-            largest of all numbers, which is what may be left of one that is zero. Integers are compared
-            exactly.
+        path_or_code: the path of a Python file, as a `Path` or a one-line string that ends with `.py`, or
+            Python code. The code must define a function `fn` and its arguments `args`, a tuple or list of
+            NumPy arrays, numbers and nested structures of them. `fn` may return any nested structure. If
+            `args` contains float64, JAX has float64 enabled. The processes do not share random numbers, so
+            draw them with NumPy and a fixed seed.
+        backends: the backends to compare. The first is the reference for the others. The default is all
+            installed backends that compute gradients.
+        rtol, atol: two numbers agree if `abs(a - b) <= atol + rtol * abs(b)`. The defaults depend on the
+            dtype. With `e = 5 * eps ** (2/3)`, which is 1e-4 in float32, `rtol` is `e`, and `atol` is `e`
+            times the largest element. For gradients, `atol` is larger by `4 * eps` times the largest of all
+            numbers, in case the terms of a gradient cancel. Integers must be equal.
 
     Returns:
-        What was compared: the `backends`, those that are `missing`, and for each output and gradient the
-        `largest` relative difference. The gradient is that by each argument and each trainable variable
-        that `fn` reads, of the outputs weighted by fixed pseudo-random numbers.
+        An object with the `backends` that were compared, the `missing` backends, and the `largest` relative
+        difference for each output and gradient.
 
     Raises:
-        AssertionError: where backends disagree, with a table of the values on each.
-        ValueError: where fewer than two backends are installed, or one of `backends` is not.
-        RuntimeError: where a process fails, with what it wrote to stderr.
+        AssertionError: if backends disagree. The message shows a table of the numbers on each backend.
+        ValueError: if fewer than two backends are installed, or if one of `backends` is not.
+        RuntimeError: if a process fails. The message contains its stderr.
     """
     __tracebackhide__ = True
     missing = tuple(name for name in DIFFERENTIATING if not is_installed(name))
     chosen = tuple(backends or [name for name in DIFFERENTIATING if name not in missing])
-    _require(chosen, missing)
+    _require_comparable(chosen, missing)
     with TemporaryDirectory() as folder:
-        source = _source(path_or_code, Path(folder))
+        source = _source_file(path_or_code, Path(folder))
         with ThreadPoolExecutor(len(chosen)) as threads:
-            measured = list(threads.map(lambda name: measure(name, source, Path(folder)), chosen))
-    largest = compare(dict(zip(chosen, measured, strict=True)), missing, rtol, atol)
-    return Compared(chosen, missing, largest)
+            measurements = list(threads.map(lambda name: measure(name, source, Path(folder)), chosen))
+    largest = compare(dict(zip(chosen, measurements, strict=True)), missing, rtol, atol)
+    return ComparisonResult(chosen, missing, largest)
 
 
-def _require(chosen: Sequence[str], missing: Sequence[str]) -> None:
-    """See that there are backends to compare."""
-    absent = [name for name in chosen if name in missing]
+def _require_comparable(chosen: Sequence[str], missing: Sequence[str]) -> None:
+    """Raise if the chosen backends are not two or more installed backends that compute gradients."""
+    not_installed = [name for name in chosen if name in missing]
     unknown = [name for name in chosen if name not in DIFFERENTIATING]
-    if absent or unknown or len(set(chosen)) < 2:
+    if not_installed or unknown or len(set(chosen)) < 2:
         raise ValueError(
             message(
                 _NAME,
-                "there are no such backends to compare",
+                "these backends cannot be compared",
                 required=f"two or more of {', '.join(DIFFERENTIATING)}, installed",
                 got=f"{', '.join(chosen) or 'none'}; not installed: {', '.join(missing) or 'none'}",
-                mend="; ".join(map(how_to_add, missing)) or "name others",
+                mend="; ".join(map(how_to_add, missing)) or "pass other backends",
             )
         )
 
 
-def _source(path_or_code: str | Path, folder: Path) -> Path:
-    """The file to run."""
+def _source_file(path_or_code: str | Path, folder: Path) -> Path:
+    """Return the path of the file to run. Code is written to a file in `folder`."""
     if isinstance(path_or_code, Path) or ("\n" not in path_or_code and path_or_code.endswith(".py")):
         return Path(path_or_code).resolve(strict=True)
     source = folder / "compared.py"
@@ -129,117 +144,130 @@ def _source(path_or_code: str | Path, folder: Path) -> Path:
     return source
 
 
-def measure(backend: str, source: Path, folder: Path) -> Measured:
-    """Run the file in a process on this backend, which writes what it measured to the folder.
+def measure(backend: str, source: Path, folder: Path) -> Measurement:
+    """Run a file on a backend in a new process, which writes its results to `folder`.
 
     Raises:
-        RuntimeError: where the process fails.
+        RuntimeError: if the process fails.
     """
-    answer = folder / f"{backend}.npz"
-    done = run_on(backend, "multigrad.testing", str(source), str(answer), capture=True)
-    if done.returncode:
+    result = folder / f"{backend}.npz"
+    process = run_on(backend, "multigrad.testing", str(source), str(result), capture=True)
+    if process.returncode:
         raise RuntimeError(
             message(
                 _NAME,
                 f"the process on {backend} failed",
-                required="a file that runs, and defines `fn` and `args`",
-                got=f"exit status {done.returncode}, and on stderr:\n{done.stderr.strip()}",
-                mend="correct what it says",
+                required="a file that defines `fn` and `args` and runs without errors",
+                got=f"exit status {process.returncode}, and on stderr:\n{process.stderr.strip()}",
+                mend="correct the error that stderr shows",
             )
         )
-    with np.load(answer) as found:
-        names = [str(name) for name in found["names"]]
-        arrays = {name: found[f"array{i}"] for i, name in enumerate(names)}
-        precisions = dict(zip(names, map(str, found["precisions"]), strict=True))
-    return Measured(arrays, precisions)
+    with np.load(result) as data:
+        names = [str(name) for name in data["names"]]
+        arrays = {name: data[f"array{i}"] for i, name in enumerate(names)}
+        precisions = dict(zip(names, map(str, data["precisions"]), strict=True))
+    return Measurement(arrays, precisions)
 
 
 def compare(
-    measured: Mapping[str, Measured],
+    measurements: Mapping[str, Measurement],
     missing: Sequence[str],
     rtol: float | None = None,
     atol: float | None = None,
 ) -> dict[str, float]:
-    """See that what backends measured agrees with the first.
+    """Compare the measurements of backends with those of the first backend.
 
     Returns:
-        The largest relative difference of each output and gradient.
+        The largest relative difference for each output and gradient.
+
+    Raises:
+        AssertionError: if the measurements disagree.
     """
     __tracebackhide__ = True
-    first, *others = measured
-    unlike: list[Unlike] = []
+    first, *others = measurements
+    mismatches: list[Mismatch] = []
     largest: dict[str, float] = {}
-    _require_alike(measured)
-    own = measured[first]
-    of_all = size_of(*[array for name, array in own.arrays.items() if own.precisions[name] != "exact"])
-    for name, wanted in measured[first].arrays.items():
-        precision = max((m.precisions[name] for m in measured.values()), key=_ORDER.index)
-        rules = Tolerance(precision, rtol, atol) if precision != "exact" else None
-        size = size_of(wanted)
-        gradient = of_all if name.startswith(GRADIENT) else 0.0
+    _require_same_shapes(measurements)
+    reference = measurements[first]
+    inexact = [array for name, array in reference.arrays.items() if reference.precisions[name] != "exact"]
+    largest_number = largest_magnitude(*inexact)
+    for name, required in reference.arrays.items():
+        precision = max((m.precisions[name] for m in measurements.values()), key=_PRECISIONS.index)
+        size = largest_magnitude(required)
+        gradient = largest_number if name.startswith(GRADIENT_PREFIX) else 0.0
+        limits = _limits(precision, rtol, atol, size, gradient)
         largest[name] = 0.0
         for other in others:
-            got = measured[other].arrays[name]
-            limits = (0.0, 0.0)
-            if rules:
-                limits = rules.rounding if rtol is None else rtol, rules.atol(rules.rounding * size, gradient)
-            alike = (np.isnan(got) & np.isnan(wanted)) | (got == wanted)
-            bad = disagree(got, wanted, *limits) & ~alike
-            pair = f"{other}, {first}"
-            unlike += [Unlike((name, pair), place, (got[place], wanted[place])) for place in places(bad)]
-            with np.errstate(invalid="ignore"):  # of two that are infinite
-                apart = np.abs(np.where(alike, 0.0, 1.0 * got - wanted))
-            largest[name] = max(largest[name], relative(float(np.max(apart, initial=0.0)), size))
-    if unlike:
-        _fail(unlike, measured, missing)
+            got = measurements[other].arrays[name]
+            is_same = (np.isnan(got) & np.isnan(required)) | (got == required)
+            is_wrong = disagree(got, required, *limits) & ~is_same
+            mismatches += [
+                Mismatch((name, f"{other}, {first}"), element, (got[element], required[element]))
+                for element in true_elements(is_wrong)
+            ]
+            with np.errstate(invalid="ignore"):  # inf - inf
+                difference = np.abs(np.where(is_same, 0.0, 1.0 * got - required))
+            relative = relative_to(float(np.max(difference, initial=0.0)), size)
+            largest[name] = max(largest[name], relative)
+    if mismatches:
+        _raise_mismatches(mismatches, measurements, missing)
     return largest
 
 
-_ORDER = ["exact", "float64", "float32", "float16", "bfloat16"]
+def _limits(
+    precision: str, rtol: float | None, atol: float | None, size: float, gradient: float
+) -> tuple[float, Any]:
+    """Return `rtol` and `atol` for an array of this precision whose largest magnitude is `size`."""
+    if precision == "exact":
+        return 0.0, 0.0
+    tolerance = Tolerance(precision, rtol, atol)
+    return tolerance.rounding if rtol is None else rtol, tolerance.atol(tolerance.rounding * size, gradient)
 
 
-def _require_alike(measured: Mapping[str, Measured]) -> None:
-    """See that all backends have the same outputs, in the same shapes."""
+def _require_same_shapes(measurements: Mapping[str, Measurement]) -> None:
+    """Raise if an output or gradient is missing on a backend or has another shape."""
     __tracebackhide__ = True
     shapes = {
-        backend: {name: array.shape for name, array in own.arrays.items()}
-        for backend, own in measured.items()
+        backend: {name: array.shape for name, array in measurement.arrays.items()}
+        for backend, measurement in measurements.items()
     }
     first, *others = shapes
     for other in others:
-        names = [
-            n for n in {**shapes[first], **shapes[other]} if shapes[first].get(n) != shapes[other].get(n)
-        ]
-        if names:
+        names = [*shapes[first], *shapes[other]]
+        different = [name for name in names if shapes[first].get(name) != shapes[other].get(name)]
+        if different:
             required, got = (
-                f"{shapes[backend].get(names[0], 'no such output')} on {backend}"
+                f"{shapes[backend].get(different[0], 'no such output')} on {backend}"
                 for backend in (first, other)
             )
             raise AssertionError(
                 message(
                     _NAME,
                     "the backends return different structures or shapes",
-                    argument=names[0],
+                    argument=different[0],
                     required=required,
                     got=got,
-                    mend="return the same on each backend",
+                    mend="return the same structure and shapes on each backend",
                 )
             )
 
 
-def _fail(unlike: list[Unlike], measured: Mapping[str, Measured], missing: Sequence[str]) -> NoReturn:
+def _raise_mismatches(
+    mismatches: list[Mismatch], measurements: Mapping[str, Measurement], missing: Sequence[str]
+) -> NoReturn:
     __tracebackhide__ = True
-    worst = max(unlike, key=Unlike.apart)
-    other, first = worst.place[1].split(", ")
-    got, wanted = map(number_text, worst.numbers)
-    said = message(
+    worst = max(mismatches, key=Mismatch.relative_difference)
+    name, pair = worst.labels
+    other, first = pair.split(", ")
+    got, required = map(format_number, worst.numbers)
+    text = message(
         _NAME,
         "the backends disagree",
-        argument=worst.place[0],
-        required=f"{wanted}, as on {first}",
+        argument=name,
+        required=f"{required} on {first}",
         got=f"{got} on {other}",
-        mend="look at what differs; or pass rtol and atol, where it is rounding",
+        mend="correct the function or its rule, or pass rtol and atol if the difference is rounding",
     )
-    compared = f"compared: {', '.join(measured)}; not installed: {', '.join(missing) or 'none'}"
-    headings = ("what", "backends", "element", "one", "the other", "relative")
-    raise AssertionError(f"{said}\n{compared}\n{table(headings, unlike)}")
+    compared = f"compared: {', '.join(measurements)}; not installed: {', '.join(missing) or 'none'}"
+    headings = ("name", "backends", "element", "first", "second", "relative")
+    raise AssertionError(f"{text}\n{compared}\n{format_table(headings, mismatches)}")

@@ -471,7 +471,7 @@ def test_a_trace_of_a_batch_has_a_call_for_each_example():
     with trace_gradients() as trace:
         jax.jit(jax.vmap(jax.grad(op)))(jnp.arange(3.0))
     assert [float(call.inputs["x"]) for call in trace.calls] == [0.0, 1.0, 2.0]
-    assert [(step.of.number, float(step.downstream["x"])) for step in trace.steps] == [
+    assert [(step.call.number, float(step.downstream["x"])) for step in trace.steps] == [
         (1, 0.0),
         (2, 7.0),
         (3, 14.0),

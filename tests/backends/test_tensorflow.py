@@ -15,10 +15,11 @@ import tensorflow as tf
 from keras import ops
 from support import close, slow_but
 
-from multigrad import calculus, grad, op_custom_gradient, trace_gradients, vjp
+from multigrad import grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
 from multigrad.backend.tensorflow.programs import _room, program
 from multigrad.backend.tensorflow.tapes import unrecorded
+from multigrad.calculus import derivatives as calculus
 from multigrad.ops import implicit_root
 from multigrad.saving import Unsaved, decode, encode
 

@@ -28,7 +28,7 @@ from multigrad.backend.jax.tensors import (
     scatter,
     varying_alike,
 )
-from multigrad.linear import FAR, not_linear, require_linear, trial
+from multigrad.calculus.linearity import FAR, not_linear, require_linear, trial
 
 # In other versions an op is a `jax.custom_vjp` throughout.
 _REVERSE_IS_KNOWN = jax.__version_info__[:2] == (0, 10)

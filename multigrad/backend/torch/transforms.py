@@ -29,9 +29,9 @@ from multigrad.backend.torch.state import (
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.behind import tensors_behind
+from multigrad.calculus.linearity import FAR, require_linear, trial
 from multigrad.closure import lift, restore
 from multigrad.errors import message
-from multigrad.linear import FAR, require_linear, trial
 
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:

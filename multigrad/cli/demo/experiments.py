@@ -1,4 +1,4 @@
-"""What the demo measures on the active backend: one function an experiment, written once for all."""
+"""The experiments of the demo. Each is one function, which runs on every backend."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from multigrad import grad, op_custom_gradient, value_and_grad
-from multigrad.demo.report import Measurements
+from multigrad.cli.demo.report import Measurements
 
 SEED = 0
 BITS = 3
@@ -18,7 +18,7 @@ EPOCHS_PER_LINE = 5
 
 @op_custom_gradient
 def log1pexp(x: Any) -> Any:
-    """log(1 + exp(x)), with a gradient that does not overflow where exp(x) does."""
+    """Compute log(1 + exp(x)), with a gradient that stays finite where exp(x) overflows."""
     e = ops.exp(x)
 
     def grad(upstream: Any) -> Any:
@@ -28,7 +28,7 @@ def log1pexp(x: Any) -> Any:
 
 
 def log1pexp_at_100() -> Measurements:
-    """The value of log1pexp at 100, its gradient by plain autodiff and its gradient by the rule."""
+    """Return the value of log1pexp at 100, its gradient by plain autodiff, and its gradient by the rule."""
     value, gradient = value_and_grad(log1pexp)(100.0)
     plain = grad(lambda x: ops.log(1.0 + ops.exp(x)))(100.0)
     return {
@@ -39,7 +39,7 @@ def log1pexp_at_100() -> Measurements:
 
 
 def chain_of_squares() -> Measurements:
-    """square(square(square(2.0))), and what its rule saw at each step on the way back."""
+    """Return square(square(square(2.0))), its gradient, and the numbers in each run of the rule."""
     steps: dict[str, list[float]] = {"x": [], "upstream": [], "current": [], "downstream": []}
 
     @op_custom_gradient
@@ -54,17 +54,17 @@ def chain_of_squares() -> Measurements:
         return ops.square(x), grad
 
     value, gradient = value_and_grad(lambda x: square(square(square(x))))(2.0)
-    seen = {f"chain.{name}": values for name, values in steps.items()}
-    return {"chain.value": float(value), "chain.gradient": float(gradient), **seen}
+    by_step = {f"chain.{name}": numbers for name, numbers in steps.items()}
+    return {"chain.value": float(value), "chain.gradient": float(gradient), **by_step}
 
 
 @op_custom_gradient
 def quantize(x: Any, bits: int) -> Any:
-    """Clip to [0, 1] and round to one of 2**bits levels: a straight-through estimator.
+    """Clip to [0, 1] and round to one of 2**bits levels, with a straight-through estimator as its gradient.
 
-    Rounding has the gradient zero almost everywhere, so that nothing before it would ever learn. The
-    rule passes the upstream gradient straight through where `x` is inside the range (Bengio, Léonard,
-    Courville, 2013, https://arxiv.org/abs/1308.3432).
+    The derivative of rounding is zero almost everywhere, so no layer before it could learn. The rule passes
+    the upstream gradient through where `x` is inside the range (Bengio, Léonard, Courville, 2013,
+    https://arxiv.org/abs/1308.3432).
     """
     steps = 2**bits - 1
 
@@ -76,7 +76,7 @@ def quantize(x: Any, bits: int) -> Any:
 
 
 class Quantize(keras.layers.Layer):
-    """Activations of so many bits."""
+    """A layer that quantizes activations to a number of bits."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Quantize(keras.layers.Layer):
 
 
 def digits() -> Measurements:
-    """Train a classifier of handwritten digits whose hidden activations have three bits."""
+    """Train a classifier of handwritten digits with 3-bit hidden activations, and return its results."""
     start = time.perf_counter()
     keras.utils.set_random_seed(SEED)
     (x, y), (x_test, y_test) = _load_digits()
@@ -114,7 +114,9 @@ def digits() -> Measurements:
 
 
 def _load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """The 1,797 images of scikit-learn as rows of 64 numbers in [0, 1], a fifth of them to test."""
+    """Return the 1,797 digits of scikit-learn as rows of 64 pixels in [0, 1]: four fifths to train, one to
+    test.
+    """
     from sklearn.datasets import load_digits  # only the demo needs scikit-learn
 
     images, labels = load_digits(return_X_y=True)
@@ -128,6 +130,6 @@ def _print_progress(epoch: int, logs: dict[str, float]) -> None:
     if (epoch + 1) % EPOCHS_PER_LINE == 0:
         print(
             f"{keras.backend.backend()}: digits, epoch {epoch + 1} of {EPOCHS}: "
-            f"loss {logs['loss']:.3f}, accuracy in training {logs['accuracy']:.1%}",
+            f"loss {logs['loss']:.3f}, training accuracy {logs['accuracy']:.1%}",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""A context that is one for all threads."""
+"""A context manager that several threads share."""
 
 import threading
 from collections.abc import Callable
@@ -7,11 +7,14 @@ from typing import Any
 
 
 class Shared:
-    """A context that is in force from the first that enters it until the last that leaves it.
+    """A context manager that is entered by the first thread to enter it and exited by the last to leave it.
+
+    Traces use it for settings that a framework has once per process, such as
+    `tf.config.run_functions_eagerly`.
 
     ```python
     import contextlib
-    from multigrad.shared import Shared
+    from multigrad.tracing.process_wide import Shared
 
     @contextlib.contextmanager
     def switched():
@@ -27,7 +30,7 @@ class Shared:
     ```
 
     Arguments:
-        make: makes a context that changes something for the whole process.
+        make: returns a new context manager that changes a process-wide setting.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:

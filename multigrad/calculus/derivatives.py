@@ -1,0 +1,353 @@
+"""Derivatives of functions on the active backend, with the signatures and conventions of JAX.
+
+Each function here flattens its arguments (`flat_function`), calls one function of `multigrad.backend` that
+differentiates functions of flat tensors, and restores the structures of the result.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from multigrad import backend
+from multigrad.binding import name_of
+from multigrad.calculus.flat_function import DifferentiatedFunction
+from multigrad.calculus.flat_structure import FlatStructure
+from multigrad.calculus.linearity import FAR, agree, not_linear
+from multigrad.calculus.validation import require_real, require_scalar
+from multigrad.errors import describe, message
+
+
+def grad(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    variables: Sequence[keras.Variable] | None = None,
+) -> Callable[..., Any]:
+    """Return a function that computes the gradient of a scalar function.
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    df = multigrad.grad(lambda x: ops.sum(x ** 3))
+    print(df(ops.array([1.0, 2.0])))  # [3., 12.]
+    d2f = multigrad.grad(multigrad.grad(lambda x: x ** 3))
+    print(d2f(2.0))  # 12.0
+    ```
+
+    Arguments:
+        f: a function of tensors, NumPy arrays, Python floats, Keras Variables and nested structures of
+            them. It returns a real scalar tensor.
+        argnums: the position of the argument to differentiate with respect to, or a sequence of positions.
+            The default is the first argument, or no argument if `variables` is given.
+        has_aux: whether `f` returns a pair `(scalar, aux)`. Only the scalar is differentiated.
+        variables: Keras Variables that `f` reads and that it is differentiated with respect to.
+
+    Returns:
+        A function with the arguments of `f`. It returns the gradient in the structure, shapes and dtypes of
+        the argument, or a tuple of gradients if `argnums` is a sequence. With `variables`, it returns the
+        list of their gradients; with both, `(gradient, gradients_of_variables)`. With `has_aux`, it returns
+        a pair of this result and the aux.
+
+    Raises:
+        TypeError: if an argument or variable to differentiate with respect to contains anything but floating
+            and complex tensors, or if `f` does not return a real scalar.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+    """
+    value_and_gradient = value_and_grad(f, argnums, has_aux, variables)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = value_and_gradient(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return functools.update_wrapper(backend.active.library_code(gradient), f)
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    variables: Sequence[keras.Variable] | None = None,
+) -> Callable[..., Any]:
+    """Return a function that computes the value and the gradient of a scalar function.
+
+    ```python
+    import keras
+    from keras import ops
+    import multigrad
+
+    value, gradient = multigrad.value_and_grad(lambda x: ops.sum(x ** 2))(ops.array([3.0]))
+    print(value, gradient)  # 9.0, [6.]
+
+    scale = keras.Variable(2.0)
+    step = multigrad.value_and_grad(lambda x: ops.sum(x * scale), variables=[scale])
+    value, gradients = step(ops.array([3.0]))
+    print(value, gradients[0])  # 6.0, 3.0
+    ```
+
+    Values that `f` assigns to variables persist.
+
+    Arguments:
+        f, argnums, has_aux, variables: as for `grad`.
+
+    Returns:
+        A function with the arguments of `f`. It returns `(value, gradient)`, or `((value, aux), gradient)`
+        with `has_aux`.
+
+    Raises:
+        TypeError, NotImplementedError: as for `grad`.
+    """
+    function = DifferentiatedFunction(f, argnums, variables)
+
+    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        flat_f = function.at(args, kwargs, has_aux)
+
+        def scalar(*tensors: Any) -> tuple[Any, Any]:
+            output, auxiliary = flat_f(*tensors)
+            return require_scalar(function.name, output), auxiliary
+
+        variable_count = len(function.variables or ())
+        result, gradients = backend.active.value_and_grad(scalar, flat_f.primals, variable_count)
+        value, (aux, assigned) = result
+        flat_f.assign(assigned)
+        return ((value, aux) if has_aux else value), flat_f.unflatten(gradients)
+
+    return functools.update_wrapper(backend.active.library_code(value_and_gradient), f)
+
+
+def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """Compute the output of a function and its vector-Jacobian product (reverse mode).
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    y, pullback = multigrad.vjp(lambda x, w: x * w, ops.array([1.0, 2.0]), ops.array([3.0, 4.0]))
+    dx, dw = pullback(ops.array([1.0, 10.0]))  # the upstream gradient dL/dy
+    print(y, dx, dw)  # [3., 8.], [3., 40.], [1., 20.]
+    ```
+
+    Arguments:
+        f: a function of tensors, NumPy arrays, Python floats, Keras Variables and nested structures of
+            them. It may return any nested structure. Values that it assigns to variables persist.
+        primals: the arguments of `f`, all of which it is differentiated with respect to.
+        has_aux: whether `f` returns a pair `(output, aux)`. Only the output is differentiated.
+
+    Returns:
+        `(output, pullback)`, or `(output, pullback, aux)` with `has_aux`. `pullback` takes the upstream
+        gradient in the structure of the output and returns a tuple with the gradient of each primal. It can
+        be called repeatedly. In the upstream gradient None stands for zero, and entries for outputs without
+        a gradient (integers, strings, None) are ignored.
+
+    Raises:
+        TypeError: if a primal contains anything but floating and complex tensors, or if the structure of the
+            upstream gradient differs from that of the output.
+        ValueError: if the shape of an upstream gradient differs from that of its output.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+    """
+    name = name_of(f)
+    inputs, output, flat_pullback, *aux = _flat_vjp(name, f, primals, has_aux)
+
+    def pullback(upstream: Any) -> tuple[Any, ...]:
+        flat_upstream = output.flatten_matching(name, "the upstream gradient", upstream)
+        return inputs.unflatten(flat_pullback(flat_upstream))
+
+    return output.unflatten(output.differentiable), backend.active.library_code(pullback), *aux
+
+
+def jvp(
+    f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
+) -> tuple[Any, ...]:
+    """Compute the output of a function and its Jacobian-vector product (forward mode).
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    x, direction = ops.array([1.0, 2.0]), ops.array([1.0, 0.5])
+    print(multigrad.jvp(lambda x: x**3, (x,), (direction,)))  # [1., 8.], [3., 6.]
+    second = multigrad.grad(lambda x: multigrad.jvp(lambda x: x**3, (x,), (1.0,))[1])
+    print(second(2.0))  # 12.0
+    ```
+
+    The product is computed as the transpose of `vjp`, which costs two reverse passes in addition to `f`. An
+    op is therefore differentiated by its rule. The rule must be linear in its upstream gradient, as every
+    vector-Jacobian product is.
+
+    Arguments:
+        f: a function as for `vjp`.
+        primals: a tuple or list of the arguments of `f`, all of which it is differentiated with respect to.
+        tangents: a tuple or list with one tangent for each primal, in its structure and shapes. None stands
+            for zero.
+        has_aux: whether `f` returns a pair `(output, aux)`. Only the output is differentiated.
+
+    Returns:
+        `(output, tangent)`, or `(output, tangent, aux)` with `has_aux`. The tangent has the structure of
+        the output, with None for outputs without a gradient (integers, strings, None).
+
+    Raises:
+        TypeError: if a primal contains anything but floating and complex tensors, or if the structure of the
+            tangents differs from that of the primals.
+        ValueError: if the shape of a tangent differs from that of its primal, or if a rule is not linear in
+            its upstream gradient, such as a rule that clips it. Linearity is checked by one more reverse
+            pass where values are concrete. In compiled code it is not checked, and the rule is linearised at
+            an upstream gradient of ones.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+    """
+    name = name_of(f)
+    for role, given in (("primal", primals), ("tangent", tangents)):
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(
+                message(
+                    name,
+                    f"the {role}s must be a tuple or list",
+                    required=f"a tuple or list with one {role} for each argument",
+                    got=describe(given),
+                    mend="call jvp(f, (x,), (tangent,))",
+                )
+            )
+    inputs, output, pullback, *aux = _flat_vjp(name, f, primals, has_aux)
+    directions = inputs.flatten_matching(name, "the tangents", tuple(tangents))
+    # The pullback is linear, so its transpose is the same at any upstream gradient.
+    ones = [ops.ones_like(tensor) for tensor in output.differentiable]
+    (gradients_at_ones, _), transpose = backend.active.vjp(lambda *upstream: (pullback(upstream), None), ones)
+    tangent = transpose(directions)
+    _require_linear(name, pullback, ones, gradients_at_ones, directions, tangent)
+    return output.unflatten(output.differentiable), output.unflatten_with_none(tangent), *aux
+
+
+def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
+    """Return the primals and output as `FlatStructure`s, the flat pullback, and the aux if there is one."""
+    flat_f = DifferentiatedFunction(f, range(len(primals)), None).at(primals, {}, has_aux)
+    outputs: list[FlatStructure] = []
+
+    def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
+        output, auxiliary = flat_f(*tensors)
+        structure = FlatStructure(output)  # a separate line: AutoGraph (TensorFlow 2.21) cannot read `:=`
+        outputs[:] = [structure]
+        return structure.differentiable, (structure.rest, auxiliary)
+
+    (differentiable, (rest, (aux, assigned))), pullback = backend.active.vjp(flat, flat_f.primals)
+    flat_f.assign(assigned)
+    output = outputs[0]
+    output.differentiable, output.rest = differentiable, rest
+    inputs = FlatStructure(tuple(flat_f.unflatten_arguments(flat_f.primals)))
+    return (inputs, output, pullback, aux) if has_aux else (inputs, output, pullback)
+
+
+def jacobian(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    variables: Sequence[keras.Variable] | None = None,
+) -> Callable[..., Any]:
+    """Return a function that computes the Jacobian of a function in reverse mode.
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    print(multigrad.jacobian(lambda x: x ** 2)(ops.array([1.0, 2.0])))  # [[2., 0.], [0., 4.]]
+    ```
+
+    Arguments:
+        f: a function as for `grad`, except that it may return any nested structure of tensors.
+        argnums, has_aux, variables: as for `grad`.
+
+    Returns:
+        A function with the arguments of `f`. It returns the structure of the output, with None for outputs
+        without a gradient. Each tensor of the output is replaced by the result that `grad` has for a scalar.
+        Tensors in this result have the shape of the output followed by that of the argument.
+
+    Raises:
+        TypeError: as for `grad`, and for a complex argument or output.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+    """
+    function = DifferentiatedFunction(f, argnums, variables)
+
+    def jacobian_of(*args: Any, **kwargs: Any) -> Any:
+        flat_f = function.at(args, kwargs, has_aux)
+        require_real(function.name, flat_f.primals)
+        outputs: list[FlatStructure] = []
+
+        def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
+            output, auxiliary = flat_f(*tensors)
+            structure = FlatStructure(output)
+            outputs[:] = [structure]
+            require_real(function.name, structure.differentiable)
+            return structure.differentiable, auxiliary
+
+        (aux, assigned), rows = backend.active.jacobian(flat, flat_f.primals)
+        flat_f.assign(assigned)
+        result = outputs[0].unflatten_with_none([flat_f.unflatten(row) for row in rows])
+        return (result, aux) if has_aux else result
+
+    return functools.update_wrapper(backend.active.library_code(jacobian_of), f)
+
+
+def hessian(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    variables: Sequence[keras.Variable] | None = None,
+) -> Callable[..., Any]:
+    """Return a function that computes the Hessian of a function: the Jacobian of its Jacobian.
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    print(multigrad.hessian(lambda x: ops.sum(x ** 3))(ops.array([1.0, 2.0])))  # [[6., 0.], [0., 12.]]
+    ```
+
+    Arguments:
+        f, argnums, has_aux, variables: as for `jacobian`.
+
+    Returns:
+        A function with the arguments of `f`. It returns the result of `jacobian` with each tensor in it
+        replaced by the Jacobian of that tensor.
+
+    Raises:
+        TypeError, NotImplementedError: as for `jacobian`.
+    """
+    return jacobian(jacobian(f, argnums, has_aux, variables), argnums, has_aux, variables)
+
+
+def _require_linear(
+    name: str,
+    pullback: Callable[..., Any],
+    ones: Sequence[Any],
+    gradients_at_ones: Sequence[Any],
+    directions: Sequence[Any],
+    tangent: Sequence[Any],
+) -> None:
+    """Raise if a pullback is not linear. Do nothing if values are traced.
+
+    `tangent` is the transpose of the pullback at `ones`, applied to `directions`. If the pullback is linear,
+    then `sum(pullback(u) * directions) == sum(u * tangent)` for every `u`. The equation is checked at ones,
+    where an added constant shows, and at large values of the opposite sign, where clips and branches show.
+    """
+    with backend.active.unrecorded():
+        sums = [ops.sum(ops.real(t)) for t in tangent]
+        if any(backend.active.concrete(s) is None for s in sums):
+            return
+        signs = [ops.where(ops.real(t) * s < 0, 1.0, -1.0) for t, s in zip(tangent, sums, strict=True)]
+        far = [ops.cast(-FAR * sign, t.dtype) for sign, t in zip(signs, tangent, strict=True)]
+    gradients_at_far = pullback(far)  # recorded, because a rule may take a gradient itself
+    with backend.active.unrecorded():
+        for upstream, gradients in ((ones, gradients_at_ones), (far, gradients_at_far)):
+            got, got_scale = _inner_product(gradients, directions)
+            required, required_scale = _inner_product(upstream, tangent)
+            if not agree(got, required, got_scale + required_scale):
+                raise not_linear(
+                    name, f"{got:.6g} for gradient times tangents, where a linear rule has {required:.6g}"
+                )
+
+
+def _inner_product(left: Sequence[Any], right: Sequence[Any]) -> tuple[float, float]:
+    """Return the inner product of two lists of tensors, and the sum of the absolute values of its terms."""
+    terms = [ops.cast(ops.real(ops.conj(a) * b), "float32") for a, b in zip(left, right, strict=True)]
+    return sum(float(ops.sum(term)) for term in terms), sum(float(ops.sum(ops.abs(term))) for term in terms)

@@ -1,0 +1,128 @@
+"""A nested structure as flat tensors: the primals and the output of `vjp` and `jvp`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from keras import ops, tree
+
+from multigrad import backend
+from multigrad.calculus.validation import holds_numbers, is_complex
+from multigrad.errors import describe, message, shape_text
+from multigrad.leaves import Slot, children, leaves_of, outline, split
+
+
+class FlatStructure:
+    """A nested structure whose tensors are sorted by whether they can have a gradient.
+
+    `differentiable` holds the floating and complex tensors, and `rest` all other tensors. Static leaves are
+    part of the structure.
+    """
+
+    def __init__(self, structure: Any) -> None:
+        tensors, self._layout = split(structure)
+        self._is_differentiable = [backend.active.is_differentiable(tensor) for tensor in tensors]
+        pairs = list(zip(tensors, self._is_differentiable, strict=True))
+        self.differentiable: Sequence[Any] = [tensor for tensor, is_one in pairs if is_one]
+        self.rest: Sequence[Any] = [tensor for tensor, is_one in pairs if not is_one]
+
+    def unflatten(self, differentiable: Sequence[Any]) -> Any:
+        """Return the structure with other differentiable tensors."""
+        return self._layout.join(self._merge(differentiable, self.rest))
+
+    def unflatten_with_none(self, differentiable: Sequence[Any]) -> Any:
+        """Return the structure with other differentiable tensors, and None for every other leaf."""
+        return self._layout.join_tensors_only(self._merge(differentiable, [None] * len(self.rest)))
+
+    def _merge(self, differentiable: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        next_differentiable, next_rest = iter(differentiable), iter(rest)
+        return [next(next_differentiable if is_one else next_rest) for is_one in self._is_differentiable]
+
+    def flatten_matching(self, name: str, argument: str, structure: Any) -> list[Any]:
+        """Flatten a structure like this one: return a tensor for each differentiable tensor, zeros for None.
+
+        Arguments:
+            name, argument: the function and the argument that error messages name.
+            structure: the tangents of these primals, or the upstream gradient of this output.
+        """
+        template = self.unflatten_with_none([Slot(index) for index in range(len(self.differentiable))])
+        try:
+            tree.assert_same_structure(template, structure)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                message(
+                    name,
+                    "the structures differ",
+                    argument=argument,
+                    required=outline(template),
+                    got=outline(structure),
+                    mend="pass the required structure, with None for zero",
+                )
+            ) from error
+        leaves = dict(_match_slots(template, structure))
+        return [
+            _convert_like(name, argument, tensor, leaves[index])
+            for index, tensor in enumerate(self.differentiable)
+        ]
+
+
+def _match_slots(template: Any, structure: Any) -> Iterator[tuple[int, Any]]:
+    """Yield each slot of a template with the leaf at the same position of a structure.
+
+    Dicts are matched by key, because a dict and an OrderedDict with the same keys may differ in their order.
+    """
+    if isinstance(template, (Mapping, tuple, list)):
+        parts = children(structure)
+        for key, part in children(template).items():
+            yield from _match_slots(part, parts[key])
+    else:
+        pairs = zip(leaves_of(template), leaves_of(structure), strict=True)
+        yield from [(slot, leaf) for slot, leaf in pairs if type(slot) is Slot]
+
+
+def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
+    """Convert a leaf to a tensor of the dtype of `tensor`, and check that it has the same shape."""
+    if leaf is None:
+        return ops.zeros_like(tensor)
+    if not (holds_numbers(leaf) or isinstance(leaf, int)):
+        raise TypeError(
+            message(
+                name,
+                "a leaf is not numeric",
+                argument=argument,
+                required="tensors, arrays or numbers, and None for zero",
+                got=describe(leaf),
+                mend=f"pass a tensor of shape {shape_text(tensor.shape)}",
+            )
+        )
+    given = backend.active.as_tensor(leaf)
+    if is_complex(given) and not is_complex(tensor):
+        raise TypeError(
+            message(
+                name,
+                "a complex value would lose its imaginary part",
+                argument=argument,
+                required=f"real numbers for {describe(tensor)}",
+                got=describe(leaf),
+                mend="pass the real part",
+            )
+        )
+    given = ops.cast(given, tensor.dtype)
+    required, got = backend.active.sizes(tensor.shape), backend.active.sizes(given.shape)
+    if required is not None and got is not None and not _is_compatible(required, got):
+        raise ValueError(
+            message(
+                name,
+                "the shapes differ",
+                argument=argument,
+                required=shape_text(required),
+                got=describe(given),
+                mend="pass one number per element",
+            )
+        )
+    return given
+
+
+def _is_compatible(left: Sequence[int | None], right: Sequence[int | None]) -> bool:
+    """Return whether two shapes may be equal. None is a size that is unknown while TensorFlow traces."""
+    known = [(a, b) for a, b in zip(left, right, strict=False) if a is not None and b is not None]
+    return len(left) == len(right) and all([a == b for a, b in known])

@@ -1,0 +1,169 @@
+"""Checks of the arguments and results of `grad`, `jacobian` and the like, and their error messages."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from multigrad import backend
+from multigrad.errors import describe, message, shape_text
+
+
+def require_scalar(name: str, value: Any) -> Any:
+    """Return the output of a function as a tensor. Raise if it is not a real scalar."""
+    got = describe(value)
+    if holds_numbers(value) or isinstance(value, int):
+        tensor = backend.active.as_tensor(value)
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        if tuple(ops.shape(tensor)) == () and dtype.startswith(("float", "bfloat")):
+            return tensor
+        got = f"{dtype} of shape {shape_text(ops.shape(tensor))}"
+    raise TypeError(
+        message(
+            name,
+            "the output must be a real scalar to have a gradient",
+            required="a floating value of shape ()",
+            got=got,
+            mend="reduce the output, for example with ops.sum or ops.mean, or use multigrad.jacobian",
+        )
+    )
+
+
+def require_real(name: str, tensors: Sequence[Any]) -> None:
+    """Raise if a tensor is complex. The Jacobian of a complex function is not one matrix."""
+    for tensor in tensors:
+        if is_complex(tensor):
+            raise TypeError(
+                message(
+                    name,
+                    "complex functions have no Jacobian matrix",
+                    required="real arguments and outputs",
+                    got=describe(tensor),
+                    mend="pass and return the real and the imaginary part as two tensors",
+                )
+            )
+
+
+def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Return the variables as a list. Raise if they are not a list of distinct Keras Variables."""
+    if isinstance(variables, keras.Variable):
+        raise TypeError(
+            message(
+                name,
+                "variables must be a list",
+                argument="'variables'",
+                required="a list of Keras Variables",
+                got=f"the single variable {variables.path!r}",
+                mend="pass variables=[variable]",
+            )
+        )
+    variables = list(variables)
+    for i, variable in enumerate(variables):
+        is_variable = isinstance(variable, keras.Variable)
+        if not is_variable or any(variable is earlier for earlier in variables[:i]):
+            raise TypeError(
+                message(
+                    name,
+                    "variables must be distinct Keras Variables",
+                    argument=f"'variables'[{i}]",
+                    required="Keras Variables without duplicates",
+                    got=f"variable {variable.path!r} a second time" if is_variable else describe(variable),
+                    mend="pass, for example, the trainable_variables of a model",
+                )
+            )
+    return variables
+
+
+def require_pair(name: str, result: Any) -> tuple[Any, Any]:
+    """Return the result of a function with `has_aux` as `(output, aux)`."""
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        return result[0], result[1]
+    raise TypeError(
+        message(
+            name,
+            "with has_aux=True the function must return a pair",
+            required="(output, aux)",
+            got=describe(result),
+            mend="return a pair, or omit has_aux",
+        )
+    )
+
+
+def as_index(name: str, argnum: Any) -> int:
+    """Return an element of `argnums` as an integer."""
+    try:
+        return operator.index(argnum)
+    except TypeError as error:
+        raise TypeError(
+            message(
+                name,
+                "argnums must be integers",
+                argument="'argnums'",
+                required="the position of an argument, or a tuple or list of positions",
+                got=describe(argnum),
+                mend="pass argnums=0 or argnums=(0, 1)",
+            )
+        ) from error
+
+
+def resolve_positions(name: str, argnums: Sequence[int], count: int) -> list[int]:
+    """Return `argnums` as distinct positions among `count` arguments. Negative ones count from the end."""
+    positions = [_resolve_position(name, argnum, count) for argnum in argnums]
+    for i, position in enumerate(positions):
+        if position in positions[:i]:
+            raise TypeError(
+                message(
+                    name,
+                    "argnums contains an argument twice",
+                    argument="'argnums'",
+                    required="each position once",
+                    got=f"argnums {', '.join(map(str, argnums))}",
+                    mend="remove the duplicate",
+                )
+            )
+    return positions
+
+
+def _resolve_position(name: str, argnum: int, count: int) -> int:
+    if -count <= argnum < count:
+        return argnum % count
+    raise TypeError(
+        message(
+            name,
+            "argnums is out of range",
+            argument="'argnums'",
+            required=f"a position among the {count} positional argument(s) of the call",
+            got=f"argnums {argnum}",
+            mend="pass the argument by position, or correct argnums",
+        )
+    )
+
+
+def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
+    """Return a leaf of an argument as a floating or complex tensor."""
+    if holds_numbers(leaf):
+        tensor = backend.active.as_tensor(leaf)
+        if keras.backend.standardize_dtype(tensor.dtype).startswith(("float", "bfloat", "complex")):
+            return tensor
+    raise TypeError(
+        message(
+            name,
+            "cannot differentiate with respect to this argument",
+            argument=argument,
+            required="floating or complex tensors, arrays or numbers",
+            got=describe(leaf),
+            mend="pass floats, or exclude the argument with argnums",
+        )
+    )
+
+
+def holds_numbers(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor, an array, or a Python float or complex number."""
+    return backend.active.CONVERTIBLE[type(leaf)] or isinstance(leaf, (float, complex)) or ops.is_tensor(leaf)
+
+
+def is_complex(tensor: Any) -> bool:
+    """Return whether a tensor has a complex dtype."""
+    return keras.backend.standardize_dtype(tensor.dtype).startswith("complex")

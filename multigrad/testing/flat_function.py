@@ -1,0 +1,181 @@
+"""A user's function and the variables that it reads, as a function of flat tensors with named inputs and
+outputs.
+
+`multigrad.calculus` has a flat function of its own, which keeps assignments, and supports `argnums` and an
+aux.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from multigrad import backend
+from multigrad.answer import slot_paths
+from multigrad.binding import name_of, signature_of
+from multigrad.errors import describe, distinct_names, message
+from multigrad.leaves import Layout, Refused, split
+from multigrad.testing.precision import EPSILON
+from multigrad.variables import Pinned, Reads
+
+
+class FlatFunction:
+    """A function of its differentiable inputs, which returns its differentiable outputs.
+
+    ```python
+    flat = FlatFunction(lambda x, n: {"y": x**n}, (3.0, 2), dtype="own")
+    assert flat.input_names == ["'x'"] and flat.output_names == ["output['y']"]
+    (y,) = flat(*flat.inputs)
+    print(y)  # 9.0
+    ```
+
+    The inputs are the differentiable tensors in the arguments, followed by the values of variables. To find
+    the variables and the outputs, the constructor runs the function twice. Values that the function assigns
+    to variables are discarded in every run.
+
+    Arguments:
+        fn, args: the function and its arguments. Python floats in them are inputs, as arrays are.
+        variables: Keras Variables to use as inputs. The default is the trainable variables that the function
+            reads.
+        dtype: the floating dtype to cast the arguments to; complex arguments are cast to the corresponding
+            complex dtype. With "own" the arguments keep their dtypes. The default is "own" if there are
+            variables, because layers compute in the dtype of their variables, and float64 otherwise.
+            Variables keep their dtypes.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        variables: Sequence[keras.Variable] | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        self.name = name_of(fn)
+        self._fn = fn
+        _, binding = signature_of(fn).bind(tuple(args), {})
+        named = list(zip(binding.names(), args, strict=False))
+        self._variables, self._uses_variables = self._find_variables(
+            self._split(tuple(args), named), variables
+        )
+        self._tensors, self._layout = self._split(_floats_to_tensors(tuple(args)), named)
+        paths = _paths(self._layout, [name for name, _ in named])
+        self._input_indices = [
+            i for i, tensor in enumerate(self._tensors) if backend.active.is_differentiable(tensor)
+        ]
+        if dtype is None and not self._variables:
+            dtype = "float64"
+        tensors = [_cast(self._tensors[i], dtype) for i in self._input_indices]
+        tensors += [backend.active.as_tensor(variable) for variable in self._variables]
+        self.inputs = [backend.active.snapshot(tensor) for tensor in tensors]  # detached from any tape
+        self.input_names = distinct_names(
+            [
+                *[paths[i] for i in self._input_indices],
+                *[f"variable {variable.path!r}" for variable in self._variables],
+            ]
+        )
+        self._name_outputs(args)
+
+    def _name_outputs(self, args: Sequence[Any]) -> None:
+        """Run the function once, and set `all_outputs` and `output_names`."""
+        with self._scope(self.inputs):
+            output = self._fn(*self._args(self.inputs))
+        tensors, layout = self._split(output, [("the output", output)])
+        paths = _paths(layout, ["output"], is_single=True)
+        self.all_outputs = dict(zip(paths, tensors, strict=True))
+        self.output_names = [
+            path for path, tensor in self.all_outputs.items() if backend.active.is_differentiable(tensor)
+        ]
+        if not self.inputs or not self.output_names:
+            missing = "output" if self.inputs else "argument"
+            raise TypeError(
+                message(
+                    self.name,
+                    f"no {missing} is differentiable",
+                    required=f"a floating or complex tensor in the {missing}s",
+                    got=describe(output) if self.inputs else describe(args),
+                    mend="pass floats" if missing == "argument" else "return floats",
+                )
+            )
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Return the differentiable outputs for these inputs."""
+        with self._scope(inputs):
+            return self._run(*inputs)
+
+    def compiled(self) -> Callable[..., list[Any]]:
+        """Return the same function, compiled by the framework."""
+        run = backend.active.compiled(self._run)
+
+        def run_in_scope(*inputs: Any) -> list[Any]:
+            with self._scope(inputs):
+                return run(*inputs)
+
+        return run_in_scope
+
+    def _run(self, *inputs: Any) -> list[Any]:
+        tensors, _ = split(self._fn(*self._args(inputs)))
+        return [tensor for tensor in tensors if backend.active.is_differentiable(tensor)]
+
+    def _find_variables(
+        self, arguments: tuple[Sequence[Any], Layout], variables: Sequence[keras.Variable] | None
+    ) -> tuple[list[keras.Variable], bool]:
+        """Return the variables that are inputs, and whether the function reads or assigns any variable."""
+        tensors, layout = arguments
+        with Pinned((), (), keep=False), Reads() as scope:
+            self._fn(*layout.join(tensors))
+        read = scope.read()
+        if variables is None:
+            variables = [variable for variable in read if isinstance(variable, keras.Variable)]
+        return list(variables), bool(variables or read or scope.assigned)
+
+    def _scope(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Return a scope in which variables have the values in `inputs`, and assignments are discarded."""
+        if not self._uses_variables:  # PyTorch (2.13) does not compile a rule in a scope
+            return contextlib.nullcontext()
+        return Pinned(self._variables, inputs[len(self._input_indices) :], keep=False)
+
+    def _args(self, inputs: Sequence[Any]) -> Any:
+        tensors = list(self._tensors)
+        for i, tensor in zip(self._input_indices, inputs, strict=False):
+            tensors[i] = tensor
+        return self._layout.join(tensors)
+
+    def _split(self, structure: Any, named: Sequence[tuple[str, Any]]) -> tuple[Sequence[Any], Layout]:
+        try:
+            return split(structure)
+        except Refused as refused:
+            raise refused.error(self.name, named) from None
+
+
+def _floats_to_tensors(args: tuple[Any, ...]) -> Any:
+    """Convert Python floats in the arguments to tensors, in the dtype of the first floating array."""
+    leaves = tree.flatten(args)
+    dtypes = [keras.backend.standardize_dtype(leaf.dtype) for leaf in leaves if hasattr(leaf, "dtype")]
+    dtype = next((dtype for dtype in dtypes if dtype in EPSILON), keras.config.floatx())
+    return tree.pack_sequence_as(args, [_float_to_tensor(leaf, dtype) for leaf in leaves])
+
+
+def _float_to_tensor(leaf: Any, dtype: str) -> Any:
+    if type(leaf) is float:
+        return ops.convert_to_tensor(leaf, dtype=dtype)
+    return backend.active.as_tensor(leaf) if type(leaf) is complex else leaf
+
+
+def _paths(layout: Layout, names: Sequence[str], is_single: bool = False) -> list[str]:
+    """Return the path of each tensor of a layout, such as `'x'['a']`, for messages.
+
+    `names` are the names of the entries of the layout, or of the layout itself if `is_single`.
+    """
+    templates = [layout.template] if is_single else layout.template
+    paths = sorted(slot_paths(zip(names, templates, strict=True)), key=lambda pair: pair[1])
+    return [path for path, _ in paths]
+
+
+def _cast(tensor: Any, dtype: str | None) -> Any:
+    if dtype in (None, "own"):
+        return tensor
+    if keras.backend.standardize_dtype(tensor.dtype).startswith("complex"):
+        dtype = "complex128" if dtype == "float64" else "complex64"
+    return ops.cast(tensor, dtype)

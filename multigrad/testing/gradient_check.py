@@ -1,0 +1,368 @@
+"""`check_gradients`: compare the gradients of a function with its central differences."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from multigrad import backend
+from multigrad.binding import name_of
+from multigrad.errors import distinct_names, message, unusable
+from multigrad.testing.differences import CentralDifference, Function, estimate, estimate_linear, first_step
+from multigrad.testing.flat_function import FlatFunction
+from multigrad.testing.invariants import (
+    check_compiled,
+    check_independent_calls,
+    check_linear,
+    note_on_error,
+)
+from multigrad.testing.mismatches import (
+    Mismatch,
+    disagree,
+    format_element,
+    format_number,
+    name_not_finite,
+    raise_mismatches,
+    relative_to,
+    true_elements,
+)
+from multigrad.testing.precision import (
+    EPSILON,
+    Tolerance,
+    detect_precision,
+    largest_magnitude,
+    lowest_precision,
+)
+from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_tensors
+
+_INPUT_ROUNDING = 0.4
+"""The rounding error due to the inputs, as a share of that of an output: 2 of 5 roundings."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What a successful check compared."""
+
+    precision: str
+    """The dtype that the tolerances are for: the least precise one, intermediate results included."""
+    elements: int
+    """The number of derivatives that were compared with differences, over all orders."""
+    largest: float
+    """The largest difference between a derivative and its estimate, relative to the largest derivative with
+    respect to the same input. Derivatives that are zero up to rounding are ignored."""
+    zeros: int
+    """The number of `elements` that differences cannot distinguish from zero. If it equals `elements`, a rule
+    that returns zeros passes the check, too."""
+
+
+def check_gradients(
+    fn: Callable[..., Any],
+    *args: Any,
+    order: int = 1,
+    rtol: float | None = None,
+    atol: float | None = None,
+    variables: Sequence[keras.Variable] | None = None,
+    dtype: str | None = None,
+    compiled: bool = True,
+    max_elements: int = 100,
+) -> CheckResult:
+    """Compare the gradients of a function with its central differences.
+
+    ```python
+    import numpy as np
+    from keras import ops
+    import multigrad
+    from multigrad.testing import check_gradients
+
+    @multigrad.op_custom_gradient
+    def log1pexp(x):
+        return ops.log1p(ops.exp(x)), lambda upstream: upstream * ops.sigmoid(x)
+
+    print(check_gradients(log1pexp, np.array([-1.0, 0.0, 2.0]), order=2).elements)  # 6
+    ```
+
+    The check has four parts, each with its own error message:
+
+    - Linearity: `pullback(a * u + b * v)` equals `a * pullback(u) + b * pullback(v)`, as for every
+      vector-Jacobian product.
+    - Independent calls: the pullback of a call returns the same gradients after the function was called with
+      other arguments.
+    - Differences: each element of each input is moved in both directions. The change of each output, weighted
+      by fixed pseudo-random numbers, must match its gradient. For the next order, the function is replaced by
+      the gradient of all outputs with these weights. The weights become inputs, because differentiating a
+      rule also differentiates it with respect to its upstream gradient.
+    - Compilation: the function returns the same outputs and gradients under `jax.jit`, `tf.function` or
+      `torch.compile` as in eager code. On PyTorch the compiler traces the forward and backward pass
+      (`backend="aot_eager"`) and generates no code, and ops that read variables run uncompiled.
+
+    The check fails for a function that is not differentiable at the arguments, such as `relu` at zero. It
+    also fails for a rule that differs from the derivative on purpose, such as a straight-through estimator.
+
+    Arguments:
+        fn: a function of tensors and nested structures of them, which returns a nested structure. It runs
+            many times. Values that it assigns to variables are discarded, so every run sees the same random
+            seeds.
+        args: the arguments of `fn`. It is differentiated with respect to floating and complex arrays,
+            tensors, Keras Variables and Python floats. Integers, strings and other static arguments are
+            passed unchanged. For a static float, pass a lambda or a `functools.partial`.
+        order: the highest order of derivatives. Lower orders are checked first.
+        rtol, atol: a derivative `g` agrees with a difference `d` if `abs(g - d) <= atol + rtol * abs(d)`. By
+            default, `rtol` is 1e-4 in float64 and float32, 0.05 in float16 and 0.2 in bfloat16. The default
+            `atol` is the estimated rounding error of the difference, plus `4 * eps` times the largest
+            gradient, in case the terms of a gradient cancel.
+        variables: Keras Variables that `fn` is differentiated with respect to. The default is the trainable
+            variables that it reads.
+        dtype: the floating dtype to cast the arguments to; complex arguments are cast to the corresponding
+            complex dtype. With "own" the arguments keep their dtypes. The default is "own" if there are
+            variables, which always keep their dtypes, and float64 otherwise. JAX has float64 enabled while
+            the check runs. If `fn` computes in float32 in between, the tolerances are those of float32. This
+            holds for Keras layers of float32, and for some ops of Keras (3.15) on JAX and PyTorch, such as
+            `ops.sin` on JAX. If `fn` computes in half precision in between, pass that dtype.
+        compiled: whether to check the compiled function, too. This takes longest on PyTorch, about a second.
+        max_elements: the number of elements to move in each input. If an input is larger, a generator with a
+            fixed seed selects them.
+
+    Returns:
+        An object with the `precision` that the tolerances are for, the number of `elements` compared, the
+        `largest` relative difference, and the number of `zeros`: elements that differences cannot distinguish
+        from zero. For example, next to an output of 1e8 in float32, a derivative of 1 cannot be
+        distinguished from zero.
+
+    Raises:
+        AssertionError: if a part of the check fails. The message names the argument, the element and both
+            numbers, and shows a table of the largest differences.
+        TypeError: if nothing is differentiable, or if `order` or `max_elements` is not an integer.
+        ValueError: if `order` or `max_elements` is less than 1.
+        NotImplementedError: on the NumPy and OpenVINO backends.
+
+    References:
+        Press et al., Numerical Recipes, section 5.7. `multigrad/testing/differences.py` derives the step of
+        the differences and the tolerances.
+    """
+    __tracebackhide__ = True
+    _require_positive(fn, "order", order, "1, or a higher order of derivatives", "omit it for the gradient")
+    _require_positive(
+        fn, "max_elements", max_elements, "1, or a larger number of elements", "omit it for 100"
+    )
+    with backend.active.wide():
+        with note_on_error("check_gradients called the function with float64 arguments; see its `dtype`."):
+            flat = FlatFunction(fn, args, variables, dtype)
+        result = CheckResult("float64", 0, 0.0, 0)
+        derivative = _Derivative(flat, flat.inputs, flat.input_names, flat.output_names)
+        precision = detect_precision(derivative.function, derivative.inputs)
+        for nth in range(1, order + 1):
+            next_derivative = derivative.differentiate()
+            next_precision = detect_precision(next_derivative.function, next_derivative.inputs)
+            lower_precision = max(precision, next_precision, key=EPSILON.__getitem__)
+            tolerance = Tolerance(lower_precision, rtol, atol)
+            if nth == 1:
+                _require_finite(flat)
+                check_linear(flat, tolerance)
+                check_independent_calls(flat, tolerance)
+            result = _check_differences(flat, derivative, nth, tolerance, max_elements, result)
+            if nth == 1 and compiled:
+                check_compiled(flat, tolerance)
+            derivative, precision = next_derivative, next_precision
+        return result
+
+
+def _require_positive(fn: Callable[..., Any], argument: str, number: Any, required: str, mend: str) -> None:
+    is_integer = isinstance(number, (int, np.integer))
+    if not is_integer or number < 1:
+        error = ValueError if is_integer else TypeError
+        raise unusable(error, name_of(fn), argument, required=required, got=number, mend=mend)
+
+
+def _require_finite(flat: FlatFunction) -> None:
+    """Raise if an output is not finite, because it has no differences."""
+    __tracebackhide__ = True
+    for name, output in zip(flat.output_names, map(to_numpy, flat(*flat.inputs)), strict=True):
+        for element in true_elements(~np.isfinite(output)):
+            raise AssertionError(
+                message(
+                    flat.name,
+                    f"the function is {name_not_finite([output[element]])} at these arguments",
+                    argument=name + format_element(element),
+                    required="finite outputs",
+                    got=format_number(output[element]),
+                    mend="check the function at arguments where it is finite",
+                )
+            )
+
+
+@dataclass(frozen=True)
+class _Derivative:
+    """The function, or a derivative of it, and the inputs at which it is checked."""
+
+    function: Function
+    inputs: Sequence[Any]
+    """The inputs of the function, followed by the upstream gradients of its derivatives."""
+    input_names: Sequence[str]
+    output_names: Sequence[str]
+
+    def differentiate(self) -> "_Derivative":
+        """Return the gradient of all outputs, as a function of the inputs and of the upstream gradients."""
+        outputs, input_count = self.function(*self.inputs), len(self.inputs)
+
+        def gradient(*inputs: Any) -> list[Any]:
+            _, pullback = flat_vjp(self.function, inputs[:input_count])
+            return list(pullback(inputs[input_count:]))
+
+        upstream = to_tensors(list(random_weights(outputs, seed=0)), outputs)
+        names = [*self.input_names, *[f"upstream of {name}" for name in self.output_names]]
+        return _Derivative(gradient, [*self.inputs, *upstream], distinct_names(names), self.input_names)
+
+
+def _check_differences(
+    flat: FlatFunction,
+    derivative: _Derivative,
+    nth: int,
+    tolerance: Tolerance,
+    max_elements: int,
+    result: CheckResult,
+) -> CheckResult:
+    """Compare the gradients of `derivative` with its differences, and add the comparison to `result`."""
+    __tracebackhide__ = True
+    inputs = derivative.inputs
+    outputs, pullback = flat_vjp(derivative.function, inputs)
+    weights = list(random_weights(outputs, seed=0))
+    gradients = [_gradient_of_output(pullback, outputs, weights, k) for k in range(len(outputs))]
+    term_sizes = [_term_size(inputs, gradient) for gradient in gradients]
+    comparison = _Comparison(tolerance, result.elements, result.largest, result.zeros)
+    for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
+        is_upstream = i >= len(flat.inputs)
+        chosen = _choose_elements(tuple(tensor.shape), max_elements)
+        estimates = [
+            _estimate(derivative.function, inputs, i, element, weights, tolerance, is_upstream)
+            for element in chosen
+        ]
+        steps = np.array([first_step(tolerance, abs(to_numpy(tensor)[element])) for element in chosen])
+        for k, output in enumerate(derivative.output_names):
+            by_rule = np.array([gradients[k][i][element] for element in chosen])
+            by_difference = np.array([derivatives[k] for derivatives, _ in estimates])
+            errors = np.array([errors[k] for _, errors in estimates])
+            if not is_upstream:
+                errors += _INPUT_ROUNDING * tolerance.error(term_sizes[k], steps)
+            atol = tolerance.atol(errors, largest_magnitude(*gradients[k]))
+            # Derivatives of and with respect to upstream gradients repeat those of lower orders.
+            is_counted = not is_upstream and (nth == 1 or k < len(flat.inputs))
+            comparison.add((output, name), chosen, by_rule, by_difference, atol, is_counted)
+    if comparison.mismatches:
+        _raise_differences(flat, comparison.mismatches, nth, comparison.compared, tolerance.precision)
+    precision = max(result.precision, tolerance.precision, key=EPSILON.__getitem__)
+    return CheckResult(precision, comparison.elements, comparison.largest, comparison.zeros)
+
+
+@dataclass
+class _Comparison:
+    """The mismatches between derivatives and differences, and the numbers of a `CheckResult`."""
+
+    tolerance: Tolerance
+    elements: int
+    largest: float
+    zeros: int
+    compared: int = 0
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+    def add(
+        self,
+        labels: tuple[str, str],
+        elements: Sequence[tuple[int, ...]],
+        by_rule: np.ndarray,
+        by_difference: np.ndarray,
+        atol: Any,
+        is_counted: bool,
+    ) -> None:
+        """Compare the derivatives of one output with respect to elements of one input."""
+        is_wrong = disagree(by_rule, by_difference, self.tolerance.rtol, atol) | ~np.isfinite(by_difference)
+        self.mismatches += [
+            Mismatch(labels, element, tuple(numbers))
+            for element, *numbers, wrong in zip(elements, by_rule, by_difference, is_wrong, strict=True)
+            if wrong
+        ]
+        self.compared += len(elements)
+        if is_counted:
+            self.elements += len(elements)
+            self.zeros += int(np.sum(np.abs(by_difference) <= atol))
+        size = largest_magnitude(by_difference)
+        if size > np.max(atol, initial=0.0) and not is_wrong.any():
+            difference = np.abs(by_rule - by_difference).max()
+            self.largest = max(self.largest, relative_to(difference, size))
+
+
+def _estimate(
+    function: Function,
+    inputs: Sequence[Any],
+    i: int,
+    element: tuple[int, ...],
+    weights: Sequence[np.ndarray],
+    tolerance: Tolerance,
+    is_upstream: bool,
+) -> tuple[list[Any], list[float]]:
+    """Estimate derivatives with respect to one element. Gradients are linear in upstream gradients."""
+    if is_upstream:
+        at_zero = _with_zeros(inputs, i)
+        return estimate_linear(CentralDifference(function, at_zero, i, element, weights), tolerance)
+    difference = CentralDifference(function, inputs, i, element, weights)
+    return estimate(difference, to_numpy(inputs[i])[element], lowest_precision([inputs[i]]), tolerance)
+
+
+def _with_zeros(inputs: Sequence[Any], i: int) -> list[Any]:
+    """Return the inputs with one of them replaced by zeros."""
+    return [*inputs[:i], *to_tensors([0.0 * to_numpy(inputs[i])], inputs[i : i + 1]), *inputs[i + 1 :]]
+
+
+def _gradient_of_output(
+    pullback: Callable[..., Any], outputs: Sequence[Any], weights: Sequence[np.ndarray], k: int
+) -> list[np.ndarray]:
+    """Return the gradient of the weighted sum of one output with respect to each input."""
+    upstream = [weight * (i == k) for i, weight in enumerate(weights)]
+    return [to_numpy(gradient) for gradient in pullback(to_tensors(upstream, outputs))]
+
+
+def _term_size(inputs: Sequence[Any], gradients: Sequence[np.ndarray]) -> float:
+    """Return the norm of the terms that the inputs contribute to an output, before they cancel."""
+    with np.errstate(all="ignore"):
+        terms = np.concatenate(
+            [np.abs(to_numpy(x) * g).ravel() for x, g in zip(inputs, gradients, strict=True)]
+        )
+    return float(np.linalg.norm(terms[np.isfinite(terms)]))
+
+
+def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """Return the indices of at most `count` elements."""
+    elements = list(np.ndindex(shape))
+    if len(elements) <= count:
+        return elements
+    chosen = np.random.default_rng(0).choice(len(elements), count, replace=False)
+    return [elements[i] for i in sorted(chosen)]
+
+
+def _raise_differences(
+    flat: FlatFunction, mismatches: list[Mismatch], nth: int, count: int, precision: str
+) -> NoReturn:
+    __tracebackhide__ = True
+    worst = max(mismatches, key=Mismatch.relative_difference)
+    got, required = worst.numbers
+    of_output = f" of {worst.labels[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
+    derivative = "gradient" if nth == 1 else f"derivative of order {nth}"
+    problem = f"the {derivative}{of_output} differs from the central differences"
+    mend = "correct the rule, or pass rtol and atol if the function is too steep for differences"
+    if name_not_finite([required]):
+        problem = f"the central differences{of_output} are {name_not_finite([required])}"
+        mend = "check the function at arguments around which it is finite"
+    if name_not_finite([got]):
+        problem = f"the {derivative}{of_output} is {name_not_finite([got])}"
+    raise_mismatches(
+        flat.name,
+        problem,
+        worst,
+        f"{format_number(required)} from central differences in {precision}",
+        f"{format_number(got)} from the rule",
+        mend,
+        ("output", "argument", "element", "rule", "differences", "relative"),
+        mismatches,
+        count,
+    )

@@ -1,0 +1,166 @@
+"""Checks of a rule that need no differences.
+
+A pullback is linear, it does not depend on other calls of the function, and the compiled function has the
+same outputs and gradients as the eager function.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from multigrad.testing.flat_function import FlatFunction
+from multigrad.testing.mismatches import (
+    GRADIENT_PREFIX,
+    Mismatch,
+    disagree,
+    format_number,
+    raise_mismatches,
+    true_elements,
+)
+from multigrad.testing.precision import Tolerance, largest_magnitude
+from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_tensors
+
+_NEARBY = 1.0 - 2.0**-12
+"""The factor between the arguments of two calls: beyond rounding, and within the domain of most functions."""
+
+
+@contextlib.contextmanager
+def note_on_error(note: str) -> Iterator[None]:
+    """Add a note to an exception that the user's function raises."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
+
+
+def check_linear(flat: FlatFunction, tolerance: Tolerance) -> None:
+    """Check that the pullback is linear in its upstream gradient, at elements where it is finite."""
+    __tracebackhide__ = True
+    outputs, pullback = flat_vjp(flat, flat.inputs)
+    u, v = (list(random_weights(outputs, seed)) for seed in (1, 2))
+    # Large factors reveal a clip or an offset. Smaller ones do not overflow in half precision.
+    a, b = 3.0, -4e4 if tolerance.precision in ("float32", "float64") else -40.0
+    combined = [a * x + b * y for x, y in zip(u, v, strict=True)]
+    pulled_u, pulled_v, pulled_combined = (
+        [to_numpy(gradient) for gradient in pullback(to_tensors(upstream, outputs))]
+        for upstream in (u, v, combined)
+    )
+    mismatches, count = [], 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = [a * x + b * y for x, y in zip(pulled_u, pulled_v, strict=True)]
+        terms = [np.abs(a * x) + np.abs(b * y) for x, y in zip(pulled_u, pulled_v, strict=True)]
+        output_terms = [np.abs(w * to_numpy(y)) for w, y in zip(combined, outputs, strict=True)]
+    noise = tolerance.noise * largest_magnitude(*terms, *output_terms)
+    for name, term, required, got in zip(flat.input_names, terms, sums, pulled_combined, strict=True):
+        count += got.size
+        is_finite = np.isfinite(got) & np.isfinite(required)
+        size = float(np.max(term, where=is_finite, initial=0.0))
+        atol = tolerance.rounding * size + noise
+        is_wrong = is_finite & disagree(got, required, tolerance.rounding, atol)
+        mismatches += _mismatches(name, got, required, is_wrong)
+    if mismatches:
+        worst = max(mismatches, key=Mismatch.relative_difference)
+        got_text, required_text = map(format_number, worst.numbers)
+        raise_mismatches(
+            flat.name,
+            "the rule is not linear in its upstream gradient",
+            worst,
+            f"{required_text}, which is {a:g} * pullback(u) {b:+g} * pullback(v)",
+            f"{got_text}, which is pullback({a:g} * u {b:+g} * v)",
+            "multiply the upstream gradient by factors that do not depend on it, and add nothing to it",
+            ("argument", "element", "pullback of sum", "sum of pullbacks", "relative"),
+            mismatches,
+            count,
+        )
+
+
+def check_independent_calls(flat: FlatFunction, tolerance: Tolerance) -> None:
+    """Check that the pullback of a call does not change when the function is called again."""
+    __tracebackhide__ = True
+    outputs, pullback = flat_vjp(flat, flat.inputs)
+    upstream = to_tensors(list(random_weights(outputs, seed=1)), outputs)
+    before = list(map(to_numpy, pullback(upstream)))
+    _call_with_other_arguments(flat)
+    after = list(map(to_numpy, pullback(upstream)))
+    limit = 10.0 * tolerance.noise  # threads may add in a different order
+    mismatches, count = [], 0
+    for name, required, got in zip(flat.input_names, before, after, strict=True):
+        count += got.size
+        is_wrong = disagree(got, required, limit, limit * largest_magnitude(*before))
+        is_wrong &= (np.isfinite(got) | np.isfinite(required)) & (got != required)
+        mismatches += _mismatches(name, got, required, is_wrong)
+    if mismatches:
+        worst = max(mismatches, key=Mismatch.relative_difference)
+        got_text, required_text = map(format_number, worst.numbers)
+        raise_mismatches(
+            flat.name,
+            "the gradient of a call changes when the function is called again",
+            worst,
+            f"{required_text}, the gradient before the second call",
+            f"{got_text} after it",
+            "close over values that the call itself computed, and read no state that other calls change",
+            ("argument", "element", "after", "before", "relative"),
+            mismatches,
+            count,
+        )
+
+
+def _call_with_other_arguments(flat: FlatFunction) -> None:
+    """Call the function with permuted arguments, so that signs and the position of the maximum change.
+
+    If the function raises, call it with nearby arguments instead.
+    """
+    nearby = [to_numpy(tensor) * _NEARBY for tensor in flat.inputs]
+    try:
+        flat(*to_tensors([np.roll(array, 1) for array in nearby], flat.inputs))
+    except Exception:  # noqa: BLE001 - a function may reject arguments with any exception
+        flat(*to_tensors(nearby, flat.inputs))
+
+
+def check_compiled(flat: FlatFunction, tolerance: Tolerance) -> None:
+    """Check that the compiled function has the outputs and gradients of the eager function."""
+    __tracebackhide__ = True
+    with note_on_error("check_gradients compiled the function; pass compiled=False to skip that."):
+        eager, compiled = (_outputs_and_gradients(flat, function) for function in (flat, flat.compiled()))
+    mismatches, count = [], 0
+    largest = largest_magnitude(*eager.values())
+    for name, required in eager.items():
+        got = compiled[name]
+        count += got.size
+        noise = 0.0 if name in flat.output_names else tolerance.noise * largest
+        atol = tolerance.rounding * largest_magnitude(required) + noise
+        is_wrong = disagree(got, required, tolerance.rounding, atol)
+        is_wrong &= ~(np.isnan(got) & np.isnan(required)) & (got != required)
+        mismatches += _mismatches(name, got, required, is_wrong)
+    if mismatches:
+        worst = max(mismatches, key=Mismatch.relative_difference)
+        got_text, required_text = map(format_number, worst.numbers)
+        raise_mismatches(
+            flat.name,
+            "the compiled function differs from the eager function",
+            worst,
+            f"{required_text} from the eager function",
+            f"{got_text} from the compiled function",
+            "do not branch on whether the function is compiled, on Python state, or on values of tensors",
+            ("name", "element", "compiled", "eager", "relative"),
+            mismatches,
+            count,
+        )
+
+
+def _outputs_and_gradients(
+    flat: FlatFunction, function: Callable[..., Sequence[Any]]
+) -> dict[str, np.ndarray]:
+    """Return the outputs and gradients of `function` by name. It is `flat` or its compiled version."""
+    outputs, pullback = flat_vjp(function, flat.inputs)
+    gradients = pullback(to_tensors(list(random_weights(outputs, seed=0)), outputs))
+    by_output = zip(flat.output_names, map(to_numpy, outputs), strict=True)
+    by_input = zip(flat.input_names, map(to_numpy, gradients), strict=True)
+    return dict(by_output) | {f"{GRADIENT_PREFIX}{name}": gradient for name, gradient in by_input}
+
+
+def _mismatches(name: str, got: np.ndarray, required: np.ndarray, is_wrong: np.ndarray) -> list[Mismatch]:
+    return [Mismatch((name,), e, (got[e], required[e])) for e in true_elements(is_wrong)]

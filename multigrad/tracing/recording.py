@@ -1,0 +1,202 @@
+"""How calls are recorded while a trace is open.
+
+`recording` replaces `custom_gradient.apply`, so that every call of an op becomes a `_RecordedCall`: a call
+that also reports its values to a `_CallRecorder`. The function, the rule and the backend's part of the call
+are the same as outside of a trace. While no trace is open, `custom_gradient.apply` is the backend's own
+function, so ops have no overhead.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from multigrad import backend, custom_gradient
+from multigrad.answer import slot_paths
+from multigrad.errors import distinct_names
+from multigrad.tracing.process_wide import Shared
+from multigrad.tracing.records import CallRecord, Values
+
+if TYPE_CHECKING:
+    from multigrad.tracing.trace import Trace
+
+OPEN_TRACES: ContextVar[tuple["Trace", ...]] = ContextVar("open traces", default=())
+"""The traces that are open in this thread or task, outermost first."""
+
+_ENCLOSING: ContextVar["_CallRecorder | _RerunRecorder | None"] = ContextVar("enclosing call", default=None)
+"""The recorder of the call whose function or rule is running."""
+
+
+@contextlib.contextmanager
+def _record_calls() -> Iterator[None]:
+    """Record the calls of ops in the contexts that have an open trace."""
+    apply = custom_gradient.apply
+
+    def apply_recorded(call: custom_gradient.Call, tensors: Sequence[Any]) -> Any:
+        return apply(_RecordedCall(call) if OPEN_TRACES.get() else call, tensors)
+
+    custom_gradient.apply = apply_recorded
+    try:
+        yield
+    finally:
+        custom_gradient.apply = apply
+
+
+recording = Shared(_record_calls)
+"""Records calls while any thread is inside it. It replaces `custom_gradient.apply` once for all threads."""
+
+
+class _RecordedCall(custom_gradient.Call):
+    """A call that is recorded."""
+
+    __slots__ = ("_recorder",)
+    _recorder: "_CallRecorder"
+
+    def __init__(self, call: custom_gradient.Call) -> None:
+        super().__init__(call.f, call.back, call.options)
+
+    def run(
+        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, place: Any = None
+    ) -> custom_gradient.Ran:
+        """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
+        enclosing = _ENCLOSING.get()
+        recorder = enclosing.recorder_of(self.name) if enclosing else _CallRecorder(self.name)
+        self._recorder = recorder
+        with _enclosed_by(_RerunRecorder(recorder) if recorder.has_run else recorder):
+            outputs, rule, inputs, back = super().run(tensors, f, place)
+        if not recorder.has_run:
+            recorder.record_run(back, inputs, outputs)
+        return outputs, rule, inputs, _RecordedPullback(back, recorder)
+
+    def run_again(self, inputs: Sequence[Any], first: custom_gradient.Pullback) -> custom_gradient.Ran:
+        """Run the function again for a second derivative. Ops in it are not recorded a second time."""
+        with _enclosed_by(_RerunRecorder(self._recorder)):
+            return super().run_again(inputs, first)
+
+
+class _RecordedPullback(custom_gradient.Pullback):
+    """The pullback of a recorded call."""
+
+    def __init__(self, back: custom_gradient.Pullback, recorder: "_CallRecorder") -> None:
+        self.__dict__ |= vars(back)
+        self._back, self._recorder = back, recorder
+
+    @property
+    def untraced(self) -> custom_gradient.Pullback:
+        """The pullback without recording, for runs of the rule that are not steps of the backward pass."""
+        return self._back
+
+    def pull(
+        self,
+        rule: Callable[..., Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        specs: list[backend.Spec | None],
+    ) -> Sequence[Any]:
+        """Run the rule and record its gradients."""
+        with _enclosed_by(self._recorder):
+            gradients = self._back.pull(rule, upstream, needed, specs)
+        self._recorder.record_step(upstream, gradients)
+        return gradients
+
+
+@contextlib.contextmanager
+def _enclosed_by(recorder: "_CallRecorder | _RerunRecorder") -> Iterator[None]:
+    token = _ENCLOSING.set(recorder)
+    try:
+        yield
+    finally:
+        _ENCLOSING.reset(token)
+
+
+class _CallRecorder:
+    """Adds one call of an op, and the steps of its rule, to the traces that are open at the call.
+
+    It holds no tensors, because tensors may be traced: `backend.active.observe` delivers their values, once
+    or several times. Under `jax.vmap`, one call adds one `CallRecord` for each example, and the steps arrive
+    in the order of the examples.
+    """
+
+    def __init__(self, op: str, within: str | None = None) -> None:
+        self.op, self._within = op, within
+        self.has_run = False
+        self.nested: list[_CallRecorder] = []
+        """The recorders of the ops that the function called, followed by those that the rule called."""
+        self._records: list[tuple[Trace, list[CallRecord], Iterator[int]]] = [
+            (trace, [], itertools.count()) for trace in OPEN_TRACES.get()
+        ]
+        """For each trace: the records of this call, and a counter of its steps."""
+
+    def recorder_of(self, op: str) -> "_CallRecorder":
+        """Return the recorder of an op that this call's function or rule calls."""
+        self.nested.append(_CallRecorder(op, self.op))
+        return self.nested[-1]
+
+    def record_run(
+        self, back: custom_gradient.Pullback, inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
+        """Record the inputs and outputs of the function as soon as they have values."""
+        self.has_run = True
+        self._input_paths, self._output_paths = _input_paths(back), _output_paths(back)
+
+        def add(values: Sequence[np.ndarray | None]) -> None:
+            input_values, output_values = self._split_by_path(values)
+            for trace, records, _ in self._records:
+                if trace.open:
+                    records.append(trace.add_call(self.op, self._within, input_values, output_values))
+
+        _observe(add, [*inputs, *outputs])
+
+    def record_step(self, upstream: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Record the gradients of the rule as soon as they have values."""
+
+        def add(values: Sequence[np.ndarray | None]) -> None:
+            downstream_values, upstream_values = self._split_by_path(values)
+            for trace, records, step_count in self._records:
+                if trace.open and records:
+                    record = records[next(step_count) % len(records)]
+                    trace.add_step(record, upstream_values, downstream_values)
+
+        _observe(add, [*gradients, *upstream])
+
+    def _split_by_path(self, values: Sequence[np.ndarray | None]) -> tuple[Values, Values]:
+        """Return the values of inputs and those of outputs, each by path."""
+        count = len(self._input_paths)
+        by_input = dict(zip(self._input_paths, values[:count], strict=True))
+        return by_input, dict(zip(self._output_paths, values[count:], strict=True))
+
+
+class _RerunRecorder:
+    """Stands for the recorder of a call whose function runs again: ops in it keep their first recorder."""
+
+    def __init__(self, recorder: _CallRecorder) -> None:
+        self._recorder, self._nested = recorder, iter(tuple(recorder.nested))
+
+    def recorder_of(self, op: str) -> _CallRecorder:
+        """Return the recorder that the op has from the first run."""
+        return next(self._nested, None) or self._recorder.recorder_of(op)
+
+
+def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: Sequence[Any]) -> None:
+    """Call `callback` with the values of tensors, and None for each None, when they are known."""
+    is_present = [tensor is not None for tensor in tensors]
+
+    def with_none(*values: np.ndarray) -> None:
+        remaining = iter(values)
+        callback([next(remaining) if present else None for present in is_present])
+
+    backend.active.observe(with_none, [tensor for tensor in tensors if tensor is not None])
+
+
+def _input_paths(back: custom_gradient.Pullback) -> list[str]:
+    named = zip(back.binding.names(), back.arguments.template, strict=True)
+    slots = {slot: path.replace("'", "", 2) for path, slot in slot_paths(named)}
+    return distinct_names([*[slots[index] for index in sorted(slots)], *back.variables.names()])
+
+
+def _output_paths(back: custom_gradient.Pullback) -> list[str]:
+    slots = {slot: path for path, slot in slot_paths([("output", back.output.template)])}
+    return [slots[index] for index in sorted(slots)]

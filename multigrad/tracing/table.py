@@ -1,0 +1,91 @@
+"""`str(trace)`: a trace as a text table with one row per step, followed by its warnings."""
+
+import io
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from rich.console import Console
+from rich.table import Table
+
+from multigrad.tracing.records import CallRecord, StepRecord, Values, summarize
+
+COLUMNS = ("call", "x", "output", "upstream", "current", "downstream")
+_WIDTH = 10_000  # wide enough that rich never wraps or truncates a row
+
+
+def format_table(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> str:
+    """Format the steps in their order, then the calls that received no gradient, then all flags."""
+    if not calls:
+        return "No op was called in this trace."
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column(COLUMNS[0])
+    for column in COLUMNS[1:]:
+        table.add_column(column, justify="right")
+    calls_with_gradient = {id(step.call) for step in steps}
+    for step in steps:
+        _add_rows(table, step.call, step)
+    for call in calls:
+        if id(call) not in calls_with_gradient:
+            _add_rows(table, call, None)
+    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_jupyter=False)
+    console.print(table)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    flags = list(_flag_lines(calls, steps))
+    return "\n".join([*lines, *([""] if flags else []), *flags])
+
+
+def _flag_lines(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> Iterator[str]:
+    for call in calls:
+        yield from (f"{call.title}: {flag}" for flag in call.flags)
+    for step in steps:
+        yield from (f"{step.call.title}: {flag}" for flag in step.flags)
+
+
+def _add_rows(table: Table, call: CallRecord, step: StepRecord | None) -> None:
+    """Add a row for each pair of an input and an output, and at least one row."""
+    title = call.title if call.within is None else f"{call.title}, in {call.within}"
+    pairs = list(zip_longest(call.inputs, call.outputs)) or [(None, None)]
+    for row, (input_path, output_path) in enumerate(pairs):
+        x = _cell(call.inputs, input_path, with_path=len(call.inputs) > 1)
+        y = _cell(call.outputs, output_path, with_path=len(call.outputs) > 1)
+        gradients = ("", "", "")
+        if step is not None:
+            current = step.current.get(input_path) if input_path is not None else None
+            gradients = (
+                _cell(step.upstream, output_path),
+                "" if current is None else format_number(current),
+                _cell(step.downstream, input_path),
+            )
+        elif row == 0:
+            gradients = ("no gradient", "", "")
+        table.add_row(title if row == 0 else "", x, y, *gradients)
+
+
+def _cell(values: Values, path: str | None, with_path: bool = False) -> str:
+    if path is None:
+        return ""
+    text = format_value(values, path)
+    return f"{path}: {text}" if with_path else text
+
+
+def format_value(values: Values, path: str) -> str:
+    """Format a scalar as its number, and other arrays as lines of shape, mean, largest value and zeros."""
+    array = values[path]
+    if array is None:
+        return "none"
+    summary = summarize(array)
+    if summary.value is not None:
+        return format_number(summary.value)
+    lines = [str(summary.shape)]
+    if summary.mean is not None:
+        lines.append(f"mean {format_number(summary.mean)}")
+    if summary.largest is not None:
+        lines.append(f"largest {format_number(summary.largest)}")
+    if summary.zeros is not None:
+        lines.append(f"{100 * summary.zeros:.3g} % zeros")
+    return "\n".join(lines)
+
+
+def format_number(number: float | complex) -> str:
+    """Format a number with 4 significant digits, or 6 if it is complex."""
+    return f"{number:.6g}" if isinstance(number, complex) else f"{number:.4g}"

@@ -1,0 +1,174 @@
+"""`trace_gradients`, and the `Trace` that it returns."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from multigrad import backend
+from multigrad.errors import message
+from multigrad.tracing.recording import OPEN_TRACES, recording
+from multigrad.tracing.records import CallRecord, StepRecord, Values, as_dict, largest_magnitude
+from multigrad.tracing.table import format_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Trace:
+    """The calls and steps that a `trace_gradients` context recorded. `print` shows them as a table."""
+
+    def __init__(self, exploding: float) -> None:
+        self.calls: list[CallRecord] = []
+        """Each call of an op, in the order in which the calls returned."""
+        self.steps: list[StepRecord] = []
+        """Each run of a rule, in order."""
+        self.open = True
+        """Whether the context is still active."""
+        self._exploding = exploding
+        self._lock = threading.Lock()  # PyTorch may run rules in a thread of its own
+
+    def add_call(self, op: str, within: str | None, inputs: Values, outputs: Values) -> CallRecord:
+        """Record that the function of an op ran."""
+        with self._lock:
+            call = CallRecord(op, len(self.calls) + 1, within, inputs, outputs)
+            self.calls.append(call)
+        return call
+
+    def add_step(self, call: CallRecord, upstream: Values, downstream: Values) -> None:
+        """Record that the rule of a call ran."""
+        with self._lock:
+            first_upstream = largest_magnitude(self.steps[0].upstream) if self.steps else None
+            self.steps.append(StepRecord(call, upstream, downstream, self._exploding, first_upstream))
+
+    def __str__(self) -> str:
+        return format_table(self.calls, self.steps)
+
+    def __repr__(self) -> str:
+        return f"<Trace: {len(self.calls)} calls, {len(self.steps)} steps>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trace as a dict that `json.dumps` accepts.
+
+        ```python
+        import json
+        import multigrad
+
+        square = multigrad.op_custom_gradient(lambda x: (x * x, lambda upstream: upstream * 2.0 * x))
+        with multigrad.trace_gradients() as trace:
+            multigrad.grad(square)(3.0)
+        text = json.dumps(trace.to_dict())
+        print(trace.to_dict()["steps"][0]["downstream"]["x"]["value"])  # 6.0
+        ```
+
+        Returns:
+            A dict with the lists `"calls"` and `"steps"`. An entry of `"calls"` has the keys `"op"`, `"call"`
+            (its number), `"within"`, `"inputs"`, `"outputs"` and `"flags"`. An entry of `"steps"` has the
+            keys `"op"`, `"call"`, `"upstream"`, `"current"`, `"downstream"` and `"flags"`. Each tensor is a
+            dict under its path, with `"shape"`, `"dtype"`, `"mean"`, `"largest"`, `"zeros"` (a fraction),
+            `"nans"`, `"infinities"` (counts) and, for a scalar, `"value"`. None stands for a missing
+            gradient. NaN, Inf and complex numbers are strings such as `"nan"` and `"-inf"`, which `float`
+            and `complex` parse.
+        """
+        return as_dict(self.calls, self.steps)
+
+    def plot(self, calls: Sequence[int] | None = None) -> "Figure":
+        """Draw the calls as a chain, with their values and gradients.
+
+        ```python
+        import multigrad
+
+        square = multigrad.op_custom_gradient(lambda x: (x * x, lambda upstream: upstream * 2.0 * x))
+        with multigrad.trace_gradients() as trace:
+            multigrad.grad(lambda x: square(square(x)))(3.0)
+        figure = trace.plot()
+        ```
+
+        Values flow down on the left. Gradients flow up on the right, as arrows whose width and colour show
+        the logarithm of the largest absolute value. An arrow has a gap if the two calls are not adjacent,
+        because another operation lies between them. Anything with a flag is red.
+
+        Arguments:
+            calls: the numbers of the calls to draw. The default is all calls that no other op made.
+
+        Returns:
+            A `matplotlib.figure.Figure`. If the rule of a call ran several times, its first step is drawn.
+
+        Raises:
+            ImportError: if matplotlib is not installed.
+            ValueError: if the trace has no call with one of these numbers, or no calls.
+        """
+        from multigrad.tracing.plot import draw_trace  # matplotlib is an optional dependency
+
+        return draw_trace(self.calls, self.steps, calls)
+
+
+@contextlib.contextmanager
+def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
+    """Record the values and gradients of every op that is called in a context.
+
+    ```python
+    from multigrad import grad, op_custom_gradient, trace_gradients
+
+    @op_custom_gradient
+    def square(x):
+        return x ** 2, lambda upstream: upstream * 2.0 * x
+
+    with trace_gradients() as trace:
+        grad(lambda x: square(square(square(x))))(2.0)
+    print(trace)
+    # call        x   output   upstream   current   downstream
+    # 3 square   16      256          1        32           32
+    # 2 square    4       16         32         8          256
+    # 1 square    2        4        256         4         1024
+    ```
+
+    The column `current` is the derivative of the op, `downstream / upstream`, if both are scalars. Warnings
+    about NaN, Inf, zero or exploding gradients follow the table.
+
+    - The trace records calls that are made in the context and in its thread. It records gradients of these
+      calls that are computed while the context is active, in any thread. Each run of a rule is one step, so a
+      second derivative adds steps.
+    - Compiled functions (`jax.jit`, `tf.function`, `torch.compile`, and `fit`) run uncompiled in the context,
+      even if they were compiled before. They are slower, and results may differ by rounding. TensorFlow and
+      PyTorch disable compilation for all threads. TensorFlow warns that functions in `tf.data` stay compiled.
+    - Traces can be nested. Each of them records.
+    - Calls without values are not recorded: calls with symbolic tensors, exported functions, and functions
+      that TensorFlow vectorizes (`tf.vectorized_map`, `tape.jacobian`).
+    - Under `jax.vmap` each example is a call; under `torch.func.vmap` the batch is one call.
+    - Forward mode computes no gradients, so it adds no steps. On JAX, ops with `forward_mode=True` add no
+      steps in reverse mode either. `multigrad.jvp` runs the rules in order to transpose them, so it adds
+      steps.
+    - The trace copies all values to host memory and keeps them. Ops have no overhead outside of the context.
+
+    Arguments:
+        exploding: flag a gradient as exploding if its largest absolute value exceeds, by this factor, that of
+            the upstream gradient of the step or of the first step.
+
+    Returns:
+        A context manager that returns a `Trace`. Its `calls` and `steps` contain NumPy arrays.
+        `print(trace)` shows a table, `trace.to_dict()` returns plain data, and `trace.plot()` draws a figure.
+
+    Raises:
+        RuntimeError: if it is called in a function that is being compiled.
+
+    Exceptions in the context propagate. The trace keeps what it recorded before.
+    """
+    if backend.active.is_compiling():
+        raise RuntimeError(
+            message(
+                "trace_gradients",
+                "a trace cannot be opened in a function that is being compiled, because it has no values",
+                required="code that runs eagerly",
+                got="a function under jax.jit, tf.function or torch.compile",
+                mend="open the trace around the call of the compiled function",
+            )
+        )
+    trace = Trace(exploding)
+    token = OPEN_TRACES.set((*OPEN_TRACES.get(), trace))
+    try:
+        with backend.active.uncompiled(), recording:
+            yield trace
+    finally:
+        trace.open = False
+        OPEN_TRACES.reset(token)
