@@ -339,12 +339,25 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
             return _split(leaf, tensors, whole)
 
         return rebuild(part, take)
+    if kind == _SPARSE and _inferring_shapes():
+        tensors.append(ops.convert_to_tensor(part, sparse=False))
+        return Slot(len(tensors) - 1)
     if kind == _CONVERTED:
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in NO_NUMBERS:
             return part
         tensors.append(backend.active.as_tensor(part))
         return Slot(len(tensors) - 1)
     raise (Symbolic if kind == _SYMBOLIC else Refused)(part, *_REFUSALS[kind])
+
+
+def _inferring_shapes() -> bool:
+    """Return whether Keras runs this code on placeholders, to infer the shape of a layer's output.
+
+    Keras (3.15) says that `2.0 * x` of a KerasTensor is sparse, so the placeholder of a layer behind it is
+    sparse. When the layer runs, its input is dense.
+    """
+    with keras.SymbolicScope() as scope:
+        return scope.original_scope is not None
 
 
 _REFUSALS = {
