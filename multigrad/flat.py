@@ -364,8 +364,8 @@ def _operands(structure: Any) -> Any:
 
 
 def _holds_numbers(leaf: Any) -> bool:
-    kind = type(leaf)
-    return backend.active.CONVERTIBLE[kind] or isinstance(leaf, (float, complex)) or ops.is_tensor(leaf)
+    kind, framework = type(leaf), backend.active
+    return framework.TENSORS[kind] or framework.CONVERTIBLE[kind] or isinstance(leaf, (float, complex))
 
 
 def _differentiable(name: str, argument: str, leaf: Any) -> Any:

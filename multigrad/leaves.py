@@ -18,7 +18,7 @@ from multigrad import backend
 from multigrad.behind import may_hold
 from multigrad.errors import message
 
-_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _SYMBOLIC, _WRITTEN = range(7)
+_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _WRITTEN = range(8)
 
 NO_NUMBERS = "OSUMm"
 """The kinds of NumPy's dtypes that are no tensor's: of objects, text and times."""
@@ -40,7 +40,7 @@ def _kind(leaf: Any) -> int:
         elif backend.active.STAND_INS[kind]:
             found = _WRITTEN
         elif ops.is_tensor(leaf):  # a tensor to Keras, and not the dense one of the framework
-            found = _SPARSE
+            found = _RAGGED if hasattr(kind, "nested_row_splits") else _SPARSE
         else:
             found = _NESTED if tree.is_nested(leaf) else _STATIC
         if found != _STATIC or kind.__module__ == "builtins":  # other classes may be made in every call
@@ -365,6 +365,12 @@ _REFUSALS = {
         "a sparse tensor has no gradient that a rule could return on every backend",
         "a dense tensor",
         "pass its values as a dense tensor",
+    ),
+    _RAGGED: (
+        "a ragged tensor cannot be the argument or output of an op",
+        "a dense tensor",
+        "call tf.ragged.map_flat_values(op, x) if the op computes each value from that value alone; "
+        "otherwise pad x with x.to_tensor()",
     ),
     _SYMBOLIC: (
         "there is a symbolic tensor where the op was given none, or is being run",
