@@ -300,7 +300,12 @@ class _Reader:
             if doubt == _UNFIT:
                 raise _Misfit(path, "None or zero, because it has no gradient", entry)
             fit.doubt = max(fit.doubt, doubt)
-        elif _is_lazy(template, entry):
+        # Dynamo (PyTorch 2.13) can tell neither of a dict nor of a list whether it is callable.
+        elif (
+            not (isinstance(entry, (dict, list)) or _TENSORS[type(entry)])
+            and callable(entry)
+            and not _has_structure_of(template, entry)
+        ):
             lazy = _Lazy(entry, self, path, template)
             fit.update((slot, lazy) for _, slot in slot_paths([(path, template)]))
         elif of_tensor:
@@ -375,17 +380,10 @@ class _Reader:
         )
 
 
-def _is_lazy(template: Any, entry: Any) -> bool:
-    """Return whether an entry is to be called for the gradient of this part of the arguments.
-
-    A container that can be called, such as a namedtuple with `__call__`, is the gradient itself where it has
-    the structure of the argument.
-    """
-    # Dynamo (PyTorch 2.13) can tell neither of a dict nor of a list whether it is callable.
-    if isinstance(entry, (dict, list)) or _TENSORS[type(entry)] or not callable(entry):
-        return False
+def _has_structure_of(template: Any, entry: Any) -> bool:
+    """Return whether an entry that can be called, such as a namedtuple with `__call__`, is not lazy."""
     nested = type(template) is not Slot and tree.is_nested(entry)
-    return not (nested and children(entry).keys() == children(template).keys())
+    return nested and children(entry).keys() == children(template).keys()
 
 
 def _is_broadcast(shape: Shape, original: Shape) -> bool:

@@ -301,11 +301,9 @@ def of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor |
     PyTorch has zeros for an integer output, where the rule gets None. Behind an op, a lookup such as
     `torch.nn.Embedding(sparse=True)` has a sparse gradient, with which Keras cannot compute.
     """
-    return tuple([_dense(u) if u is not None and FLOATING[u.dtype] else None for u in upstream])
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
+    return tuple(
+        [None if u is None or not FLOATING[u.dtype] else u.to_dense() if u.is_sparse else u for u in upstream]
+    )
 
 
 class _Refused(torch.autograd.Function):
