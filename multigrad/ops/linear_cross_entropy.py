@@ -58,6 +58,8 @@ def linear_cross_entropy(
 
     ```python
     import keras
+    import numpy as np
+    from multigrad.ops import linear_cross_entropy
 
     class TiedLoss(keras.losses.Loss):
         def __init__(self, embedding):

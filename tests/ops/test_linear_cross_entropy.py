@@ -179,7 +179,7 @@ def test_training_in_mixed_precision():
         ({"features": np.ones((2, 3, 4), "int32")}, TypeError, "'features'"),
         ({"features": X[..., :3]}, ValueError, "'features'"),
         ({"kernel": W[0]}, ValueError, "'kernel'"),
-        ({"labels": Y * 1.0}, TypeError, "'labels'"),
+        ({"labels": Y + 0.5}, TypeError, "'labels'"),
         ({"labels": Y[0]}, ValueError, "'labels'"),
         ({"labels": Y + 2}, ValueError, "labels from 2 to 8"),
         ({"labels": Y - 1}, ValueError, "labels from -1 to 5"),
