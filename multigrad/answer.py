@@ -15,6 +15,7 @@ from multigrad import backend
 from multigrad.backend import Spec
 from multigrad.errors import describe, message, shape_text
 from multigrad.leaves import Layout, Slot, children, outline
+from multigrad.variables import Variables
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 
@@ -364,6 +365,8 @@ class _Reader:
                     mend="return one entry by the name of each differentiable argument, None for zero",
                 )
             )
+        if isinstance(self._binding, Variables):
+            return self._wrong_number_for_variables(answer)
         required = [f"one entry per argument: {', '.join(self._binding.names()) or 'none'}"]
         if len(differentiable) < len(named):
             required.append(f"one per differentiable argument: {', '.join(differentiable)}")
@@ -376,6 +379,21 @@ class _Reader:
                 required="; or ".join(required),
                 got=_extent(answer),
                 mend="return a tuple of gradients, None for those that are zero",
+            )
+        )
+
+    def _wrong_number_for_variables(self, answer: Any) -> TypeError:
+        """Return the error for `gradients_of_variables` of another length than `variables`."""
+        names = ", ".join(self._binding.names())
+        return TypeError(
+            message(
+                self._op,
+                "the rule returned the wrong number of gradients of variables",
+                required=f"one entry per trainable variable that the function reads: {names}"
+                if names
+                else "an empty list: the function reads no trainable variable, as when its layer is frozen",
+                got=_extent(answer),
+                mend="return one entry for each of `variables`, as in `[... for v in variables]`",
             )
         )
 
