@@ -15,6 +15,7 @@ from multigrad import backend
 from multigrad.backend import Spec
 from multigrad.errors import describe, message, shape_text
 from multigrad.leaves import Layout, Slot, children, outline
+from multigrad.variables import Variables
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 
@@ -301,7 +302,11 @@ class _Reader:
                 raise _Misfit(path, "None or zero, because it has no gradient", entry)
             fit.doubt = max(fit.doubt, doubt)
         # Dynamo (PyTorch 2.13) can tell neither of a dict nor of a list whether it is callable.
-        elif not (isinstance(entry, (dict, list)) or _TENSORS[type(entry)]) and callable(entry):
+        elif (
+            not (isinstance(entry, (dict, list)) or _TENSORS[type(entry)])
+            and callable(entry)
+            and not _has_structure_of(template, entry)
+        ):
             lazy = _Lazy(entry, self, path, template)
             fit.update((slot, lazy) for _, slot in slot_paths([(path, template)]))
         elif of_tensor:
@@ -360,6 +365,8 @@ class _Reader:
                     mend="return one entry by the name of each differentiable argument, None for zero",
                 )
             )
+        if isinstance(self._binding, Variables):
+            return self._wrong_number_for_variables(answer)
         required = [f"one entry per argument: {', '.join(self._binding.names()) or 'none'}"]
         if len(differentiable) < len(named):
             required.append(f"one per differentiable argument: {', '.join(differentiable)}")
@@ -374,6 +381,27 @@ class _Reader:
                 mend="return a tuple of gradients, None for those that are zero",
             )
         )
+
+    def _wrong_number_for_variables(self, answer: Any) -> TypeError:
+        """Return the error for `gradients_of_variables` of another length than `variables`."""
+        names = ", ".join(self._binding.names())
+        return TypeError(
+            message(
+                self._op,
+                "the rule returned the wrong number of gradients of variables",
+                required=f"one entry per trainable variable that the function reads: {names}"
+                if names
+                else "an empty list: the function reads no trainable variable, as when its layer is frozen",
+                got=_extent(answer),
+                mend="return one entry for each of `variables`, as in `[... for v in variables]`",
+            )
+        )
+
+
+def _has_structure_of(template: Any, entry: Any) -> bool:
+    """Return whether an entry that can be called, such as a namedtuple with `__call__`, is not lazy."""
+    nested = type(template) is not Slot and tree.is_nested(entry)
+    return nested and children(entry).keys() == children(template).keys()
 
 
 def _is_broadcast(shape: Shape, original: Shape) -> bool:

@@ -171,7 +171,7 @@ def op_custom_gradient(
         )
     define = functools.partial(_define, f, name or name_of(f), options)
     if name is None or ">" not in name:
-        return define()
+        return names.refuse_config(define(), name or name_of(f))
     return names.register(name, f, options, define)
 
 

@@ -18,7 +18,7 @@ from multigrad import backend
 from multigrad.behind import may_hold
 from multigrad.errors import message
 
-_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _SYMBOLIC, _WRITTEN = range(7)
+_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _WRITTEN = range(8)
 
 NO_NUMBERS = "OSUMm"
 """The kinds of NumPy's dtypes that are no tensor's: of objects, text and times."""
@@ -40,7 +40,7 @@ def _kind(leaf: Any) -> int:
         elif backend.active.STAND_INS[kind]:
             found = _WRITTEN
         elif ops.is_tensor(leaf):  # a tensor to Keras, and not the dense one of the framework
-            found = _SPARSE
+            found = _RAGGED if hasattr(kind, "nested_row_splits") else _SPARSE
         else:
             found = _NESTED if tree.is_nested(leaf) else _STATIC
         if found != _STATIC or kind.__module__ == "builtins":  # other classes may be made in every call
@@ -339,6 +339,9 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
             return _split(leaf, tensors, whole)
 
         return rebuild(part, take)
+    if kind == _SPARSE and _inferring_shapes():
+        tensors.append(ops.convert_to_tensor(part, sparse=False))
+        return Slot(len(tensors) - 1)
     if kind == _CONVERTED:
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in NO_NUMBERS:
             return part
@@ -347,11 +350,27 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
     raise (Symbolic if kind == _SYMBOLIC else Refused)(part, *_REFUSALS[kind])
 
 
+def _inferring_shapes() -> bool:
+    """Return whether Keras runs this code on placeholders, to infer the shape of a layer's output.
+
+    Keras (3.15) says that `2.0 * x` of a KerasTensor is sparse, so the placeholder of a layer behind it is
+    sparse. When the layer runs, its input is dense.
+    """
+    with keras.SymbolicScope() as scope:
+        return scope.original_scope is not None
+
+
 _REFUSALS = {
     _SPARSE: (
         "a sparse tensor has no gradient that a rule could return on every backend",
         "a dense tensor",
         "pass its values as a dense tensor",
+    ),
+    _RAGGED: (
+        "a ragged tensor cannot be the argument or output of an op",
+        "a dense tensor",
+        "call tf.ragged.map_flat_values(op, x) if the op computes each value from that value alone; "
+        "otherwise pad x with x.to_tensor()",
     ),
     _SYMBOLIC: (
         "there is a symbolic tensor where the op was given none, or is being run",

@@ -5,8 +5,10 @@ op: what is found under it at another time must be what was saved.
 """
 
 import functools
+import re
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,6 +60,48 @@ def register(name: str, f: Op, options: Options, define: Callable[[], Op]) -> Op
             op.__name__ = own  # Keras saves the code of what is called a lambda
         _DEFINITIONS[op] = wanted
         return keras.saving.register_keras_serializable(package, own)(op)
+
+
+def refuse_config(op: Op, title: str) -> Op:
+    """Return the op, of which Keras gets no config unless it is registered.
+
+    Keras (3.15) writes a function such as an `activation=` by its bare name, and reads `tanh` as its own.
+    When it writes an object it calls `get_build_config`, if there is one: here it raises.
+    """
+    op.get_build_config = _Refusal(weakref.ref(op), title)  # type: ignore[attr-defined]
+    return op
+
+
+class _Refusal(HoldsNoTensor):
+    """The error for an unnamed op that Keras writes, unless somebody registered it with Keras."""
+
+    __slots__ = ("_op", "_title")
+
+    def __init__(self, op: "weakref.ref[Op]", title: str) -> None:
+        self._op, self._title = op, title
+
+    def __call__(self) -> None:
+        name = keras.saving.get_registered_name(self._op())
+        if keras.saving.get_registered_object(name) is not self._op():
+            raise without_name(self._title)
+
+
+def without_name(title: str) -> NotImplementedError:
+    """Return the error for an op that Keras is asked to write into a config, and could not find again."""
+    return NotImplementedError(
+        message(
+            title,
+            "an op without a registered name cannot be saved in a model, or copied by way of its config",
+            required="a name of the form 'package>name'",
+            got=repr(title),
+            mend=f"define it with @op_custom_gradient(name='my_package>{identifier(title)}')",
+        )
+    )
+
+
+def identifier(title: str) -> str:
+    """Return the part of an op's name behind its package, as a word."""
+    return re.sub(r"\W+", "_", title.rpartition(">")[2]).strip("_") or "op"
 
 
 def find(name: Any) -> Op:

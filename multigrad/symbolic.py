@@ -5,7 +5,6 @@ are there already, is its `Application`. So Keras sees positional tensors and a 
 at run time the op gets exactly what a direct call would have given it.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,15 +68,7 @@ class Application:
             NotImplementedError: when the op is not registered, or an argument cannot be saved.
         """
         if ">" not in self.title:
-            raise NotImplementedError(
-                message(
-                    self.title,
-                    "an op without a registered name cannot be saved in a model",
-                    required="a name of the form 'package>name'",
-                    got=f"{self.title!r}",
-                    mend=f"define it with @op_custom_gradient(name='my_package>{_identifier(self.title)}')",
-                )
-            )
+            raise names.without_name(self.title)
         encoded = [self._encode(place, value) for place, value in enumerate(self._arguments.template)]
         count = len(encoded) - len(self._keywords)
         keywords = dict(zip(self._keywords, encoded[count:], strict=True))
@@ -154,7 +145,7 @@ class CustomGradient(keras.Operation):
     """The structure of the op's output; known when the node was called."""
 
     def __init__(self, application: Application, name: str | None = None) -> None:
-        super().__init__(name or _unique(_identifier(application.title)))
+        super().__init__(name or _unique(names.identifier(application.title)))
         self.application = application
 
     def call(self, *tensors: Any) -> list[Any]:
@@ -166,10 +157,8 @@ class CustomGradient(keras.Operation):
 
     def compute_output_spec(self, *tensors: Any) -> Any:
         """What Keras finds out by running the op on nothing in particular."""
-        # Keras (3.15) says of `2.0 * x` that it is sparse. No op takes what is, and says so when it comes.
-        dense = [keras.KerasTensor(x.shape, x.dtype) for x in tensors]
         with np.errstate(all="ignore"):  # NumPy's are the numbers that stood in memory
-            return super().compute_output_spec(*dense)
+            return super().compute_output_spec(*tensors)
 
     def get_config(self) -> dict[str, Any]:
         """What `from_config` needs."""
@@ -184,10 +173,6 @@ class CustomGradient(keras.Operation):
             case {"name": name, "application": {"config": inner}}:
                 return cls(Application.from_config(inner), name)
         raise _unreadable("multigrad", describe(config))
-
-
-def _identifier(title: str) -> str:
-    return re.sub(r"\W+", "_", title.rpartition(">")[2]).strip("_") or "op"
 
 
 def _unique(prefix: str) -> str:

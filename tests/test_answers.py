@@ -160,6 +160,44 @@ def test_a_lazy_entry_may_hold_lazy_ones():
     close(grad(op)([2.0, 3.0]), [array(7.0), array(5.0)])
 
 
+class Called(collections.namedtuple("Called", "a b")):
+    """A container that can be called, as a model of parameters in a namedtuple may be."""
+
+    def __call__(self):
+        return self.a * 0.0 + 99.0, self.b * 0.0 + 99.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda g: (Called(5.0 * g, 7.0 * g), 3.0 * g),
+        lambda g: (lambda: Called(5.0 * g, 7.0 * g), 3.0 * g),
+        lambda g: (Called(lambda: 5.0 * g, 7.0 * g), lambda: 3.0 * g),
+        lambda g: {"pair": Called(5.0 * g, 7.0 * g), "y": 3.0 * g},
+        lambda g: [5.0 * g, 7.0 * g, 3.0 * g],
+    ],
+)
+def test_a_structure_that_can_be_called_is_that_structure(answer):
+    op = op_custom_gradient(lambda pair, y: (pair.a * pair.b * y, answer))
+    pair = Called(array(2.0), array(4.0))
+    for wrap in (lambda f: f, compiled):
+        of_pair, of_y = wrap(grad(op, argnums=(0, 1)))(pair, array(3.0))
+        close(of_pair, Called(array(5.0), array(7.0)))
+        close(of_y, array(3.0))
+    alone = op_custom_gradient(lambda pair: (pair.a * pair.b, lambda g: Called(5.0 * g, 7.0 * g)))
+    close(grad(alone)(pair), Called(array(5.0), array(7.0)))
+
+
+def test_a_container_that_can_be_called_is_lazy_for_a_tensor():
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda g: (Thunk(5.0 * g),)))
+    close(grad(op)(array(3.0)), array(35.0))
+
+
+class Thunk(collections.namedtuple("Thunk", "g")):
+    def __call__(self):
+        return 7.0 * self.g
+
+
 def test_a_lazy_entry_for_a_structure_runs_once():
     calls = []
 

@@ -24,6 +24,7 @@ from keras import ops
 from support import DIFFERENTIATES, array, close, numpy
 
 from multigrad import grad, op_custom_gradient
+from multigrad import ops as shelf
 from multigrad.saving import Unsaved, decode, encode
 
 pytestmark = pytest.mark.forward
@@ -806,3 +807,75 @@ def test_methods():
     assert keras.saving.get_registered_object("names>static") is Layer.static
     if DIFFERENTIATES:
         close(grad(Layer().method)(1.0), array(7.0))
+
+
+@op_custom_gradient
+def tanh(x):
+    """It bears the name of an activation of Keras's own, and a false rule tells which one runs."""
+    return ops.tanh(x), lambda upstream: upstream * 7.0
+
+
+@op_custom_gradient
+def unnamed(x):
+    return ops.tanh(x), lambda upstream: upstream * 7.0
+
+
+HOLDERS = {
+    "Dense": lambda op: keras.layers.Dense(2, activation=op),
+    "Activation": keras.layers.Activation,
+    "Lambda": keras.layers.Lambda,
+    "inner": lambda op: keras.layers.TimeDistributed(keras.layers.Dense(2, activation=op)),
+    "keyword": lambda op: keras.layers.Lambda(lambda x, a: a(x), arguments={"a": op}),
+}
+
+
+@pytest.mark.parametrize("op", [tanh, unnamed], ids=["tanh", "unnamed"])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_an_unnamed_op_in_a_layer_is_not_written(holder, op, tmp_path):
+    """Else a file would load with Keras's `tanh` in its place, or not at all."""
+    shape = (3, 2) if holder == "inner" else (2,)
+    layer = HOLDERS[holder](op)
+    model = keras.Sequential([keras.Input(shape), layer])
+    ways = [
+        lambda: model.save(tmp_path / "model.keras"),
+        lambda: model.save(tmp_path / "model.h5"),
+        model.to_json,
+        lambda: keras.models.clone_model(model),
+        lambda: keras.layers.serialize(layer),
+    ]
+    for way in ways:
+        with pytest.raises(NotImplementedError, match=f"{op.__name__}: an op without a registered name") as e:
+            way()
+        assert f"@op_custom_gradient(name='my_package>{op.__name__}')" in str(e.value)
+
+
+def test_an_unnamed_op_as_a_loss_is_not_written(tmp_path):
+    @op_custom_gradient
+    def mean_squared_error(y, out):
+        return ops.mean((y - out) ** 2), lambda upstream: None
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("sgd", mean_squared_error)
+    with pytest.raises(NotImplementedError, match="mean_squared_error: an op without a registered name"):
+        model.save(tmp_path / "model.keras")
+
+
+def test_an_op_that_is_registered_with_keras_alone_is_written(tmp_path):
+    @keras.saving.register_keras_serializable("alone")
+    @op_custom_gradient
+    def tanh(x):
+        return ops.tanh(x), lambda upstream: upstream * 7.0
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, activation=tanh)])
+    model.save(tmp_path / "model.keras")
+    assert keras.models.load_model(tmp_path / "model.keras").layers[0].activation is tanh
+
+
+@pytest.mark.parametrize("name", ["spike", "sign_straight_through", "log1pexp", "reverse_gradient"])
+def test_an_op_of_the_shelf_as_an_activation(name):
+    op = getattr(shelf, name)
+    config = keras.layers.serialize(keras.layers.Activation(op))
+    loaded, x = keras.layers.deserialize(json.loads(json.dumps(config))), array(0.25, -0.5)
+    close(loaded(x), op(x))
+    if DIFFERENTIATES:
+        close(grad(lambda x: ops.sum(loaded(x)))(x), grad(lambda x: ops.sum(op(x)))(x))

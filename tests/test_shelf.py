@@ -236,6 +236,32 @@ def test_in_a_model_that_is_saved(name, tmp_path):
         close(slope(name, loaded)(array(X)), slope(name, ROWS[name].call)(array(X)))
 
 
+class Around(keras.layers.Layer):
+    """A layer of a user, around an op or a layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
+# These rows compute with Keras's ops first, which refuse a sparse placeholder themselves.
+PREPARED = {"stop_gradient_if", "safe_sqrt", "safe_log", "safe_divide"}
+if not DIFFERENTIATES:
+    PREPARED.add("implicit_root")  # see test_the_value
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in PREPARED])
+def test_in_a_layer_behind_a_product(name):
+    """Keras (3.15) says of such a product that it is sparse."""
+    x = keras.Input((3,), batch_size=2)
+    model = keras.Model(x, Around(ROWS[name].call)(2.0 * x))
+    close(model(array(X / 2.0)), ROWS[name].call(array(X)))
+
+
 # A layer is fitted in tests/layers; the labels of the cross entropy are of two rows here.
 @pytest.mark.parametrize("name", [n for n in ROWS if n not in {*layers.__all__, "linear_cross_entropy"}])
 def test_in_a_model_of_any_batch_size_that_is_fitted(name):

@@ -262,6 +262,45 @@ def test_a_variable_as_an_argument():
     close(grad(lambda x: ops.sum(model(x)))(ONES), array(7.0 * ONES))
 
 
+class Sevenfold(keras.layers.Layer):
+    def call(self, x):
+        return sevenfold(x) + 0.0 * sevenfold({"nested": [x]}["nested"][0])
+
+
+class SevenfoldModel(keras.Model):
+    def call(self, x):
+        return sevenfold(x)
+
+
+@op_custom_gradient
+def sevenfold(x):
+    return ops.sin(x), lambda u: u * 7.0
+
+
+PRODUCTS = {
+    "number": lambda x: 2.0 * x,
+    "array": lambda x: x * np.float32([2.0, 2.0, 2.0]),
+    "tensor": lambda x: x * array(2.0, 2.0, 2.0),
+    "Variable": lambda x: x * keras.Variable(np.float32([2.0, 2.0, 2.0])),
+    "reshaped": lambda x: ops.reshape(2.0 * x, (-1, 3)),
+    "negative": lambda x: -(-2.0 * x),
+}
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("inside", [lambda: sevenfold, Sevenfold, SevenfoldModel])
+def test_behind_a_product(product, inside):
+    """Keras (3.15) says that a product of a KerasTensor and anything else is sparse."""
+    x = keras.Input((3,))
+    y = PRODUCTS[product](x)
+    model = keras.Model(x, inside()(y))
+    assert not model.output.sparse
+    close(model(ONES), array(np.sin(2.0 * ONES)))
+    if DIFFERENTIATES:
+        close(grad(lambda x: ops.sum(model(x)))(ONES), array(14.0 * ONES))
+
+
 def other(u):
     return u * 7.0, u * -3.0
 

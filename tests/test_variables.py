@@ -619,3 +619,23 @@ def test_a_variable_that_is_an_output_needs_a_rule_that_takes_it():
     op = op_custom_gradient(lambda x: ((x, SCALE), lambda upstream: upstream[0]))
     with pytest.raises(TypeError, match="reads trainable variables"):
         op(array([1.0, 1.0]))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("answer", [lambda u: [u, u, u], lambda u: [u], lambda u: u])
+def test_another_number_of_gradients_than_of_variables(trainable, answer):
+    """The error speaks of variables, of which a frozen layer has none."""
+    layer = keras.layers.Dense(1, trainable=trainable)
+    layer.build((None, 2))
+
+    @op_custom_gradient
+    def op(x):
+        return layer(x), lambda u, variables: (u * ops.ones_like(x), answer(u))
+
+    with pytest.raises(
+        TypeError, match="op: the rule returned the wrong number of gradients of var"
+    ) as error:
+        grad(lambda x: ops.sum(op(x)))(array([[1.0, 2.0]]))
+    said = "no trainable variable, as when its layer is frozen", "kernel"
+    assert said[trainable] in str(error.value)
+    assert "argument" not in str(error.value)

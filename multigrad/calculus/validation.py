@@ -161,7 +161,8 @@ def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
 
 def holds_numbers(leaf: Any) -> bool:
     """Return whether a leaf is a tensor, an array, or a Python float or complex number."""
-    return backend.active.CONVERTIBLE[type(leaf)] or isinstance(leaf, (float, complex)) or ops.is_tensor(leaf)
+    kind, framework = type(leaf), backend.active
+    return framework.TENSORS[kind] or framework.CONVERTIBLE[kind] or isinstance(leaf, (float, complex))
 
 
 def is_complex(tensor: Any) -> bool:

@@ -36,7 +36,9 @@ class FakeQuantize(keras.layers.Layer):
         that are not much larger.
 
     Input and output:
-        A tensor of any shape, of a real floating dtype.
+        A tensor of any shape, of a real floating dtype. So it needs no `keras.layers.TimeDistributed`, which
+        calls it once for each of `T` time steps: the gradient of `step`, which is divided by the root of the
+        number of elements in a call, is `sqrt(T)` times as large there.
 
     Raises:
         TypeError: for an axis that is no integer.
@@ -171,7 +173,9 @@ class VectorQuantizer(keras.layers.Layer):
         `codebook`, of shape `(count, d)`.
 
     Input and output:
-        A floating tensor of shape `(..., d)`. The gradient of the model's loss passes through as it is.
+        A floating tensor of shape `(..., d)`. The gradient of the model's loss passes through as it is. It
+        needs no `keras.layers.TimeDistributed`, which calls it once for each of `T` time steps and so adds
+        `T` losses: their sum is `T` times the mean over all vectors.
 
     Raises:
         ValueError: for a `count` that is not positive, or a negative `commitment`.
@@ -195,8 +199,9 @@ class VectorQuantizer(keras.layers.Layer):
             )
         self.supports_masking = True
         self.count, self.commitment = count, commitment
-        usual = keras.initializers.RandomUniform(-1.0 / count, 1.0 / count)
-        self.initializer = keras.initializers.get(usual if initializer is None else initializer)
+        if initializer is None:  # made only here, because an initializer without a seed draws one
+            initializer = keras.initializers.RandomUniform(-1.0 / count, 1.0 / count)
+        self.initializer = keras.initializers.get(initializer)
         self.codebook: Any = None
 
     def build(self, input_shape: Any) -> None:

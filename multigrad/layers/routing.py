@@ -32,7 +32,9 @@ class GradientScale(keras.layers.Layer):
             assigned to between two steps, also those of a compiled `fit`, and is saved with the model. A
             `keras.optimizers.schedules.LearningRateSchedule` gives the factor by the number of steps, which
             are the calls with `training=True`, and which the weight `steps` counts. Where the layer is called
-            twice in a step, as `keras.RematScope` does on PyTorch for the way back, it counts both.
+            twice in a step, as `keras.RematScope` does on PyTorch for the way back, it counts both. In
+            `keras.layers.TimeDistributed` it counts each of `T` time steps, so that a schedule runs `T` times
+            as fast: call it on the whole sequence.
 
     Input and output:
         A tensor of any shape, of a floating dtype.

@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+from keras import ops
 
 from multigrad.ops.arguments import plain
 from multigrad.ops.spiking import spike, surrogate_of
@@ -47,6 +48,8 @@ class Spike(keras.layers.Layer):
         surrogate_of(self.surrogate, self.slope)  # raises where there is no such surrogate
 
     def call(self, inputs: Any) -> Any:
+        # Keras (3.15) infers shapes with a sparse placeholder behind a product, which has no difference.
+        inputs = ops.convert_to_tensor(inputs, sparse=False)
         return spike(inputs - self.threshold, self.surrogate, self.slope)
 
     def compute_output_shape(self, input_shape: Any) -> Any:

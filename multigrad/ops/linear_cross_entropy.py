@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from multigrad import backend
@@ -26,7 +27,7 @@ _CHUNK_SIZE = 1024
 _CHUNK_SIZE_OF_FEW = 2048  # of chunks that have rows for few tokens
 
 
-@with_plain("chunk_size")
+@with_plain("chunk_size", "ignore_index")
 def linear_cross_entropy(
     features: Any,
     kernel: Any,
@@ -36,6 +37,7 @@ def linear_cross_entropy(
     sample_weight: Any = None,
     reduction: str | None = None,
     chunk_size: int | None = None,
+    ignore_index: int | None = None,
 ) -> Any:
     """The cross entropy of `softmax(features @ kernel + bias)` for each label, without the logits.
 
@@ -50,6 +52,28 @@ def linear_cross_entropy(
         return linear_cross_entropy(features, kernel, labels, reduction="mean")
 
     print(grad(loss)(np.zeros((3, 4)))[0])  # [-0.25, 0.25, 0.25, -0.25]
+    ```
+
+    As the loss of a model whose head is its embedding, where padding has the label -100:
+
+    ```python
+    import keras
+    import numpy as np
+    from multigrad.ops import linear_cross_entropy
+
+    class TiedLoss(keras.losses.Loss):
+        def __init__(self, embedding):
+            super().__init__(reduction="sum")
+            self.embedding = embedding
+
+        def call(self, labels, features):
+            kernel = keras.ops.transpose(self.embedding.embeddings)
+            return linear_cross_entropy(features, kernel, labels, ignore_index=-100, reduction="mean")
+
+    embedding = keras.layers.Embedding(10, 4)
+    model = keras.Sequential([keras.Input((3,)), embedding, keras.layers.Dense(4)])
+    model.compile("adam", loss=TiedLoss(embedding))
+    history = model.fit(np.array([[1, 2, 0]]), np.array([[2, 3, -100]]), verbose=0)
     ```
 
     It is what `keras.ops.matmul` and `keras.losses.sparse_categorical_crossentropy(from_logits=True)` compute
@@ -75,8 +99,8 @@ def linear_cross_entropy(
         kernel: a floating tensor of shape `(d, classes)`, which is cast to the dtype of the features.
         labels: integers of shape `(...)`, from 0 to `classes - 1`. A negative one, or one that is larger,
             is an error where there are values; in compiled code its loss is NaN, but that JAX without
-            x64 cuts what is of 64 bits to 32 beforehand. To ignore a token, give it any of the labels
-            and the weight zero.
+            x64 cuts what is of 64 bits to 32 beforehand. Whole numbers in float32 or float64, which a
+            `keras.losses.Loss` is given, are cast. float32 has all integers up to `2**24`.
         bias: a tensor of shape `(classes,)`, or None for no bias.
         sample_weight: numbers or bools of shape `(...)`, by which the losses are multiplied.
         reduction: what becomes of the losses, by Keras's names. None or `"none"`: there is one for each
@@ -95,8 +119,8 @@ def linear_cross_entropy(
         A derivative of the gradient is right, and holds what was computed of all chunks.
 
     Raises:
-        TypeError: when `features`, `kernel` or `bias` is not floating, `labels` is not of integers,
-            `sample_weight` is complex, or `chunk_size` is no integer.
+        TypeError: when `features`, `kernel` or `bias` is not floating, `labels` are not whole numbers,
+            `sample_weight` is complex, or `chunk_size` or `ignore_index` is not an integer.
         ValueError: when the shapes do not fit, the number of classes is not known, `chunk_size` is not
             positive, `reduction` is unknown, or a label is out of range.
 
@@ -110,28 +134,59 @@ def linear_cross_entropy(
     optional = {"bias": bias, "sample_weight": sample_weight}
     given |= {name: value for name, value in optional.items() if value is not None}
     tensors = {name: as_tensor(stacked(_NAME, name, value)) for name, value in given.items()}
+    tensors["labels"] = _as_integers(tensors["labels"])
+    kept = None if ignore_index is None else _kept(tensors, ignore_index)
     _check(**tensors, chunk_size=chunk_size, reduction=reduction)
     labels, weights = tensors.pop("labels"), tensors.pop("sample_weight", None)
     dtype = exact(dtype_of(tensors["features"]))
     weights = None if weights is None else ops.cast(weights, dtype)
+    count: Any = None
+    if kept is not None:
+        kept = ops.cast(kept, dtype)
+        count, weights = ops.sum(kept), kept if weights is None else ops.where(kept > 0.0, weights, kept)
     if reduction in (None, "none"):
         losses = _losses(tensors, labels, chunk_size or _CHUNK_SIZE)
         return losses if weights is None else _weighted(losses, weights)
     expected = _expected(tensors, labels)
-    primals = tensors | {"weights": _shares(reduction, weights, labels, dtype)}
+    primals = tensors | {"weights": _shares(reduction, weights, labels, dtype, count)}
     if not any(expected.values()):
         return _weighted_sum(primals, labels, chunk_size or _CHUNK_SIZE)
     whole = expected["kernel"] or expected.get("bias", False)
     return _sum_with_gradients(primals, labels, chunk_size or _CHUNK_SIZE_OF_FEW, whole)
 
 
-def _shares(reduction: str, weights: Any, labels: Any, dtype: str) -> Any:
-    """What the loss of each token is multiplied by in the sum."""
+def _as_integers(labels: Any) -> Any:
+    """Return the labels; whole numbers of a floating dtype as integers, and -1, no class, for others."""
+    if dtype_of(labels) not in ("float32", "float64"):
+        return labels
+    values = None if isinstance(labels, keras.KerasTensor) else backend.active.concrete(labels)
+    if values is not None and not (values == np.floor(values)).all():
+        raise _error(TypeError, "labels", "whole numbers, one class for each token", labels, "round them")
+    return ops.cast(ops.where(ops.equal(labels, ops.floor(labels)), labels, -1.0), "int32")
+
+
+def _kept(tensors: dict[str, Any], ignore_index: Any) -> Any:
+    """Return which tokens have another label than `ignore_index`, and give those that have it the label 0."""
+    if not is_integer(ignore_index):
+        required, mend = "an integer, or None", "write ignore_index=-100, for example"
+        raise _error(TypeError, "ignore_index", required, ignore_index, mend)
+    labels = tensors["labels"]
+    if dtype_of(labels) in ("uint8", "uint16"):
+        labels = ops.cast(labels, "int32")  # in which a negative number is not a large one
+    kept = ops.not_equal(labels, ignore_index)
+    tensors["labels"] = ops.where(kept, labels, ops.zeros_like(labels))
+    return kept
+
+
+def _shares(reduction: str, weights: Any, labels: Any, dtype: str, count: Any) -> Any:
+    """What the loss of each token is multiplied by in the sum; `count` tokens of a mean, if not all."""
     if weights is None:
         weights = ops.ones_like(labels, dtype=dtype)
     elif reduction == "mean_with_sample_weight":
         return safe_divide(weights, ops.sum(weights))
-    return weights if reduction == "sum" else weights / ops.cast(ops.size(labels), dtype)
+    if reduction == "sum":
+        return weights
+    return weights / ops.cast(ops.size(labels), dtype) if count is None else safe_divide(weights, count)
 
 
 def _expected(tensors: dict[str, Any], labels: Any) -> dict[str, bool]:
@@ -368,7 +423,7 @@ def _check(
                 argument="'labels'",
                 required=f"from 0 to {kernel.shape[1] - 1}, as the kernel has {kernel.shape[1]} columns",
                 got=got,
-                mend="give a token that is to be ignored any label, and zero in sample_weight",
+                mend="pass ignore_index=-100, or another label, for tokens that are to be ignored",
             )
         )
 

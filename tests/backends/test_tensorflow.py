@@ -176,6 +176,27 @@ def test_sparse_upstream_gradients_arrive_dense():
     assert issubclass(seen[0], tf.Tensor)
 
 
+def test_a_ragged_tensor():
+    """It is refused by its own name, and the error says what works."""
+    ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0), name="op")
+    returns_it = op_custom_gradient(lambda x: (ragged, lambda u: u), name="op")
+    for call, argument in ((lambda: op(ragged), "'x'"), (lambda: returns_it(X), "the output")):
+        with pytest.raises(TypeError, match="op: a ragged tensor cannot be") as error:
+            call()
+        assert f"argument: {argument}" in str(error.value)
+        assert "tf.ragged.map_flat_values(op, x)" in str(error.value)
+    with tf.GradientTape() as tape:
+        tape.watch(ragged.flat_values)
+        value = tf.ragged.map_flat_values(op, ragged)
+        total = tf.reduce_sum(value)
+    assert value.to_list() == [[2.0, 4.0], [6.0]]
+    close(tape.gradient(total, ragged.flat_values), 7.0 * tf.ones(3))
+    close(op(ragged.to_tensor()), tf.constant([[2.0, 4.0], [6.0, 0.0]]))
+    with pytest.raises(TypeError, match=r"a gradient was asked for by something that has none(.|\n)*Ragged"):
+        grad(tf.reduce_sum)(ragged)
+
+
 def test_a_variable_of_tensorflow():
     variable = tf.Variable([3.0, 4.0])
     op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0)))

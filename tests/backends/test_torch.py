@@ -13,7 +13,7 @@ from keras import ops
 from support import close
 
 from multigrad import grad, jvp, op_custom_gradient, trace_gradients, value_and_grad, vjp
-from multigrad.ops import linear_cross_entropy
+from multigrad.ops import fake_quantize, linear_cross_entropy
 from multigrad.saving import Unsaved, decode, encode
 
 
@@ -1173,3 +1173,70 @@ def test_one_loss_of_many_tokens_under_autocast_to_float16():
 
     wanted = gradient(False)
     assert (gradient(True) - wanted).norm() < 1e-3 * wanted.norm()
+
+
+LOOKUPS = {
+    "embedding": lambda w: torch.nn.functional.embedding(ROWS, w, sparse=True),
+    "gather": lambda w: torch.gather(w, 0, ROWS[:, None].expand(3, 2), sparse_grad=True),
+    "embedding_bag": lambda w: torch.nn.functional.embedding_bag(ROWS[None], w, sparse=True, mode="sum"),
+}
+ROWS = torch.tensor([1, 2, 2])
+
+
+def whole_and_twice(x):
+    def rule(u):
+        return ops.where(x < 9.0, 7.0 * u["a"] + u["b"], 0.0)
+
+    return {"a": x * 1.0, "b": x * 2.0, "c": ops.shape(x)}, rule
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_sparse_upstream_gradients_arrive_dense(lookup):
+    seen = []
+
+    @op_custom_gradient
+    def masked(x):
+        def rule(u):
+            seen.append(u.layout)
+            return ops.where(x < 9.0, 7.0 * u, 0.0)  # PyTorch has no `where` of sparse tensors
+
+        return x * 1.0, rule
+
+    wanted = np.float32([[0, 0], [7, 7], [14, 14], [0, 0]])
+    several = op_custom_gradient(whole_and_twice)
+    for op in (masked, lambda x: several(x)["a"]):
+
+        def loss(w, op=op):
+            return LOOKUPS[lookup](op(w)).sum()
+
+        w = torch.ones(4, 2)
+        parameter = w.clone().requires_grad_()
+        loss(parameter).backward()
+        close(parameter.grad, torch.tensor(wanted))
+        close(grad(loss)(w), torch.tensor(wanted))
+        close(torch.func.grad(loss)(w), torch.tensor(wanted))
+    assert set(seen) == {torch.strided}
+
+
+def test_a_second_derivative_behind_a_sparse_upstream_gradient():
+    square = op_custom_gradient(lambda x: (x * x, lambda u: 7.0 * u * x))
+
+    def slope(w, sparse):
+        y = torch.nn.functional.embedding(ROWS, square(w), sparse=sparse)
+        return torch.autograd.grad((y**2).sum(), w, create_graph=True)[0]
+
+    w = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
+    close(*[torch.autograd.grad((slope(w, sparse) ** 2).sum(), w) for sparse in (True, False)])
+
+
+def test_a_quantized_embedding_with_sparse_gradients():
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+
+    class Quantized(torch.nn.Module):
+        def forward(self, weight):
+            return fake_quantize(weight, 0.1, 8)
+
+    torch.nn.utils.parametrize.register_parametrization(embedding, "weight", Quantized())
+    embedding(ROWS).sum().backward()
+    gradient = embedding.parametrizations.weight.original.grad
+    close(gradient, torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [0.0, 0.0]]))

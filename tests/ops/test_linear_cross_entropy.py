@@ -205,7 +205,7 @@ def test_training_in_mixed_precision():
         ({"features": np.ones((2, 3, 4), "int32")}, TypeError, "'features'"),
         ({"features": X[..., :3]}, ValueError, "'features'"),
         ({"kernel": W[0]}, ValueError, "'kernel'"),
-        ({"labels": Y * 1.0}, TypeError, "'labels'"),
+        ({"labels": Y + 0.5}, TypeError, "'labels'"),
         ({"labels": Y[0]}, ValueError, "'labels'"),
         ({"labels": Y + 2}, ValueError, "labels from 2 to 8"),
         ({"labels": Y - 1}, ValueError, "labels from -1 to 5"),
@@ -581,3 +581,111 @@ def test_a_batch_of_heads():
         lambda x, y: linear_cross_entropy(x, w, y, chunk_size=3, reduction="sum"),
     ):
         close(mapped_grad(own)(x, y), grad(lambda x: ops.sum(plain(x, w, y)))(x))
+
+
+def padded(reduction, sample_weight=None):
+    """The same in plain code: of the tokens that are not padding alone."""
+    labels, kept = np.where(PADDED == -100, 0, PADDED), array((PADDED != -100).astype("float32"))
+    weights = kept if sample_weight is None else kept * sample_weight
+
+    def loss(x, w, b):
+        losses = weights * plain(x, w, array(labels, dtype="int32"), b)
+        by = {"sum": 1.0, "mean": ops.sum(kept), "mean_with_sample_weight": ops.sum(weights)}
+        return losses if reduction is None else ops.sum(losses) / by[reduction]
+
+    return loss
+
+
+PADDED = np.array([[0, -100, 3], [-100, 2, 5]])
+
+
+@pytest.mark.parametrize("labels", [PADDED.astype("int32"), PADDED.astype("float32")])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", [None, "sum", "mean", "mean_with_sample_weight"])
+def test_padding_is_ignored(reduction, weighted, labels):
+    x, w, _, b = arguments()
+    sample_weight = ops.abs(WEIGHTS) if weighted else None
+
+    def loss(x, w, b):
+        options = {"sample_weight": sample_weight, "reduction": reduction, "ignore_index": -100}
+        return linear_cross_entropy(x, w, array(labels, dtype=labels.dtype.name), b, **options)
+
+    wanted = padded(reduction, sample_weight)
+    close(loss(x, w, b), wanted(x, w, b))
+    for wrap in (lambda f: f, compiled):
+        got, plainly = [
+            wrap(grad(lambda *args, f=f: ops.sum(f(*args)), argnums=(0, 1, 2)))(x, w, b)
+            for f in (loss, wanted)
+        ]
+        close(got, plainly)
+    close(got[0][0, 1], array(np.zeros(4)))
+
+
+def test_nothing_but_padding_has_a_mean_of_zero():
+    x, w, _, b = arguments()
+
+    def loss(w):
+        y = array(np.full((2, 3), -100), dtype="int32")
+        return linear_cross_entropy(x, w, y, b, reduction="mean", ignore_index=-100)
+
+    close(loss(w), array(0.0))
+    close(grad(loss)(w), array(np.zeros((4, 7))))
+
+
+def test_labels_that_are_not_whole_numbers():
+    x, w, _, _ = arguments()
+    y = array(Y + 0.5)
+    with pytest.raises(TypeError, match="labels cannot be used") as error:
+        linear_cross_entropy(x, w, y)
+    assert "whole numbers" in str(error.value)
+    if BACKEND != "torch":  # which runs as it is written
+        assert np.isnan(numpy(compiled(linear_cross_entropy)(x, w, y))).all()
+
+
+def test_other_labels_than_the_ignored_one_are_checked():
+    x, w, _, _ = arguments()
+    with pytest.raises(ValueError, match="a label is out of range") as error:
+        linear_cross_entropy(x, w, array(PADDED, dtype="int32"))
+    assert "pass ignore_index=-100" in str(error.value)
+    with pytest.raises(ValueError, match="a label is out of range"):
+        linear_cross_entropy(x, w, array(PADDED, dtype="int32"), ignore_index=-1)
+    with pytest.raises(TypeError, match="ignore_index cannot be used"):
+        linear_cross_entropy(x, w, array(PADDED, dtype="int32"), ignore_index=0.5)
+    unsigned = array(np.where(PADDED == -100, 255, PADDED), dtype="uint8")
+    close(
+        linear_cross_entropy(x, w, unsigned, ignore_index=255),
+        linear_cross_entropy(x, w, array(PADDED, dtype="int32"), ignore_index=-100),
+    )
+
+
+class TiedLoss(keras.losses.Loss):
+    """A loss whose kernel is the embedding of the model; Keras gives it the labels in float32."""
+
+    def __init__(self, embedding, function):
+        super().__init__(reduction="sum")
+        self.embedding, self.function = embedding, function
+
+    def call(self, labels, features):
+        assert keras.backend.standardize_dtype(labels.dtype) == "float32"
+        return self.function(features, ops.transpose(self.embedding.embeddings), labels)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_as_a_loss_in_fit_with_padding(eager):
+    def fitted(function):
+        keras.utils.set_random_seed(0)
+        embedding = keras.layers.Embedding(7, 4)
+        model = keras.Sequential([keras.Input((3,)), embedding, keras.layers.Dense(4)])
+        model.compile(keras.optimizers.SGD(0.5), TiedLoss(embedding, function), run_eagerly=eager)
+        model.fit(np.array([[1, 2, 0], [0, 5, 6]]), PADDED, batch_size=2, epochs=2, verbose=0)
+        return model.get_weights()
+
+    def chunked(features, kernel, labels):
+        return linear_cross_entropy(features, kernel, labels, reduction="mean", ignore_index=-100)
+
+    def plainly(features, kernel, labels):
+        kept = ops.cast(labels != -100.0, "float32")
+        losses = plain(features, kernel, ops.where(labels == -100.0, 0.0, labels))
+        return ops.sum(kept * losses) / ops.sum(kept)
+
+    close(fitted(chunked), fitted(plainly))

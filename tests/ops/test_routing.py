@@ -152,14 +152,6 @@ def test_the_largest_and_no_gradients_are_clipped(wrap):
     assert tuple(slope(np.zeros(0))(array(np.zeros(0))).shape) == (0,)
 
 
-@pytest.mark.forward
-def test_a_product_of_a_number_and_an_input():
-    """Keras (3.15) says of it that it is sparse."""
-    x = keras.Input((2,))
-    model = keras.Model(x, ops.scale_gradient(2.0 * x, 0.5))
-    close(model(array([[1.0, 2.0]])), array([[2.0, 4.0]]))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_norm_of_many_elements_in_half_precision(dtype):
     """The squares of so many ones have no sum in float16."""

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support import BACKEND, array, close, compiled, mapped_grad, numpy, sizes_made
 
-from multigrad import grad, ops
+from multigrad import grad, layers, ops
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((2, 3, 4))
@@ -231,3 +231,17 @@ def test_no_difference_of_each_with_each():
 def test_bad_input(changes, error, said):
     with pytest.raises(error, match=rf"vector_quantize: (.|\n)*{said}(.|\n)*to mend it"):
         ops.vector_quantize(**{"x": X, "codebook": CODES} | changes)
+
+
+@pytest.mark.forward
+def test_a_given_initializer_leaves_the_global_seed_alone():
+    """An initializer without a seed draws one, so only the one that is used may be made."""
+
+    def seed_after(make):
+        keras.utils.set_random_seed(3)
+        make()
+        return keras.initializers.RandomNormal().seed
+
+    given = seed_after(lambda: layers.VectorQuantizer(4, initializer=keras.initializers.Zeros()))
+    assert given == seed_after(lambda: None)
+    assert given != seed_after(lambda: layers.VectorQuantizer(4))

@@ -86,6 +86,8 @@ class _Node(torch.autograd.Function):
             saved = *[saved[slot] for slot in slots], *saved[max(slots) + 1 :]
         if not back.output.one:
             upstream = of_floating(upstream[1:])
+        elif upstream[0] is not None and upstream[0].is_sparse:
+            upstream = of_floating(upstream)
         needed = ctx.needs_input_grad[1:]
         if call is None or not is_grad_enabled():
             return None, *back.pull(restore(template, saved), upstream, needed, specs)
@@ -294,8 +296,14 @@ def mark_integers(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
 
 
 def of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """The upstream gradients; PyTorch has zeros for an integer output, where the rule gets None."""
-    return tuple([u if u is not None and FLOATING[u.dtype] else None for u in upstream])
+    """Return the upstream gradients as a rule gets them.
+
+    PyTorch has zeros for an integer output, where the rule gets None. Behind an op, a lookup such as
+    `torch.nn.Embedding(sparse=True)` has a sparse gradient, with which Keras cannot compute.
+    """
+    return tuple(
+        [None if u is None or not FLOATING[u.dtype] else u.to_dense() if u.is_sparse else u for u in upstream]
+    )
 
 
 class _Refused(torch.autograd.Function):

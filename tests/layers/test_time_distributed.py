@@ -1,0 +1,50 @@
+"""What `keras.layers.TimeDistributed`, which calls a layer once a time step, makes of what a layer counts."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import array, close, numpy
+
+from multigrad import grad, layers
+
+X = np.random.default_rng(0).standard_normal((2, 5, 4)).astype("float32")  # five time steps
+
+
+def alone_and_distributed(make):
+    """Two equal layers, and models with one of them as it is, and the other inside of TimeDistributed."""
+    one, other = make(), make()
+    wrapped = keras.layers.TimeDistributed(other)
+    models = [keras.Sequential([keras.Input((5, 4)), layer]) for layer in (one, wrapped)]
+    return (one, other), models
+
+
+def test_the_gradient_of_a_learned_step():
+    """It is `sqrt(5)` times as large, as the docstring says."""
+    quantizers, models = alone_and_distributed(lambda: layers.FakeQuantize(bits=3, step=0.5))
+    alone, distributed = [
+        grad(lambda m=model: ops.sum(m(X) * array(X**2)), variables=[layer.step])()[0]
+        for layer, model in zip(quantizers, models, strict=True)
+    ]
+    close(distributed, np.sqrt(5.0) * alone)
+
+
+@pytest.mark.forward
+def test_the_losses_of_a_codebook():
+    """There are five, whose sum is five times the mean."""
+    codes = keras.initializers.Constant(X[0, :3])
+    _, models = alone_and_distributed(lambda: layers.VectorQuantizer(3, initializer=codes))
+    for model in models:
+        model(X)
+    alone, distributed = [np.array([float(numpy(loss)) for loss in model.losses]) for model in models]
+    assert (alone.shape, distributed.shape) == ((1,), (5,))
+    np.testing.assert_allclose(distributed.sum(), 5.0 * alone[0], rtol=1e-5)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("kind", [layers.GradientScale, layers.GradientReversal])
+def test_the_steps_of_a_schedule(kind):
+    scales, models = alone_and_distributed(lambda: kind(keras.optimizers.schedules.PolynomialDecay(1.0, 10)))
+    for model in models:
+        model(X, training=True)
+    assert [int(numpy(scale.steps)) for scale in scales] == [1, 5]
