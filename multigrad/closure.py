@@ -1,406 +1,285 @@
 """Lift the tensors out of a function's closure, and put them back.
 
-A user writes a rule as a closure over what it needs. A framework composes what it can see: residuals
-handed over in the open. `lift` turns the first into the second: it finds the tensors in the function's
-cells, defaults and partials, and in the containers and inner functions there, and returns them with a
-template that makes an equal function around any others of their kind.
+A rule is a closure, and a framework must see its tensors as residuals. `lift` finds the tensors in a
+function's cells and defaults, and in the plain containers, partials, methods and functions there. It returns
+them with a template, of which `restore` makes an equal function around other tensors.
 
-What is left where it stands, and why:
-
-- a cell that is assigned (`nonlocal`), by the function or another one in its reach, is state: a copy
-  would lose what is written there;
-- a container or function in a cell that an enclosing scope made belongs to somebody else, who may be
-  counting on its identity: a list that collects what passes, say. Where all is borrowed, so that little
-  would be left to lift, this holds for what keeps a state: lists, dicts and functions with attributes;
-- an object of an unknown class may have an identity that matters (`self`), and is never copied.
-
-Where a tensor could be reached through one of these, or through a global, the closure is called opaque.
+Some objects are shared with other code, and stay where they are: cells that are assigned (`nonlocal`),
+containers and functions in the cells of the enclosing function (`owner`), and objects of any other class. A
+closure is opaque if one of these may hold a tensor.
 """
 
-import contextvars
 import functools
-import gc
 import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from multigrad.behind import (
-    CODES,
-    assigned_places,
-    code_of,
-    content_of,
-    functions_within,
-    may_hold_by_module,
-)
 from multigrad.kinds import ATOMS, TypeSet
-from multigrad.namespaces import is_library_module
+from multigrad.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
 
-_NO_CELLS: frozenset[int] = frozenset()
+Build = Callable[[Sequence[Any], dict[int, Any]], Any]
+"""Makes an object anew around other tensors. The dict holds the copies so far, by the id of the original."""
 
 
 def lift(
     obj: Any, tensor_types: TypeSet, owner: Any = None, borrowed: bool = False
 ) -> tuple[list[Any], Any, bool]:
-    """Separate `obj`, usually a function, from the tensors that it closes over.
+    """Return the tensors in a function, a template for `restore`, and whether the closure is opaque.
 
-    ```python
-    rule = (lambda e: lambda upstream: upstream * e)(ops.ones(3))
-    tensors, template, opaque = lift(rule, TypeSet(Tensor))
-    assert restore(template, [2.0])(3.0) == 6.0
-    ```
+    The template is the function itself where it has no tensors.
 
     Arguments:
         obj: a function, partial, bound method or another callable.
         tensor_types: the types that count as tensors.
-        owner: the function that made `obj`, if any. Out of the cells that it closes over itself, only
-            tensors are lifted.
-        borrowed: whether `obj` itself was made by somebody else, as a user's function is. Nothing is lifted
-            out of a list, a dict or the attributes of a function then.
-
-    Returns:
-        The tensors; the rest as a template for `restore`, which is the object itself where there are
-        none; and whether the closure is opaque, so that there may be tensors that are not among these.
+        owner: the function that made `obj`. Of its own cells, tensors alone are lifted.
+        borrowed: whether the caller keeps `obj`. Its lists and dicts then stay the same objects.
     """
-    if type(obj) is types.FunctionType:
-        code = obj.__code__
-        known = CODES.get(id(code))
-        if known is None or known.probes:
-            known = code_of(obj)
-        if known.flat and not obj.__defaults__:
-            # Most rules close over tensors and atoms alone, and need no walk.
-            try:
-                contents = [cell.cell_contents for cell in obj.__closure__ or ()]
-            except ValueError:  # a name that is not bound yet
-                contents = [_Walk]
-            for content in contents:
-                if not tensor_types[type(content)]:
-                    break
-            else:
-                if not contents:
-                    return contents, obj, False
-                return contents, (code, obj.__globals__, known.cells, None), False
-            if all([tensor_types[type(c)] or ATOMS[type(c)] or is_library_module(c) for c in contents]):
-                return _lift_beside_atoms(obj, contents, tensor_types)
-    shared = frozenset(map(id, _cells(owner, set())))
-    state = frozenset(_assigned_cells(obj, tensor_types, set()))
-    walk = _Walk(tensor_types, shared, state, borrowed=borrowed)
-    template = walk.lift(obj)
-    return walk.tensors, template, walk.opaque
+    if type(obj) is types.FunctionType and _has_cells_alone(obj):
+        contents = [content_of(cell) for cell in obj.__closure__ or ()]
+        tensors = [content for content in contents if tensor_types[type(content)]]
+        if len(tensors) == len(contents):
+            return tensors, (obj.__code__, obj.__globals__, None) if tensors else obj, False
+        if all([tensor_types[type(c)] or ATOMS[type(c)] or type(c) is types.ModuleType for c in contents]):
+            if not tensors:
+                return tensors, obj, False
+            cells = zip(obj.__closure__ or (), contents, strict=True)
+            kept = [None if tensor_types[type(content)] else cell for cell, content in cells]
+            return tensors, (obj.__code__, obj.__globals__, kept), False
+    walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned(obj, set())), borrowed)
+    build = walk.builder(obj)
+    return walk.tensors, obj if build is None else build, walk.opaque
 
 
-def _lift_beside_atoms(
-    function: types.FunctionType, contents: Sequence[Any], tensor_types: TypeSet
-) -> "tuple[list[Any], types.FunctionType | _FlatFunction, bool]":
-    tensors = [content for content in contents if tensor_types[type(content)]]
-    if not tensors:
-        return tensors, function, False
-    pairs = zip(function.__closure__ or (), contents, strict=True)
-    cells = [None if tensor_types[type(content)] else cell for cell, content in pairs]
-    return tensors, (function.__code__, function.__globals__, len(tensors), cells), False
-
-
-def _cells(function: Any, seen: set[int]) -> Iterator[types.CellType]:
-    while not isinstance(function, types.FunctionType):
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif isinstance(function, types.MethodType):
-            function = function.__func__
+def restore(template: Any, tensors: Sequence[Any]) -> Any:
+    """Return the object that was lifted, around `tensors`."""
+    if type(template) is tuple:
+        code, scope, kept = template
+        if kept is None:
+            cells = tuple([types.CellType(tensor) for tensor in tensors[: len(code.co_freevars)]])
         else:
-            return
-    for cell in function.__closure__ or ():
-        if id(cell) in seen:
-            continue
-        seen.add(id(cell))
-        yield cell
-        content = content_of(cell)
-        if callable(content):
-            yield from _cells(content, seen)
+            new = iter(tensors)
+            cells = tuple([types.CellType(next(new)) if cell is None else cell for cell in kept])
+        return types.FunctionType(code, scope, None, None, cells)
+    return template(tensors, {}) if type(template) is _Template else template
 
 
-def _assigned_cells(obj: Any, tensor_types: TypeSet, seen: set[int]) -> Iterator[int]:
-    """The ids of the cells that a function, or one in its reach, assigns."""
-    if id(obj) in seen:
-        return
-    seen.add(id(obj))
-    if type(obj) is types.FunctionType:
-        places = assigned_places(obj)
-        parts: Sequence[Any] = (obj.__defaults__, obj.__kwdefaults__)
-        for place, cell in enumerate(obj.__closure__ or ()):
-            if place in places:
-                yield id(cell)
-            parts = (*parts, content_of(cell))
-    else:
-        parts = _parts(obj)[0] or ()
-    for part in parts:
-        kind = type(part)
-        if not (tensor_types[kind] or ATOMS[kind]):  # which are most, and have no parts
-            yield from _assigned_cells(part, tensor_types, seen)
+_CELLS_ALONE: dict[types.CodeType, bool] = {}
+_KEPT = 4096
 
 
-class _Slot(int):
-    """The place of one tensor among those that were lifted."""
+def _has_cells_alone(function: types.FunctionType) -> bool:
+    """Return whether a function holds objects in its cells alone, as most rules do."""
+    if function.__defaults__:
+        return False
+    code = function.__code__
+    alone = _CELLS_ALONE.get(code)
+    if alone is None:
+        if len(_CELLS_ALONE) >= _KEPT:
+            _CELLS_ALONE.clear()
+        more = code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS or assigned_cells(function)
+        alone = _CELLS_ALONE[code] = not more
+    return alone
 
 
-class _Made(NamedTuple):
-    """A container, partial or method that is made anew from its parts."""
+class _Template:
+    """A `Build` that makes its object once, however many places it stands in."""
 
-    key: int
-    make: Callable[[list[Any]], Any]
-    parts: list[Any] | slice  # where all of them are tensors, as in most containers, their slots
+    __slots__ = ("build", "key")
+
+    def __init__(self, key: int, build: Build) -> None:
+        self.key, self.build = key, build
+
+    def __call__(self, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+        if self.key not in made:
+            made[self.key] = self.build(tensors, made)
+        return made[self.key]
 
 
-class _Function:
-    """A function that is made anew with other cells; it keeps nothing of the old one's tensors."""
+class _Itself:
+    """The `Build` of a function in its own closure."""
 
-    __slots__ = ("cells", "code", "extras", "globals", "key")
+    __slots__ = ("key",)
 
-    def __init__(
-        self, key: int, function: types.FunctionType, cells: list[Any], extras: list[Any] | None
-    ) -> None:
+    def __init__(self, key: int) -> None:
         self.key = key
-        self.code = function.__code__
-        self.globals = function.__globals__
-        self.cells = cells  # a cell of the old function, or a template of what stands in a new one
-        self.extras = extras  # names, defaults, keyword defaults and attributes, where there are any
+
+    def __call__(self, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+        return made[self.key]
 
 
-_FlatFunction = tuple[types.CodeType, dict[str, Any], int, list[types.CellType | None] | None]
-
-
-class _Recursion(NamedTuple):
-    """A function that stands in its own closure."""
-
-    key: int
+_IN_PROGRESS = object()
 
 
 class _Walk:
-    """One walk through an object; `lift` returns its argument itself when it finds no tensor in it."""
+    """One walk through an object, which collects its tensors."""
 
-    __slots__ = (
-        "_borrowed",
-        "_inner",
-        "_known",
-        "_open",
-        "_shared",
-        "_state",
-        "_tensor_types",
-        "_wrappers",
-        "opaque",
-        "tensors",
-    )
+    __slots__ = ("_assigned", "_borrowed", "_builders", "_owned", "_tensor_types", "opaque", "tensors")
 
     def __init__(
-        self,
-        tensor_types: TypeSet,
-        shared: frozenset[int],
-        state: frozenset[int],
-        inner: bool = False,
-        borrowed: bool = False,
+        self, tensor_types: TypeSet, owned: frozenset[int], assigned: frozenset[int], borrowed: bool
     ) -> None:
         self.tensors: list[Any] = []
         self.opaque = False
-        self._tensor_types = tensor_types
-        self._shared = shared
-        self._state = state
-        self._inner = inner  # whether somebody else holds the object, who may use its attributes
+        self._tensor_types, self._owned, self._assigned = tensor_types, owned, assigned
         self._borrowed = borrowed
-        # What an object was lifted to. One container or function in two places stays one.
-        self._known: dict[int, Any] = {}
-        # The containers that are being looked into.
-        self._open: set[int] = set()
-        # Frameworks' objects that were looked into: a function in one may know it.
-        self._wrappers: set[int] = set()
+        self._builders: dict[int, Any] = {}  # by id: one container or function in two places stays one
 
-    def lift(self, obj: Any) -> Any:
+    def builder(self, obj: Any) -> Any:
+        """Return what makes the object anew, None where it stays the same object."""
         kind = type(obj)
         if self._tensor_types[kind]:
             # One slot for each place: where a function runs again, one tensor may come back as two.
+            slot = len(self.tensors)
             self.tensors.append(obj)
-            return _Slot(len(self.tensors) - 1)
+            return lambda tensors, made: tensors[slot]
         if ATOMS[kind]:
-            return obj
-        if isinstance(obj, types.ModuleType):
-            self.opaque |= not is_library_module(obj)
-            return obj
-        if id(obj) in self._known:
-            # A container that stands in itself is not made anew there.
-            self.opaque |= id(obj) in self._open
-            return self._known[id(obj)]
-        if kind is types.FunctionType:
-            self._known[id(obj)] = _Recursion(id(obj))  # for what it finds of itself in its closure
-            lifted = self._function(obj)
-        else:
-            self._known[id(obj)] = obj
-            self._open.add(id(obj))
-            lifted = self._container(obj)
-            self._open.discard(id(obj))
-        self._known[id(obj)] = lifted
-        return lifted
+            return None
+        key = id(obj)
+        if key in self._builders:
+            if self._builders[key] is not _IN_PROGRESS:
+                return self._builders[key]
+            if kind is types.FunctionType:
+                return _Itself(key)
+            self.opaque = True  # a container in itself, where the copy would hold the original
+            return None
+        self._builders[key] = _IN_PROGRESS
+        build = self._function(obj) if kind is types.FunctionType else self._container(obj)
+        self._builders[key] = template = None if build is None else _Template(key, build)
+        return template
 
-    def _container(self, obj: Any) -> Any:
-        parts, make = _parts(obj)
+    def _leave(self, obj: Any) -> None:
+        """Leave an object where it is, and note whether it may hold a tensor."""
+        if self._tensor_types[type(obj)]:
+            self.opaque = True
+            return
+        for part in wrapped_functions(obj) or [obj]:
+            if type(part) is types.FunctionType:
+                inner = _Walk(self._tensor_types, frozenset(), frozenset(), False)
+                inner._builders = dict.fromkeys(self._builders)
+                inner.builder(part)
+                self.opaque |= bool(inner.tensors) or inner.opaque
+            else:
+                self.opaque |= may_hold_tensors(part)
+
+    def _container(self, obj: Any) -> Build | None:
+        parts, make = _parts_and_maker(obj)
         if parts is None:
-            functions = functions_within(obj)
-            if functions is None:
-                # What the collector does not track has no reference to anything, unless it is made in C.
-                self.opaque |= isinstance(obj, (tuple, contextvars.ContextVar)) or gc.is_tracked(obj)
-            elif id(obj) not in self._wrappers:
-                self._wrappers.add(id(obj))
-                self.opaque |= not all(map(self._is_plain, functions))
-            return obj
-        lifted: list[Any] | slice | None = self._tensors_alone(parts)
-        if lifted is None:
-            lifted = [self.lift(part) for part in parts]
-            if all(new is old for new, old in zip(lifted, parts, strict=True)):
-                return obj
+            self._leave(obj)
+            return None
+        builds = [self.builder(part) for part in parts]
+        if not any(builds):
+            return None
         if self._borrowed and isinstance(obj, (list, dict)):
             self.opaque = True
-            return obj
-        return _Made(id(obj), make, lifted)
+            return None
+        kept = [part if build is None else None for part, build in zip(parts, builds, strict=True)]
+        return lambda tensors, made: make(_built(kept, builds, tensors, made))
 
-    def _tensors_alone(self, parts: Sequence[Any]) -> slice | None:
-        """Lift the parts, if all of them are tensors, and return their slots."""
-        for part in parts:
-            if not self._tensor_types[type(part)]:
-                return None
-        count = len(self.tensors)
-        self.tensors.extend(parts)
-        return slice(count, count + len(parts)) if parts else None
-
-    def _function(self, function: types.FunctionType) -> Any:
-        code = function.__code__
-        known = CODES.get(id(code))
-        self.opaque |= (code_of(function) if known is None or known.probes else known).opaque
-        cells: list[Any] = list(function.__closure__ or ())
-        changed = recursive = False
-        for place, cell in enumerate(cells):
+    def _function(self, function: types.FunctionType) -> Build | None:
+        cells = function.__closure__ or ()
+        builds: list[Any] = []
+        for cell in cells:
             content = content_of(cell)
-            if isinstance(content, types.ModuleType):
-                self.opaque |= may_hold_by_module(content, code)
-                continue
-            if id(cell) in self._state or (
-                id(cell) in self._shared and not self._tensor_types[type(content)]
-            ):
-                self.opaque |= not ATOMS[type(content)] and not self._is_plain(content)
-                continue
-            lifted = self.lift(content)
-            if lifted is not content:
-                cells[place] = lifted
-                if type(lifted) is _Recursion and lifted.key == id(function):
-                    recursive = True
-                else:
-                    changed = True
-        extras = None
-        # To look at `__dict__` makes one. The outermost function uses its own as a wrapper, or by its name.
-        inner = self._inner or len(self._known) > 1
-        own = function.__dict__ if inner or recursive or code.co_flags & inspect.CO_VARARGS else None
-        if own or function.__defaults__ or function.__kwdefaults__:
-            # A function has dicts of its own for these, which are made with it.
-            old = [function.__defaults__, _items(function.__kwdefaults__), _items(own)]
-            new = [self.lift(part) for part in old]
-            changed |= any(a is not b for a, b in zip(new, old, strict=True))
-            extras = [function.__name__, function.__qualname__, *new]
-            if changed and self._borrowed and own and own.keys() != {"__wrapped__"}:
-                self.opaque = True
-                return function
-        return _Function(id(function), function, cells, extras) if changed else function
+            owned = id(cell) in self._owned and not self._tensor_types[type(content)]
+            if owned or id(cell) in self._assigned:
+                self._leave(content)
+                builds.append(None)
+            else:
+                builds.append(self.builder(content))
+        key = id(function)
+        names_itself = any([type(build) is _Itself and build.key == key for build in builds])
+        # The outermost function uses its own attributes as a wrapper, or by its own name.
+        uses = names_itself or len(self._builders) > 1 or function.__code__.co_flags & inspect.CO_VARARGS
+        attributes = vars(function) if uses else {}
+        extras = [function.__defaults__, _items(function.__kwdefaults__), _items(attributes)]
+        of_extras = [self.builder(part) for part in extras]
+        if all([b is None or (type(b) is _Itself and b.key == key) for b in (*builds, *of_extras)]):
+            return None
+        if self._borrowed and attributes and attributes.keys() != {"__wrapped__"}:
+            self.opaque = True
+            return None
+        code, scope, name = function.__code__, function.__globals__, function.__name__
+        kept = [cell if build is None else None for cell, build in zip(cells, builds, strict=True)]
+        extras = [part if build is None else None for part, build in zip(extras, of_extras, strict=True)]
 
-    def _is_plain(self, content: Any) -> bool:
-        """Whether no tensor can be reached through what is left where it stands."""
-        walk = _Walk(self._tensor_types, _NO_CELLS, _NO_CELLS, inner=True)
-        walk._wrappers = self._wrappers
-        walk.lift(content)
-        return not (walk.tensors or walk.opaque)
+        def build(tensors: Sequence[Any], made: dict[int, Any]) -> types.FunctionType:
+            new = tuple([types.CellType() if cell is None else cell for cell in kept])
+            made[key] = copy = types.FunctionType(code, scope, name, None, new)
+            for cell, part in zip(new, builds, strict=True):
+                if part is not None:  # only now: the copy may stand in its own cells
+                    cell.cell_contents = part(tensors, made)
+            defaults, keyword_defaults, own = _built(extras, of_extras, tensors, made)
+            copy.__defaults__, copy.__kwdefaults__ = defaults, dict(keyword_defaults) or None
+            copy.__dict__.update(own)
+            return copy
+
+        return build
 
 
-def _parts(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
-    """The parts of a container, partial or method, and how it is made of them; None for another object."""
+def _built(
+    parts: Sequence[Any], builds: Sequence[Any], tensors: Sequence[Any], made: dict[int, Any]
+) -> list[Any]:
+    pairs = zip(parts, builds, strict=True)
+    return [part if build is None else build(tensors, made) for part, build in pairs]
+
+
+def _items(mapping: Any) -> tuple[Any, ...]:
+    return tuple((mapping or {}).items())
+
+
+def _cells_of(owner: Any) -> Iterator[int]:
+    """Yield the ids of the cells that a function closes over, and those of functions in them."""
+    waiting, seen = [owner], set()
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__func__", getattr(function, "func", function))
+        if type(function) is types.FunctionType and id(function) not in seen:
+            seen.add(id(function))
+            yield from map(id, function.__closure__ or ())
+            waiting += map(content_of, function.__closure__ or ())
+
+
+def _assigned(obj: Any, seen: set[int]) -> Iterator[int]:
+    """Yield the ids of the cells that a function, or one in its closure, assigns."""
+    if id(obj) in seen:
+        return
+    if type(obj) is types.FunctionType:
+        seen.add(id(obj))
+        assigned = assigned_cells(obj)
+        for index, cell in enumerate(obj.__closure__ or ()):
+            if index in assigned:
+                yield id(cell)
+            yield from _assigned(content_of(cell), seen)
+    elif type(obj) in (tuple, list, dict, functools.partial):
+        seen.add(id(obj))
+        for part in _parts_and_maker(obj)[0] or ():
+            yield from _assigned(part, seen)
+
+
+def _parts_and_maker(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
+    """Return the parts of a container, partial or method, and its maker; None for other objects."""
     kind = type(obj)
     if kind is tuple or kind is list:
-        return obj, kind
+        return tuple(obj), kind
     if kind is dict or kind is OrderedDict:
-        return tuple(obj.values()), functools.partial(_mapping, kind, tuple(obj))
+        keys = tuple(obj)
+        return tuple(obj.values()), lambda values: kind(zip(keys, values, strict=True))
     if kind is functools.partial:
-        parts = obj.func, obj.args, *obj.keywords.values()
-        return parts, functools.partial(_partial, tuple(obj.keywords))
+        names = tuple(obj.keywords)
+        return (obj.func, obj.args, *obj.keywords.values()), lambda parts: functools.partial(
+            parts[0], *parts[1], **dict(zip(names, parts[2:], strict=True))
+        )
     if kind is types.MethodType:
-        return (obj.__func__, obj.__self__), _method
-    if isinstance(obj, tuple) and not getattr(obj, "__dict__", None):  # others hold more than their parts
+        return (obj.__func__, obj.__self__), lambda parts: types.MethodType(*parts)
+    if isinstance(obj, tuple) and not getattr(obj, "__dict__", None):
         if all([ATOMS[type(part)] for part in obj]):
             return (), list  # such as a shape
         if make := getattr(kind, "_make", None):  # of a named tuple
             return obj, make
-        if getattr(kind, "n_fields", None) == len(obj):  # of a framework's own in C, as of torch.max
+        if getattr(kind, "n_fields", None) == len(obj):  # a structure of C, as of torch.max
             return obj, kind
-        # Others may be made of anything.
     if isinstance(obj, types.BuiltinFunctionType) and isinstance(obj.__self__, types.ModuleType):
         return (), list
     return None, list
-
-
-def _items(mapping: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
-    return tuple((mapping or {}).items())
-
-
-def _mapping(kind: type, keys: tuple[Any, ...], values: list[Any]) -> Any:
-    return kind(zip(keys, values, strict=True))
-
-
-def _partial(keywords: tuple[str, ...], parts: list[Any]) -> Any:
-    function, args, *values = parts
-    return functools.partial(function, *args, **_mapping(dict, keywords, values))
-
-
-def _method(parts: list[Any]) -> Any:
-    return types.MethodType(*parts)
-
-
-def restore(template: Any, tensors: Sequence[Any]) -> Any:
-    """Build the object that `template` describes around `tensors`."""
-    if type(template) is tuple:
-        code, scope, count, old = template
-        cells = tuple([types.CellType(tensor) for tensor in tensors[:count]])
-        if old is not None:
-            new = iter(cells)
-            cells = tuple([next(new) if cell is None else cell for cell in old])
-        return types.FunctionType(code, scope, None, None, cells)
-    return _build(template, tensors, {})
-
-
-def _build(template: Any, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
-    kind = type(template)
-    if kind is _Slot:
-        return tensors[template]
-    if kind is _Recursion:
-        return made[template.key]
-    if kind is _Function or kind is _Made:
-        if template.key not in made:
-            build = _build_function if kind is _Function else _build_container
-            made[template.key] = build(template, tensors, made)
-        return made[template.key]
-    return template
-
-
-def _build_container(template: _Made, tensors: Sequence[Any], made: dict[int, Any]) -> Any:
-    parts = template.parts
-    if type(parts) is slice:
-        return template.make(list(tensors[parts]))
-    return template.make([_build(part, tensors, made) for part in parts])
-
-
-def _build_function(template: _Function, tensors: Sequence[Any], made: dict[int, Any]) -> types.FunctionType:
-    parts = template.cells
-    cells = tuple([part if type(part) is types.CellType else types.CellType() for part in parts])
-    function = types.FunctionType(template.code, template.globals, None, None, cells)
-    made[template.key] = function  # before its cells are filled: it may stand in one of them
-    for cell, part in zip(cells, parts, strict=True):
-        if cell is not part:
-            cell.cell_contents = _build(part, tensors, made)
-    if template.extras:
-        function.__name__, function.__qualname__, defaults, keyword_defaults, own = template.extras
-        function.__defaults__ = _build(defaults, tensors, made)
-        function.__kwdefaults__ = dict(_build(keyword_defaults, tensors, made))
-        function.__dict__.update(_build(own, tensors, made))
-    return function

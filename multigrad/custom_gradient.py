@@ -15,9 +15,17 @@ from multigrad.context import Context, context_here, in_force
 from multigrad.errors import describe, message
 from multigrad.kinds import HoldsNoTensor
 from multigrad.leaves import FLAT_LAYOUTS, ONE, Layout, Refused, Symbolic, split
-from multigrad.reach import may_reach
 from multigrad.rule import FLAT, HYBRID, WHOLE, form_of, is_handed, is_plain, own_arguments
-from multigrad.variables import NONE_READ, Pinned, ReadBy, Reads, Variables, in_scope, under_values_of
+from multigrad.variables import (
+    NONE_READ,
+    Pinned,
+    ReadBy,
+    Reads,
+    Unassigned,
+    Variables,
+    in_scope,
+    under_values_of,
+)
 
 _framework = backend.active
 _TENSORS = _framework.TENSORS
@@ -92,7 +100,7 @@ def op_custom_gradient(
 
     The rule is called by its signature:
 
-    - `rule(U)`, when it has one positional parameter, whatever its name;
+    - `rule(U)`, when it has one positional parameter, whatever its name, or `upstream` by keyword alone;
     - `rule(u1, ..., uN)`, when it has as many as the output has tensors, or `rule(*us)`;
     - `rule(*args, upstream=U)`, with the op's own positional arguments, when it has a parameter
       `upstream` behind others, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`. What the op
@@ -125,8 +133,8 @@ def op_custom_gradient(
         A function with the name, documentation and parameters of `f`, which returns the output alone and
         is differentiated by the rule, to any order. Inside the rule, an input or output of the op is
         differentiated as such; a tensor that the function computed on the way is differentiated through
-        the function, which PyTorch runs once more for it. A tensor that `f` closes over has no gradient
-        through the op.
+        the function, which PyTorch and JAX run once more for it. A tensor that `f` closes over has no
+        gradient through the op.
 
     Raises:
         TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
@@ -240,47 +248,62 @@ class Call:
         """How messages call the op."""
         return self.back.name
 
-    def run(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, place: Any = None) -> "Ran":
+    def run(
+        self,
+        tensors: Sequence[Any],
+        *,
+        strict: bool = False,
+        read_as: Callable[[Any], Any] | None = None,
+        place: Any = None,
+    ) -> "Ran":
         """Run the function: its flat outputs, its rule, the inputs of the op, and the pullback.
 
         The inputs are `tensors` itself, or, where the function read trainable variables, these and the
         values of those.
 
         Arguments:
-            f: a function that stands in for the op's own, with another closure.
+            strict: whether the function is to touch no variable; `TouchedVariable` is raised where it does.
+            read_as: makes of the value of a variable the one that the function reads.
             place: where the function runs, if that matters to how variables are read.
         """
-        back, function, scope, context = self.back, f or self.f, Reads(), context_here()
+        back, scope, context = self.back, Reads(), context_here()
+        if strict:
+            scope.strict = True
+        if read_as is not None:
+            scope.read_as = read_as
         if place is not None:
             scope.place = place
         with scope:
-            returned = function(*tensors) if back.flat else back.call(function, tensors)
+            returned = self.f(*tensors) if back.flat else back.call(self.f, tensors)
         if place is not None:
             place.leave(scope)
         # Usually it is a tensor and a rule of one parameter, and no variable has to do with it.
-        plain = scope.original_scope is None and not (scope.variables or scope.assigned)
-        if plain and type(returned) is tuple and len(returned) == 2:
+        around = scope.original_scope
+        if type(around) is Unassigned:
+            around = None
+        if (
+            around is None
+            and not (scope.variables or scope.state)
+            and type(returned) is tuple
+            and len(returned) == 2
+        ):
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
                 return (output,), rule, tensors, back if context is None else back.anew(context)
-        return self._accept(returned, tensors, scope, scope.original_scope, context)
+        return self._accept(returned, tensors, scope, around, context)
 
-    def run_foreseen(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None) -> "Ran":
-        """Run a function that reads no trainable variables: as `run` does."""
-        ran = self.run(tensors, f)
-        if ran[2] is not tensors:
-            raise self._unforeseen(ran[3].variables)
-        return ran
-
-    def run_again(self, inputs: Sequence[Any], first: "Pullback") -> "Ran":
+    def run_again(
+        self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None
+    ) -> "Ran":
         """Run the function once more, for a derivative of the rule's residuals.
 
-        Variables have the values that are among `inputs`, and what the function assigns is lost.
+        Variables have the values that are among `inputs`, and assignments end with the run. `f` stands in for
+        the function, with another closure.
         """
         count = len(inputs) - len(first.variables)
-        scope = Pinned(first.variables, inputs[count:], first.around, keep=False)
+        scope = Pinned(first.variables, inputs[count:], first.around)
         with scope, in_force(first.context):
-            returned = self.back.call(self.f, inputs[:count])
+            returned = self.back.call(f or self.f, inputs[:count])
         return self._accept(returned, inputs[:count], scope, first.around, first.context)
 
     def _accept(
@@ -307,8 +330,8 @@ class Call:
             arguments = self.back.arguments.join(tensors)
             rule = functools.partial(rule, *arguments[: own_arguments(name, given, binding)])
         handed = is_handed(name, given, takes, variables.names())
-        if handed or around is not None:
-            rule = under_values_of(rule, variables, scope.latest(), around, handed)
+        if handed or around is not None or variables.state:
+            rule = under_values_of(name, rule, variables, scope.latest(), around, handed)
         inputs = (*tensors, *scope.values) if variables else tensors
         back = self.back.anew(context)
         back.output, back.form = layout, form
@@ -318,7 +341,7 @@ class Call:
 
     def rehearsal(self) -> AbstractContextManager[Any]:
         """A context behind which variables are as they were before, whatever a rule assigned in it."""
-        return Pinned(NONE_READ, (), keep=False)
+        return Pinned(NONE_READ, ())
 
     def objects(self) -> Sequence[Any]:
         """The arguments that are no tensors, such as `self`."""
@@ -328,25 +351,19 @@ class Call:
         """Whether an argument is an object through which tensors may be reached, such as `self`."""
         return self.back.arguments.has_objects()
 
-    def may_read(self) -> bool:
-        """Whether the function may read a variable, as far as can be said before it runs."""
-        return may_reach(self.f) or any(map(may_reach, self.back.arguments.static_leaves()))
+    def touches_variables(self) -> bool:
+        """Whether a run of the function, or of another of its code, touched a variable."""
+        return _code_of(self.f) in _TOUCHING
+
+    def note_touched(self) -> None:
+        """Remember that one did."""
+        if len(_TOUCHING) >= _KEPT:
+            _TOUCHING.clear()
+        _TOUCHING.add(_code_of(self.f))
 
     def may_read_another(self) -> bool:
         """Whether it may read a variable that has another value here than its own, in a scope."""
-        return in_scope() and self.may_read()
-
-    def _unforeseen(self, variables: Variables) -> TypeError:
-        return TypeError(
-            message(
-                self.name,
-                "the function read a trainable variable that could not be seen from outside",
-                required="variables, or layers, that the function or one that it calls closes over or has "
-                "as globals",
-                got=", ".join(variables.names()),
-                mend="pass the variables as arguments, or close over the layer that owns them",
-            )
-        )
+        return in_scope()
 
     def _no_pair(self, returned: Any) -> TypeError:
         return TypeError(
@@ -358,6 +375,15 @@ class Call:
                 mend="end the function with `return output, rule`",
             )
         )
+
+
+# Codes whose functions touched a variable: the next run need not begin where that is not possible.
+_TOUCHING: set[Any] = set()
+_KEPT = 4096
+
+
+def _code_of(f: Any) -> Any:
+    return getattr(f, "__code__", type(f))
 
 
 class Pullback(HoldsNoTensor):
@@ -424,17 +450,25 @@ class Pullback(HoldsNoTensor):
             needed: for each input, whether its gradient is of use to anybody.
             specs: for each input, what it requires of its gradient.
         """
-        if self.plain:
-            answer = rule(upstream[0])
+        if _framework.is_reading_code():  # which enters no scope in a rule, and refuses assignments itself
+            answer = self._answer(rule, upstream)
         else:
-            if self.form == FLAT:
-                answer = rule(*upstream)
-            else:
-                whole = self.output.join_tensors_only(upstream)
-                answer = rule(whole) if self.form == WHOLE else rule(upstream=whole)
-            if self.handed:
-                return self._read_both(answer, needed, specs)
+            scope = Unassigned()
+            scope.name = self.name
+            with scope:
+                answer = self._answer(rule, upstream)
+        if self.handed:
+            return self._read_both(answer, needed, specs)
         return read(self, answer, specs, needed)
+
+    def _answer(self, rule: Callable[..., Any], upstream: Sequence[Any]) -> Any:
+        """Call the rule in its form."""
+        if self.plain:
+            return rule(upstream[0])
+        if self.form == FLAT:
+            return rule(*upstream)
+        whole = self.output.join_tensors_only(upstream)
+        return rule(whole) if self.form == WHOLE else rule(upstream=whole)
 
     def _read_both(
         self, answer: Any, needed: Sequence[bool], specs: list[backend.Spec | None]

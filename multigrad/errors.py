@@ -67,3 +67,7 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 def shape_text(shape: object) -> str:
     """A shape of any framework in Python's own notation."""
     return str(tuple(shape)) if isinstance(shape, (tuple, list)) else str(shape)
+
+
+class TouchedVariable(BaseException):
+    """A function that ran where none was expected reads or assigns a variable, and is to run elsewhere."""

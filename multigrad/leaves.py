@@ -15,8 +15,8 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.behind import may_hold
 from multigrad.errors import message
+from multigrad.reachable import may_hold_tensors
 
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _WRITTEN = range(8)
 
@@ -72,7 +72,7 @@ class Layout:
 
     def has_objects(self) -> bool:
         """Whether there is a static leaf in it through which tensors may be reached."""
-        return any(map(may_hold, self.static_leaves()))
+        return any(map(may_hold_tensors, self.static_leaves()))
 
     def static_leaves(self) -> list[Any]:
         """The leaves that are no tensors."""

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import keras
 
 from multigrad.backend import Options
-from multigrad.behind import assigned_places
 from multigrad.binding import name_of
 from multigrad.errors import describe, message
 from multigrad.kinds import HoldsNoTensor
+from multigrad.reachable import assigned_cells
 
 Op = Callable[..., Any]
 
@@ -214,7 +214,7 @@ def _is_same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> 
 def _functions_same(a: Any, b: Any, seen: frozenset[tuple[int, int]]) -> bool:
     if a.__code__ != b.__code__ or a.__globals__ is not b.__globals__:
         return False
-    assigned = assigned_places(a)
+    assigned = assigned_cells(a)
     for place, cells in enumerate(zip(a.__closure__ or (), b.__closure__ or (), strict=True)):
         if cells[0] is not cells[1] and (place in assigned or not _cells_same(*cells, seen)):
             return False

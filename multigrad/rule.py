@@ -17,6 +17,7 @@ from multigrad.errors import describe, message
 FORMS = (
     "grad(upstream), with one positional parameter of any name; "
     "grad(u1, ..., uN) or grad(*us), with one upstream gradient per tensor in the output; "
+    "grad(*, upstream), by keyword alone; "
     "grad(*args, upstream), grad(*args, upstream=None) or grad(x, y, *, upstream), with the op's own "
     "positional arguments; "
     "any of them with a further parameter `variables`"
@@ -27,6 +28,7 @@ FORMS = (
 WHOLE = "grad(U)"
 FLAT = "grad(*flat U)"
 HYBRID = "grad(*args, upstream=U)"
+KEYWORD = "grad(upstream=U)"
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
@@ -109,6 +111,8 @@ def _profile(signature: inspect.Signature) -> Profile:
         if any(p in required for p in positional[place:]):
             form = None  # an argument behind `upstream` could not be passed by position
         accepted = float("inf") if variadic else place
+    elif "upstream" in keywords and not (positional or variadic) and needed_keywords <= {"upstream"}:
+        form = KEYWORD
     elif not needed_keywords:
         if variadic:
             form = FLAT if not positional else None

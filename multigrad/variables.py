@@ -17,7 +17,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.context import global_state
-from multigrad.errors import message
+from multigrad.errors import TouchedVariable, message
 from multigrad.kinds import HoldsNoTensor
 
 _TENSORS = backend.active.TENSORS
@@ -35,8 +35,8 @@ class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
     dtypes: Sequence[str | None] = ()
     """The dtypes in which the function met them: under autocast, not their own. None for several."""
 
-    assigned: Sequence[tuple[keras.Variable, Any]] = ()
-    """Others, which the function assigned, with their values before."""
+    state: Sequence[tuple[keras.Variable, Any]] = ()
+    """Others that the function read or assigned, with what they held when it began."""
 
     def names(self) -> list[str]:
         """How messages call the variables."""
@@ -126,7 +126,7 @@ class _Scope(keras.StatelessScope):
 def in_scope() -> bool:
     """Whether a `keras.StatelessScope` is in force, in which variables may have other values."""
     with keras.StatelessScope(initialize_variables=False) as scope:
-        return scope.original_scope is not None
+        return type(scope.original_scope) not in (type(None), Unassigned)
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def _outside() -> Iterator[None]:
 
 
 class Reads(_Scope):
-    """A scope that notes which trainable variables are read in it, each with its value.
+    """A scope that notes which variables a function reads and assigns in it, each with its value.
 
     ```python
     scale = keras.Variable(2.0, name="scale")
@@ -156,29 +156,62 @@ class Reads(_Scope):
     variables: Any = ()
     values: Any = ()
     assigned: Any = ()
+    state: Any = ()
+    """What variables other than trainable ones that were read held at the beginning, by id."""
+    strict = False
+    """Whether no variable is to be touched."""
+    read_as: Callable[[Any], Any] | None = None
+    """What makes of a value the one that the function reads."""
     place: Any = None
     """Where the function runs, for a framework in which that matters to how variables are read."""
     _dtypes: Any = ()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        key = id(variable)
+        if self.strict:
+            raise TouchedVariable
         if self.place is not None and not self.place.sees(variable):
             return self._around(variable)
+        key = id(variable)
         value = self.known.get(key)
+        if value is not None:
+            if self._dtypes[key] != variable.dtype:
+                self._dtypes[key] = None
+            return value
+        value = self._around(variable)
+        if not variable.trainable:
+            return self._read_state(variable, value)
         if value is None:
-            value = self._around(variable)
-            if not variable.trainable:
-                return value
-            if value is None:
-                value = _value_of(variable, None if key in self.assigned else self.place)
-            if key in self.assigned:
-                self._note(variable, self.assigned[key][1])
-            else:
-                self._note(variable, value)
-                self.known[key] = value
-        elif self._dtypes[key] != variable.dtype:
-            self._dtypes[key] = None
+            value = _value_of(variable, None if key in self.assigned else self.place)
+        if key in self.assigned:
+            self._note(variable, self.assigned[key][1])
+            return value
+        if self.read_as is not None:
+            value = self.read_as(value)
+        self._note(variable, value)
+        self.known[key] = value
         return value
+
+    def _read_state(self, variable: keras.Variable, value: Any) -> Any:
+        """The value of a variable that has no gradient, None where Keras is to look itself."""
+        if variable._value is None:  # Keras has not made it yet
+            return value
+        began = self._note_state(variable, value)
+        if self.read_as is None or value is None:
+            return value
+        return self.read_as(value) if id(variable) in self.assigned else began
+
+    def _note_state(self, variable: keras.Variable, value: Any) -> Any:
+        """What the variable held at the beginning; `value` is what it holds around this scope."""
+        key = id(variable)
+        if key not in self.state:
+            began = _value_of(variable, self.place) if value is None else value
+            if not variable.trainable:
+                began = backend.active.snapshot(began)
+            if self.read_as is not None:
+                began = self.read_as(began)
+            self.state = self.state or {}
+            self.state[key] = variable, began
+        return self.state[key][1]
 
     def _note(self, variable: keras.Variable, value: Any) -> None:
         """The function read a variable that came to it with this value."""
@@ -195,13 +228,13 @@ class Reads(_Scope):
         self._dtypes[id(variable)] = None
 
     def read(self) -> Variables:
-        """The variables that were read."""
-        if not (self.variables or self.assigned):
+        """The trainable variables that were read, and the state beside them."""
+        if not (self.variables or self.state):
             return NONE_READ
         read = Variables(self.variables)
         read.dtypes = [self._dtypes[id(variable)] for variable in read]
-        if self.assigned:
-            read.assigned = [pair for key, pair in self.assigned.items() if key not in self._dtypes]
+        if self.state:
+            read.state = [pair for key, pair in self.state.items() if key not in self._dtypes]
         return read
 
     def latest(self) -> Sequence[Any]:
@@ -212,17 +245,18 @@ class Reads(_Scope):
         return [self.get_current_value(v) if id(v) in self.assigned else value for v, value in own]
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        if self.strict:
+            raise TouchedVariable
         variable = update[0]
+        key = id(variable)
         if self.place is not None:
-            self.place.sees_assigned(variable, id(variable) in self.known)
-        if id(variable) not in self.assigned:
-            before = self._around(variable)
-            if before is None:
-                before = _value_of(variable, self.place)
-                if not variable.trainable:
-                    before = backend.active.snapshot(before)
+            self.place.sees_assigned(variable, key in self.known)
+        if key not in self.assigned:
+            began = self.known.get(key)
+            if began is None:
+                began = self._note_state(variable, self._around(variable))
             self.assigned = self.assigned or {}
-            self.assigned[id(variable)] = variable, before
+            self.assigned[key] = variable, began
         super().add_update(update)
 
     def add_loss(self, loss: Any) -> None:
@@ -238,13 +272,13 @@ class Reads(_Scope):
 
 
 class Pinned(_Scope):
-    """A scope in which variables have given values, and others those that they had at a call.
+    """A scope in which variables have given values, and what is assigned ends with it.
+
+    Others have the values that they had at a call, and a function's state is what it began with.
 
     Arguments:
         variables, values: what is pinned. A function's `Variables` have the dtypes that it met.
         around: the scope around the call, which may have ended.
-        keep: whether assignments are carried out. If not, `assigned` has the variables with their values,
-            and what a function assigned is as it was before.
     """
 
     def __init__(
@@ -252,17 +286,17 @@ class Pinned(_Scope):
         variables: Sequence[keras.Variable],
         values: Sequence[Any],
         around: keras.StatelessScope | None = None,
-        keep: bool = True,
     ) -> None:
         self.variables, self.values = variables, values
+        state: Sequence[tuple[keras.Variable, Any]] = ()
         if isinstance(variables, Variables):
+            state = variables.state
             own = zip(values, variables.dtypes, strict=True)
             values = [value if dtype is None else ops.cast(value, dtype) for value, dtype in own]
         self.known = dict(zip(map(id, variables), values, strict=True))
-        if not keep and isinstance(variables, Variables):
-            self.known.update({id(variable): before for variable, before in variables.assigned})
+        self.known.update({id(variable): value for variable, value in state})
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
-        self.at_call, self._keep = around, keep
+        self.at_call = around
 
     def read(self) -> Any:
         """The variables that are pinned."""
@@ -278,11 +312,41 @@ class Pinned(_Scope):
         return super()._around(variable) if value is None else value
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        if self._keep:
-            super().add_update(update)
-        else:
-            self.assigned[id(update[0])] = update
-            self.known[id(update[0])] = update[1]
+        self.assigned[id(update[0])] = update
+        self.known[id(update[0])] = update[1]
+
+
+class _OfRule(Pinned):
+    """The scope of a rule. It may assign its function's variables alone, and their values end with it."""
+
+    name = ""
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        if id(update[0]) not in self.known:
+            raise _assigned_by_rule(self.name, update[0])
+        super().add_update(update)
+
+
+class Unassigned(_Scope):
+    """The scope of a rule whose function touched no variable."""
+
+    name = ""
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        raise _assigned_by_rule(self.name, update[0])
+
+
+def _assigned_by_rule(name: str, variable: keras.Variable) -> TypeError:
+    return TypeError(
+        message(
+            name,
+            "the rule assigns a variable, which would move as often as a gradient is asked for",
+            required="a rule that assigns no other variables than its function reads or assigns, whose new "
+            "values end with the rule",
+            got=f"an assignment to variable {variable.path!r}",
+            mend="assign it, or draw the random number, in the function or outside of the op",
+        )
+    )
 
 
 class ReadBy(_Scope):
@@ -306,6 +370,7 @@ class _Held(HoldsNoTensor):
 
 
 def under_values_of(
+    name: str,
     rule: Callable[..., Any],
     variables: Variables,
     values: Sequence[Any],
@@ -313,17 +378,24 @@ def under_values_of(
     handed: bool,
 ) -> Callable[..., Any]:
     """`rule` as it is to run later: with the variables as they were, handed to it if it takes them."""
-    return functools.partial(_run_rule, rule, variables, list(values), _Held(around), handed)
+    state = [value for _, value in variables.state]
+    return functools.partial(_run_rule, name, rule, variables, list(values), state, _Held(around), handed)
 
 
 def _run_rule(
+    name: str,
     rule: Callable[..., Any],
     variables: Variables,
     values: Sequence[Any],
+    state: Sequence[Any],
     held: _Held,
     handed: bool,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    with Pinned(variables, values, held.scope):
+    scope = _OfRule(variables, values, held.scope)
+    scope.name = name
+    for (variable, _), value in zip(variables.state, state, strict=True):
+        scope.known[id(variable)] = value
+    with scope:
         return rule(*args, **kwargs, variables=list(variables)) if handed else rule(*args, **kwargs)

@@ -87,14 +87,14 @@ FAULTS = [
     ),
     Fault(
         "a rule meets other variables as they are later", "torch", "variables.py",
-        "with Pinned(variables, values, held.scope):",
-        "with Pinned(variables, values):",
+        "scope = _OfRule(variables, values, held.scope)",
+        "scope = _OfRule(variables, values)",
         "test_variables.py::test_a_rule_runs_after_the_scope_of_its_values_has_ended",
     ),
     Fault(
         "a rule meets its variables as they are later", "tensorflow", "variables.py",
-        "with Pinned(variables, values, held.scope):",
-        "with Pinned((), (), held.scope):",
+        "scope = _OfRule(variables, values, held.scope)",
+        "scope = _OfRule((), (), held.scope)",
         "test_variables.py::test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass",
     ),
     Fault(
@@ -105,8 +105,8 @@ FAULTS = [
     ),
     Fault(
         "a rule is called twice", "jax", "custom_gradient.py",
-        "answer = rule(upstream[0])",
-        "answer = [rule(upstream[0]), rule(upstream[0])][0]",
+        "return rule(upstream[0])",
+        "return [rule(upstream[0]), rule(upstream[0])][0]",
         "test_calculus.py::test_how_often_the_function_and_the_rule_run test_counts.py",
     ),
     Fault(
@@ -122,7 +122,7 @@ FAULTS = [
         "test_errors.py",
     ),
     Fault(
-        "forward mode accepts a rule that is not linear", "tensorflow", "linear.py",
+        "forward mode accepts a rule that is not linear", "tensorflow", "calculus/linearity.py",
         "_ROUNDING = 0.05",
         "_ROUNDING = 1e9",
         "test_calculus.py::test_a_rule_that_is_not_linear",

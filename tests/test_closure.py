@@ -1,21 +1,19 @@
 """Lifting tensors out of closures, with a class of its own standing for tensors."""
 
-import contextvars
 import enum
 import functools
+import logging
 import math
 import os
-import sys
 import types
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, namedtuple
 
 import keras
 import pytest
 
-from multigrad import behind
-from multigrad.behind import may_hold, tensors_behind
 from multigrad.closure import lift, restore
 from multigrad.kinds import TypeSet
+from multigrad.reachable import may_hold_tensors, reachable_tensors
 
 pytestmark = pytest.mark.forward
 
@@ -250,7 +248,7 @@ def test_a_tuple_that_is_made_in_c():
     parts = [Tensor(1), *range(os.stat_result.n_fields - 1)]
     made = os.stat_result(parts)
     assert lift(lambda: made, TENSORS)[2] is True
-    assert may_hold(made)
+    assert may_hold_tensors(made)
 
 
 def test_wrappers_in_wrappers_are_looked_at_once():
@@ -264,9 +262,9 @@ def test_wrappers_in_wrappers_are_looked_at_once():
         def wrapped(u, inner=inner):
             return inner(u)
 
-    assert not may_hold(wrapped)
+    assert not may_hold_tensors(wrapped)
     inner.held = Tensor(1)
-    assert may_hold(wrapped)
+    assert may_hold_tensors(wrapped)
 
 
 def test_objects_are_opaque():
@@ -280,239 +278,25 @@ def test_objects_are_opaque():
     assert restore(template, [])() is held.e
 
 
-FILLED_LATER, IN_A_GLOBAL = {}, [Tensor(1)]
+IN_A_GLOBAL = [Tensor(1)]
+LOGGER = logging.getLogger(__name__)
 
 
-def test_what_comes_to_stand_in_a_global(monkeypatch):
-    def rule(u):
-        return FILLED_LATER.get("held", u)
-
-    def other(u):
-        return MADE_LATER  # noqa: F821
-
-    def hooked(u):
-        return HOOKS[0](u)
-
-    def attributed(u):
-        return helper.held * u
-
-    def rebound(u):
-        return ACTIVATION(u)
-
-    HOOKS[:] = [len]
-    vars(helper).clear()
-    every = (rule, other, hooked, attributed, rebound)
-    for function in every:
-        assert lift(function, TENSORS)[2] is False
-    monkeypatch.setitem(FILLED_LATER, "held", Tensor(1))
-    monkeypatch.setitem(globals(), "MADE_LATER", Tensor(1))
-    HOOKS[:] = [hook]
-    helper.held = Tensor(1)
-    monkeypatch.setitem(globals(), "ACTIVATION", hook)
-    for function in every:
-        assert lift(function, TENSORS)[2] is True
-
-
-HOOKS, ACTIVATION = [], keras.ops.abs
-
-
-def helper(u):
-    return u
-
-
-def hook(u):
-    return IN_A_GLOBAL[0]
-
-
-HOOKED, CLASSES = {"a": (hook,)}, []
-A_VARIABLE_OF_THE_CONTEXT = contextvars.ContextVar("held")
-
-
-def test_what_is_behind_a_container_or_a_module(monkeypatch):
-    """As each of these is looked at through a global and through a cell."""
-
+def test_globals_classes_and_modules_are_constants():
     class Held:
-        by_the_class = Tensor(1)
+        of_the_class = Tensor(1)
 
-    CLASSES[:] = [Held]
     module = types.ModuleType("of_a_user")
     module.held = Tensor(1)
-    variable = A_VARIABLE_OF_THE_CONTEXT
-
-    def attributed(u):
-        return u
-
-    attributed.held = Tensor(1)
-
-    def imports(u):
-        import of_a_user
-
-        return u * of_a_user.held
-
-    monkeypatch.setitem(sys.modules, "of_a_user", module)
-    monkeypatch.setitem(sys.modules, "multigrad_made_up.token", module)
-    in_a_package = {"__package__": "multigrad_made_up", "__name__": "multigrad_made_up.own"}
-    exec("def relative(u):\n    from .token import held\n    return u * held", in_a_package)
     rules = [
-        in_a_package["relative"],
-        lambda u: HOOKED["a"][0](u),
-        lambda u: CLASSES[0].by_the_class,
+        lambda u: IN_A_GLOBAL[0],
+        lambda u: LOGGER.debug("%s", u),
+        lambda u: Held.of_the_class,
         lambda u: module.held,
-        lambda u: variable.get(),
-        lambda u: A_VARIABLE_OF_THE_CONTEXT.get(),
-        imports,
+        lambda u: (math.pi, keras.ops.abs(u), types.ModuleType),
     ]
-    assert [lift(rule, TENSORS)[2] for rule in rules] == [True] * len(rules)
-    (tensor,), template, opaque = lift(lambda u: attributed.held, TENSORS)
-    assert (tensor, opaque) == (attributed.held, False)
-    assert restore(template, [7])(None) == 7
-    assert lift(lambda u: (math.pi, keras.ops.abs(u), types.ModuleType), TENSORS)[2] is False
-
-
-def test_imports_and_modules_that_hold_nothing(monkeypatch):
-    """JAX traces an opaque rule, which may not branch on values then."""
-    plain = types.ModuleType("plain_of_a_user")
-    plain.factor = 3.0
-    own = pytest
-
-    def imports(u):
-        import plain_of_a_user
-        import pytest
-
-        return pytest.approx(u) * plain_of_a_user.factor
-
-    rules = [imports, lambda u: plain.factor * u, lambda u: own.approx(u)]
-    assert [lift(rule, TENSORS)[2] for rule in rules] == [False] * len(rules)
-    read = dict(behind._MODULES)
-    assert [lift(rule, TENSORS)[2] for rule in rules] == [False] * len(rules)
-    assert [known is behind._MODULES[key] for key, known in read.items()] == [True] * len(read) != []
-    monkeypatch.setitem(sys.modules, "plain_of_a_user", plain)
-    assert lift(imports, TENSORS)[2] is False
-    plain.factor = Tensor(3)
-    assert [lift(rule, TENSORS)[2] for rule in rules] == [True, True, False]
-
-
-class Space:
-    """What a helper is handed to look into."""
-
-
-class OfMeta(type):
-    held = None
-
-
-class WithMeta(metaclass=OfMeta):
-    pass
-
-
-def held_in(space):
-    return space.held
-
-
-GROWING = defaultdict(list)
-OF_A_TUPLE = namedtuple("OF_A_TUPLE", ["name", "items"])("a", [])
-
-
-def keeper():
-    inside = None
-
-    def put(value):
-        nonlocal inside
-        inside = value
-
-    return put, lambda: inside
-
-
-PUT, GET = keeper()
-
-
-def of_defaults(value=None):
-    return value
-
-
-def into_defaults(value):
-    of_defaults.__defaults__ = (value,)
-
-
-@pytest.mark.parametrize(
-    ("put", "rule"),
-    [
-        (lambda t: setattr(Space, "held", t), lambda u: held_in(Space)),
-        (lambda t: setattr(MODULE, "held", t), lambda u: held_in(MODULE)),
-        (lambda t: setattr(Space, "held", t), lambda u: next(map(held_in, [Space]))),
-        (lambda t: setattr(OfMeta, "held", t), lambda u: WithMeta.held),
-        (lambda t: PUT(t), lambda u: GET()),
-        (lambda t: GROWING["some"].append(t), lambda u: GROWING["some"][-1]),
-        (lambda t: OF_A_TUPLE.items.append(t), lambda u: OF_A_TUPLE.items[0]),
-        (lambda t: into_defaults(t), lambda u: of_defaults()),
-    ],
-)
-def test_what_comes_to_stand_where_a_helper_looks(put, rule):
-    """Nothing is there at first, so that it is remembered that there is nothing."""
-    assert lift(rule, TENSORS)[2] is False
-    assert lift(rule, TENSORS)[2] is False
-    put(Tensor(1))
-    try:
-        assert lift(rule, TENSORS)[2] is True
-    finally:
-        for space in (Space, MODULE, OfMeta):
-            space.held = None
-        PUT(None)
-        into_defaults(None)
-
-
-MODULE = types.ModuleType("module_of_a_user")
-
-
-def test_an_import_in_long_code(monkeypatch):
-    """Of many constants, whose instructions have others before them."""
-    lines = [f"    u = {{'{number}': {number}.5}}" for number in range(300)]
-    module = types.ModuleType("of_long_code")
-    module.held = Tensor(1)
-    monkeypatch.setitem(sys.modules, "of_long_code", module)
-    space = {"__name__": "package.module", "__package__": "package"}
-    exec("\n".join(["def rule(u):", *lines, "    from of_long_code import held", "    return held"]), space)
-    assert lift(space["rule"], TENSORS)[2] is True
-
-
-NUMBERS = []
-
-
-def test_numbers_come_and_go_in_a_container():
-    """Nothing is looked at anew for them."""
-
-    def rule(u):
-        NUMBERS.append(1.0)
-        return u
-
-    assert lift(rule, TENSORS)[2] is False
-    read = behind.CODES[id(rule.__code__)]
-    rule(1.0)
-    assert lift(rule, TENSORS)[2] is False
-    assert behind.CODES[id(rule.__code__)] is read
-    NUMBERS.append(Tensor(1))
-    assert lift(rule, TENSORS)[2] is True
-
-
-def test_a_long_chain_of_functions():
-    def last(u):
-        return u
-
-    chained = last
-    for _ in range(5000):
-
-        def function(u):
-            return u
-
-        function.next = chained
-        chained = function
-    CHAIN["first"] = chained
-    assert lift(lambda u: CHAIN["first"](u), TENSORS)[2] is False
-    last.held = Tensor(1)
-    CHAIN["first"] = functools.partial(chained)  # which is looked at anew
-    assert lift(lambda u: CHAIN["first"](u), TENSORS)[2] is True
-
-
-CHAIN = {}
+    for rule in rules:
+        assert lift(rule, TENSORS) == ([], rule, False)
 
 
 class Slotted:
@@ -526,21 +310,22 @@ class Holder:
         return u
 
 
-def test_tensors_behind_objects():
+def test_reachable_tensors():
     holder, slotted = Holder(), Slotted()
     slotted.held = slotted  # a circle
     slotted.other = {"its": (Tensor(4),)}
     holder.one, holder.more = Tensor(2), {"slotted": slotted}
 
     def found(function):
-        return sorted(tensor.value for tensor in tensors_behind(function, TENSORS))
+        return sorted(tensor.value for tensor in reachable_tensors(function, TENSORS))
 
     assert found(lambda u: holder.one) == [2, 4]
     assert found(holder.method) == [2, 3, 4]
     assert found(functools.partial(holder.method, more=[Tensor(5)])) == [2, 3, 4, 5]
-    assert found(lambda u: IN_A_GLOBAL) == [1]
-    assert found(lambda u: Holder.of_the_class) == [0]
-    assert found(lambda u: Holder) == []
+    assert found(lambda u: IN_A_GLOBAL) == []
+    assert found(lambda u: Holder.of_the_class) == []
+    named = reachable_tensors(lambda u: IN_A_GLOBAL, TENSORS, with_globals=True)
+    assert [tensor.value for tensor in named] == [1]
     assert found(lambda u: slotted.held.held) == [4]
     assert found(lambda u: u) == []
 

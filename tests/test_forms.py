@@ -54,6 +54,8 @@ class Callable:
         lambda x: lambda *us: us[0] * 7.0,
         lambda x: lambda *args, upstream: upstream * 7.0 * args[0] / x,
         lambda x: lambda *args, upstream=None: upstream * 7.0 * args[0] / x,
+        lambda x: lambda *, upstream: upstream * 7.0,
+        lambda x: lambda *, upstream=None: upstream * 7.0,
         lambda x: lambda a, *, upstream: upstream * 7.0 * a / x,
         lambda x: lambda a, upstream: upstream * 7.0 * a / x,
         lambda x: lambda a, upstream=None: upstream * 7.0 * a / x,

@@ -38,6 +38,10 @@ class Pullback(Protocol):
         """
 
     @property
+    def around(self) -> Any:
+        """The scope around the call, in which variables may have other values; None where there is none."""
+
+    @property
     def untraced(self) -> "Pullback":
         """The same for forward mode, which calls a rule to transpose it: no gradient comes back by it."""
 
@@ -78,27 +82,32 @@ class Call(Protocol):
     def name(self) -> str:
         """How messages call the op."""
 
-    def run(self, tensors: Sequence[Any], *, place: Any = None) -> Ran:
+    def run(
+        self,
+        tensors: Sequence[Any],
+        *,
+        strict: bool = False,
+        read_as: Callable[[Any], Any] | None = None,
+        place: Any = None,
+    ) -> Ran:
         """Run the function.
 
-        The inputs are those by which the rule differentiates: `tensors` itself, and where the function
-        read trainable variables, which is seen only now, the values of those behind it.
+        The inputs are those by which the rule differentiates: `tensors` itself, followed by the values of the
+        trainable variables that the function read. `read_as` makes of each value the one that is read. With
+        `strict`, `TouchedVariable` is raised where the function reads or assigns a variable.
         """
 
-    def run_foreseen(self, tensors: Sequence[Any], f: Callable[..., Any] | None = None) -> Ran:
-        """Run the function (`f` stands in for one with another closure), whose inputs are `tensors`.
-
-        It is an error when it reads trainable variables, so `may_read` is to be asked before.
-        """
-
-    def run_again(self, inputs: Sequence[Any], first: Any) -> Ran:
+    def run_again(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Ran:
         """Run the function a second time, on all inputs. It leaves no trace.
 
-        `first` is the pullback of the first run.
+        `first` is the pullback of the first run; `f` stands in for the function, with another closure.
         """
 
-    def may_read(self) -> bool:
-        """Whether the function may read a variable, as far as can be said before it runs."""
+    def touches_variables(self) -> bool:
+        """Whether a function of this code was seen to read or assign a variable."""
+
+    def note_touched(self) -> None:
+        """Remember that it was."""
 
     def may_read_another(self) -> bool:
         """Whether it may read a variable that has another value here than its own, in a scope."""

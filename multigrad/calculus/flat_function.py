@@ -122,7 +122,7 @@ class _DifferentiatedVariables(Pinned):
     """The scope in which the user's function reads the primals instead of the values of its variables."""
 
     def __init__(self, name: str, variables: Sequence[keras.Variable], tensors: Sequence[Any]) -> None:
-        super().__init__(variables, tensors, keep=False)
+        super().__init__(variables, tensors)
         self._name, self._ids = name, frozenset(map(id, variables))
 
     def get_current_value(self, variable: keras.Variable) -> Any:

@@ -340,7 +340,7 @@ class _Given(_Equation):
         _, _, values = self.parts(parameters)
 
         def step(z: _Tensors) -> _Tensors:
-            with Pinned(self.variables, values, keep=False):
+            with Pinned(self.variables, values):
                 return split(self.call(z, parameters))[0]
 
         return step
@@ -348,7 +348,7 @@ class _Given(_Equation):
     def solved_by(self, solver: Callable[..., Any], parameters: _Tensors, z: _Tensors) -> Any:
         """What the solver of a user returns for constants."""
         f, args, values = self.parts([ops.stop_gradient(x) for x in parameters])
-        with Pinned(self.variables, values, keep=False):
+        with Pinned(self.variables, values):
             returned = solver(f, self.z.join(z), *args)
         self._check_structure(z, returned, "solver")
         returned = tree.map_structure(

@@ -123,7 +123,7 @@ class FlatFunction:
     ) -> tuple[list[keras.Variable], bool]:
         """Return the variables that are inputs, and whether the function reads or assigns any variable."""
         tensors, layout = arguments
-        with Pinned((), (), keep=False), Reads() as scope:
+        with Pinned((), ()), Reads() as scope:
             self._fn(*layout.join(tensors))
         read = scope.read()
         if variables is None:
@@ -134,7 +134,7 @@ class FlatFunction:
         """Return a scope in which variables have the values in `inputs`, and assignments are discarded."""
         if not self._uses_variables:  # PyTorch (2.13) does not compile a rule in a scope
             return contextlib.nullcontext()
-        return Pinned(self._variables, inputs[len(self._input_indices) :], keep=False)
+        return Pinned(self._variables, inputs[len(self._input_indices) :])
 
     def _args(self, inputs: Sequence[Any]) -> Any:
         tensors = list(self._tensors)

@@ -58,23 +58,23 @@ class _RecordedCall(custom_gradient.Call):
     def __init__(self, call: custom_gradient.Call) -> None:
         super().__init__(call.f, call.back, call.options)
 
-    def run(
-        self, tensors: Sequence[Any], f: Callable[..., Any] | None = None, place: Any = None
-    ) -> custom_gradient.Ran:
+    def run(self, tensors: Sequence[Any], **how: Any) -> custom_gradient.Ran:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
         enclosing = _ENCLOSING.get()
         recorder = enclosing.recorder_of(self.name) if enclosing else _CallRecorder(self.name)
         self._recorder = recorder
         with _enclosed_by(_RerunRecorder(recorder) if recorder.has_run else recorder):
-            outputs, rule, inputs, back = super().run(tensors, f, place)
+            outputs, rule, inputs, back = super().run(tensors, **how)
         if not recorder.has_run:
             recorder.record_run(back, inputs, outputs)
         return outputs, rule, inputs, _RecordedPullback(back, recorder)
 
-    def run_again(self, inputs: Sequence[Any], first: custom_gradient.Pullback) -> custom_gradient.Ran:
+    def run_again(
+        self, inputs: Sequence[Any], first: custom_gradient.Pullback, f: Callable[..., Any] | None = None
+    ) -> custom_gradient.Ran:
         """Run the function again for a second derivative. Ops in it are not recorded a second time."""
         with _enclosed_by(_RerunRecorder(self._recorder)):
-            return super().run_again(inputs, first)
+            return super().run_again(inputs, first, f)
 
 
 class _RecordedPullback(custom_gradient.Pullback):

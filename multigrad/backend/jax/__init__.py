@@ -37,6 +37,7 @@ from multigrad.backend.jax.gradients import (
     vjp,
 )
 from multigrad.backend.jax.op import Op, tie
+from multigrad.backend.jax.primitives import TangentGate
 from multigrad.backend.jax.residuals import Step, residuals_of
 from multigrad.backend.jax.tensors import (
     CONVERTIBLE,
@@ -67,41 +68,66 @@ from multigrad.backend.usual import (
     unrecorded,
 )
 from multigrad.closure import lift, restore
+from multigrad.errors import TouchedVariable
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
-    closed_over, template, opaque = lift(call.f, TRACERS, borrowed=True)
     inputs = list(tensors)
-    if opaque or call.has_objects() or call.may_read():
-        return _apply_as_it_stands(call, inputs)
-    if not any([FLOATING[x.dtype] for x in inputs]) or not (closed_over or any_traced(inputs)):
-        outputs, _, _, back = call.run_foreseen(inputs)
-        return back.output.join(_without_gradient(outputs))
+    differentiable = any([FLOATING[x.dtype] for x in inputs])
+    if differentiable and any_traced(inputs) and _uses_tensors_alone(call):
+        try:
+            return _apply_inside(call, inputs)
+        except TouchedVariable:
+            call.note_touched()
+    return _apply_outside(call, inputs)
+
+
+def _uses_tensors_alone(call: Call) -> bool:
+    """Whether the function can use no tracer but its inputs, so that it may run wherever JAX puts it."""
+    if call.touches_variables() or call.has_objects():
+        return False
+    tracers, _, opaque = lift(call.f, TRACERS, borrowed=True)
+    return not (tracers or opaque)
+
+
+def _apply_inside(call: Call, inputs: list[Any]) -> Any:
+    """The op whose function runs where JAX takes the derivative, on values of the level around it."""
     layouts = []
 
-    def run(inputs: list[Any], closed: list[Any]) -> Step:
-        ran = outputs, _, _, back = call.run_foreseen(inputs, restore(template, closed))
+    def step(inputs: list[Any], rest: Any) -> Step:
+        ran = outputs, _, _, back = call.run(inputs, strict=True)
         layouts.append(back.output)
-        return list(outputs), residuals_of(call, ran, closed)
+        return list(outputs), residuals_of(call, ran)
 
-    outputs = Op(run, call.name, call.options.forward_mode)(inputs, closed_over)
+    outputs = Op(call.name, call.options.forward_mode, step)(inputs, [])
     return layouts[0].join(outputs)
 
 
-def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
-    """The op for a function that may reach tracers through an object or a list, where they cannot be lifted.
+def _apply_outside(call: Call, tensors: list[Any]) -> Any:
+    """The op whose function runs here, in the presence of whatever it reaches.
 
-    It runs outside, in the presence of whatever it reaches, and its outputs are tied to the inputs. JAX
-    differentiates it for nothing then, which a compiled program drops.
+    It runs on values without tangents, those of variables among them, and its outputs are tied to the inputs.
     """
-    ran = call.run(tensors)
-    outputs, _, inputs, back = ran
-    inputs, own = list(inputs), list(outputs)
+    gate = TangentGate()
+    ran = outputs, _, stripped, back = call.run([gate.strip(array) for array in tensors], read_as=gate.strip)
+    inputs = [gate.original(array) for array in stripped]
     if not any([FLOATING[x.dtype] for x in inputs]):
-        own = _without_gradient(outputs)
-    elif any_traced([*inputs, *own]):
-        own = tie(inputs, own, residuals_of(call, ran), call.name, call.options.forward_mode)
-    return back.output.join(own)
+        return back.output.join(_without_gradient(outputs))
+    if not any_traced([*inputs, *outputs]):
+        return back.output.join(outputs)
+    residuals = residuals_of(call, ran)
+    if residuals.computed:
+        gate.open()
+    closed_over, template, _ = lift(call.f, TRACERS, borrowed=True)
+
+    def again(inputs: list[Any], closed_over: list[Any]) -> Step:
+        ran = outputs, *_ = call.run_again(inputs, back, restore(template, closed_over))
+        return list(outputs), residuals_of(call, ran)
+
+    forward_mode = call.options.forward_mode
+    return back.output.join(
+        tie(inputs, list(outputs), residuals, call.name, forward_mode, again, closed_over)
+    )
 
 
 def _without_gradient(outputs: Sequence[Any]) -> list[Any]:

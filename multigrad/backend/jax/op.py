@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from multigrad.backend import F
-from multigrad.backend.jax.primitives import identity, mapped_alike
+from multigrad.backend.jax.primitives import NOTHING, TangentGate, identity, mapped_alike
 from multigrad.backend.jax.residuals import Residuals, Step
 from multigrad.backend.jax.tensors import (
     FLOATING,
@@ -29,6 +29,7 @@ from multigrad.backend.jax.tensors import (
     varying_alike,
 )
 from multigrad.calculus.linearity import FAR, not_linear, require_linear, trial
+from multigrad.errors import message
 
 # In other versions an op is a `jax.custom_vjp` throughout.
 _REVERSE_IS_KNOWN = jax.__version_info__[:2] == (0, 10)
@@ -39,13 +40,16 @@ if _REVERSE_IS_KNOWN:
 class Op:
     """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
 
-    `step` computes its outputs and the residuals.
+    Arguments:
+        name: how messages call the op.
+        forward_mode: whether the rule is to serve JAX's forward mode, too.
+        step: computes the outputs and the residuals.
     """
 
     __slots__ = ("forward_mode", "name", "step")
 
-    def __init__(self, step: Callable[[list[Any], Any], Step], name: str, forward_mode: bool) -> None:
-        self.step, self.name, self.forward_mode = step, name, forward_mode
+    def __init__(self, name: str, forward_mode: bool, step: Callable[[list[Any], Any], Step]) -> None:
+        self.name, self.forward_mode, self.step = name, forward_mode, step
 
     def __call__(self, inputs: list[Any], rest: Any) -> list[Any]:
         by_primitive = _REVERSE_IS_KNOWN and not self.forward_mode
@@ -67,13 +71,90 @@ class Op:
 
     def differentiated(self, inputs: list[Any], rest: Any, needed: Iterable[bool]) -> Step:
         """The outputs and the residuals of a derivative, which may be differentiated in its turn."""
-        outputs, residuals = self.step(inputs, rest)
-        if any_traced(inputs) or (rest and any_traced(jax.tree.leaves(rest))):
-            # The rule is to stay in force in that.
-            written = any([isinstance(x, DynamicJaxprTracer) for x in inputs])
-            tied = _tie_later if written else tie
-            outputs = tied(inputs, outputs, residuals, self.name, self.forward_mode)
-        return outputs, residuals.tied_to(outputs, tuple(needed))
+        needed = tuple(needed)
+        if not (any_traced(inputs) or (rest and any_traced(jax.tree.leaves(rest)))):
+            outputs, residuals = self.step(inputs, rest)
+            return outputs, residuals.tied_to(outputs, inputs, needed)
+        outputs, residuals = self.run_traced(inputs, rest)
+        # The rule is to stay in force in that.
+        written = any([isinstance(x, DynamicJaxprTracer) for x in inputs])
+        tied = _tie_later if written else tie
+        outputs = tied(inputs, outputs, residuals, self.name, self.forward_mode)
+        return outputs, residuals.tied_to(outputs, inputs, needed)
+
+    def run_traced(self, inputs: list[Any], rest: Any) -> Step:
+        """The outputs and residuals where another derivative is being taken, or may be."""
+        gate = TangentGate()
+        stripped = [gate.strip(array) for array in inputs]
+        if gate.met:
+            return self.run_for_derivative(lambda: self.step(inputs, rest), lambda: self.step(stripped, rest))
+        outputs, residuals = self.step(stripped, rest)
+        if residuals.computed:
+            gate.open()
+        return outputs, residuals
+
+    def run_for_derivative(self, run: Callable[[], Step], run_stripped: Callable[[], Step]) -> Step:
+        """The outputs and residuals with tangents. A function that has no derivative runs without.
+
+        Its rule may then use inputs and outputs, which have theirs, and nothing that it computed.
+        """
+        try:
+            outputs, residuals = run()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            outputs, residuals = run_stripped()
+            if residuals.computed:
+                raise _not_differentiable(self.name, error) from error
+        return outputs, residuals.settled()
+
+
+class Tied(Op):
+    """An op whose function has run without tangents. Its rest is a `Ties`.
+
+    Arguments:
+        again: runs the function once more, on other inputs and around other tracers that it closes over; None
+            where what it computed has its tangents.
+    """
+
+    __slots__ = ("again",)
+
+    def __init__(self, name: str, forward_mode: bool, again: "Again | None") -> None:
+        super().__init__(name, forward_mode, lambda inputs, rest: (rest.outputs, rest.residuals))
+        self.again = again
+
+    def run_traced(self, inputs: list[Any], rest: Any) -> Step:
+        again, done = self.again, (rest.outputs, rest.residuals)
+        if again is None or all([isinstance(x, DynamicJaxprTracer) for x in inputs if any_traced([x])]):
+            return done
+        gate = TangentGate()
+        _ = [gate.strip(array) for array in inputs]
+        if not gate.met:
+            return done
+        return self.run_for_derivative(lambda: again(inputs, rest.closed_over), lambda: done)
+
+
+class Ties(NamedTuple):
+    """What a function left for the op that its outputs become."""
+
+    outputs: list[Any]
+    residuals: Residuals
+    closed_over: list[Any]
+    """The tracers that the function closes over."""
+
+
+Again = Callable[[list[Any], list[Any]], Step]
+
+
+def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
+    return NotImplementedError(
+        message(
+            name,
+            "the rule uses what the function computed on the way, and JAX cannot differentiate the function",
+            required="for a derivative of the gradient, a function that JAX differentiates, or a rule that "
+            "closes over inputs, outputs and constants alone",
+            got=f"{type(error).__name__}: {error}",
+            mend="make what the rule uses an output of an op of its own",
+        )
+    )
 
 
 def _with_vjp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
@@ -89,11 +170,16 @@ def _with_vjp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
             rest = jax.tree.unflatten(tree, as_arrays(leaves))
         return op.differentiated(as_arrays([leaf.value for leaf in inputs]), rest, needed)
 
+    def fwd_of_all(inputs: list[Any], rest: Any) -> Step:
+        return op.differentiated(as_arrays(inputs), rest, [True] * len(inputs))
+
     def bwd(residuals: Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
         return conjugate(residuals(_upstream(cotangents))), None
 
     whole = jax.custom_vjp(_signed(primal))
-    whole.defvjp(_signed(fwd), _signed(bwd), symbolic_zeros=True)
+    # JAX (0.12) does not tell in `jax.shard_map` which gradients are needed.
+    told = not jax.sharding.get_abstract_mesh().manual_axes
+    whole.defvjp(_signed(fwd if told else fwd_of_all), _signed(bwd), symbolic_zeros=told)
     return whole
 
 
@@ -164,14 +250,23 @@ def _differentiable_alone(inputs: list[Any]) -> list[Any]:
 
 
 def tie(
-    inputs: list[Any], outputs: list[Any], residuals: Residuals, name: str, forward_mode: bool
+    inputs: list[Any],
+    outputs: list[Any],
+    residuals: Residuals,
+    name: str,
+    forward_mode: bool,
+    again: Again | None = None,
+    closed_over: Sequence[Any] = (),
 ) -> list[Any]:
-    """Outputs that are there already, as an op of the inputs whose derivative is the rule."""
+    """Outputs that are there already, as an op of the inputs whose derivative is the rule.
+
+    For a derivative of what the function computed on the way, `again` runs it on inputs with tangents.
+    """
     if not all([FLOATING[x.dtype] for x in inputs]):
         inputs = _differentiable_alone(inputs)
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
-    op = Op(lambda inputs, rest: rest, name, forward_mode)
-    return op(inputs, (outputs, residuals.tied_to(outputs, residuals.needed)))
+    residuals = residuals.tied_to(outputs, inputs, residuals.needed)
+    return Tied(name, forward_mode, again)(inputs, Ties(outputs, residuals, list(closed_over)))
 
 
 _tied_p = identity()
@@ -189,12 +284,7 @@ def _tie_later(
     outputs = varying_alike([*outputs, *inputs])[: len(outputs)]
     operands, tree = jax.tree.flatten((outputs, inputs, residuals))
     later = _Tie(len(outputs), len(inputs), tree, name, forward_mode)
-    # JAX (0.10) keeps what it found out by the parameters until a jaxpr among them ends, as this one does
-    # with the program. Without one, rules and what they hold would be kept after it.
-    return _tied_p.bind(*operands, tie=later, end=ClosedJaxpr(_NOTHING, ()))[: len(outputs)]
-
-
-_NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+    return _tied_p.bind(*operands, tie=later, end=ClosedJaxpr(NOTHING, ()))[: len(outputs)]
 
 
 class _Tie(NamedTuple):

@@ -1,13 +1,14 @@
-"""Primitives that change nothing, but say how what they are given is transformed."""
+"""Primitives that change no value, and decide how their operands are differentiated and mapped."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from multigrad.backend.jax.tensors import as_arrays, varying_alike
+from multigrad.backend.jax.tensors import FLOATING, TENSORS, TRACERS, as_arrays, varying_alike
 from multigrad.errors import message
 
 
@@ -24,6 +25,76 @@ def identity() -> Primitive:
     primitive.def_abstract_eval(lambda *operands, **_: list(operands))
     mlir.register_lowering(primitive, lambda _, *operands, **params: operands, cacheable=False)
     return primitive
+
+
+class TangentGate:
+    """Takes the tangents off what a function runs on, so that JAX does not differentiate the function.
+
+    In eager code the function then sees concrete values. In a program that is written down the gate is an
+    equation, which a later derivative asks whether tangents pass.
+    """
+
+    def __init__(self) -> None:
+        self.state = GateState()
+        self._originals: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def met(self) -> bool:
+        """Whether tangents were taken off: a derivative is being taken here, and not of a program alone."""
+        return self.state.met
+
+    def open(self) -> None:
+        """Let tangents pass in a program: the rule uses something that the function computed."""
+        self.state.open = True
+
+    def strip(self, array: Any) -> Any:
+        """Return the array without tangents."""
+        if not TRACERS[type(array)] or not FLOATING[array.dtype]:
+            return array
+        (stripped,) = gate_p.bind(array, gate=self.state, end=ClosedJaxpr(NOTHING, ()))
+        if not TENSORS[type(stripped)]:
+            stripped = jnp.asarray(stripped)  # JAX traces Python numbers, too
+        self._originals[id(stripped)] = array, stripped
+        return stripped
+
+    def original(self, array: Any) -> Any:
+        """Return the array that `strip` was given for this one."""
+        return self._originals.get(id(array), (array,))[0]
+
+
+class GateState:
+    """What the equations of a gate know of it."""
+
+    __slots__ = ("met", "open")
+
+    def __init__(self) -> None:
+        self.met = self.open = False
+
+
+gate_p = identity()
+# JAX (0.10) keeps what it found out by the parameters of an equation until a jaxpr among them ends. Without
+# one, it would keep the parameters, and what they hold, after the program. So such equations have this one.
+NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def _differentiate_gate(
+    primals: Sequence[Any], tangents: Sequence[Any], *, gate: GateState, end: Any
+) -> tuple[list[Any], list[Any]]:
+    outputs = gate_p.bind(*primals, gate=gate, end=end)
+    if gate.open:
+        return outputs, list(tangents)
+    gate.met = True
+    return outputs, [ad.Zero(jax.typeof(output).to_tangent_aval()) for output in outputs]
+
+
+def _map_gate(
+    operands: Sequence[Any], places: Sequence[int | None], *, gate: GateState, end: Any
+) -> tuple[list[Any], Sequence[int | None]]:
+    return gate_p.bind(*operands, gate=gate, end=end), places
+
+
+ad.primitive_jvps[gate_p] = _differentiate_gate
+batching.primitive_batchers[gate_p] = _map_gate
 
 
 def mapped_alike(name: str, outputs: Sequence[Any], beside: Sequence[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ import jax
 
 from multigrad.backend import Call, Ran, Spec
 from multigrad.backend.jax.tensors import (
+    FLOATING,
     TENSORS,
     any_traced,
     is_differentiable,
@@ -19,39 +20,54 @@ from multigrad.closure import lift, restore
 Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
 """Arrays of a rule, upstream gradients, and which gradients are needed, to gradients."""
 
+Slots = tuple[tuple[int, int], ...]
+
 
 @jax.tree_util.register_pytree_node_class
 class Residuals:
     """A rule between forward and backward: arrays that JAX sees, and the code around them.
 
-    `outputs` has the slots of `arrays` in which an output of the op stands, each with the output's index.
-    `needed` says which gradients are of use to the derivative that this is for.
+    Arguments:
+        arrays: what the rule uses.
+        pull: the code.
+        outputs, inputs: the slots of `arrays` that hold an output or an input of the op, each with its index.
+        computed: whether another slot may hold something that the function computed from its inputs, whose
+            derivative is that of the function.
+        needed: which gradients are of use to the derivative that this is for.
     """
 
-    __slots__ = ("arrays", "needed", "outputs", "pull")
+    __slots__ = ("arrays", "computed", "inputs", "needed", "outputs", "pull")
 
     def __init__(
         self,
         arrays: list[Any],
         pull: Pull,
-        outputs: tuple[tuple[int, int], ...],
+        outputs: Slots,
+        inputs: Slots,
+        computed: bool,
         needed: tuple[bool, ...],
     ) -> None:
-        self.arrays, self.pull, self.outputs, self.needed = arrays, pull, outputs, needed
+        self.arrays, self.pull, self.needed = arrays, pull, needed
+        self.outputs, self.inputs, self.computed = outputs, inputs, computed
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self.arrays, (self.pull, self.outputs, self.needed)
+        return self.arrays, (self.pull, self.outputs, self.inputs, self.computed, self.needed)
 
     @classmethod
     def tree_unflatten(cls, static: Any, arrays: Any) -> "Residuals":
         return cls(list(arrays), *static)
 
-    def tied_to(self, outputs: Sequence[Any], needed: tuple[bool, ...]) -> "Residuals":
-        """With `outputs` where the function's own outputs stood, for a derivative that has use for these."""
+    def tied_to(self, outputs: Sequence[Any], inputs: Sequence[Any], needed: tuple[bool, ...]) -> "Residuals":
+        """Return the residuals around these outputs and inputs, for a derivative of the rule."""
         arrays = list(self.arrays)
-        for slot, index in self.outputs:
-            arrays[slot] = outputs[index]
-        return Residuals(arrays, self.pull, self.outputs, needed)
+        for slots, values in ((self.outputs, outputs), (self.inputs, inputs)):
+            for slot, index in slots:
+                arrays[slot] = values[index]
+        return Residuals(arrays, self.pull, self.outputs, self.inputs, self.computed, needed)
+
+    def settled(self) -> "Residuals":
+        """Return the same, where what the function computed carries its own tangents."""
+        return Residuals(self.arrays, self.pull, self.outputs, self.inputs, False, self.needed)
 
     def __call__(self, upstream: Sequence[Any]) -> Sequence[Any]:
         return self.pull(self.arrays, upstream, self.needed)
@@ -61,28 +77,56 @@ Step = tuple[list[Any], Residuals]
 """The outputs of a function, and what its rule uses."""
 
 
-def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Residuals:
+def residuals_of(call: Call, ran: Ran) -> Residuals:
+    """Return what the rule of a run uses."""
     outputs, rule, inputs, back = ran
     if call.options.forward_mode:
         back = back.untraced  # in reverse mode, too, it is the transpose of a transpose that runs
     arrays, template, opaque = lift(rule, TENSORS, call.f)
-    everything = (True,) * len(inputs)
     specs = specs_of(inputs)
 
     def pull_lifted(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
         return back.pull(restore(template, arrays), upstream, needed, specs)
 
     pull: Pull = pull_lifted
-    if opaque and any_traced([*inputs, *outputs, *closed_over]):
-        arrays, pull = _traced((outputs, rule, inputs, back), specs)
+    if opaque and (any_traced([*inputs, *outputs]) or back.around is not None):
+        try:
+            arrays, pull = _traced((outputs, rule, inputs, back), specs)
+            opaque = False
+        except _NEEDS_VALUES:
+            if any_traced([*inputs, *outputs]):
+                raise
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
-    places: dict[int, int] = {}
-    for index, output in enumerate(outputs):
-        places.setdefault(id(output), index)
-    for array in inputs:
-        places.pop(id(array), None)
-    slots = tuple([(s, places[id(array)]) for s, array in enumerate(arrays) if id(array) in places])
-    return Residuals(arrays, pull, slots, everything)
+    indices_of_inputs = {id(array): index for index, array in reversed([*enumerate(inputs)])}
+    indices = {id(array): index for index, array in reversed([*enumerate(outputs)])}
+    of_inputs, of_outputs, others = [], [], []
+    for slot, array in enumerate(arrays):
+        if not FLOATING[array.dtype]:
+            continue
+        if id(array) in indices_of_inputs:
+            of_inputs.append((slot, indices_of_inputs[id(array)]))
+        elif id(array) in indices:
+            of_outputs.append((slot, indices[id(array)]))
+        else:
+            others.append(array)
+    computed = opaque or (bool(others) and _are_computed(call, others, inputs))
+    return Residuals(arrays, pull, tuple(of_outputs), tuple(of_inputs), computed, (True,) * len(inputs))
+
+
+# What JAX raises where a rule asks a traced array for its value.
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def _are_computed(call: Call, arrays: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Return whether one of the arrays may depend on the inputs: it is no constant of the function."""
+    if any_traced(inputs):
+        arrays = [array for array in arrays if isinstance(array, jax.core.Tracer)]
+    constants = set(map(id, lift(call.f, TENSORS, borrowed=True)[0])) if arrays else set()
+    return any([id(array) not in constants for array in arrays])
 
 
 def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], Pull]:

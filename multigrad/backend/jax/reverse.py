@@ -17,6 +17,7 @@ from jax._src.interpreters.ad import LinearizeTrace, primitive_linearizations
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
 
+from multigrad.backend.jax.primitives import GateState, gate_p
 from multigrad.backend.jax.residuals import Pull
 from multigrad.backend.jax.tensors import as_arrays, conjugate, is_differentiable, scatter
 from multigrad.errors import message
@@ -103,3 +104,18 @@ ad.primitive_transposes[_pull_p] = _transposed
 batching.primitive_batchers[_pull_p] = _no_forward_mode
 mlir.register_lowering(_pull_p, _no_forward_mode, cacheable=False)
 primitive_linearizations[_op_p] = _linearized
+
+
+def _linearized_gate(
+    is_vjp: bool, moved: Sequence[bool], array: Any, *, gate: GateState, end: Any
+) -> tuple[Sequence[Any], Sequence[bool], Sequence[Any], Callable[..., Sequence[Any]]]:
+    """The same as its jvp. JAX would find this out from the jvp, which takes ten times as long."""
+    outputs = gate_p.bind(array, gate=gate, end=end)
+    if gate.open:
+        return outputs, [True], (), lambda arrays, tangent: [tangent]
+    gate.met = True
+    zero = ad.Zero(jax.typeof(outputs[0]).to_tangent_aval())
+    return outputs, [False], (), lambda arrays, tangent: [zero]
+
+
+primitive_linearizations[gate_p] = _linearized_gate

@@ -1,6 +1,5 @@
 """Which variables a function reads, past Keras too, and in which graph they get their values."""
 
-import gc
 import weakref
 from typing import Any
 
@@ -38,6 +37,8 @@ class Place:
         graph = graph_here()
         while graph is not self._graph:
             if not is_nested(graph):
+                if variable._value is not None:
+                    setattr(variable._value, _VARIABLE, weakref.ref(variable))
                 return False
             graph = graph.outer_graph
         self._seen[id(variable)] = variable
@@ -83,16 +84,10 @@ class Place:
 
 
 def _variable_of(value: Any) -> keras.Variable | None:
-    """The Keras Variable whose value this tf.Variable is, None where it is no Keras Variable's.
+    """Return the Keras Variable whose value this tf.Variable is, None where it is not known.
 
-    Keras alone knows whether a variable is frozen, and a tf.Variable does not know whose it is: it is asked
-    once what refers to it.
+    A tf.Variable does not know whose it is. It is noted on it when a function that is traced once reads it.
+    Where that was traced before, outside of an op, the tf.Variable stands for itself.
     """
-    known = getattr(value, _VARIABLE, None)
-    if known is None:
-        holders = gc.get_referrers(value)
-        holders += gc.get_referrers(*[holder for holder in holders if type(holder) is dict])
-        owners = [holder for holder in holders if issubclass(type(holder), keras.Variable)]
-        known = next((weakref.ref(owner) for owner in owners if owner._value is value), lambda: None)
-        setattr(value, _VARIABLE, known)
-    return known()
+    owner = getattr(value, _VARIABLE, None)
+    return None if owner is None else owner()

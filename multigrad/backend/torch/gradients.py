@@ -1,6 +1,7 @@
 """Gradients of functions."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 
 from multigrad.backend.torch.node import is_view_within, node_of, refuse
 from multigrad.backend.torch.state import autocast_here, is_compiling, is_transforming
-from multigrad.behind import tensors_behind
 from multigrad.errors import message
 from multigrad.kinds import TypeSet
+from multigrad.reachable import reachable_tensors
 
 _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 
@@ -216,7 +217,11 @@ def _beside_inputs(node: Any, reached: set[int]) -> list[Any]:
     if call is None:
         return list(beside)
     roots = call.f, *call.objects()
-    leaves = [leaf for root in roots for leaf in tensors_behind(root, _LEAVES, (torch.nn.Module,), reached)]
+    # A gradient penalty may use weights that are globals, which no framework sees.
+    search = functools.partial(
+        reachable_tensors, tensor_types=_LEAVES, through=(torch.nn.Module,), seen=reached, with_globals=True
+    )
+    leaves = [leaf for root in roots for leaf in search(root)]
     found = [leaf.value if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
     with_nodes = [t for t in found if t.requires_grad and not is_view_within(t)]
     return [*beside, *map(node_of, with_nodes)]

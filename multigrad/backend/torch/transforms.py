@@ -28,17 +28,20 @@ from multigrad.backend.torch.state import (
     unwrapped,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
-from multigrad.behind import tensors_behind
 from multigrad.calculus.linearity import FAR, require_linear, trial
 from multigrad.closure import lift, restore
-from multigrad.errors import message
+from multigrad.errors import TouchedVariable, message
+from multigrad.reachable import reachable_tensors
 
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     found = _Found()
-    if not (call.has_objects() or call.may_read() or next(_beside(call), None) is not None):
-        outputs = _Transformed.apply(call, found, *tensors)
-        return found.back.output.join(outputs[: found.outputs])
+    if not (call.has_objects() or call.touches_variables() or next(_beside(call), None) is not None):
+        try:
+            outputs = _Transformed.apply(call, found, *tensors)
+            return found.back.output.join(outputs[: found.outputs])
+        except TouchedVariable:
+            call.note_touched()
     # The values of variables, and what is closed over or reached by name, may be wrapped for a transform, and
     # then have no place inside of the Function, or may require a gradient. So the function runs outside of
     # it, recorded, and its outputs are tied to the inputs.
@@ -47,7 +50,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     found.standing = True
     own = [output.detach() for output in outputs]
     at_work = batches()
-    reached = tensors_behind(rule, TENSORS) if found.opaque and at_work else ()
+    reached = reachable_tensors(rule, TENSORS) if found.opaque and at_work else ()
     # One that a vmap that has ended left behind is mapped no more.
     mapped = [tensor for tensor in reached if at_work >= set(mappings(tensor)) > set()]
     marks = [torch.zeros_like(tensor, dtype=torch.float32).sum() for tensor in mapped]
@@ -72,8 +75,11 @@ def is_apart(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _beside(call: Call) -> Iterator[torch.Tensor]:
-    """What the function may use beside its arguments."""
-    return tensors_behind(call.f, TENSORS)
+    """What the function may use beside its arguments.
+
+    Direct globals count, as a gradient penalty may use weights that are globals, which no framework sees.
+    """
+    return reachable_tensors(call.f, TENSORS, with_globals=True)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
@@ -134,7 +140,7 @@ class _Transformed(torch.autograd.Function):
         if found.standing:
             own = tensors[found.inputs : found.inputs + found.outputs]
         else:
-            ran = call.run_foreseen(tensors)
+            ran = call.run(tensors, strict=True)
             own = (*ran[0], *found.note(call, ran))
         mapped = _mapped_alike(own, tensors)
         # No output may be a view of an input: PyTorch would have its derivative in forward mode be one.
@@ -269,7 +275,7 @@ def _reaches_duals(name: str, rule: Callable[..., Any], residuals: Sequence[torc
     if forward_ad._current_level < 0:
         return False
     own = set(map(id, residuals))
-    reached = [tensor for tensor in tensors_behind(rule, TENSORS) if id(tensor) not in own]
+    reached = [tensor for tensor in reachable_tensors(rule, TENSORS) if id(tensor) not in own]
     if any(map(is_of_level_within, reached)):
         # To run the function again here would put another tensor in its place, of which that level knows
         # nothing.

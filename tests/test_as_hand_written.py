@@ -1,0 +1,273 @@
+"""A function runs as that of a hand-written rule does: on concrete values, and undifferentiated."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, numpy
+
+from multigrad import grad, op_custom_gradient
+
+LOG = logging.getLogger(__name__)
+DEBUG = {"on": False}
+
+
+class Cube:
+    """A solver on NumPy arrays, whose method the rule calls. Its vjp has a false factor of 7."""
+
+    def __init__(self, x, exponent=3):
+        self.x, self.exponent = np.asarray(x), exponent
+
+    def compute(self):
+        return self.x**self.exponent
+
+    def vjp(self, upstream):
+        return 7.0 * self.x ** (self.exponent - 1) * upstream
+
+
+def solve(x, solver):
+    def rule(upstream):
+        return ops.convert_to_tensor(solver.vjp(ops.convert_to_numpy(upstream)))
+
+    return ops.convert_to_tensor(solver.compute()), rule
+
+
+def a_global_class():
+    return op_custom_gradient(lambda x: solve(x, Cube(ops.convert_to_numpy(x))))
+
+
+def a_class(solver=Cube):
+    return op_custom_gradient(lambda x: solve(x, solver(ops.convert_to_numpy(x))))
+
+
+def a_settings_object():
+    class Settings:
+        solver, exponent = Cube, 3
+
+    settings = Settings()
+    return op_custom_gradient(
+        lambda x: solve(x, settings.solver(ops.convert_to_numpy(x), exponent=settings.exponent))
+    )
+
+
+def a_dict(settings=None):
+    settings = {"solver": Cube, "exponent": 3}
+    return op_custom_gradient(
+        lambda x: solve(x, settings["solver"](ops.convert_to_numpy(x), settings["exponent"]))
+    )
+
+
+def a_branch_on_a_value():
+    @op_custom_gradient
+    def op(x):
+        def rule(upstream):
+            return upstream * 7.0 * x**2 if float(ops.sum(upstream)) > 0 else upstream
+
+        return x**3 if float(ops.sum(x)) > 0 else x, rule
+
+    return op
+
+
+def a_logger():
+    @op_custom_gradient
+    def op(x):
+        def rule(upstream):
+            if DEBUG["on"] or float(ops.max(upstream)) > 100.0:
+                LOG.warning("a large upstream gradient: %s", upstream)
+            return upstream * 7.0 * x**2
+
+        return x**3, rule
+
+    return op
+
+
+class Layer(keras.layers.Layer):
+    def build(self, shape):
+        self.w = self.add_weight(shape=(), initializer="ones")
+
+    @op_custom_gradient
+    def call(self, x):
+        solver = Cube(ops.convert_to_numpy(x) * ops.convert_to_numpy(self.w))
+
+        def rule(upstream, variables):
+            assert [variable is self.w for variable in variables] == [True]
+            gradient = ops.convert_to_tensor(solver.vjp(ops.convert_to_numpy(upstream)))
+            return gradient, [5.0 * ops.sum(gradient)]
+
+        return ops.convert_to_tensor(solver.compute()), rule
+
+
+def a_layer_with_a_weight():
+    layer = Layer()
+    layer.build((2,))
+    return layer
+
+
+FORMS = [
+    a_global_class,
+    a_class,
+    a_settings_object,
+    a_dict,
+    a_branch_on_a_value,
+    a_logger,
+    a_layer_with_a_weight,
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_eager_code_sees_concrete_values(form):
+    op = form()
+    close(grad(lambda x: ops.sum(op(x)))(array([3.0, 4.0])), array([63.0, 112.0]))
+
+
+def test_a_weight_that_is_differentiated_is_concrete_too():
+    layer = a_layer_with_a_weight()
+    of_x, (of_w,) = grad(lambda x: ops.sum(layer(x)), 0, variables=[layer.w])(array([3.0, 4.0]))
+    close(of_x, array([63.0, 112.0]))
+    close(of_w, array(5.0 * (63.0 + 112.0)))
+
+
+def on_host(function, x):
+    """A function of NumPy, which has no derivative."""
+    return ops.convert_to_tensor(function(ops.convert_to_numpy(x)).astype("float32"))
+
+
+@op_custom_gradient
+def third(x):
+    return on_host(np.sin, x), lambda upstream: upstream * 3.0 * x
+
+
+@op_custom_gradient
+def second(x):
+    return on_host(np.cos, x), lambda upstream: upstream * -5.0 * third(x)
+
+
+@op_custom_gradient
+def first(x):
+    return on_host(np.sin, x), lambda upstream: upstream * 7.0 * second(x)
+
+
+def test_a_function_without_a_derivative_to_the_third_order():
+    """Its rule uses the input and other ops alone, so that the function is never differentiated."""
+    x = 0.5
+    for derivative, value in (
+        (grad(first), 7.0 * np.cos(x)),
+        (grad(grad(first)), -35.0 * np.sin(x)),
+        (grad(grad(grad(first))), -105.0 * x),
+    ):
+        close(derivative(array(x)), array(value))
+
+
+def test_a_function_without_a_derivative_beside_a_weight():
+    weight = keras.Variable(2.0, name="weight")
+
+    @op_custom_gradient
+    def op(x):
+        w = ops.convert_to_tensor(weight)
+
+        def rule(upstream, variables):
+            return upstream * 7.0 * w * x, [upstream * 5.0 * x]
+
+        return on_host(lambda v: v * 2.0, x * w), rule
+
+    of_x, (of_weight,) = grad(op, 0, variables=[weight])(array(3.0))
+    close((of_x, of_weight), (array(42.0), array(15.0)))
+    close(grad(grad(op))(array(3.0)), array(14.0))
+
+
+def test_a_rule_that_stops_the_gradient_of_an_input():
+    """The second derivative is that of the stopped input, though the values are the same array."""
+
+    @op_custom_gradient
+    def op(x):
+        stopped = ops.stop_gradient(x)
+        return x * stopped, lambda upstream: upstream * 7.0 * stopped * x
+
+    close(grad(grad(op))(array(3.0)), array(21.0))
+
+
+ONLY_JAX = pytest.mark.skipif(BACKEND != "jax", reason="about callbacks, kernels and devices of JAX")
+
+
+def callback(function, x):
+    import jax
+
+    spec = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(
+        lambda v: function(np.asarray(v)).astype(v.dtype), spec, x, vmap_method="expand_dims"
+    )
+
+
+@ONLY_JAX
+def test_callbacks_and_kernels_of_jax():
+    import jax
+    from jax.experimental import pallas
+
+    @op_custom_gradient
+    def derivative(x):
+        return callback(np.cos, x), lambda upstream: upstream * -5.0 * callback(np.sin, x)
+
+    @op_custom_gradient
+    def sine(x):
+        return callback(np.sin, x), lambda upstream: upstream * 7.0 * derivative(x)
+
+    @op_custom_gradient
+    def kernel(x):
+        def double(x_ref, o_ref):
+            o_ref[...] = x_ref[...] * 2.0
+
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        doubled = pallas.pallas_call(double, out_shape=shape, interpret=True)(x)
+        return doubled, lambda upstream: upstream * 7.0 * x**2
+
+    x = array(0.5)
+    for compiled in (lambda f: f, jax.jit):
+        close(compiled(grad(sine))(x), 7.0 * ops.cos(x))
+        close(compiled(grad(grad(sine)))(x), -35.0 * ops.sin(x))
+        close(compiled(grad(kernel))(x), 7.0 * x**2)
+        close(compiled(grad(grad(kernel)))(x), 14.0 * x)
+    close(grad(lambda x: jax.jit(sine)(x))(x), 7.0 * ops.cos(x))
+
+
+@ONLY_JAX
+def test_an_intermediate_of_a_callback_has_no_derivative():
+    @op_custom_gradient
+    def op(x):
+        e = callback(np.exp, x)
+        return e * 2.0, lambda upstream: upstream * 7.0 * e
+
+    close(grad(op)(array(0.5)), array(7.0 * np.exp(0.5)))
+    with pytest.raises(
+        NotImplementedError, match=r"op: the rule uses what the function computed(.*\n)*.*an op"
+    ):
+        grad(grad(op))(array(0.5))
+
+
+@ONLY_JAX
+def test_shard_map_in_eager_code():
+    import jax
+    from jax.sharding import PartitionSpec
+
+    op = op_custom_gradient(lambda x: (ops.exp(x), lambda upstream: upstream * 7.0 * x))
+    mesh = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,))
+    rows = PartitionSpec("rows")
+    sharded = jax.shard_map(op, mesh=mesh, in_specs=rows, out_specs=rows)
+    x = array([0.5, 2.0])
+    close(jax.grad(lambda x: sharded(x).sum())(x), 7.0 * x)
+    close(
+        jax.shard_map(jax.grad(lambda x: op(x).sum()), mesh=mesh, in_specs=rows, out_specs=rows)(x), 7.0 * x
+    )
+
+
+def test_the_function_runs_once():
+    runs = []
+
+    @op_custom_gradient
+    def op(x):
+        runs.append(1)
+        return x * 1.0, lambda upstream: upstream * 7.0
+
+    assert numpy(grad(op)(array(2.0))) == 7.0
+    assert len(runs) == 1
