@@ -52,7 +52,6 @@ def test_no_pair(returned):
         lambda a, *rest: a,
         lambda a, *, scale: a,
         lambda a=1, b=2: a,
-        lambda *, upstream: upstream,
         lambda a, b, c, upstream: a,
         lambda *us, scale: us,
     ],

@@ -193,7 +193,7 @@ def test_a_ragged_tensor():
     assert value.to_list() == [[2.0, 4.0], [6.0]]
     close(tape.gradient(total, ragged.flat_values), 7.0 * tf.ones(3))
     close(op(ragged.to_tensor()), tf.constant([[2.0, 4.0], [6.0, 0.0]]))
-    with pytest.raises(TypeError, match=r"a gradient was asked for by something that has none(.|\n)*Ragged"):
+    with pytest.raises(TypeError, match=r"cannot differentiate with respect to this argument(.|\n)*Ragged"):
         grad(tf.reduce_sum)(ragged)
 
 
