@@ -3,7 +3,6 @@
 import enum
 import types
 
-import keras
 import numpy as np
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made in Python, and can be freed
@@ -40,8 +39,8 @@ class HoldsNoTensor:
     __slots__ = ()
 
 
-# Kinds of object that hold no tensor of a call. A Variable is read through scopes, which see its value.
+# Kinds of object that hold no tensor of a call, whatever else they are.
 ATOMS = TypeSet(
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,
-    enum.Enum, np.dtype, np.generic, np.ndarray, np.ufunc, keras.Variable, HoldsNoTensor,
+    enum.Enum, np.dtype, np.generic, np.ndarray, np.ufunc, HoldsNoTensor,
 )  # fmt: skip

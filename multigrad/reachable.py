@@ -57,6 +57,8 @@ def may_hold_tensors(value: Any, seen: set[int] | None = None) -> bool:
     A container, function, partial or method may where one of its parts may.
     """
     seen = set() if seen is None else seen
+    if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        value = value.__self__  # a module, or the object of a bound method such as `dict.get`
     if ATOMS[type(value)] or isinstance(value, _CONSTANTS) or id(value) in seen:
         return False
     seen.add(id(value))
