@@ -207,7 +207,7 @@ def _prepare(
     try:
         values, binding = signature.bind(args, kwargs)
     except TypeError as error:
-        raise TypeError(f"{title}: {error}") from error
+        raise signature.misfit(title, args, kwargs, error) from error
     try:
         tensors, arguments = split(values)
     except Symbolic:
