@@ -852,3 +852,18 @@ def test_a_derivative_by_a_complex_upstream_gradient():
     passes(op(lambda z: z * z, slope), z)
     said = fails(op(lambda z: z * z, slope), z, order=2)
     assert "argument: upstream of output[" in said
+
+
+LEFT = {}
+
+
+@op_custom_gradient
+def stale(x):
+    LEFT["x"] = x
+    return x * x, lambda u: 2.0 * u * LEFT["x"]
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="the rule is traced at the call: the docstring says so")
+def test_a_rule_that_reads_what_its_function_left_in_a_global():
+    with pytest.raises(AssertionError, match="is another one once the function was called again"):
+        check_gradients(stale, np.array([1.0, 2.0]), compiled=False)

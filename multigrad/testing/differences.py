@@ -79,7 +79,9 @@ def check_gradients(
 
     - Linearity: `pullback(a * u + b * v)` is `a * pullback(u) + b * pullback(v)`, as of every
       vector-Jacobian product.
-    - Residuals: the pullback of a call is the same after the function was called with other numbers.
+    - Residuals: the pullback of a call is the same after the function was called with other numbers. A rule
+      that reads what its function left in a global or on an object fails here on TensorFlow and PyTorch. It
+      passes on JAX, where the rule is traced when the op is called: run the check on another backend, too.
     - Differences: each element of each input is moved both ways, and each output, its elements weighted by
       fixed pseudo-random numbers, must change as its gradient says. For the next order, the gradient of all
       outputs so weighted takes the place of the function, and the numbers, its upstream gradient, are inputs
