@@ -53,6 +53,7 @@ def __getattr__(name: str) -> Any:
     if value is None:
         raise AttributeError(f"module 'multigrad' has no attribute {name!r}")
     globals()[name] = value
+    importlib.import_module("multigrad.errors").hide_frames()
     return value
 
 

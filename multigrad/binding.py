@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multigrad import backend
+from multigrad.errors import OpError, message
 from multigrad.kinds import HoldsNoTensor
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -88,6 +89,25 @@ class Signature(HoldsNoTensor):
         bound.apply_defaults()
         values = bound.args + tuple(bound.kwargs.values())
         return values, Binding(self, len(values), given, tuple(bound.kwargs))
+
+    def misfit(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError) -> OpError:
+        """Return the error for arguments that `bind` cannot bind, with Python's own reason."""
+        parameters = [p.replace(annotation=p.empty) for p in self.inspected.parameters.values()]
+        by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        mend = "pass a value for each parameter that has no default, and no others"
+        if by_name and self.variadic is None and len(args) > len(self.positional):
+            mend = f"pass {' or '.join(map(repr, by_name))} by name, as in {by_name[0]}=..."
+        keywords = f", and {', '.join(map(repr, kwargs))} by name" if kwargs else ""
+        signature = inspect.Signature(parameters)
+        return OpError(
+            message(
+                op,
+                str(error),
+                required=f"arguments for {signature}",
+                got=f"{len(args)} by position{keywords}",
+                mend=mend,
+            )
+        )
 
 
 _SIGNATURES: dict[types.CodeType, Signature] = {}

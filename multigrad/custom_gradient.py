@@ -125,9 +125,11 @@ def op_custom_gradient(
     - a dict from argument names to such entries, with a tuple for what came in by `*args`.
 
     None stands for zero, and a function of no arguments for a gradient that is computed only where it is
-    needed. What has no gradient has None or zero; a Python float or complex number may have one, which
-    nobody asks for. An answer that could be meant for such a number, or for a tensor, is an error. A gradient
-    is cast to the dtype of its argument, and summed over the axes along which broadcasting made it larger.
+    needed. TensorFlow's tapes ask for every gradient, so eager TensorFlow computes them all; `tf.function`
+    prunes those that nobody uses. What has no gradient has None or zero; a Python float or complex number may
+    have one, which nobody asks for. An answer that could be meant for such a number, or for a tensor, is an
+    error. A gradient is cast to the dtype of its argument, and summed over the axes along which broadcasting
+    made it larger.
 
     Returns:
         A function with the name, documentation and parameters of `f`, which returns the output alone and
@@ -215,7 +217,7 @@ def _prepare(
     try:
         values, binding = signature.bind(args, kwargs)
     except TypeError as error:
-        raise TypeError(f"{title}: {error}") from error
+        raise signature.misfit(title, args, kwargs, error) from error
     try:
         tensors, arguments = split(values)
     except Symbolic:

@@ -1,6 +1,24 @@
 """The one form in which multigrad says that something is wrong."""
 
+import sys
 from collections.abc import Sequence
+
+
+class OpError(TypeError):
+    """A TypeError about an op that is raised where the op is called, so perhaps in a layer.
+
+    Where Keras (3.15) infers the shape of a layer's output, it puts a text of its own before the error. This
+    class puts the cause first.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        before, mark, cause = text.partition("Error encountered:\n\n")
+        return _without_bold(f"{cause}\n\n{before.rstrip()}") if mark else text
+
+
+def _without_bold(text: str) -> str:
+    return text.replace("\x1b[1m", "").replace("\x1b[0m", "")
 
 
 def message(op: str, problem: str, *, required: str, got: str, mend: str, argument: str | None = None) -> str:
@@ -71,3 +89,15 @@ def shape_text(shape: object) -> str:
 
 class TouchedVariable(BaseException):
     """A function that ran where none was expected reads or assigns a variable, and is to run elsewhere."""
+
+
+def hide_frames() -> None:
+    """Leave this package's frames out of the tracebacks of pytest, which shows them with `--full-trace`.
+
+    pytest reads `__tracebackhide__` from the globals of a frame's module. JAX, TensorFlow and Keras filter
+    their own frames alone, and have no public way to name others (JAX 0.10, TensorFlow 2.21, Keras 3.15).
+    """
+    package = __name__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package:
+            vars(module)["__tracebackhide__"] = True

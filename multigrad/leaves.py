@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.errors import message
+from multigrad.errors import OpError, message
 from multigrad.reachable import may_hold_tensors
 
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _WRITTEN = range(8)
@@ -397,11 +397,11 @@ class Refused(Exception):
         super().__init__(problem)
         self._leaf, self._problem, self._required, self._mend = leaf, problem, required, mend
 
-    def error(self, op: str, named: Iterable[tuple[str, Any]]) -> TypeError:
+    def error(self, op: str, named: Iterable[tuple[str, Any]]) -> OpError:
         """The error that names the op, and of the `named` values the one in which the leaf stands."""
         name = next((n for n, value in named if any(self._leaf is x for x in tree.flatten(value))), None)
         got = type(self._leaf).__name__
-        return TypeError(
+        return OpError(
             message(op, self._problem, argument=name, required=self._required, got=got, mend=self._mend)
         )
 

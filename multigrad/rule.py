@@ -12,7 +12,7 @@ from typing import Any
 
 from multigrad import backend
 from multigrad.binding import POSITIONAL, Binding, name_of
-from multigrad.errors import describe, message
+from multigrad.errors import OpError, describe, message
 
 FORMS = (
     "grad(upstream), with one positional parameter of any name; "
@@ -175,7 +175,7 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
         return form, variables
     elif required == outputs > 1:
         return FLAT, variables
-    raise TypeError(
+    raise OpError(
         message(
             op,
             "the rule's signature says in no way that is known how it is to be called",
@@ -211,7 +211,7 @@ def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
         TypeError: when there are some, and the rule has no parameter for them.
     """
     if read and takes == REFUSED:
-        raise TypeError(
+        raise OpError(
             message(
                 op,
                 "the function reads trainable variables, for which its rule has no gradient",

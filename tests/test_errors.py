@@ -1,7 +1,12 @@
 """Bad input: the op's name, what was required, what came, the argument, what to do."""
 
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -223,3 +228,94 @@ def test_an_unknown_argument_in_a_dict_is_named():
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: {"x": u, "z": u}), name="op")
     with raises(TypeError, "op", "'x', 'z'"):
         grad(op)(1.0)
+
+
+# ------------------------------------------------------------------- what a newcomer sees first
+
+
+@pytest.mark.forward
+def test_an_option_by_position():
+    from multigrad.ops import clip_gradient
+
+    with raises(TypeError, "clip_gradient: too many positional arguments", "got: 2 by position") as error:
+        clip_gradient(ONES, 1.0)
+    assert "required: arguments for (x, *, value=None, norm=None, axis=None)" in str(error.value)
+    assert "pass 'value' or 'norm' or 'axis' by name, as in value=..." in str(error.value)
+
+
+@pytest.mark.forward
+def test_arguments_that_do_not_fit():
+    op = op_custom_gradient(lambda x, y, *, scale: (x * y, lambda u: u), name="op")
+    fix = "pass a value for each parameter that has no default"
+    with raises(TypeError, "op: missing a required argument: 'y'", "got: 1 by position", fix):
+        op(ONES)
+    with raises(TypeError, "op: ", "got: 2 by position, and 'scales' by name", fix):
+        op(ONES, ONES, scales=2.0)
+
+
+class Forgetful(keras.layers.Layer):
+    """Its rule takes no `variables`."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return op_custom_gradient(lambda x: (x * self.scale, lambda u: u), name="op")(x)
+
+
+class Outer(keras.layers.Layer):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("make", [Forgetful, lambda: Outer(Forgetful()), lambda: Outer(Outer(Forgetful()))])
+def test_the_cause_stands_before_what_keras_says_of_a_shape(make):
+    with pytest.raises(TypeError) as error:
+        make()(keras.Input((3,)))
+    said = str(error.value)
+    # Of layers around it, Keras says in one more line which one was called.
+    assert "op: the function reads trainable variables" in "\n".join(said.splitlines()[:3])
+    assert said.index("def grad(upstream, variables)") < said.index("Could not automatically infer")
+    assert "\x1b" not in said
+
+
+PROGRAM = """
+import numpy as np
+from keras import ops
+from multigrad import grad, op_custom_gradient
+
+@op_custom_gradient
+def op(x):
+    return ops.sum(x), lambda u: u * ops.ones((3,))
+
+def test_it():
+    grad(op)(np.ones(2, "float32"))
+"""
+
+
+def test_the_frames_of_the_package_are_hidden(tmp_path):
+    """pytest shows the user's line and the error, and what lies between with `--full-trace` alone."""
+    path = tmp_path / "test_user.py"
+    path.write_text(PROGRAM)
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+
+    def shown(*options):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(path)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+        )
+        return done.stdout
+
+    own = str(Path("multigrad") / "answer.py")
+    assert "the rule returned a gradient of the wrong shape" in shown()
+    assert "answer.py" not in shown()
+    assert own in shown("--full-trace")

@@ -861,3 +861,17 @@ def test_a_derivative_by_a_complex_upstream_gradient():
     passes(op(lambda z: z * z, slope), z)
     said = fails(op(lambda z: z * z, slope), z, order=2)
     assert "argument: upstream of output[" in said
+
+
+LEFT = {}
+
+
+@op_custom_gradient
+def stale(x):
+    LEFT["x"] = x
+    return x * x, lambda u: 2.0 * u * LEFT["x"]
+
+
+def test_a_rule_that_reads_what_its_function_left_in_a_global():
+    with pytest.raises(AssertionError, match="changes when the function is called again"):
+        check_gradients(stale, np.array([1.0, 2.0]), compiled=False)

@@ -93,6 +93,9 @@ def fixed_point(
             where no error can be raised, all of the result is NaN then, and so is the gradient.
         TypeError: when `z0` is not floating, what `f` returns is unlike `z0`, or `f` assigns variables.
         ValueError: for a shape unlike that of `z0`, or `tolerance` or `max_iterations` that is not positive.
+        flax.errors.TraceContextError: on JAX with `KERAS_NNX_ENABLED`, when `f` calls a Sequential model that
+            is not built, under a gradient. NNX raises it for that call under `jax.grad` without
+            `fixed_point`, too. Build the model first.
 
     References:
         [Christianson 1994, Reverse accumulation and attractive fixed points](
