@@ -271,3 +271,16 @@ def test_the_function_runs_once():
 
     assert numpy(grad(op)(array(2.0))) == 7.0
     assert len(runs) == 1
+
+
+def test_an_integer_argument_in_a_second_run():
+    """A weight makes the function run outside on JAX, and a second derivative runs it again."""
+    weight = keras.Variable(2.0, name="weight")
+
+    @op_custom_gradient
+    def op(x, count):
+        e = x**2 * ops.cast(count, "float32")
+        return e * weight, lambda upstream, variables: (upstream * 7.0 * e, [upstream * e])
+
+    count = ops.convert_to_tensor(3, "int32")
+    close(grad(grad(op))(array(2.0), count), array(84.0))

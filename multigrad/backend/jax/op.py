@@ -129,7 +129,9 @@ class Tied(Op):
         _ = [gate.strip(array) for array in inputs]
         if not gate.met:
             return done
-        return self.run_for_derivative(lambda: again(inputs, rest.closed_over), lambda: done)
+        fixed = iter(rest.fixed)
+        whole = [array if FLOATING[array.dtype] else next(fixed) for array in inputs]
+        return self.run_for_derivative(lambda: again(whole, rest.closed_over), lambda: done)
 
 
 class Ties(NamedTuple):
@@ -137,6 +139,8 @@ class Ties(NamedTuple):
 
     outputs: list[Any]
     residuals: Residuals
+    fixed: list[Any]
+    """The inputs that have no derivative, where the function may run again."""
     closed_over: list[Any]
     """The tracers that the function closes over."""
 
@@ -262,11 +266,14 @@ def tie(
 
     For a derivative of what the function computed on the way, `again` runs it on inputs with tangents.
     """
+    fixed: list[Any] = []
     if not all([FLOATING[x.dtype] for x in inputs]):
+        if again is not None:
+            fixed = [x for x in inputs if not FLOATING[x.dtype]]
         inputs = _differentiable_alone(inputs)
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
     residuals = residuals.tied_to(outputs, inputs, residuals.needed)
-    return Tied(name, forward_mode, again)(inputs, Ties(outputs, residuals, list(closed_over)))
+    return Tied(name, forward_mode, again)(inputs, Ties(outputs, residuals, fixed, list(closed_over)))
 
 
 _tied_p = identity()
