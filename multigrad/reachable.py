@@ -101,7 +101,7 @@ def reachable_tensors(
             waiting += parts_of(obj)
             if with_globals and not _is_of_framework(obj.__globals__.get("__name__", "")):
                 waiting += map(obj.__globals__.get, obj.__code__.co_names)
-        elif _is_of_framework(kind.__module__) and not isinstance(obj, (*_CONTAINERS, *through)):
+        elif _is_foreign(kind) and not isinstance(obj, (*_CONTAINERS, *through)):
             waiting += wrapped_functions(obj) or ()
         else:
             waiting += parts_of(obj)
@@ -112,6 +112,11 @@ def wrapped_functions(obj: Any) -> list[Any] | None:
     if isinstance(obj, type) or not (_is_of_framework(type(obj).__module__) and hasattr(obj, "__wrapped__")):
         return None
     return [obj.__wrapped__, *filter(callable, getattr(obj, "__dict__", {}).values())]
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether a class is a framework's. Objects of this package may hold a user's function."""
+    return _is_of_framework(kind.__module__) and kind.__module__.partition(".")[0] != "multigrad"
 
 
 def _is_of_framework(module: str) -> bool:

@@ -52,6 +52,7 @@ from multigrad.backend.jax.tensors import (
     conform,
     is_compiling,
     is_differentiable,
+    is_integer,
     observe,
     specs_of,
     wide,
@@ -120,8 +121,13 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
         gate.open()
     closed_over, template, _ = lift(call.f, TRACERS, borrowed=True)
 
-    def again(inputs: list[Any], closed_over: list[Any]) -> Step:
-        ran = outputs, *_ = call.run_again(inputs, back, restore(template, closed_over))
+    def again(moved: list[Any], fixed: list[Any], closed_over: list[Any]) -> Step:
+        integers = iter(fixed)
+        whole = [
+            new if FLOATING[old.dtype] else next(integers) if is_integer(old) else old  # a key is no operand
+            for new, old in zip(moved, inputs, strict=True)
+        ]
+        ran = outputs, *_ = call.run_again(whole, back, restore(template, closed_over))
         return list(outputs), residuals_of(call, ran)
 
     forward_mode = call.options.forward_mode

@@ -25,6 +25,7 @@ from multigrad.backend.jax.tensors import (
     concrete,
     conjugate,
     is_differentiable,
+    is_integer,
     scatter,
     varying_alike,
 )
@@ -111,8 +112,7 @@ class Tied(Op):
     """An op whose function has run without tangents. Its rest is a `Ties`.
 
     Arguments:
-        again: runs the function once more, on other inputs and around other tracers that it closes over; None
-            where what it computed has its tangents.
+        again: runs the function once more; None where what it computed has its tangents.
     """
 
     __slots__ = ("again",)
@@ -129,9 +129,7 @@ class Tied(Op):
         _ = [gate.strip(array) for array in inputs]
         if not gate.met:
             return done
-        fixed = iter(rest.fixed)
-        whole = [array if FLOATING[array.dtype] else next(fixed) for array in inputs]
-        return self.run_for_derivative(lambda: again(whole, rest.closed_over), lambda: done)
+        return self.run_for_derivative(lambda: again(inputs, rest.fixed, rest.closed_over), lambda: done)
 
 
 class Ties(NamedTuple):
@@ -140,12 +138,13 @@ class Ties(NamedTuple):
     outputs: list[Any]
     residuals: Residuals
     fixed: list[Any]
-    """The inputs that have no derivative, where the function may run again."""
+    """The integers among the inputs, where the function may run again."""
     closed_over: list[Any]
     """The tracers that the function closes over."""
 
 
-Again = Callable[[list[Any], list[Any]], Step]
+Again = Callable[[list[Any], list[Any], list[Any]], Step]
+"""Runs a function on inputs, of which integers come apart, around tracers that it closes over."""
 
 
 def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
@@ -269,7 +268,7 @@ def tie(
     fixed: list[Any] = []
     if not all([FLOATING[x.dtype] for x in inputs]):
         if again is not None:
-            fixed = [x for x in inputs if not FLOATING[x.dtype]]
+            fixed = [x for x in inputs if is_integer(x)]
         inputs = _differentiable_alone(inputs)
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
     residuals = residuals.tied_to(outputs, inputs, residuals.needed)
