@@ -41,7 +41,7 @@ BOUNDS = {
         "two outputs": Counts(forward=56, backward=13, written=21),
         "structure": Counts(forward=105, backward=67, written=23),
         "narrow": Counts(forward=45, backward=13, written=16),
-        "weight": Counts(forward=145, backward=36, written=17),
+        "weight": Counts(forward=149, backward=36, written=17),
         "method": Counts(forward=88, backward=27, written=16),
         "unused": Counts(forward=46, backward=13, written=13),
     },

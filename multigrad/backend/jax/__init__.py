@@ -70,6 +70,7 @@ from multigrad.backend.usual import (
 )
 from multigrad.closure import lift, restore
 from multigrad.errors import TouchedVariable
+from multigrad.reachable import reachable_tensors
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
@@ -109,17 +110,17 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
 
     It runs on values without tangents, those of variables among them, and its outputs are tied to the inputs.
     """
+    closed_over, template, opaque = lift(call.f, TRACERS, borrowed=True)
+    if (opaque or call.has_objects()) and _reaches_others(call, closed_over):
+        return _apply_as_it_stands(call, tensors)
     gate = TangentGate()
     ran = outputs, _, stripped, back = call.run([gate.strip(array) for array in tensors], read_as=gate.strip)
     inputs = [gate.original(array) for array in stripped]
-    if not any([FLOATING[x.dtype] for x in inputs]):
+    if not _are_to_be_tied(inputs, outputs):
         return back.output.join(_without_gradient(outputs))
-    if not any_traced([*inputs, *outputs]):
-        return back.output.join(outputs)
     residuals = residuals_of(call, ran)
     if residuals.computed:
         gate.open()
-    closed_over, template, _ = lift(call.f, TRACERS, borrowed=True)
 
     def again(moved: list[Any], fixed: list[Any], closed_over: list[Any]) -> Step:
         integers = iter(fixed)
@@ -134,6 +135,28 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
     return back.output.join(
         tie(inputs, list(outputs), residuals, call.name, forward_mode, again, closed_over)
     )
+
+
+def _reaches_others(call: Call, lifted: Sequence[Any]) -> bool:
+    """Whether the function reaches tracers through objects. It cannot run again without those."""
+    known = set(map(id, lifted))
+    roots = (call.f, *call.objects())
+    return any(id(tracer) not in known for root in roots for tracer in reachable_tensors(root, TRACERS))
+
+
+def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
+    """The op whose function runs here with tangents. JAX differentiates it, and uses that only where the rule
+    uses what the function computed.
+    """
+    ran = outputs, _, inputs, back = call.run(tensors)
+    if not _are_to_be_tied(inputs, outputs):
+        return back.output.join(_without_gradient(outputs))
+    residuals = residuals_of(call, ran).settled()
+    return back.output.join(tie(list(inputs), list(outputs), residuals, call.name, call.options.forward_mode))
+
+
+def _are_to_be_tied(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    return any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])
 
 
 def _without_gradient(outputs: Sequence[Any]) -> list[Any]:

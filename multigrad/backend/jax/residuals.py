@@ -9,7 +9,6 @@ from multigrad.backend import Call, Ran, Spec
 from multigrad.backend.jax.tensors import (
     FLOATING,
     TENSORS,
-    TRACERS,
     any_traced,
     is_differentiable,
     scatter,
@@ -17,7 +16,6 @@ from multigrad.backend.jax.tensors import (
     varying_alike,
 )
 from multigrad.closure import lift, restore
-from multigrad.reachable import reachable_tensors
 
 Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
 """Arrays of a rule, upstream gradients, and which gradients are needed, to gradients."""
@@ -91,8 +89,7 @@ def residuals_of(call: Call, ran: Ran) -> Residuals:
         return back.pull(restore(template, arrays), upstream, needed, specs)
 
     pull: Pull = pull_lifted
-    # JAX must see the tracers that an object holds: they end with the derivative, before the rule runs.
-    if opaque and (any_traced([*inputs, *outputs]) or back.around is not None or _reaches_tracer(rule)):
+    if opaque and (any_traced([*inputs, *outputs]) or back.around is not None):
         try:
             arrays, pull = _traced((outputs, rule, inputs, back), specs)
             opaque = False
@@ -114,10 +111,6 @@ def residuals_of(call: Call, ran: Ran) -> Residuals:
             others.append(array)
     computed = opaque or (bool(others) and _are_computed(call, others, inputs))
     return Residuals(arrays, pull, tuple(of_outputs), tuple(of_inputs), computed, (True,) * len(inputs))
-
-
-def _reaches_tracer(rule: Callable[..., Any]) -> bool:
-    return next(reachable_tensors(rule, TRACERS), None) is not None
 
 
 # What JAX raises where a rule asks a traced array for its value.
