@@ -118,7 +118,7 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
     inputs = [gate.original(array) for array in stripped]
     if not _are_to_be_tied(inputs, outputs):
         return back.output.join(_without_gradient(outputs))
-    residuals = residuals_of(call, ran)
+    residuals = residuals_of(call, ran, closed_over)
     if residuals.computed:
         gate.open()
 
@@ -129,7 +129,7 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
             for new, old in zip(moved, inputs, strict=True)
         ]
         ran = outputs, *_ = call.run_again(whole, back, restore(template, closed_over))
-        return list(outputs), residuals_of(call, ran)
+        return list(outputs), residuals_of(call, ran, closed_over)
 
     forward_mode = call.options.forward_mode
     return back.output.join(

@@ -77,8 +77,8 @@ Step = tuple[list[Any], Residuals]
 """The outputs of a function, and what its rule uses."""
 
 
-def residuals_of(call: Call, ran: Ran) -> Residuals:
-    """Return what the rule of a run uses."""
+def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Residuals:
+    """Return what the rule of a run uses. The function closes over the tracers `closed_over`."""
     outputs, rule, inputs, back = ran
     if call.options.forward_mode:
         back = back.untraced  # in reverse mode, too, it is the transpose of a transpose that runs
@@ -89,13 +89,15 @@ def residuals_of(call: Call, ran: Ran) -> Residuals:
         return back.pull(restore(template, arrays), upstream, needed, specs)
 
     pull: Pull = pull_lifted
-    if opaque and (any_traced([*inputs, *outputs]) or back.around is not None):
-        try:
-            arrays, pull = _traced((outputs, rule, inputs, back), specs)
-            opaque = False
-        except _NEEDS_VALUES:
-            if any_traced([*inputs, *outputs]):
-                raise
+    if opaque:
+        traced = any_traced([*inputs, *outputs, *closed_over])
+        if traced or back.around is not None:
+            try:
+                arrays, pull = _traced((outputs, rule, inputs, back), specs)
+                opaque = False
+            except _NEEDS_VALUES:
+                if traced:
+                    raise
     # An output that the rule uses is differentiated by the rule; one that is an input is the input.
     indices_of_inputs = {id(array): index for index, array in reversed([*enumerate(inputs)])}
     indices = {id(array): index for index, array in reversed([*enumerate(outputs)])}
