@@ -98,7 +98,18 @@ def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Resid
             except _NEEDS_VALUES:
                 if traced:
                     raise
-    # An output that the rule uses is differentiated by the rule; one that is an input is the input.
+    of_outputs, of_inputs, others = _slots(arrays, outputs, inputs)
+    computed = opaque or (bool(others) and _are_computed(call, others, inputs))
+    return Residuals(arrays, pull, of_outputs, of_inputs, computed, (True,) * len(inputs))
+
+
+def _slots(
+    arrays: Sequence[Any], outputs: Sequence[Any], inputs: Sequence[Any]
+) -> tuple[Slots, Slots, list[Any]]:
+    """Return the slots of arrays that are outputs and inputs, with their indices, and the other arrays.
+
+    An output that the rule uses is differentiated by the rule; one that is an input is the input.
+    """
     indices_of_inputs = {id(array): index for index, array in reversed([*enumerate(inputs)])}
     indices = {id(array): index for index, array in reversed([*enumerate(outputs)])}
     of_inputs, of_outputs, others = [], [], []
@@ -111,8 +122,7 @@ def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Resid
             of_outputs.append((slot, indices[id(array)]))
         else:
             others.append(array)
-    computed = opaque or (bool(others) and _are_computed(call, others, inputs))
-    return Residuals(arrays, pull, tuple(of_outputs), tuple(of_inputs), computed, (True,) * len(inputs))
+    return tuple(of_outputs), tuple(of_inputs), others
 
 
 # What JAX raises where a rule asks a traced array for its value.
