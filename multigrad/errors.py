@@ -11,6 +11,9 @@ class OpError(TypeError):
     class puts the cause first.
     """
 
+    # AutoGraph (TensorFlow 2.21) makes an error of an error's own class only where this is its constructor.
+    __init__ = Exception.__init__
+
     def __str__(self) -> str:
         text = super().__str__()
         before, mark, cause = text.partition("Error encountered:\n\n")
