@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multigrad.calculus.derivatives import grad, hessian, jacobian, jvp, value_and_grad, vjp
-    from multigrad.custom_gradient import op_custom_gradient
+    from multigrad.core.op import op_custom_gradient
     from multigrad.tracing.trace import trace_gradients
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ _MODULES = {
     "hessian": "multigrad.calculus.derivatives",
     "jacobian": "multigrad.calculus.derivatives",
     "jvp": "multigrad.calculus.derivatives",
-    "op_custom_gradient": "multigrad.custom_gradient",
+    "op_custom_gradient": "multigrad.core.op",
     "trace_gradients": "multigrad.tracing.trace",
     "value_and_grad": "multigrad.calculus.derivatives",
     "vjp": "multigrad.calculus.derivatives",
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
     if value is None:
         raise AttributeError(f"module 'multigrad' has no attribute {name!r}")
     globals()[name] = value
-    importlib.import_module("multigrad.errors").hide_frames()
+    importlib.import_module("multigrad.core.errors").hide_frames()
     return value
 
 

@@ -11,9 +11,9 @@ from collections import OrderedDict, namedtuple
 import keras
 import pytest
 
-from multigrad.closure import lift, restore
-from multigrad.kinds import TypeSet
-from multigrad.reachable import may_hold_tensors, reachable_tensors
+from multigrad.core.closure import lift, restore
+from multigrad.core.reachable import may_hold_tensors, reachable_tensors
+from multigrad.core.type_sets import TypeSet
 
 pytestmark = pytest.mark.forward
 

@@ -10,8 +10,8 @@ from keras import ops
 from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.context import context_here, global_state
-from multigrad.variables import Reads
+from multigrad.core.keras_internals import context_here, global_state
+from multigrad.core.variables import Reads
 
 
 class Recomputed(keras.layers.Layer):

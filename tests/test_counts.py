@@ -10,7 +10,7 @@ from counts import BOUNDS, PACKAGE, Counts, calls, calls_of, counted
 from keras import ops
 from support import BACKEND, array, close
 
-import multigrad.custom_gradient
+import multigrad.core.call
 from multigrad import grad, op_custom_gradient
 
 pairs = pytest.mark.parametrize("name", PAIRS)
@@ -125,7 +125,7 @@ def test_orders_are_linear():
 def test_what_is_counted():
     """The functions of the package, one by one, and those that they call."""
     assert calls(lambda: keras.ops.exp(array(1.0)))[0] == 0
-    forward, _ = calls(lambda: multigrad.custom_gradient.is_plain(lambda u: u))
+    forward, _ = calls(lambda: multigrad.core.call.is_plain(lambda u: u))
     assert forward == 1
 
 
@@ -154,8 +154,8 @@ def planted_deeper(function):
 @pytest.mark.parametrize(("place", "what"), [("is_plain", "forward"), ("read", "backward")])
 def test_one_more_call_exceeds_the_bound(place, what, monkeypatch):
     before = counted(log1pexp, PAIRS["log1pexp"].arguments())
-    function = getattr(multigrad.custom_gradient, place)
-    monkeypatch.setattr(multigrad.custom_gradient, place, planted(function))
+    function = getattr(multigrad.core.call, place)
+    monkeypatch.setattr(multigrad.core.call, place, planted(function))
     after = counted(log1pexp, PAIRS["log1pexp"].arguments())
     more = {what: getattr(after, what) - getattr(before, what) for what in Counts._fields}
     assert more == dict.fromkeys(Counts._fields, 0) | {what: 1}
@@ -170,8 +170,8 @@ def test_one_more_call_exceeds_the_bound(place, what, monkeypatch):
     ],
 )
 def test_calls_that_grow_are_found(test, monkeypatch):
-    function = multigrad.custom_gradient.is_plain
-    monkeypatch.setattr(multigrad.custom_gradient, "is_plain", planted_deeper(function))
+    function = multigrad.core.call.is_plain
+    monkeypatch.setattr(multigrad.core.call, "is_plain", planted_deeper(function))
     with pytest.raises(AssertionError):
         test()
 

@@ -86,8 +86,8 @@ def test_an_example(module, example, capsys):
 @pytest.mark.forward
 def test_the_examples_are_found():
     names = {example.id for example in EXAMPLES}
-    assert {"multigrad.calculus.derivatives:grad", "multigrad.custom_gradient:op_custom_gradient"} <= names
-    assert {"multigrad.leaves:Layout", "multigrad.cli.main:main"} <= names
+    assert {"multigrad.calculus.derivatives:grad", "multigrad.core.op:op_custom_gradient"} <= names
+    assert {"multigrad.core.structure:Layout", "multigrad.cli.main:main"} <= names
 
 
 @pytest.mark.forward

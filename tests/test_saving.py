@@ -25,7 +25,7 @@ from support import DIFFERENTIATES, array, close, numpy
 
 from multigrad import grad, op_custom_gradient
 from multigrad import ops as shelf
-from multigrad.saving import Unsaved, decode, encode
+from multigrad.keras_graph.saving import Unsaved, decode, encode
 
 pytestmark = pytest.mark.forward
 HERE = Path(__file__).parent
@@ -75,7 +75,7 @@ def test_in_a_fresh_process(saved):
 @pytest.mark.package
 def test_without_the_ops(saved):
     program = """
-import keras, multigrad.custom_gradient
+import keras, multigrad.core.op
 try:
     keras.models.load_model(sys.argv[1])
 except TypeError as error:  # as Keras says of any object that is not registered
@@ -520,7 +520,12 @@ def test_a_file_that_lacks_a_part(part, evil):
         load(evil, lambda node: node.pop(part))
 
 
-CLASSES = [("os", "system"), ("builtins", "eval"), ("multigrad_evil", "Op"), ("multigrad.names", "find")]
+CLASSES = [
+    ("os", "system"),
+    ("builtins", "eval"),
+    ("multigrad_evil", "Op"),
+    ("multigrad.keras_graph.registry", "find"),
+]
 
 
 @pytest.mark.parametrize(("module", "name"), CLASSES)

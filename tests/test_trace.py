@@ -13,7 +13,8 @@ import pytest
 from keras import ops
 from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
 
-from multigrad import backend, custom_gradient, grad, op_custom_gradient, trace_gradients
+from multigrad import backend, grad, op_custom_gradient, trace_gradients
+from multigrad.core import op as core_op
 from multigrad.tracing.process_wide import Shared
 from multigrad.tracing.records import summarize
 from multigrad.tracing.trace import Trace
@@ -205,11 +206,11 @@ def test_what_is_changed_later_was_recorded_before():
 
 @pytest.mark.forward
 def test_outside_nothing_is_asked():
-    assert custom_gradient.apply is backend.active.apply
+    assert core_op.apply is backend.active.apply
     with trace_gradients() as trace:
-        assert custom_gradient.apply is not backend.active.apply
+        assert core_op.apply is not backend.active.apply
         square(array(2.0))
-    assert custom_gradient.apply is backend.active.apply
+    assert core_op.apply is backend.active.apply
     square(array(3.0))
     assert len(trace.calls) == 1
 
@@ -269,7 +270,7 @@ def test_an_exception_passes_and_what_was_recorded_remains():
         grad(both)(2.0)
     assert not trace.open
     assert (len(trace.calls), flow(trace)) == (3, [("square", 1, 1.0, 4.0)])
-    assert custom_gradient.apply is backend.active.apply
+    assert core_op.apply is backend.active.apply
     assert flow(traced(grad(seven), 1.0)) == [("seven", 1, 1.0, 7.0)]
 
 
@@ -340,7 +341,7 @@ def test_a_trace_inside_a_compiled_function():
         inside = torch.compile(inside, backend="eager")
     with pytest.raises(RuntimeError, match="open the trace around the call"):
         compiled(inside)(array(2.0))
-    assert custom_gradient.apply is backend.active.apply
+    assert core_op.apply is backend.active.apply
 
 
 def test_symbolic_calls_are_not_recorded_and_those_of_the_model_are():

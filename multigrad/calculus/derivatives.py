@@ -12,12 +12,12 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.binding import name_of
 from multigrad.calculus.flat_function import DifferentiatedFunction
 from multigrad.calculus.flat_structure import FlatStructure
-from multigrad.calculus.linearity import FAR, agree, not_linear
 from multigrad.calculus.validation import require_real, require_scalar
-from multigrad.errors import describe, message
+from multigrad.core.errors import describe, message
+from multigrad.core.linearity import FAR, agree, not_linear
+from multigrad.core.signature import name_of
 
 
 def grad(

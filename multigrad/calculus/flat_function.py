@@ -12,7 +12,6 @@ from typing import Any
 import keras
 
 from multigrad import backend
-from multigrad.binding import name_of
 from multigrad.calculus.validation import (
     as_differentiable,
     as_index,
@@ -20,9 +19,10 @@ from multigrad.calculus.validation import (
     require_pair,
     resolve_positions,
 )
-from multigrad.errors import message, require_function
-from multigrad.leaves import NO_NUMBERS, leaves_of, rebuild
-from multigrad.variables import Pinned
+from multigrad.core.errors import message, require_function
+from multigrad.core.signature import name_of
+from multigrad.core.structure import NO_NUMBERS, leaves_of, rebuild
+from multigrad.core.variables import Pinned
 
 
 class DifferentiatedFunction:

@@ -7,8 +7,8 @@ from keras import ops, tree
 
 from multigrad import backend
 from multigrad.calculus.validation import holds_numbers, is_complex
-from multigrad.errors import describe, message, shape_text
-from multigrad.leaves import Slot, children, leaves_of, outline, split
+from multigrad.core.errors import describe, message, shape_text
+from multigrad.core.structure import Slot, children, leaves_of, outline, split
 
 
 class FlatStructure:

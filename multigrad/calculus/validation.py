@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.errors import describe, message, shape_text
+from multigrad.core.errors import describe, message, shape_text
 
 
 def require_scalar(name: str, value: Any) -> Any:

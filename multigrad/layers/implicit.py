@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.errors import describe, message, shape_text
+from multigrad.core.errors import describe, message, shape_text
 from multigrad.ops.arguments import plain
 from multigrad.ops.implicit import check_options, fixed_point
 

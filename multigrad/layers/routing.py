@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.errors import describe, message
+from multigrad.core.errors import describe, message
 from multigrad.ops.arguments import plain
 from multigrad.ops.routing import bound_of, clip_gradient, reverse_gradient, scale_gradient
 

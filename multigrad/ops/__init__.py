@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras import ops as _keras_ops
 
-from multigrad.custom_gradient import op_custom_gradient
+from multigrad.core.op import op_custom_gradient
 from multigrad.ops.implicit import fixed_point, implicit_root
 from multigrad.ops.linear_cross_entropy import linear_cross_entropy
 from multigrad.ops.quantizing import (

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.errors import unusable
+from multigrad.core.errors import unusable
 from multigrad.ops.dtypes import dtype_of
 
 P = ParamSpec("P")

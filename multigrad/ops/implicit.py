@@ -18,17 +18,18 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from multigrad import backend, names, symbolic
-from multigrad.backend import Options
+from multigrad import backend
+from multigrad.backend.base import Options
 from multigrad.calculus.derivatives import jacobian, vjp
-from multigrad.closure import lift, restore
-from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message, require_function, unusable
-from multigrad.kinds import HoldsNoTensor
-from multigrad.leaves import Layout, Symbolic, split
+from multigrad.core.closure import lift, restore
+from multigrad.core.errors import describe, message, require_function, unusable
+from multigrad.core.op import op_custom_gradient
+from multigrad.core.structure import Layout, Symbolic, split
+from multigrad.core.type_sets import HoldsNoTensor
+from multigrad.core.variables import Pinned, Reads
+from multigrad.keras_graph import node, registry
 from multigrad.ops.arguments import is_integer, is_number, with_plain
 from multigrad.ops.dtypes import dtype_of
-from multigrad.variables import Pinned, Reads
 
 _NUMBERS = (int, float, np.ndarray, np.generic)
 _Tensors = Sequence[Any]
@@ -40,7 +41,7 @@ _OF_GRADIENT = "w, of which the gradient is made,"
 
 def _saved_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a saved model find a function that is no op itself, but calls one."""
-    return lambda f: names.register(name, f, Options(False, True), lambda: f)
+    return lambda f: registry.register(name, f, Options(False, True), lambda: f)
 
 
 @with_plain("tolerance", "max_iterations")
@@ -109,7 +110,7 @@ def fixed_point(
         return _solution(_Repeat(name, tolerance, max_iterations), f, z0, args)
     except Symbolic:
         options = {"tolerance": tolerance, "max_iterations": max_iterations}
-        return symbolic.apply(fixed_point, f"multigrad>{name}", (f, z0, *args), options)
+        return node.apply(fixed_point, f"multigrad>{name}", (f, z0, *args), options)
 
 
 @with_plain("tolerance", "max_iterations")
@@ -184,7 +185,7 @@ def implicit_root(
         return _solution(newton, f, z0, args, solver)
     except Symbolic:
         options = {"solver": solver, "tolerance": tolerance, "max_iterations": max_iterations}
-        return symbolic.apply(implicit_root, f"multigrad>{name}", (f, z0, *args), options)
+        return node.apply(implicit_root, f"multigrad>{name}", (f, z0, *args), options)
 
 
 def _solution(method: Any, f: Callable[..., Any], z0: Any, args: tuple[Any, ...], solver: Any = None) -> Any:

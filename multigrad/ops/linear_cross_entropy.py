@@ -14,8 +14,8 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.calculus.derivatives import vjp
-from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import message, unusable
+from multigrad.core.errors import message, unusable
+from multigrad.core.op import op_custom_gradient
 from multigrad.ops import chunked_head
 from multigrad.ops.arguments import as_tensor, is_integer, may_be_alike, stacked, with_plain
 from multigrad.ops.chunked_head import Plan

@@ -6,9 +6,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.binding import name_of
-from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message, shape_text, unusable
+from multigrad.core.errors import describe, message, shape_text, unusable
+from multigrad.core.op import op_custom_gradient
+from multigrad.core.signature import name_of
 from multigrad.ops.arguments import Pair, floating, is_number, may_be_alike, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 from multigrad.ops.routing import fitting

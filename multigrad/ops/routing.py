@@ -5,8 +5,8 @@ from typing import Any
 from keras import ops
 
 from multigrad import backend
-from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import describe, message, shape_text, unusable
+from multigrad.core.errors import describe, message, shape_text, unusable
+from multigrad.core.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, check_axes, is_number, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from keras import ops
 
-from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import unusable
+from multigrad.core.errors import unusable
+from multigrad.core.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, floating, is_number, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import unusable
+from multigrad.core.errors import unusable
+from multigrad.core.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, check_axes, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 

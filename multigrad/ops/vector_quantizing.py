@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from multigrad.custom_gradient import op_custom_gradient
-from multigrad.errors import unusable
+from multigrad.core.errors import unusable
+from multigrad.core.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, is_number, stacked, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 

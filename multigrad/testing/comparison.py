@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from multigrad.errors import message
+from multigrad.core.errors import message
 from multigrad.frameworks import DIFFERENTIATING, how_to_add, is_installed
 from multigrad.processes import run_on
 from multigrad.testing.mismatches import (

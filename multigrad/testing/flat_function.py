@@ -13,12 +13,12 @@ import keras
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.answer import slot_paths
-from multigrad.binding import name_of, signature_of
-from multigrad.errors import describe, distinct_names, message
-from multigrad.leaves import Layout, Refused, split
+from multigrad.core.answer import slot_paths
+from multigrad.core.errors import describe, distinct_names, message
+from multigrad.core.signature import name_of, signature_of
+from multigrad.core.structure import Layout, Refused, split
+from multigrad.core.variables import Pinned, Reads
 from multigrad.testing.precision import EPSILON
-from multigrad.variables import Pinned, Reads
 
 
 class FlatFunction:

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 from multigrad import backend
-from multigrad.binding import name_of
-from multigrad.errors import distinct_names, message, unusable
+from multigrad.core.errors import distinct_names, message, unusable
+from multigrad.core.signature import name_of
 from multigrad.testing.differences import CentralDifference, Function, estimate, estimate_linear, first_step
 from multigrad.testing.flat_function import FlatFunction
 from multigrad.testing.invariants import (

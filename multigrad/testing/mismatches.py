@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from multigrad.errors import message
+from multigrad.core.errors import message
 
 MAX_ROWS = 10
 """The number of mismatches that a table shows."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from multigrad.errors import message
+from multigrad.core.errors import message
 from multigrad.tracing.records import CallRecord, StepRecord, Values, largest_magnitude
 from multigrad.tracing.table import format_number, format_value
 

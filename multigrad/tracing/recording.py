@@ -1,8 +1,8 @@
 """How calls are recorded while a trace is open.
 
-`recording` replaces `custom_gradient.apply`, so that every call of an op becomes a `_RecordedCall`: a call
+`recording` replaces `op.apply`, so that every call of an op becomes a `_RecordedCall`: a call
 that also reports its values to a `_CallRecorder`. The function, the rule and the backend's part of the call
-are the same as outside of a trace. While no trace is open, `custom_gradient.apply` is the backend's own
+are the same as outside of a trace. While no trace is open, `op.apply` is the backend's own
 function, so ops have no overhead.
 """
 
@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from multigrad import backend, custom_gradient
-from multigrad.answer import slot_paths
-from multigrad.errors import distinct_names
+from multigrad import backend
+from multigrad.backend.base import Spec
+from multigrad.core import op
+from multigrad.core.answer import slot_paths
+from multigrad.core.call import Call, Pullback, Ran
+from multigrad.core.errors import distinct_names
 from multigrad.tracing.process_wide import Shared
 from multigrad.tracing.records import CallRecord, Values
 
@@ -33,32 +36,32 @@ _ENCLOSING: ContextVar["_CallRecorder | _RerunRecorder | None"] = ContextVar("en
 @contextlib.contextmanager
 def _record_calls() -> Iterator[None]:
     """Record the calls of ops in the contexts that have an open trace."""
-    apply = custom_gradient.apply
+    apply = op.apply
 
-    def apply_recorded(call: custom_gradient.Call, tensors: Sequence[Any]) -> Any:
+    def apply_recorded(call: Call, tensors: Sequence[Any]) -> Any:
         return apply(_RecordedCall(call) if OPEN_TRACES.get() else call, tensors)
 
-    custom_gradient.apply = apply_recorded
+    op.apply = apply_recorded
     try:
         yield
     finally:
-        custom_gradient.apply = apply
+        op.apply = apply
 
 
 recording = Shared(_record_calls)
-"""Records calls while any thread is inside it. It replaces `custom_gradient.apply` once for all threads."""
+"""Records calls while any thread is inside it. It replaces `op.apply` once for all threads."""
 
 
-class _RecordedCall(custom_gradient.Call):
+class _RecordedCall(Call):
     """A call that is recorded."""
 
     __slots__ = ("_recorder",)
     _recorder: "_CallRecorder"
 
-    def __init__(self, call: custom_gradient.Call) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__(call.f, call.back, call.options)
 
-    def run(self, tensors: Sequence[Any], **how: Any) -> custom_gradient.Ran:
+    def run(self, tensors: Sequence[Any], **how: Any) -> Ran:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
         enclosing = _ENCLOSING.get()
         recorder = enclosing.recorder_of(self.name) if enclosing else _CallRecorder(self.name)
@@ -69,23 +72,21 @@ class _RecordedCall(custom_gradient.Call):
             recorder.record_run(back, inputs, outputs)
         return outputs, rule, inputs, _RecordedPullback(back, recorder)
 
-    def run_again(
-        self, inputs: Sequence[Any], first: custom_gradient.Pullback, f: Callable[..., Any] | None = None
-    ) -> custom_gradient.Ran:
+    def run_again(self, inputs: Sequence[Any], first: Pullback, f: Callable[..., Any] | None = None) -> Ran:
         """Run the function again for a second derivative. Ops in it are not recorded a second time."""
         with _enclosed_by(_RerunRecorder(self._recorder)):
             return super().run_again(inputs, first, f)
 
 
-class _RecordedPullback(custom_gradient.Pullback):
+class _RecordedPullback(Pullback):
     """The pullback of a recorded call."""
 
-    def __init__(self, back: custom_gradient.Pullback, recorder: "_CallRecorder") -> None:
+    def __init__(self, back: Pullback, recorder: "_CallRecorder") -> None:
         self.__dict__ |= vars(back)
         self._back, self._recorder = back, recorder
 
     @property
-    def untraced(self) -> custom_gradient.Pullback:
+    def untraced(self) -> Pullback:
         """The pullback without recording, for runs of the rule that are not steps of the backward pass."""
         return self._back
 
@@ -94,7 +95,7 @@ class _RecordedPullback(custom_gradient.Pullback):
         rule: Callable[..., Any],
         upstream: Sequence[Any],
         needed: Sequence[bool],
-        specs: list[backend.Spec | None],
+        specs: list[Spec | None],
     ) -> Sequence[Any]:
         """Run the rule and record its gradients."""
         with _enclosed_by(self._recorder):
@@ -135,9 +136,7 @@ class _CallRecorder:
         self.nested.append(_CallRecorder(op, self.op))
         return self.nested[-1]
 
-    def record_run(
-        self, back: custom_gradient.Pullback, inputs: Sequence[Any], outputs: Sequence[Any]
-    ) -> None:
+    def record_run(self, back: Pullback, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Record the inputs and outputs of the function as soon as they have values."""
         self.has_run = True
         self._input_paths, self._output_paths = _input_paths(back), _output_paths(back)
@@ -191,12 +190,12 @@ def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: S
     backend.active.observe(with_none, [tensor for tensor in tensors if tensor is not None])
 
 
-def _input_paths(back: custom_gradient.Pullback) -> list[str]:
+def _input_paths(back: Pullback) -> list[str]:
     named = zip(back.binding.names(), back.arguments.template, strict=True)
     slots = {slot: path.replace("'", "", 2) for path, slot in slot_paths(named)}
     return distinct_names([*[slots[index] for index in sorted(slots)], *back.variables.names()])
 
 
-def _output_paths(back: custom_gradient.Pullback) -> list[str]:
+def _output_paths(back: Pullback) -> list[str]:
     slots = {slot: path for path, slot in slot_paths([("output", back.output.template)])}
     return [slots[index] for index in sorted(slots)]

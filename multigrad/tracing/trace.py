@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from multigrad import backend
-from multigrad.errors import message
+from multigrad.core.errors import message
 from multigrad.tracing.recording import OPEN_TRACES, recording
 from multigrad.tracing.records import CallRecord, StepRecord, Values, as_dict, largest_magnitude
 from multigrad.tracing.table import format_table

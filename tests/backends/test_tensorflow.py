@@ -20,8 +20,8 @@ from multigrad import ops as shelf
 from multigrad.backend.tensorflow.programs import _room, program
 from multigrad.backend.tensorflow.tapes import unrecorded
 from multigrad.calculus import derivatives as calculus
+from multigrad.keras_graph.saving import Unsaved, decode, encode
 from multigrad.ops import implicit_root
-from multigrad.saving import Unsaved, decode, encode
 
 X = tf.constant([1.0, 2.0])
 

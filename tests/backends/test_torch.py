@@ -13,8 +13,8 @@ from keras import ops
 from support import close
 
 from multigrad import grad, jvp, op_custom_gradient, trace_gradients, value_and_grad, vjp
+from multigrad.keras_graph.saving import Unsaved, decode, encode
 from multigrad.ops import fake_quantize, linear_cross_entropy
-from multigrad.saving import Unsaved, decode, encode
 
 
 class Masked:

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, batching
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
-from multigrad.backend import F
+from multigrad.backend.base import F
 from multigrad.backend.jax.primitives import NOTHING, TangentGate, identity, mapped_alike
 from multigrad.backend.jax.residuals import Residuals, Step
 from multigrad.backend.jax.tensors import (
@@ -29,8 +29,8 @@ from multigrad.backend.jax.tensors import (
     scatter,
     varying_alike,
 )
-from multigrad.calculus.linearity import FAR, not_linear, require_linear, trial
-from multigrad.errors import message
+from multigrad.core.errors import message
+from multigrad.core.linearity import FAR, not_linear, require_linear, trial
 
 # In other versions an op is a `jax.custom_vjp` throughout.
 _REVERSE_IS_KNOWN = jax.__version_info__[:2] == (0, 10)

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from multigrad.backend.jax.tensors import FLOATING, TENSORS, TRACERS, as_arrays, varying_alike
-from multigrad.errors import message
+from multigrad.core.errors import message
 
 
 def identity() -> Primitive:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from multigrad.backend import Call, Ran, Spec
+from multigrad.backend.base import Call, Ran, Spec
 from multigrad.backend.jax.tensors import (
     FLOATING,
     TENSORS,
@@ -15,7 +15,7 @@ from multigrad.backend.jax.tensors import (
     specs_of,
     varying_alike,
 )
-from multigrad.closure import lift, restore
+from multigrad.core.closure import lift, restore
 
 Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
 """Arrays of a rule, upstream gradients, and which gradients are needed, to gradients."""

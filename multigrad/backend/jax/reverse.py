@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from multigrad.backend.jax.primitives import GateState, gate_p
 from multigrad.backend.jax.residuals import Pull
 from multigrad.backend.jax.tensors import as_arrays, conjugate, is_differentiable, scatter
-from multigrad.errors import message
+from multigrad.core.errors import message
 
 if TYPE_CHECKING:
     from multigrad.backend.jax.op import Op

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from multigrad.backend import Spec
-from multigrad.errors import message
-from multigrad.kinds import ATOMS, TypeSet
+from multigrad.backend.base import Spec
+from multigrad.core.errors import message
+from multigrad.core.type_sets import ATOMS, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
-CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
-FOREIGN = STAND_INS = TypeSet()
 TRACERS = TypeSet(jax.core.Tracer)
 # JAX's own that hold no tensor: classes made in Python, whose objects would count as such that may hold one.
 ATOMS.update(

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from multigrad.backend.tensorflow.tapes import stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
-from multigrad.errors import message
+from multigrad.core.errors import message
 
 _NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
 _RULES = "_multigrad_rules"

@@ -15,8 +15,8 @@ import tensorflow as tf
 from tensorflow.python.eager import forwardprop_util, record
 
 from multigrad.backend.tensorflow.tensors import concrete, is_differentiable
-from multigrad.calculus.linearity import FAR, require_linear, trial
-from multigrad.errors import message
+from multigrad.core.errors import message
+from multigrad.core.linearity import FAR, require_linear, trial
 
 VariableWatcher, stop_recording = record.VariableWatcher, record.stop_recording
 

@@ -7,12 +7,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from multigrad.backend import F, Spec
-from multigrad.kinds import TypeSet
+from multigrad.backend.base import F, Spec
+from multigrad.core.type_sets import TypeSet
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
-FOREIGN = STAND_INS = TypeSet()
 
 
 def after(tensor: Any, other: Any) -> Any:

@@ -1,14 +1,21 @@
 """Which variables a function reads, past Keras too, and in which graph they get their values."""
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from multigrad.backend.tensorflow.graphs import brought, graph_here, is_nested
+from multigrad.backend.tensorflow.tapes import VariableWatcher
 from multigrad.backend.tensorflow.tensors import as_tensor
-from multigrad.errors import message
+from multigrad.core.errors import message
+
+if TYPE_CHECKING:
+    from multigrad.core.variables import Reads as _Reads
+else:
+    _Reads = object
 
 _VARIABLE = "_multigrad_variable"
 
@@ -18,22 +25,55 @@ def read_beside(graph: Any, value: Any) -> Any:
     return brought(lambda: as_tensor(value), graph, graph_here())
 
 
-class Place:
-    """Where the function of a call runs: the graph in which the variables that it reads get their values.
+class _InGraph(_Reads):
+    """A scope that reads variables in the graph in which the function of a call runs.
 
-    A branch or a loop within has a graph of its own, out of which no tensor comes but its outputs. So has a
-    `tf.function`, which is not traced anew in the next call: Keras is not asked for its variables then. But
-    TensorFlow notes all that is accessed, and what the scope has not seen is added when the function ends.
+    A branch or a loop within has a graph of its own, from which only its outputs can be used outside.
+    So has a `tf.function`, which is not traced again in the next call: Keras is not asked for its
+    variables then. But TensorFlow records every access, and the scope adds the variables that it has
+    not seen when it ends.
     """
 
-    __slots__ = ("_graph", "_name", "_seen", "_watcher")
-
-    def __init__(self, name: str, watcher: Any) -> None:
-        self._name, self._watcher, self._graph = name, watcher, graph_here()
+    def __enter__(self) -> Any:
+        self._graph = graph_here()
         self._seen: dict[int, keras.Variable] = {}
+        self._watcher = VariableWatcher()
+        self._watcher.__enter__()
+        return super().__enter__()
 
-    def sees(self, variable: keras.Variable) -> bool:
-        """Whether the variable is read here, and not within a function that is traced once."""
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if error[0] is None:
+                self._add_accessed(self._watcher.watched_variables())
+        finally:
+            super().__exit__(*error)
+            self._watcher.__exit__(*error)
+
+    def as_tensor(self, value: Any) -> Any:
+        if graph_here() is self._graph:
+            return as_tensor(value)
+        with tf.init_scope() if self._graph is None else self._graph.as_default():
+            return as_tensor(value)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        return super().get_current_value(variable) if self._sees(variable) else self._around(variable)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable = update[0]
+        if self._sees(variable) and id(variable) in self.known and graph_here() is not self._graph:
+            raise TypeError(
+                message(
+                    self.name,
+                    "the function assigns a variable in a branch or a loop, after it has read it",
+                    required="trainable variables that keep their values there",
+                    got=f"variable {variable.path!r}",
+                    mend="carry the value through the loop, and assign it behind",
+                )
+            )
+        super().add_update(update)
+
+    def _sees(self, variable: keras.Variable) -> bool:
+        """Return whether the variable is read here, and not within a function that is traced once."""
         graph = graph_here()
         while graph is not self._graph:
             if not is_nested(graph):
@@ -44,43 +84,28 @@ class Place:
         self._seen[id(variable)] = variable
         return True
 
-    def sees_assigned(self, variable: keras.Variable, known: bool) -> None:
-        """The same for an assignment; `known` is whether the function has read the variable before."""
-        if self.sees(variable) and known and graph_here() is not self._graph:
-            raise TypeError(
-                message(
-                    self._name,
-                    "the function assigns a variable in a branch or a loop, after it has read it",
-                    required="trainable variables that keep their values there",
-                    got=f"variable {variable.path!r}",
-                    mend="carry the value through the loop, and assign it behind",
-                )
-            )
+    def _add_accessed(self, accessed: Sequence[Any]) -> None:
+        """Add the variables that TensorFlow saw and Keras did not."""
+        if not accessed:
+            return
+        parts = tf.distribute.get_strategy().experimental_local_results
+        values = [variable._value for variable in self._seen.values()]
+        seen = {id(part) for value in values for part in (value, *parts(value))}
+        for value in accessed:
+            if id(value) not in seen:
+                self._add(value)
 
-    def as_tensor(self, value: Any) -> Any:
-        """The value of a variable."""
-        if graph_here() is self._graph:
-            return as_tensor(value)
-        with tf.init_scope() if self._graph is None else self._graph.as_default():
-            return as_tensor(value)
-
-    def leave(self, scope: Any) -> None:
-        """The function has ended: add to `scope` what was read past Keras."""
-        accessed = self._watcher.watched_variables()
-        if accessed:
-            parts = tf.distribute.get_strategy().experimental_local_results
-            values = [variable._value for variable in self._seen.values()]
-            seen = {id(part) for value in values for part in (value, *parts(value))}
-            for value in accessed:
-                if id(value) not in seen:
-                    self._add(value, scope)
-
-    def _add(self, value: Any, scope: Any) -> None:
+    def _add(self, value: Any) -> None:
         variable = _variable_of(value)
         if variable is None:
-            scope.add(value, as_tensor(value))
+            self.add(value, as_tensor(value))
         else:
-            scope.get_current_value(variable)
+            super().get_current_value(variable)
+
+
+def extend_reads(reads: type[Any]) -> type[Any]:
+    """Return the subclass of `Reads` that also sees the variables that a function reads past Keras."""
+    return type("ReadsInGraph", (_InGraph, reads), {})
 
 
 def _variable_of(value: Any) -> keras.Variable | None:

@@ -1,108 +1,55 @@
 """PyTorch.
 
 The native way to bind a custom derivative is a `torch.autograd.Function`: `forward` computes and saves
-residuals on `ctx`, `backward` reads them. It deviates here in three things.
+residuals on `ctx`, `backward` reads them. This backend differs in three points.
 
-- What is saved are the tensors of the rule's closure, and the rule is made anew around them: PyTorch sees
-  every residual, and no output stands in a cycle with its node.
-- A second derivative goes through what the rule closed over. An input or an output there comes back from
-  `ctx.saved_tensors` with its history; for an intermediate the function runs once more on the saved
-  inputs, recorded this time, and only when the backward pass is itself being recorded.
-- Inside torch.func, forward mode and torch.compile, a Function of the kind that each of them accepts.
+- The saved tensors are those of the rule's closure, and the rule is rebuilt around them. So PyTorch sees
+  every residual, and no output is in a reference cycle with its node.
+- A second derivative goes through the residuals. An input or an output comes back from `ctx.saved_tensors`
+  with its history. For an intermediate, the function runs again on the saved inputs with recording, and
+  only if the backward pass itself is recorded.
+- Inside torch.func, forward mode and torch.compile, the `Function` has the form that each of them accepts.
 
-A rule runs under the autocast of its function, wherever the backward pass is called, as by
-`torch.amp.custom_fwd` and `custom_bwd`: it expects the dtypes that the function met.
+A rule runs under the autocast settings of its function, wherever the backward pass is called, as with
+`torch.amp.custom_fwd` and `custom_bwd`.
 
-Its rooms: `node.py` for eager code, `transforms.py` for torch.func and forward mode, `programs.py` for what
-is compiled or written down, `gradients.py` for the calculus; they share `tensors.py` and `state.py`.
+Files: `apply.py` for one call of an op, `eager.py` for eager code, `functorch.py` for torch.func and forward
+mode, `compiled.py` for torch.compile and export, `state.py`, `tensors.py`, and `gradients.py` for `grad`,
+`vjp` and `jacobian`.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import is_grad_enabled
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling, is_exporting
-
-from multigrad.backend import Call
-from multigrad.backend.torch.gradients import (
-    gradients_expected,
-    jacobian,
-    may_record,
-    needs_plain_rule,
-    unrecorded,
-    value_and_grad,
-    vjp,
-)
-from multigrad.backend.torch.node import HasRun, MoreInputs, attach, join_of
-from multigrad.backend.torch.programs import apply_compiled, apply_exporting, compiled, uncompiled
-from multigrad.backend.torch.state import (
-    is_compiling,
-    is_functorch_active,
-    is_tracing,
-    untransformed,
-    unwrapped,
-    unwrapped_once,
-)
-from multigrad.backend.torch.tensors import (
-    CONVERTIBLE,
-    FOREIGN,
-    STAND_INS,
-    TENSORS,
-    concrete,
-    conform,
-    constant,
-    defaults_of,
-    is_differentiable,
-    is_reading_code,
-    observe,
-    snapshot,
-    specs_of,
-)
-from multigrad.backend.torch.transforms import apply_transforming, is_apart
-from multigrad.backend.usual import after, as_tensor, assign, library_code, program, sizes, wide
+from multigrad.backend.base import Backend
+from multigrad.backend.torch import compiled as programs
+from multigrad.backend.torch import gradients, state, tensors
+from multigrad.backend.torch.apply import apply
 
 
-def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> Any:
-    if is_dynamo_compiling():
-        return apply_compiled(call, tensors)
-    for tensor in tensors:  # in place, as a call would be felt
-        if unwrapped_once(tensor) is not tensor:
-            tensors = unwrapped(tensors)
-            break
-    if not apart and (is_functorch_active() or forward_ad._current_level >= 0):
-        return _apply_under_transforms(call, tensors)
-    if is_exporting() or is_tracing():
-        return apply_exporting(call, tensors)
-    if is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                try:
-                    output = attach(call, *tensors)
-                    return join_of(output) if type(output) is tuple else output
-                except MoreInputs as more:
-                    ran = more.args
-                return join_of(attach(*ran))
-    return _without_gradient(call, tensors)
+class TorchBackend(Backend):
+    """The answers of PyTorch."""
+
+    TENSORS = tensors.TENSORS
+    FOREIGN = tensors.FOREIGN
+    STAND_INS = tensors.STAND_INS
+    apply = staticmethod(apply)
+    value_and_grad = staticmethod(gradients.value_and_grad)
+    vjp = staticmethod(gradients.vjp)
+    jacobian = staticmethod(gradients.jacobian)
+    is_differentiable = staticmethod(tensors.is_differentiable)
+    specs_of = staticmethod(tensors.specs_of)
+    conform = staticmethod(tensors.conform)
+    concrete = staticmethod(tensors.concrete)
+    observe = staticmethod(tensors.observe)
+    may_record = staticmethod(gradients.may_record)
+    needs_plain_rule = staticmethod(gradients.needs_plain_rule)
+    gradients_expected = staticmethod(gradients.gradients_expected)
+    compiled = staticmethod(programs.compiled)
+    is_compiling = staticmethod(state.is_compiling)
+    constant = staticmethod(tensors.constant)
+    is_reading_code = staticmethod(tensors.is_reading_code)
+    defaults_of = staticmethod(tensors.defaults_of)
+    snapshot = staticmethod(tensors.snapshot)
+    unrecorded = staticmethod(gradients.unrecorded)
+    uncompiled = staticmethod(programs.uncompiled)
 
 
-def _apply_under_transforms(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    if is_apart(call, tensors):
-        with untransformed():
-            return apply(call, tensors, apart=True)
-    return apply_transforming(call, tensors)
-
-
-def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    recorded = is_grad_enabled()
-    with torch.no_grad():
-        ran = call.run(tensors)
-    outputs, _, inputs, back = ran
-    if recorded and inputs is not tensors and any([tensor.requires_grad for tensor in inputs]):
-        return join_of(attach(HasRun(call, ran), *inputs))
-    if recorded:
-        # What requires a gradient all the same was closed over, and has none through the rule.
-        return back.output.join([o.detach() if o.requires_grad else o for o in outputs])
-    # An output that is an input is another tensor here, too: to a rule around this call it is no input.
-    return back.output.join([o.view_as(o) if any([o is t for t in inputs]) else o for o in outputs])
+ACTIVE = TorchBackend()

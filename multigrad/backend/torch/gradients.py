@@ -9,11 +9,11 @@ from typing import Any
 import keras
 import torch
 
-from multigrad.backend.torch.node import is_view_within, node_of, refuse
+from multigrad.backend.torch.eager import is_view_within, node_of, refuse
 from multigrad.backend.torch.state import autocast_here, is_compiling, is_transforming
-from multigrad.errors import message
-from multigrad.kinds import TypeSet
-from multigrad.reachable import reachable_tensors
+from multigrad.core.errors import message
+from multigrad.core.reachable import reachable_tensors
+from multigrad.core.type_sets import TypeSet
 
 _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 

@@ -7,16 +7,15 @@ import keras
 import numpy as np
 import torch
 
-from multigrad.backend import F, Spec
+from multigrad.backend.base import F, Spec
 from multigrad.backend.torch.state import (
     is_compiling,
     is_tracing,
     is_transforming,
 )
-from multigrad.kinds import TypeSet
+from multigrad.core.type_sets import TypeSet
 
 TENSORS = TypeSet(torch.Tensor)
-CONVERTIBLE = TypeSet(keras.Variable, np.ndarray, np.generic)
 FOREIGN = TypeSet(np.ndarray)
 STAND_INS = TypeSet(torch.fx.Proxy)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from keras import ops
 
-from multigrad.kinds import ATOMS, TypeSet
+from multigrad.core.type_sets import ATOMS, TypeSet
 
 _FRAMEWORKS = frozenset({"jax", "jaxlib", "keras", "multigrad", "numpy", "tensorflow", "torch"})
 _CONTAINERS = dict, list, tuple, set, frozenset

@@ -16,9 +16,9 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.context import global_state
-from multigrad.errors import TouchedVariable, message
-from multigrad.kinds import HoldsNoTensor
+from multigrad.core.errors import TouchedVariable, message
+from multigrad.core.keras_internals import global_state
+from multigrad.core.type_sets import HoldsNoTensor
 
 _TENSORS = backend.active.TENSORS
 
@@ -46,13 +46,13 @@ class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
 NONE_READ = Variables()
 
 
-def _value_of(variable: keras.Variable, place: Any = None) -> Any:
-    """What a variable holds outside of every scope, as a tensor of the place, or of where this is called."""
+def _value_of(variable: keras.Variable, as_tensor: Callable[[Any], Any]) -> Any:
+    """Return the value of a variable outside of every scope, as a tensor."""
     value = variable._value
     if value is None:
         with _outside():
-            return variable.value  # a stand-in of Keras's, until the variable is initialized
-    return value if _TENSORS[type(value)] else (place or backend.active).as_tensor(value)
+            return variable.value  # Keras's placeholder, until the variable is initialized
+    return value if _TENSORS[type(value)] else as_tensor(value)
 
 
 class _Scope(keras.StatelessScope):
@@ -158,19 +158,21 @@ class Reads(_Scope):
     assigned: Any = ()
     state: Any = ()
     """What variables other than trainable ones that were read held at the beginning, by id."""
+    name = ""
+    """The name of the op in messages."""
     strict = False
-    """Whether no variable is to be touched."""
+    """Whether to raise `TouchedVariable` where a variable is read or assigned."""
     read_as: Callable[[Any], Any] | None = None
     """What makes of a value the one that the function reads."""
-    place: Any = None
-    """Where the function runs, for a framework in which that matters to how variables are read."""
     _dtypes: Any = ()
+
+    def as_tensor(self, value: Any) -> Any:
+        """Return the value of a framework's own variable as a tensor."""
+        return backend.active.as_tensor(value)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         if self.strict:
             raise TouchedVariable
-        if self.place is not None and not self.place.sees(variable):
-            return self._around(variable)
         key = id(variable)
         value = self.known.get(key)
         if value is not None:
@@ -181,7 +183,8 @@ class Reads(_Scope):
         if not variable.trainable:
             return self._read_state(variable, value)
         if value is None:
-            value = _value_of(variable, None if key in self.assigned else self.place)
+            assigned = key in self.assigned
+            value = _value_of(variable, backend.active.as_tensor if assigned else self.as_tensor)
         if key in self.assigned:
             self._note(variable, self.assigned[key][1])
             return value
@@ -204,7 +207,7 @@ class Reads(_Scope):
         """What the variable held at the beginning; `value` is what it holds around this scope."""
         key = id(variable)
         if key not in self.state:
-            began = _value_of(variable, self.place) if value is None else value
+            began = _value_of(variable, self.as_tensor) if value is None else value
             if not variable.trainable:
                 began = backend.active.snapshot(began)
             if self.read_as is not None:
@@ -249,8 +252,6 @@ class Reads(_Scope):
             raise TouchedVariable
         variable = update[0]
         key = id(variable)
-        if self.place is not None:
-            self.place.sees_assigned(variable, key in self.known)
         if key not in self.assigned:
             began = self.known.get(key)
             if began is None:

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 from keras import ops
 
-from multigrad.errors import describe
-from multigrad.leaves import Slot
+from multigrad.core.errors import describe
+from multigrad.core.structure import Slot
 
 _PLAIN = (type(None), bool, int, float, str)
 _FOUND_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from multigrad import backend
-from multigrad.errors import OpError, message
-from multigrad.kinds import HoldsNoTensor
+from multigrad.core.errors import OpError, message
+from multigrad.core.type_sets import HoldsNoTensor
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _KEPT = 4096

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from multigrad import backend
-from multigrad.binding import POSITIONAL, Binding, name_of
-from multigrad.errors import OpError, describe, message
+from multigrad.core.errors import OpError, describe, message
+from multigrad.core.signature import POSITIONAL, Binding, name_of
 
 FORMS = (
     "grad(upstream), with one positional parameter of any name; "

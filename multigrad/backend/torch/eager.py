@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import is_grad_enabled
 
-from multigrad.backend import Call, Pullback, Ran
+from multigrad.backend.base import Call, Pullback, Ran
 from multigrad.backend.torch.state import (
     autocast_here,
     autocasting,
@@ -18,8 +18,8 @@ from multigrad.backend.torch.state import (
     past_transforms,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
-from multigrad.closure import lift, restore
-from multigrad.errors import message
+from multigrad.core.closure import lift, restore
+from multigrad.core.errors import message
 
 
 class HasRun(NamedTuple):

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from multigrad.backend import Call, Pullback, Ran, Spec
-from multigrad.backend.torch.node import (
+from multigrad.backend.base import Call, Pullback, Ran, Spec
+from multigrad.backend.torch.eager import (
     is_alias,
     mark_integers,
     of_floating,
@@ -28,10 +28,10 @@ from multigrad.backend.torch.state import (
     unwrapped,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
-from multigrad.calculus.linearity import FAR, require_linear, trial
-from multigrad.closure import lift, restore
-from multigrad.errors import TouchedVariable, message
-from multigrad.reachable import reachable_tensors
+from multigrad.core.closure import lift, restore
+from multigrad.core.errors import TouchedVariable, message
+from multigrad.core.linearity import FAR, require_linear, trial
+from multigrad.core.reachable import reachable_tensors
 
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from multigrad.errors import message
+from multigrad.core.errors import message
 
 FAR = -300.0
 """The factor between two upstream gradients that a check compares: large enough to reach most clips, and

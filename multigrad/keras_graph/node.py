@@ -11,11 +11,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from multigrad import names
-from multigrad.binding import signature_of
-from multigrad.errors import describe, message
-from multigrad.leaves import Layout, Slot, leaves_of, rebuild, split
-from multigrad.saving import Unsaved, decode, encode
+from multigrad.core.errors import describe, message
+from multigrad.core.signature import signature_of
+from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
+from multigrad.keras_graph import registry
+from multigrad.keras_graph.saving import Unsaved, decode, encode
 
 
 def apply(op: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -68,7 +68,7 @@ class Application:
             NotImplementedError: when the op is not registered, or an argument cannot be saved.
         """
         if ">" not in self.title:
-            raise names.without_name(self.title)
+            raise registry.without_name(self.title)
         encoded = [self._encode(place, value) for place, value in enumerate(self._arguments.template)]
         count = len(encoded) - len(self._keywords)
         keywords = dict(zip(self._keywords, encoded[count:], strict=True))
@@ -111,7 +111,7 @@ class Application:
         """
         match config:
             case {"call": {"op": title, "args": [*args], "kwargs": dict(kwargs)}}:
-                op = names.find(title)
+                op = registry.find(title)
             case _:
                 raise _unreadable("multigrad", describe(config))
         try:
@@ -145,7 +145,7 @@ class CustomGradient(keras.Operation):
     """The structure of the op's output; known when the node was called."""
 
     def __init__(self, application: Application, name: str | None = None) -> None:
-        super().__init__(name or _unique(names.identifier(application.title)))
+        super().__init__(name or _unique(registry.identifier(application.title)))
         self.application = application
 
     def call(self, *tensors: Any) -> list[Any]:

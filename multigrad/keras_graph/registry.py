@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import keras
 
-from multigrad.backend import Options
-from multigrad.binding import name_of
-from multigrad.errors import describe, message
-from multigrad.kinds import HoldsNoTensor
-from multigrad.reachable import assigned_cells
+from multigrad.backend.base import Options
+from multigrad.core.errors import describe, message
+from multigrad.core.reachable import assigned_cells
+from multigrad.core.signature import name_of
+from multigrad.core.type_sets import HoldsNoTensor
 
 Op = Callable[..., Any]
 

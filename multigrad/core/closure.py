@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from multigrad.kinds import ATOMS, TypeSet
-from multigrad.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
+from multigrad.core.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
+from multigrad.core.type_sets import ATOMS, TypeSet
 
 Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 """Makes an object anew around other tensors. The dict holds the copies so far, by the id of the original."""

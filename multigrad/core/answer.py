@@ -12,10 +12,10 @@ import numpy as np
 from keras import tree
 
 from multigrad import backend
-from multigrad.backend import Spec
-from multigrad.errors import describe, message, shape_text
-from multigrad.leaves import Layout, Slot, children, outline
-from multigrad.variables import Variables
+from multigrad.backend.base import Spec
+from multigrad.core.errors import describe, message, shape_text
+from multigrad.core.structure import Layout, Slot, children, outline
+from multigrad.core.variables import Variables
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import torch
 
-from multigrad.backend import Call, Pullback
-from multigrad.backend.torch.node import is_alias, mark_integers, of_floating
+from multigrad.backend.base import Call, Pullback
+from multigrad.backend.torch.eager import is_alias, mark_integers, of_floating
+from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.state import autocast_here, autocasting, is_transforming, unwritten
 from multigrad.backend.torch.tensors import specs_of
-from multigrad.backend.torch.transforms import apply_transforming
 from multigrad.tracing.process_wide import Shared
 
 

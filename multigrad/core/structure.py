@@ -15,8 +15,8 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.errors import OpError, message
-from multigrad.reachable import may_hold_tensors
+from multigrad.core.errors import OpError, message
+from multigrad.core.reachable import may_hold_tensors
 
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _WRITTEN = range(8)
 

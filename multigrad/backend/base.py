@@ -1,0 +1,336 @@
+"""The border between multigrad and a framework.
+
+Above the border are binding, nested structures, the convention of rules and the checks. They import no
+framework. Below it each framework has one package with one subclass of `Backend`, which sees flat tensors.
+
+From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
+`errors`, `reachable` (may an object hold tensors), `closure` (tensors out of a closure and back) and
+`linearity`. Everything else reaches a backend as an argument, of the types below.
+"""
+
+import abc
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import keras
+import numpy as np
+
+from multigrad.core.type_sets import TypeSet
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+Spec = tuple[Any, Any, Any]
+"""The shape and dtype that the gradient of a tensor must have, in the framework's own types. The third item
+is the tensor itself where its shape is known at run time only, and None otherwise."""
+
+
+class Options(NamedTuple):
+    """The options of `op_custom_gradient`."""
+
+    forward_mode: bool
+    """Whether JAX's forward mode transposes the rule."""
+    higher_order: bool
+    """Whether the gradient can be differentiated again."""
+
+
+class Pullback(Protocol):
+    """Calls the rule of one run and reads its answer. It holds neither the rule nor any tensor."""
+
+    @property
+    def output(self) -> Any:
+        """The layout of the output. Its `join` makes the output from flat tensors."""
+
+    @property
+    def around(self) -> Any:
+        """The `keras.StatelessScope` around the call, None if there was none."""
+
+    @property
+    def untraced(self) -> "Pullback":
+        """The same pullback without the records of a trace, for forward mode, which transposes the rule."""
+
+    def reading(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+        """Return a context in which the rule reads the framework's variables by `read(variable)`.
+
+        It does not apply to variables whose values are inputs of the op.
+        """
+
+    def pull(
+        self,
+        rule: Callable[..., Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        specs: list[Spec | None],
+    ) -> Sequence[Any]:
+        """Call the rule and return the gradient of each input, None for zero or where it is not needed.
+
+        Arguments:
+            rule: the rule that `Call.run` returned, or the same rule around other tensors.
+            upstream: the upstream gradient of each output, None for an output without one.
+            needed: for each input, whether its gradient is used.
+            specs: for each input, the shape and dtype of its gradient.
+        """
+
+
+Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
+"""The result of a run: flat outputs, rule, inputs and pullback. The rule is differentiated with respect to
+the inputs: the tensors of the call, followed by the values of the trainable variables that the function
+read."""
+
+
+class Call(Protocol):
+    """One call of an op. It holds no tensor of the call."""
+
+    f: Callable[..., Any]
+    options: Options
+
+    @property
+    def name(self) -> str:
+        """The name of the op in messages."""
+
+    def run(
+        self, tensors: Sequence[Any], *, strict: bool = False, read_as: Callable[[Any], Any] | None = None
+    ) -> Ran:
+        """Run the function.
+
+        Arguments:
+            tensors: the tensors among the arguments of the call.
+            strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
+            read_as: maps the value of each variable to the value that the function reads.
+        """
+
+    def run_again(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Ran:
+        """Run the function again on the inputs of the first run. What it assigns ends with the run.
+
+        Arguments:
+            inputs: the inputs of the first run, or other values of them.
+            first: the pullback of the first run.
+            f: the function with another closure. The default is the function itself.
+        """
+
+    def touches_variables(self) -> bool:
+        """Return whether a function with this code has read or assigned a variable before."""
+
+    def note_touched(self) -> None:
+        """Remember that this function reads or assigns variables."""
+
+    def may_read_another(self) -> bool:
+        """Return whether a scope is active, in which variables may have other values than their own."""
+
+    def rehearsal(self) -> AbstractContextManager[Any]:
+        """Return a context in which a rule may run. Assignments to variables end with it."""
+
+    def objects(self) -> Sequence[Any]:
+        """Return the arguments that are not tensors, such as `self`."""
+
+    def has_objects(self) -> bool:
+        """Return whether an argument is an object that may hold tensors, such as `self`."""
+
+
+class Backend(abc.ABC):
+    """The answers of one framework.
+
+    Each framework has one subclass, and the process has one instance. Abstract methods come first. The
+    others return the answer that most frameworks share.
+    """
+
+    TENSORS: ClassVar[TypeSet]
+    """The types of a dense tensor, including traced ones."""
+
+    CONVERTIBLE: ClassVar[TypeSet] = TypeSet(keras.Variable, np.ndarray, np.generic)
+    """Other types that are converted to a dense tensor: arrays and variables."""
+
+    FOREIGN: ClassVar[TypeSet] = TypeSet()
+    """Array types that must be converted before they meet a tensor that has a gradient."""
+
+    STAND_INS: ClassVar[TypeSet] = TypeSet()
+    """Types that stand for a tensor while a program is recorded. They cannot have a rule."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def apply(call: Call, tensors: Sequence[Any]) -> Any:
+        """Run `call`, tie its outputs to the differentiable tensors by its rule, and return the output."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def value_and_grad(
+        function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
+    ) -> tuple[tuple[Any, Any], list[Any]]:
+        """Return `(value, aux)` of `function(*tensors)` and the gradients of the scalar value.
+
+        Arguments:
+            function: a function of tensors that returns `(value, aux)`.
+            tensors: its arguments.
+            variables: how many of the last tensors are values of variables.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def vjp(
+        function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+    ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+        """Return `(outputs, aux)` of `function(*tensors)` and its vector-Jacobian product.
+
+        The product maps gradients of the outputs to gradients of the tensors. It can be called several times,
+        and differentiated.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def jacobian(
+        function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+    ) -> tuple[Any, list[list[Any]]]:
+        """Return the aux of `function(*tensors) -> (outputs, aux)` and its Jacobian.
+
+        The Jacobian has one list per output, with one array per tensor: the output's shape followed by the
+        tensor's.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def is_differentiable(tensor: Any) -> bool:
+        """Return whether the tensor is floating or complex."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
+        """Return the spec of each tensor's gradient, None for a tensor that has no gradient."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def conform(gradient: Any, spec: Spec) -> Any:
+        """Sum `gradient` over the axes that broadcasting enlarged, and cast it to the dtype of the spec."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def concrete(tensor: Any) -> np.ndarray | None:
+        """Return the tensor's value, None if it is traced."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+        """Call `callback` with the values of the tensors, copied to NumPy, as soon as they are computed.
+
+        Concrete tensors are passed at once. Traced ones are passed in each run of the compiled program, which
+        may call back once per element of a batch or per step of a loop.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def may_record() -> bool:
+        """Return whether a gradient with respect to something outside may go through code that runs here."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def needs_plain_rule() -> bool:
+        """Return whether a rule that runs here must call no ops, because it is differentiated itself.
+
+        The framework may copy the recorded operations of a rule without the rules of ops in it.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
+        """Return for each tensor whether its gradient will probably be computed.
+
+        An op may then compute a part of the gradient in its forward pass. A false positive only wastes time.
+        The answer is False where loops would be unrolled into a program, and under loss scaling.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function as the framework compiles it, with its gradient."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def is_compiling() -> bool:
+        """Return whether this code runs in a function that is being compiled."""
+
+    @staticmethod
+    def extend_reads(reads: type[Any]) -> type[Any]:
+        """Return the class of the scope in which a function runs: `reads`, or a subclass of it.
+
+        `reads` is `multigrad.core.variables.Reads`.
+        """
+        return reads
+
+    @staticmethod
+    def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
+        """Return a function of `(rows, upstream, others)`, three lists of tensors.
+
+        It calls `function(in_place, *static, rows, upstream, others)`.
+
+        Tensors in `rows` and `upstream` have one row per token. So do those in the first of the two lists
+        that the function returns. With `in_place=True` the function runs in a compiled program, in which
+        `keras.ops.fori_loop` updates its carry in place. The program is cached by the shapes of the tensors.
+        With `in_place=False` the function runs as it is: where there is no compiler, or where the gradient
+        may be differentiated again.
+
+        A program may be given copies of the last row as padding, with an upstream gradient of zero. They must
+        not change the second list. They are cut from the first.
+        """
+        return functools.partial(function, False, *static)
+
+    @staticmethod
+    def after(tensor: Any, other: Any) -> Any:
+        """Return the tensor, computed after `other`, for a framework that runs operations concurrently."""
+        return tensor
+
+    @staticmethod
+    def library_code(function: F) -> F:
+        """Mark a function as library code, for a framework that rewrites the Python code that it traces."""
+        return function
+
+    @staticmethod
+    def constant(function: F) -> F:
+        """Mark a function whose result depends on its arguments alone and holds no tensor."""
+        return function
+
+    @staticmethod
+    def is_reading_code() -> bool:
+        """Return whether a compiler of Python code, such as Dynamo, traces this code."""
+        return False
+
+    @staticmethod
+    def defaults_of(function: types.FunctionType) -> int:
+        """Return how many positional parameters of a rule have defaults."""
+        return len(function.__defaults__ or ())
+
+    @staticmethod
+    def as_tensor(value: Any) -> Any:
+        """Return a dense tensor with the value of an array, a number or a variable."""
+        return keras.ops.convert_to_tensor(value)
+
+    @staticmethod
+    def snapshot(tensor: Any) -> Any:
+        """Return a tensor with the present value of `tensor`, which may be changed in place later."""
+        return tensor
+
+    @staticmethod
+    def assign(variable: keras.Variable, value: Any) -> None:
+        """Assign to a variable outside of every `keras.StatelessScope`."""
+        variable.assign(value)
+
+    @staticmethod
+    def sizes(shape: Any) -> tuple[int | None, ...] | None:
+        """Return a shape as a tuple, with None for an unknown dimension, or None for an unknown rank."""
+        return tuple(shape)
+
+    @staticmethod
+    def unrecorded() -> AbstractContextManager[Any]:
+        """Return a context for code that is never differentiated. No gradient is computed in it."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def wide() -> AbstractContextManager[Any]:
+        """Return a context with float64 and complex128, for this thread."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def uncompiled() -> AbstractContextManager[Any]:
+        """Return a context in which compiled functions run eagerly, on concrete tensors."""
+        return contextlib.nullcontext()

@@ -1,0 +1,90 @@
+"""NumPy and OpenVINO, which compute no gradients: an op runs, and asking for its gradient raises an error."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from multigrad.backend.base import Backend, Call, Spec
+from multigrad.core.type_sets import TypeSet
+from multigrad.frameworks import DIFFERENTIATING
+
+
+class ForwardOnlyBackend(Backend):
+    """The backend of NumPy and OpenVINO. No rule is ever called, so no gradient is ever conformed."""
+
+    # NumPy's arrays, or a class of Keras that has no public name.
+    TENSORS = TypeSet(type(keras.ops.convert_to_tensor(0.0)))
+
+    @staticmethod
+    def apply(call: Call, tensors: Sequence[Any]) -> Any:
+        outputs, _, _, back = call.run(tensors)
+        return back.output.join(outputs)
+
+    @staticmethod
+    def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any], variables: int) -> NoReturn:
+        raise _no_gradients()
+
+    @staticmethod
+    def vjp(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+        raise _no_gradients()
+
+    @staticmethod
+    def jacobian(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+        raise _no_gradients()
+
+    @staticmethod
+    def is_differentiable(tensor: Any) -> bool:
+        return False
+
+    @staticmethod
+    def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
+        return [None] * len(tensors)
+
+    @staticmethod
+    def conform(gradient: Any, spec: Spec) -> NoReturn:
+        raise _no_gradients()
+
+    @staticmethod
+    def concrete(tensor: Any) -> np.ndarray:
+        return np.asarray(keras.ops.convert_to_numpy(tensor))
+
+    @staticmethod
+    def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
+        callback(*[np.array(keras.ops.convert_to_numpy(tensor)) for tensor in tensors])
+
+    @staticmethod
+    def may_record() -> NoReturn:
+        raise _no_gradients()
+
+    @staticmethod
+    def needs_plain_rule() -> NoReturn:
+        raise _no_gradients()
+
+    @staticmethod
+    def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
+        return [False] * len(tensors)
+
+    @staticmethod
+    def compiled(function: Callable[..., Any]) -> NoReturn:
+        raise _no_gradients()
+
+    @staticmethod
+    def is_compiling() -> bool:
+        return False
+
+    @staticmethod
+    def wide() -> NoReturn:
+        raise _no_gradients()
+
+
+def _no_gradients() -> NotImplementedError:
+    return NotImplementedError(
+        f"Keras's {keras.backend.backend()} backend computes no gradients. The backends that do are "
+        f"{', '.join(DIFFERENTIATING)}. Choose one with the environment variable KERAS_BACKEND before "
+        "Keras is imported."
+    )
+
+
+ACTIVE = ForwardOnlyBackend()
