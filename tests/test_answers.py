@@ -338,7 +338,7 @@ def test_the_answer_of_a_method_may_leave_self_out(answer):
 
 
 PAIR = (3.0, 5.0)
-AMBIGUOUS = r"ambiguous(.|\n)*argument: 'pair'\[(0|1)\]\n(.|\n)*to mend it: return a dict from argument names"
+AMBIGUOUS = r"ambiguous(.|\n)*argument: 'pair'\[(0|1)\]\n(.|\n)*fix: return a dict from argument names"
 
 
 @pytest.mark.parametrize("number", [2.0, 2j])

@@ -117,7 +117,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("answer", "kind", "texts"), WRONG)
 def test_a_wrong_answer(answer, kind, texts):
-    with raises(kind, "answers", "required: ", "to mend it: ", *texts):
+    with raises(kind, "answers", "required: ", "fix: ", *texts):
         answering(answer)(ONES, ONES)
 
 
@@ -206,7 +206,7 @@ def test_a_type_error_of_the_users_own_is_not_reworded():
     op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * None))
     with pytest.raises((TypeError, ValueError)) as error:
         grad(op)(1.0)
-    assert "to mend it" not in str(error.value)
+    assert "fix" not in str(error.value)
 
 
 @pytest.mark.forward

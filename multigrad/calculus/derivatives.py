@@ -206,7 +206,7 @@ def jvp(
                     f"the {role}s must be a tuple or list",
                     required=f"a tuple or list with one {role} for each argument",
                     got=describe(given),
-                    mend="call jvp(f, (x,), (tangent,))",
+                    fix="call jvp(f, (x,), (tangent,))",
                 )
             )
     inputs, output, pullback, *aux = _flat_vjp(name, f, primals, has_aux)

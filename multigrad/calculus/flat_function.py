@@ -136,7 +136,7 @@ class _DifferentiatedVariables(Pinned):
                     required="a read outside of keras.remat, of layers under keras.RematScope, and of other "
                     "code that stops recording",
                     got=f"variable {variable.path!r}",
-                    mend="pass `variable.value` to the function as an argument, or remove keras.remat",
+                    fix="pass `variable.value` to the function as an argument, or remove keras.remat",
                 )
             )
         return value

@@ -55,7 +55,7 @@ class FlatStructure:
                     argument=argument,
                     required=outline(template),
                     got=outline(structure),
-                    mend="pass the required structure, with None for zero",
+                    fix="pass the required structure, with None for zero",
                 )
             ) from error
         leaves = dict(_match_slots(template, structure))
@@ -91,7 +91,7 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 argument=argument,
                 required="tensors, arrays or numbers, and None for zero",
                 got=describe(leaf),
-                mend=f"pass a tensor of shape {shape_text(tensor.shape)}",
+                fix=f"pass a tensor of shape {shape_text(tensor.shape)}",
             )
         )
     given = backend.active.as_tensor(leaf)
@@ -103,7 +103,7 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 argument=argument,
                 required=f"real numbers for {describe(tensor)}",
                 got=describe(leaf),
-                mend="pass the real part",
+                fix="pass the real part",
             )
         )
     given = ops.cast(given, tensor.dtype)
@@ -116,7 +116,7 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 argument=argument,
                 required=shape_text(required),
                 got=describe(given),
-                mend="pass one number per element",
+                fix="pass one number per element",
             )
         )
     return given

@@ -26,7 +26,7 @@ def require_scalar(name: str, value: Any) -> Any:
             "the output must be a real scalar to have a gradient",
             required="a floating value of shape ()",
             got=got,
-            mend="reduce the output, for example with ops.sum or ops.mean, or use multigrad.jacobian",
+            fix="reduce the output, for example with ops.sum or ops.mean, or use multigrad.jacobian",
         )
     )
 
@@ -41,7 +41,7 @@ def require_real(name: str, tensors: Sequence[Any]) -> None:
                     "complex functions have no Jacobian matrix",
                     required="real arguments and outputs",
                     got=describe(tensor),
-                    mend="pass and return the real and the imaginary part as two tensors",
+                    fix="pass and return the real and the imaginary part as two tensors",
                 )
             )
 
@@ -56,7 +56,7 @@ def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -
                 argument="'variables'",
                 required="a list of Keras Variables",
                 got=f"the single variable {variables.path!r}",
-                mend="pass variables=[variable]",
+                fix="pass variables=[variable]",
             )
         )
     variables = list(variables)
@@ -70,7 +70,7 @@ def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -
                     argument=f"'variables'[{i}]",
                     required="Keras Variables without duplicates",
                     got=f"variable {variable.path!r} a second time" if is_variable else describe(variable),
-                    mend="pass, for example, the trainable_variables of a model",
+                    fix="pass, for example, the trainable_variables of a model",
                 )
             )
     return variables
@@ -86,7 +86,7 @@ def require_pair(name: str, result: Any) -> tuple[Any, Any]:
             "with has_aux=True the function must return a pair",
             required="(output, aux)",
             got=describe(result),
-            mend="return a pair, or omit has_aux",
+            fix="return a pair, or omit has_aux",
         )
     )
 
@@ -103,7 +103,7 @@ def as_index(name: str, argnum: Any) -> int:
                 argument="'argnums'",
                 required="the position of an argument, or a tuple or list of positions",
                 got=describe(argnum),
-                mend="pass argnums=0 or argnums=(0, 1)",
+                fix="pass argnums=0 or argnums=(0, 1)",
             )
         ) from error
 
@@ -120,7 +120,7 @@ def resolve_positions(name: str, argnums: Sequence[int], count: int) -> list[int
                     argument="'argnums'",
                     required="each position once",
                     got=f"argnums {', '.join(map(str, argnums))}",
-                    mend="remove the duplicate",
+                    fix="remove the duplicate",
                 )
             )
     return positions
@@ -136,7 +136,7 @@ def _resolve_position(name: str, argnum: int, count: int) -> int:
             argument="'argnums'",
             required=f"a position among the {count} positional argument(s) of the call",
             got=f"argnums {argnum}",
-            mend="pass the argument by position, or correct argnums",
+            fix="pass the argument by position, or correct argnums",
         )
     )
 
@@ -154,7 +154,7 @@ def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
             argument=argument,
             required="floating or complex tensors, arrays or numbers",
             got=describe(leaf),
-            mend="pass floats, or exclude the argument with argnums",
+            fix="pass floats, or exclude the argument with argnums",
         )
     )
 

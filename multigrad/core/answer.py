@@ -191,7 +191,7 @@ class _Reader:
                         argument=self._path_of(slot),
                         required="an answer that can be meant in one way",
                         got=_extent(answer),
-                        mend="return a dict from argument names to entries, each in its argument's structure",
+                        fix="return a dict from argument names to entries, each in its argument's structure",
                     )
                 )
         return chosen
@@ -219,7 +219,7 @@ class _Reader:
                     argument=self._path_of(index),
                     required=f"shape {shape_text(spec[0])}, the argument's, or one broadcast from it",
                     got=describe(gradient),
-                    mend="return a gradient with one element for each element of the argument",
+                    fix="return a gradient with one element for each element of the argument",
                 )
             )
         return framework.conform(gradient, spec)
@@ -236,7 +236,7 @@ class _Reader:
                 argument=self._path_of(index),
                 required="a tensor, None for zero, or a function of no arguments that returns one",
                 got=describe(gradient),
-                mend="return the gradient with respect to this argument",
+                fix="return the gradient with respect to this argument",
             )
         )
 
@@ -337,7 +337,7 @@ class _Reader:
                     argument=closest.path,
                     required=closest.required,
                     got=closest.got,
-                    mend="return each argument's gradient in the structure of the argument",
+                    fix="return each argument's gradient in the structure of the argument",
                 )
             )
         named = list(zip(self._binding.names(), self._arguments.template, strict=True))
@@ -352,7 +352,7 @@ class _Reader:
                         argument=", ".join(shared),
                         required="a tuple with one entry per argument",
                         got=_extent(answer),
-                        mend="return a tuple, or give the parameters names of their own",
+                        fix="return a tuple, or give the parameters names of their own",
                     )
                 )
             keys = [path for path, template in by_name.values() if self._is_differentiable(template)]
@@ -362,7 +362,7 @@ class _Reader:
                     "the rule's dict has other keys than the arguments have names",
                     required=f"the keys {', '.join(keys)}",
                     got=_extent(answer),
-                    mend="return one entry by the name of each differentiable argument, None for zero",
+                    fix="return one entry by the name of each differentiable argument, None for zero",
                 )
             )
         if isinstance(self._binding, Variables):
@@ -378,7 +378,7 @@ class _Reader:
                 "the rule returned the wrong number of gradients",
                 required="; or ".join(required),
                 got=_extent(answer),
-                mend="return a tuple of gradients, None for those that are zero",
+                fix="return a tuple of gradients, None for those that are zero",
             )
         )
 
@@ -393,7 +393,7 @@ class _Reader:
                 if names
                 else "an empty list: the function reads no trainable variable, as when its layer is frozen",
                 got=_extent(answer),
-                mend="return one entry for each of `variables`, as in `[... for v in variables]`",
+                fix="return one entry for each of `variables`, as in `[... for v in variables]`",
             )
         )
 

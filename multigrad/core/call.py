@@ -174,7 +174,7 @@ class Call:
                 "the function did not return an output and the rule of its gradient",
                 required="a pair `output, rule`, whose second item is a function",
                 got=describe(returned),
-                mend="end the function with `return output, rule`",
+                fix="end the function with `return output, rule`",
             )
         )
 
@@ -281,7 +281,7 @@ class Pullback(HoldsNoTensor):
                     "the rule was handed variables and returned no gradients of theirs",
                     required="a pair `gradients, gradients_of_variables`",
                     got=describe(answer),
-                    mend="return both, with one entry per variable in the second",
+                    fix="return both, with one entry per variable in the second",
                 )
             )
         count = len(specs) - len(self.variables)

@@ -24,28 +24,28 @@ def _without_bold(text: str) -> str:
     return text.replace("\x1b[1m", "").replace("\x1b[0m", "")
 
 
-def message(op: str, problem: str, *, required: str, got: str, mend: str, argument: str | None = None) -> str:
+def message(op: str, problem: str, *, required: str, got: str, fix: str, argument: str | None = None) -> str:
     """Tell what is wrong with `op`, what was required, what came, and what to do.
 
     ```python
     print(message("scale", "the gradient has the wrong shape", argument="'x'",
-                  required="(3,)", got="(2,)", mend="return one number per element of 'x'"))
+                  required="(3,)", got="(2,)", fix="return one number per element of 'x'"))
     # scale: the gradient has the wrong shape
     #   argument: 'x'
     #   required: (3,)
     #   got: (2,)
-    #   to mend it: return one number per element of 'x'
+    #   fix: return one number per element of 'x'
     ```
     """
     lines = [f"{op}: {problem}"]
     if argument is not None:
         lines.append(f"  argument: {argument}")
-    lines += [f"  required: {required}", f"  got: {got}", f"  to mend it: {mend}"]
+    lines += [f"  required: {required}", f"  got: {got}", f"  fix: {fix}"]
     return "\n".join(lines)
 
 
 def unusable(
-    kind: type[Exception], op: str, argument: str, *, required: str, got: object, mend: str
+    kind: type[Exception], op: str, argument: str, *, required: str, got: object, fix: str
 ) -> Exception:
     """The error for a value of an argument that `op` can do nothing with."""
     text = message(
@@ -54,7 +54,7 @@ def unusable(
         argument=f"{argument!r}",
         required=required,
         got=describe(got),
-        mend=mend,
+        fix=fix,
     )
     return kind(text)
 
@@ -62,8 +62,8 @@ def unusable(
 def require_function(op: str, argument: str, value: object) -> None:
     """See that `op` was given something that it can call."""
     if not callable(value):
-        mend = "pass the function itself"
-        raise unusable(TypeError, op, argument, required="a function", got=value, mend=mend)
+        fix = "pass the function itself"
+        raise unusable(TypeError, op, argument, required="a function", got=value, fix=fix)
 
 
 def describe(value: object) -> str:

@@ -73,6 +73,6 @@ def not_linear(op: str, got: str) -> ValueError:
             "forward mode is undefined, because a rule is not linear in its upstream gradient",
             required="rules that multiply the upstream gradient by factors that do not depend on it",
             got=got,
-            mend="use reverse mode (multigrad.grad, multigrad.vjp), or make the rule linear",
+            fix="use reverse mode (multigrad.grad, multigrad.vjp), or make the rule linear",
         )
     )

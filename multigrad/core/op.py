@@ -150,7 +150,7 @@ def op_custom_gradient(
                 "there is nothing to decorate",
                 required="a function that returns `output, rule`",
                 got=describe(f),
-                mend="write @op_custom_gradient above the function",
+                fix="write @op_custom_gradient above the function",
             )
         )
     if name is not None and not isinstance(name, str):
@@ -161,7 +161,7 @@ def op_custom_gradient(
                 argument="'name'",
                 required="a string, or None",
                 got=describe(name),
-                mend='write @op_custom_gradient(name="...")',
+                fix='write @op_custom_gradient(name="...")',
             )
         )
     define = functools.partial(_define, f, name or name_of(f), options)

@@ -60,7 +60,7 @@ def _profile_of(op: str, rule: Any) -> Profile:
                 "the rule, the second item that the function returns, cannot be called",
                 required="a function with a signature",
                 got=describe(rule),
-                mend="return `output, rule` from the function",
+                fix="return `output, rule` from the function",
             )
         ) from error
 
@@ -182,7 +182,7 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
             required=FORMS,
             got=f"{name_of(rule)}{inspect.signature(rule)}, for {outputs} tensor(s) in the output and "
             f"{binding.given} positional argument(s)",
-            mend="write the rule in one of these forms",
+            fix="write the rule in one of these forms",
         )
     )
 
@@ -195,7 +195,7 @@ def _own_default(op: str, rule: Any, name: str) -> TypeError:
             argument=repr(name),
             required="parameters for the op's own positional arguments, and `upstream`",
             got=f"{name_of(rule)}{inspect.signature(rule)}",
-            mend=f"leave {name!r} out of the rule's parameters, so that it closes over that of the op",
+            fix=f"leave {name!r} out of the rule's parameters, so that it closes over that of the op",
         )
     )
 
@@ -218,7 +218,7 @@ def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
                 required="a rule with a parameter `variables`, which returns "
                 "`(gradients, gradients_of_variables)`",
                 got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(read)}",
-                mend="write the rule as `def grad(upstream, variables)`, or pass the variables as arguments",
+                fix="write the rule as `def grad(upstream, variables)`, or pass the variables as arguments",
             )
         )
     return takes == REQUIRED or (takes == OPTIONAL and bool(read))

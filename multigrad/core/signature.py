@@ -94,9 +94,9 @@ class Signature(HoldsNoTensor):
         """Return the error for arguments that `bind` cannot bind, with Python's own reason."""
         parameters = [p.replace(annotation=p.empty) for p in self.inspected.parameters.values()]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        mend = "pass a value for each parameter that has no default, and no others"
+        fix = "pass a value for each parameter that has no default, and no others"
         if by_name and self.variadic is None and len(args) > len(self.positional):
-            mend = f"pass {' or '.join(map(repr, by_name))} by name, as in {by_name[0]}=..."
+            fix = f"pass {' or '.join(map(repr, by_name))} by name, as in {by_name[0]}=..."
         keywords = f", and {', '.join(map(repr, kwargs))} by name" if kwargs else ""
         signature = inspect.Signature(parameters)
         return OpError(
@@ -105,7 +105,7 @@ class Signature(HoldsNoTensor):
                 str(error),
                 required=f"arguments for {signature}",
                 got=f"{len(args)} by position{keywords}",
-                mend=mend,
+                fix=fix,
             )
         )
 

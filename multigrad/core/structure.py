@@ -393,16 +393,16 @@ _REFUSALS = {
 class Refused(Exception):
     """A leaf that no op can take or return."""
 
-    def __init__(self, leaf: Any, problem: str, required: str, mend: str) -> None:
+    def __init__(self, leaf: Any, problem: str, required: str, fix: str) -> None:
         super().__init__(problem)
-        self._leaf, self._problem, self._required, self._mend = leaf, problem, required, mend
+        self._leaf, self._problem, self._required, self._fix = leaf, problem, required, fix
 
     def error(self, op: str, named: Iterable[tuple[str, Any]]) -> OpError:
         """The error that names the op, and of the `named` values the one in which the leaf stands."""
         name = next((n for n, value in named if any(self._leaf is x for x in tree.flatten(value))), None)
         got = type(self._leaf).__name__
         return OpError(
-            message(op, self._problem, argument=name, required=self._required, got=got, mend=self._mend)
+            message(op, self._problem, argument=name, required=self._required, got=got, fix=self._fix)
         )
 
 

@@ -267,7 +267,7 @@ class Reads(_Scope):
                 "a layer adds a loss inside a function with a custom gradient, where it would have none",
                 required="a function whose only results are its outputs",
                 got="a call of add_loss, which an activity regularizer makes too",
-                mend="call the layer outside of the function, or return the loss as an output",
+                fix="call the layer outside of the function, or return the loss as an output",
             )
         )
 
@@ -345,7 +345,7 @@ def _assigned_by_rule(name: str, variable: keras.Variable) -> TypeError:
             required="a rule that assigns no other variables than its function reads or assigns, whose new "
             "values end with the rule",
             got=f"an assignment to variable {variable.path!r}",
-            mend="assign it, or draw the random number, in the function or outside of the op",
+            fix="assign it, or draw the random number, in the function or outside of the op",
         )
     )
 

@@ -88,7 +88,7 @@ class Application:
                     "what is registered with keras.saving, has no state, and is made again, the same, from "
                     "its get_config",
                     got=describe(unsaved.value),
-                    mend="pass something that can be saved, such as the name of what is meant",
+                    fix="pass something that can be saved, such as the name of what is meant",
                 )
             ) from unsaved
 
@@ -131,7 +131,7 @@ def _unreadable(title: str, got: str) -> ValueError:
             "the arguments of an op in a saved model cannot be read",
             required="what multigrad wrote, with each object in it registered with keras.saving",
             got=got,
-            mend="register what is not registered yet, before the model is loaded; otherwise the file was "
+            fix="register what is not registered yet, before the model is loaded; otherwise the file was "
             "changed, or was not written by multigrad: save the model once more",
         )
     )

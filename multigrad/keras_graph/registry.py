@@ -94,7 +94,7 @@ def without_name(title: str) -> NotImplementedError:
             "an op without a registered name cannot be saved in a model, or copied by way of its config",
             required="a name of the form 'package>name'",
             got=repr(title),
-            mend=f"define it with @op_custom_gradient(name='my_package>{identifier(title)}')",
+            fix=f"define it with @op_custom_gradient(name='my_package>{identifier(title)}')",
         )
     )
 
@@ -119,7 +119,7 @@ def find(name: Any) -> Op:
             "a saved model has an op that is not defined here",
             required="an op of this name, defined before the model is loaded",
             got=describe(name) if found is None else f"{describe(found)}, which is no op",
-            mend=f"define it with @op_custom_gradient(name={name!r}), or import the module that does",
+            fix=f"define it with @op_custom_gradient(name={name!r}), or import the module that does",
         )
     )
 
@@ -139,7 +139,7 @@ def _package_and_name(name: str) -> list[str]:
             argument="'name'",
             required="'package>name', with no other '>', no '/' and no space at the ends",
             got=repr(name),
-            mend="write name='my_package>my_op'; a name without '>' is for messages alone",
+            fix="write name='my_package>my_op'; a name without '>' is for messages alone",
         )
     )
 
@@ -151,10 +151,10 @@ def _taken(name: str, found: Any, f: Op) -> ValueError:
     functions = type(own) is type(other) is types.FunctionType
     if functions and own.__code__ == other.__code__ and own.__globals__ is other.__globals__:
         problem = "the same function stands under this name with other values in its closure or defaults"
-        mend = "pass them as arguments, or leave the name out"
+        fix = "pass them as arguments, or leave the name out"
     else:
         problem = "the name stands for something else already"
-        mend = "give one of them another name; a `def` at the top level of its module may be defined anew"
+        fix = "give one of them another name; a `def` at the top level of its module may be defined anew"
     return ValueError(
         message(
             name,
@@ -162,7 +162,7 @@ def _taken(name: str, found: Any, f: Op) -> ValueError:
             argument="'name'",
             required="one op for one name",
             got=f"{_place(own)}, beside {_place(other)}",
-            mend=mend,
+            fix=fix,
         )
     )
 

@@ -69,7 +69,7 @@ class FixedPoint(keras.layers.Layer):
                     argument="'cell'",
                     required="a layer or model that is called with a list of `z` and the inputs",
                     got=describe(cell),
-                    mend="write it as a layer, or call multigrad.ops.fixed_point",
+                    fix="write it as a layer, or call multigrad.ops.fixed_point",
                 )
             )
         self.supports_masking = True
@@ -89,7 +89,7 @@ class FixedPoint(keras.layers.Layer):
                     argument="'cell'",
                     required=f"an output of shape {shape_text(z.shape)}",
                     got=f"one of shape {shape_text(following.shape)}",
-                    mend="pass the shape of the cell's output, without the batch, as `shape`",
+                    fix="pass the shape of the cell's output, without the batch, as `shape`",
                 )
             )
 

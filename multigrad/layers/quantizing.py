@@ -62,8 +62,8 @@ class FakeQuantize(keras.layers.Layer):
         bits, signed, axis, step = map(plain, (bits, signed, axis, step))  # a number of NumPy's is a tensor
         _, self._highest = levels(bits, signed)
         if axis is not None and not is_integer(axis):
-            required, mend = "an integer, or None", "pass axis=-1 for the last one"
-            raise unusable(TypeError, "FakeQuantize", "axis", required=required, got=axis, mend=mend)
+            required, fix = "an integer, or None", "pass axis=-1 for the last one"
+            raise unusable(TypeError, "FakeQuantize", "axis", required=required, got=axis, fix=fix)
         if step is not None and not (is_number(step) and step > 0.0):
             raise ValueError(
                 message(
@@ -72,7 +72,7 @@ class FakeQuantize(keras.layers.Layer):
                     argument="'step'",
                     required="a positive number, or None",
                     got=repr(step),
-                    mend="leave it out, and call `adapt` with data",
+                    fix="leave it out, and call `adapt` with data",
                 )
             )
         self.bits, self.signed, self.axis, self._given = int(bits), signed, axis, step
@@ -89,7 +89,7 @@ class FakeQuantize(keras.layers.Layer):
                     argument="'axis'",
                     required=f"one of {-rank} to {rank - 1}, for an input of shape {shape_text(input_shape)}",
                     got=repr(self.axis),
-                    mend="pass axis=-1 for the last one, or None for one step for all",
+                    fix="pass axis=-1 for the last one, or None for one step for all",
                 )
             )
         shape = () if self.axis is None else (input_shape[self.axis],)
@@ -127,7 +127,7 @@ class FakeQuantize(keras.layers.Layer):
                     argument="'data'",
                     required="finite numbers other than zero for each step",
                     got=f"a mean absolute value of {ops.convert_to_numpy(mean)}",
-                    mend="pass data that is typical of the inputs, and drop channels that are always zero",
+                    fix="pass data that is typical of the inputs, and drop channels that are always zero",
                 )
             )
         self.step.assign(self._first(mean))
@@ -194,7 +194,7 @@ class VectorQuantizer(keras.layers.Layer):
                     "there is no such codebook",
                     required="an integer `count`, 1 or more, and a `commitment` of 0 or more",
                     got=f"count={count!r}, commitment={commitment!r}",
-                    mend="write VectorQuantizer(512), for example",
+                    fix="write VectorQuantizer(512), for example",
                 )
             )
         self.supports_masking = True
@@ -237,7 +237,7 @@ class VectorQuantizer(keras.layers.Layer):
                     "there is no codebook yet, of which the inputs tell how wide it is",
                     required="a layer that was called, or built",
                     got="one that was not",
-                    mend="call the layer first, or build it with the shape of its inputs",
+                    fix="call the layer first, or build it with the shape of its inputs",
                 )
             )
         return ops.take(self.codebook, indices, axis=0)

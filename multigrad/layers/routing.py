@@ -60,7 +60,7 @@ class GradientScale(keras.layers.Layer):
                     argument="'scale'",
                     required="a number, or a keras.optimizers.schedules.LearningRateSchedule",
                     got=describe(scale),
-                    mend="pass a number, and assign to the layer's weight `scale` what comes later",
+                    fix="pass a number, and assign to the layer's weight `scale` what comes later",
                 )
             )
         self._given: Any = scale if scheduled else float(scale)

@@ -39,8 +39,8 @@ def tensor_of(op: str, argument: str, value: Any) -> Any:
     Tensors in a list have gradients of their own inside of a custom gradient, and so are not one argument.
     """
     if isinstance(value, (list, tuple)) and any(hasattr(part, "dtype") for part in tree.flatten(value)):
-        mend = "write keras.ops.stack(...) around them, so that the gradient has their shapes"
-        raise unusable(TypeError, op, argument, required="one tensor, or numbers", got=value, mend=mend)
+        fix = "write keras.ops.stack(...) around them, so that the gradient has their shapes"
+        raise unusable(TypeError, op, argument, required="one tensor, or numbers", got=value, fix=fix)
     return stacked(op, argument, value)
 
 
@@ -50,7 +50,7 @@ def stacked(op: str, argument: str, value: Any) -> Any:
         return value
     parts = tree.flatten(value) if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(part, (int, float, complex)) or hasattr(part, "dtype") for part in parts):
-        raise unusable(TypeError, op, argument, required="a tensor, or numbers", got=value, mend="pass one")
+        raise unusable(TypeError, op, argument, required="a tensor, or numbers", got=value, fix="pass one")
     return as_tensor(value)
 
 
@@ -58,8 +58,8 @@ def floating(op: str, argument: str, value: Any) -> Any:
     """The argument as a tensor of a real floating dtype; a TypeError for any other."""
     x = tensor_of(op, argument, value)
     if not keras.backend.is_float_dtype(dtype_of(x)):
-        required, mend = "a real floating dtype", "cast it"
-        raise unusable(TypeError, op, argument, required=required, got=x, mend=mend)
+        required, fix = "a real floating dtype", "cast it"
+        raise unusable(TypeError, op, argument, required=required, got=x, fix=fix)
     return x
 
 
@@ -70,8 +70,8 @@ def check_axes(op: str, x: Any, axis: Any) -> None:
     if sizes is None or all(is_integer(a) and -len(sizes) <= a < len(sizes) for a in axes):
         return
     required = f"None, or one or several of the {len(sizes)} axes of 'x'"
-    mend = "count from 0, or from -1 at the end"
-    raise unusable(ValueError, op, "axis", required=required, got=axis, mend=mend)
+    fix = "count from 0, or from -1 at the end"
+    raise unusable(ValueError, op, "axis", required=required, got=axis, fix=fix)
 
 
 def may_be_alike(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:

@@ -227,7 +227,7 @@ def _first_order_alone(x: Any, name: str) -> Any:
                 argument="'f'",
                 required="a function of tensors that are its arguments, or that it closes over",
                 got="one that reaches a tensor through an object",
-                mend="pass the tensor as an argument",
+                fix="pass the tensor as an argument",
             )
         )
 
@@ -371,7 +371,7 @@ class _Given(_Equation):
                 argument="'f'",
                 required="a function of its arguments alone",
                 got=f"an assignment to {', '.join(repr(variable.path) for variable in assigned)}",
-                mend="call layers with training=False, and draw random numbers outside of the function",
+                fix="call layers with training=False, and draw random numbers outside of the function",
             )
         )
 
@@ -405,7 +405,7 @@ class _Given(_Equation):
                 argument=f"'{argument}'",
                 required=own,
                 got=got,
-                mend="let `z0` be like what the function returns, and the function keep it so",
+                fix="let `z0` be like what the function returns, and the function keep it so",
             )
         )
 
@@ -436,9 +436,9 @@ class _Newton:
     def solve(self, equation: _Map, z: _Tensors) -> _Tensors:
         for x in z:
             if None in tuple(x.shape):
-                mend = "fix the batch size, as keras.Input(..., batch_size=8) does"
+                fix = "fix the batch size, as keras.Input(..., batch_size=8) does"
                 required = "sizes that are known, for a dense Jacobian"
-                raise unusable(ValueError, self.name, "z0", required=required, got=x, mend=mend)
+                raise unusable(ValueError, self.name, "z0", required=required, got=x, fix=fix)
         matrix = _matrix(equation, z) if self.linear else None
 
         def step(z: _Tensors) -> _Tensors:
@@ -492,7 +492,7 @@ class _Brought:
                     argument="'solver'",
                     required=f"f(z) of at most {tolerance:.3g}, relative to the larger of f(z0) and 1",
                     got=f"one of {value:.3g}",
-                    mend="let the solver go on for longer, or allow a larger tolerance",
+                    fix="let the solver go on for longer, or allow a larger tolerance",
                 )
             )
         return found
@@ -572,7 +572,7 @@ def _not_found(method: Any, tolerance: float, length: float, done: int) -> Runti
             f"{method.what} did not converge",
             required=f"a last step of at most {tolerance:.3g}, relative to the largest element",
             got=f"one of {length:.3g}, after {done} iterations",
-            mend="let it be a contraction, start nearer to the solution, or allow more iterations or a "
+            fix="let it be a contraction, start nearer to the solution, or allow more iterations or a "
             "larger tolerance",
         )
     )
@@ -594,17 +594,17 @@ def _start(name: str, z0: Any) -> tuple[_Tensors, Layout]:
             argument="'z0'",
             required="a floating tensor or number, or a structure of them",
             got=describe(z0),
-            mend="pass floats",
+            fix="pass floats",
         )
     )
 
 
 def check_options(name: str, tolerance: Any, max_iterations: Any) -> None:
     """See that these say when to stop."""
-    mend = "pass one, or leave it out"
+    fix = "pass one, or leave it out"
     if tolerance is not None and not (is_number(tolerance) and 0.0 < tolerance < math.inf):
         required = "a positive number, or None"
-        raise unusable(ValueError, name, "tolerance", required=required, got=tolerance, mend=mend)
+        raise unusable(ValueError, name, "tolerance", required=required, got=tolerance, fix=fix)
     if not (is_integer(max_iterations) and max_iterations > 0):
         required = "a positive integer"
-        raise unusable(ValueError, name, "max_iterations", required=required, got=max_iterations, mend=mend)
+        raise unusable(ValueError, name, "max_iterations", required=required, got=max_iterations, fix=fix)

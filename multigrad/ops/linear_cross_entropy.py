@@ -168,8 +168,8 @@ def _as_integers(labels: Any) -> Any:
 def _kept(tensors: dict[str, Any], ignore_index: Any) -> Any:
     """Return which tokens have another label than `ignore_index`, and give those that have it the label 0."""
     if not is_integer(ignore_index):
-        required, mend = "an integer, or None", "write ignore_index=-100, for example"
-        raise _error(TypeError, "ignore_index", required, ignore_index, mend)
+        required, fix = "an integer, or None", "write ignore_index=-100, for example"
+        raise _error(TypeError, "ignore_index", required, ignore_index, fix)
     labels = tensors["labels"]
     if dtype_of(labels) in ("uint8", "uint16"):
         labels = ops.cast(labels, "int32")  # in which a negative number is not a large one
@@ -410,8 +410,8 @@ def _check(
         raise _error(ValueError, "chunk_size", "a positive integer, or None", chunk_size, _MEND_SIZE)
     if not (reduction is None or isinstance(reduction, str)) or reduction not in _REDUCTIONS:
         required = f"one of {', '.join(map(repr, _REDUCTIONS))}"
-        mend = "leave it out for the loss of each token"
-        raise _error(ValueError, "reduction", required, reduction, mend)
+        fix = "leave it out for the loss of each token"
+        raise _error(ValueError, "reduction", required, reduction, fix)
     _check_shapes(features, kernel, labels, bias, sample_weight)
     values = None if isinstance(labels, keras.KerasTensor) else backend.active.concrete(labels)
     if values is not None and values.size and not 0 <= values.min() <= values.max() < kernel.shape[1]:
@@ -423,7 +423,7 @@ def _check(
                 argument="'labels'",
                 required=f"from 0 to {kernel.shape[1] - 1}, as the kernel has {kernel.shape[1]} columns",
                 got=got,
-                mend="pass ignore_index=-100, or another label, for tokens that are to be ignored",
+                fix="pass ignore_index=-100, or another label, for tokens that are to be ignored",
             )
         )
 
@@ -450,5 +450,5 @@ def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any, sample_wei
         )
 
 
-def _error(kind: type[Exception], argument: str, required: str, got: Any, mend: str) -> Exception:
-    return unusable(kind, _NAME, argument, required=required, got=got, mend=mend)
+def _error(kind: type[Exception], argument: str, required: str, got: Any, fix: str) -> Exception:
+    return unusable(kind, _NAME, argument, required=required, got=got, fix=fix)

@@ -55,7 +55,7 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
                     "the function's output is not floating, and so no gradient can come back to it",
                     required="an output of a floating dtype, such as the input's",
                     got=describe(y),
-                    mend="cast the output inside of the function: keras.ops.cast(..., x.dtype)",
+                    fix="cast the output inside of the function: keras.ops.cast(..., x.dtype)",
                 )
             )
         if not may_be_alike(x.shape, y.shape):
@@ -65,7 +65,7 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
                     "the function changes the shape, and so the upstream gradient is none of its input",
                     required=f"an output of shape {shape_text(x.shape)}, the input's",
                     got=describe(y),
-                    mend="change the shape outside of straight_through",
+                    fix="change the shape outside of straight_through",
                 )
             )
         return y, lambda upstream: upstream
@@ -130,8 +130,8 @@ def sign_straight_through(x: Any, limit: float | None = 1.0) -> Pair:
         return ops.sign(x), lambda upstream: upstream
     if not is_number(limit) or not limit >= 0.0:
         kind = ValueError if is_number(limit) else TypeError
-        required, mend = "a number of Python's or NumPy's, 0 or more, or None", "write limit=1.0, for example"
-        raise unusable(kind, "sign_straight_through", "limit", required=required, got=limit, mend=mend)
+        required, fix = "a number of Python's or NumPy's, 0 or more, or None", "write limit=1.0, for example"
+        raise unusable(kind, "sign_straight_through", "limit", required=required, got=limit, fix=fix)
     within = ops.abs(x) <= limit
     return ops.sign(x), lambda upstream: ops.where(within, upstream, ops.zeros_like(upstream))
 
@@ -164,8 +164,8 @@ def clip_straight_through(x: Any, low: Any, high: Any) -> Pair:
     """
     x = floating("clip_straight_through", "x", x)
     if is_number(low) and is_number(high) and not low <= high:
-        required, mend = f"a number that is not less than low, {low!r}", "pass the smaller one first"
-        raise unusable(ValueError, "clip_straight_through", "high", required=required, got=high, mend=mend)
+        required, fix = f"a number that is not less than low, {low!r}", "pass the smaller one first"
+        raise unusable(ValueError, "clip_straight_through", "high", required=required, got=high, fix=fix)
     ends = {"low": low, "high": high}
     low, high = [fitting("clip_straight_through", name, end, x) for name, end in ends.items()]
     # In the dtype of `x`: a wider end is an error on TensorFlow, and makes a wider output on JAX.
@@ -208,8 +208,8 @@ def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> Pair
     """
     low, high = map(float, levels(bits, signed))  # of which some are no integers of 32 bits
     if is_number(step) and not step > 0.0:
-        required, mend = "a positive number, or a tensor of such", "pass step=0.1, for example"
-        raise unusable(ValueError, "fake_quantize", "step", required=required, got=step, mend=mend)
+        required, fix = "a positive number, or a tensor of such", "pass step=0.1, for example"
+        raise unusable(ValueError, "fake_quantize", "step", required=required, got=step, fix=fix)
     x = floating("fake_quantize", "x", x)
     dtype = dtype_of(x)
     # Half precision has no number for a small step, or for `n * high` of some hundred elements.
@@ -240,7 +240,7 @@ def levels(bits: int, signed: bool) -> tuple[int, int]:
                 argument="'bits'",
                 required="an integer, 2 or more; 1 or more with signed=False",
                 got=f"{bits!r}, signed={signed!r}",
-                mend="pass bits=8, for example",
+                fix="pass bits=8, for example",
             )
         )
     bits = int(bits)

@@ -100,9 +100,9 @@ def stop_gradient_if(condition: Any, x: Any) -> Pair:
     if not isinstance(condition, bool):
         condition = tensor_of("stop_gradient_if", "condition", condition)
         if dtype_of(condition) != "bool":
-            required, mend = "a bool, or a tensor of dtype bool", "compare it, as in `condition > 0`"
+            required, fix = "a bool, or a tensor of dtype bool", "compare it, as in `condition > 0`"
             raise unusable(
-                TypeError, "stop_gradient_if", "condition", required=required, got=condition, mend=mend
+                TypeError, "stop_gradient_if", "condition", required=required, got=condition, fix=fix
             )
     stopped = ops.cast(fitting("stop_gradient_if", "condition", condition, x), "bool")
 
@@ -149,8 +149,8 @@ def clip_gradient(x: Any, *, value: float | None = None, norm: float | None = No
     x = tensor_of("clip_gradient", "x", x)
     check_axes("clip_gradient", x, axis)
     if dtype_of(x).startswith("complex"):
-        required, mend = "a real floating dtype", "clip the gradients of its real and its imaginary part"
-        raise unusable(TypeError, "clip_gradient", "x", required=required, got=x, mend=mend)
+        required, fix = "a real floating dtype", "clip the gradients of its real and its imaginary part"
+        raise unusable(TypeError, "clip_gradient", "x", required=required, got=x, fix=fix)
     if norm is None:
         return x, lambda upstream: _clip_value(upstream, cast(bound, dtype_of(upstream)))
     return x, lambda upstream: _clip_norm(upstream, bound, axis)
@@ -166,7 +166,7 @@ def bound_of(value: float | None, norm: float | None) -> float:
                 "there is no bound to clip the gradient to",
                 required="either `value` or `norm`, a positive number of Python's or NumPy's",
                 got=f"value={value!r}, norm={norm!r}",
-                mend="write clip_gradient(x, norm=1.0), for example",
+                fix="write clip_gradient(x, norm=1.0), for example",
             )
         )
     return given[0]
@@ -236,7 +236,7 @@ def _prevented(reason: str, upstream: Any) -> str:
         reason or "there is to be no gradient by what was passed through it",
         required="a function that is not differentiated by it",
         got=f"an upstream gradient, {describe(upstream)}",
-        mend="use keras.ops.stop_gradient where the gradient is to be zero",
+        fix="use keras.ops.stop_gradient where the gradient is to be zero",
     )
 
 
@@ -282,8 +282,8 @@ def fitting(op: str, argument: str, factor: Any, x: Any) -> Any:
     factor = factor if isinstance(factor, (int, float, complex)) else tensor_of(op, argument, factor)
     kinds = [dtype_of(v) if hasattr(v, "dtype") else type(v).__name__ for v in (factor, x)]
     if kinds[0].startswith("complex") and not kinds[1].startswith("complex"):
-        required, mend = "a real number or tensor, as 'x' is real", "pass its real part"
-        raise unusable(TypeError, op, argument, required=required, got=factor, mend=mend)
+        required, fix = "a real number or tensor, as 'x' is real", "pass its real part"
+        raise unusable(TypeError, op, argument, required=required, got=factor, fix=fix)
     shape, whole = [backend.active.sizes(getattr(v, "shape", ())) for v in (factor, x)]
     if shape is None or whole is None:
         return factor  # of a rank that TensorFlow knows only when the graph runs
@@ -296,7 +296,7 @@ def fitting(op: str, argument: str, factor: Any, x: Any) -> Any:
                 argument=f"{argument!r}",
                 required=f"a number, or a tensor of a shape that broadcasts to {shape_text(whole)}",
                 got=describe(factor),
-                mend="bring it into a shape with one element for each element of 'x', or fewer",
+                fix="bring it into a shape with one element for each element of 'x', or fewer",
             )
         )
     return factor

@@ -72,11 +72,11 @@ def spike(x: Any, surrogate: str = "fast_sigmoid", slope: float | None = None) -
 def surrogate_of(name: Any, slope: float | None) -> Callable[[Any], Any]:
     """The derivative that stands in for that of the step."""
     if not isinstance(name, str) or name not in _SURROGATES:
-        required, mend = f"one of {', '.join(map(repr, _SURROGATES))}", 'write "arctan", for example'
-        raise unusable(ValueError, "spike", "surrogate", required=required, got=name, mend=mend)
+        required, fix = f"one of {', '.join(map(repr, _SURROGATES))}", 'write "arctan", for example'
+        raise unusable(ValueError, "spike", "surrogate", required=required, got=name, fix=fix)
     if slope is not None and not (is_number(slope) and slope > 0.0):
         kind = ValueError if is_number(slope) else TypeError
-        required, mend = "a positive number of Python's or NumPy's", "write slope=2.0, for example"
-        raise unusable(kind, "spike", "slope", required=required, got=slope, mend=mend)
+        required, fix = "a positive number of Python's or NumPy's", "write slope=2.0, for example"
+        raise unusable(kind, "spike", "slope", required=required, got=slope, fix=fix)
     derivative, usual = _SURROGATES[name]
     return lambda x: derivative(x, slope or usual)

@@ -344,6 +344,6 @@ def _real(op: str, argument: str, x: Any) -> Any:
         x = tensor_of(op, argument, x)
     dtype = dtype_of(x) if hasattr(x, "dtype") else type(x).__name__
     if dtype.startswith("complex"):
-        required, mend = "a real dtype", "pass the real and the imaginary part, or the absolute value"
-        raise unusable(TypeError, op, argument, required=required, got=x, mend=mend)
+        required, fix = "a real dtype", "pass the real and the imaginary part, or the absolute value"
+        raise unusable(TypeError, op, argument, required=required, got=x, fix=fix)
     return x

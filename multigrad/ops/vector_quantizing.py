@@ -124,5 +124,5 @@ def _check(x: Any, codebook: Any, commitment: Any) -> None:
         raise _error(ValueError, "commitment", required, commitment, "write commitment=0.25, for example")
 
 
-def _error(kind: type[Exception], argument: str, required: str, got: Any, mend: str) -> Exception:
-    return unusable(kind, _NAME, argument, required=required, got=got, mend=mend)
+def _error(kind: type[Exception], argument: str, required: str, got: Any, fix: str) -> Exception:
+    return unusable(kind, _NAME, argument, required=required, got=got, fix=fix)

@@ -130,7 +130,7 @@ def _require_comparable(chosen: Sequence[str], missing: Sequence[str]) -> None:
                 "these backends cannot be compared",
                 required=f"two or more of {', '.join(DIFFERENTIATING)}, installed",
                 got=f"{', '.join(chosen) or 'none'}; not installed: {', '.join(missing) or 'none'}",
-                mend="; ".join(map(how_to_add, missing)) or "pass other backends",
+                fix="; ".join(map(how_to_add, missing)) or "pass other backends",
             )
         )
 
@@ -159,7 +159,7 @@ def measure(backend: str, source: Path, folder: Path) -> Measurement:
                 f"the process on {backend} failed",
                 required="a file that defines `fn` and `args` and runs without errors",
                 got=f"exit status {process.returncode}, and on stderr:\n{process.stderr.strip()}",
-                mend="correct the error that stderr shows",
+                fix="correct the error that stderr shows",
             )
         )
     with np.load(result) as data:
@@ -247,7 +247,7 @@ def _require_same_shapes(measurements: Mapping[str, Measurement]) -> None:
                     argument=different[0],
                     required=required,
                     got=got,
-                    mend="return the same structure and shapes on each backend",
+                    fix="return the same structure and shapes on each backend",
                 )
             )
 
@@ -266,7 +266,7 @@ def _raise_mismatches(
         argument=name,
         required=f"{required} on {first}",
         got=f"{got} on {other}",
-        mend="correct the function or its rule, or pass rtol and atol if the difference is rounding",
+        fix="correct the function or its rule, or pass rtol and atol if the difference is rounding",
     )
     compared = f"compared: {', '.join(measurements)}; not installed: {', '.join(missing) or 'none'}"
     headings = ("name", "backends", "element", "first", "second", "relative")

@@ -95,7 +95,7 @@ class FlatFunction:
                     f"no {missing} is differentiable",
                     required=f"a floating or complex tensor in the {missing}s",
                     got=describe(output) if self.inputs else describe(args),
-                    mend="pass floats" if missing == "argument" else "return floats",
+                    fix="pass floats" if missing == "argument" else "return floats",
                 )
             )
 

@@ -168,11 +168,11 @@ def check_gradients(
         return result
 
 
-def _require_positive(fn: Callable[..., Any], argument: str, number: Any, required: str, mend: str) -> None:
+def _require_positive(fn: Callable[..., Any], argument: str, number: Any, required: str, fix: str) -> None:
     is_integer = isinstance(number, (int, np.integer))
     if not is_integer or number < 1:
         error = ValueError if is_integer else TypeError
-        raise unusable(error, name_of(fn), argument, required=required, got=number, mend=mend)
+        raise unusable(error, name_of(fn), argument, required=required, got=number, fix=fix)
 
 
 def _require_finite(flat: FlatFunction) -> None:
@@ -187,7 +187,7 @@ def _require_finite(flat: FlatFunction) -> None:
                     argument=name + format_element(element),
                     required="finite outputs",
                     got=format_number(output[element]),
-                    mend="check the function at arguments where it is finite",
+                    fix="check the function at arguments where it is finite",
                 )
             )
 
@@ -349,10 +349,10 @@ def _raise_differences(
     of_output = f" of {worst.labels[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
     derivative = "gradient" if nth == 1 else f"derivative of order {nth}"
     problem = f"the {derivative}{of_output} differs from the central differences"
-    mend = "correct the rule, or pass rtol and atol if the function is too steep for differences"
+    fix = "correct the rule, or pass rtol and atol if the function is too steep for differences"
     if name_not_finite([required]):
         problem = f"the central differences{of_output} are {name_not_finite([required])}"
-        mend = "check the function at arguments around which it is finite"
+        fix = "check the function at arguments around which it is finite"
     if name_not_finite([got]):
         problem = f"the {derivative}{of_output} is {name_not_finite([got])}"
     raise_mismatches(
@@ -361,7 +361,7 @@ def _raise_differences(
         worst,
         f"{format_number(required)} from central differences in {precision}",
         f"{format_number(got)} from the rule",
-        mend,
+        fix,
         ("output", "argument", "element", "rule", "differences", "relative"),
         mismatches,
         count,

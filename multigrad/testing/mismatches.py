@@ -98,7 +98,7 @@ def raise_mismatches(
     worst: Mismatch,
     required: str,
     got: str,
-    mend: str,
+    fix: str,
     headings: Sequence[str],
     mismatches: list[Mismatch],
     count: int,
@@ -106,12 +106,12 @@ def raise_mismatches(
     """Raise an AssertionError with the worst of the mismatches, and a table of them.
 
     Arguments:
-        name, problem, required, got, mend: the parts of the message.
+        name, problem, required, got, fix: the parts of the message.
         worst: the mismatch that the message names.
         headings: the headings of the table.
         mismatches: the mismatches among `count` elements.
     """
     __tracebackhide__ = True
-    text = message(name, problem, argument=worst.location(), required=required, got=got, mend=mend)
+    text = message(name, problem, argument=worst.location(), required=required, got=got, fix=fix)
     table = format_table(headings, mismatches)
     raise AssertionError(f"{text}\n{len(mismatches)} of {count} elements disagree:\n{table}")

@@ -96,7 +96,7 @@ def _import_pyplot() -> Any:
                 "plotting requires matplotlib",
                 required="matplotlib, an optional dependency",
                 got=str(error),
-                mend="pip install matplotlib",
+                fix="pip install matplotlib",
             )
         ) from error
     return plt
@@ -114,7 +114,7 @@ def _select(calls: Sequence[CallRecord], numbers: Sequence[int] | None) -> list[
                 "the trace has no such calls",
                 required=f"numbers from 1 to {len(calls)}" if calls else "a trace in which an op was called",
                 got="all calls" if numbers is None else str(list(numbers)),
-                mend="print the trace, which lists the calls with their numbers",
+                fix="print the trace, which lists the calls with their numbers",
             )
         )
     return selected

@@ -161,7 +161,7 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
                 "a trace cannot be opened in a function that is being compiled, because it has no values",
                 required="code that runs eagerly",
                 got="a function under jax.jit, tf.function or torch.compile",
-                mend="open the trace around the call of the compiled function",
+                fix="open the trace around the call of the compiled function",
             )
         )
     trace = Trace(exploding)

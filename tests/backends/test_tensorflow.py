@@ -941,7 +941,7 @@ def test_a_root_of_a_number_of_equations_that_is_not_known(batch_size):
         return keras.Model(x, implicit_root(lambda z, x: z**3 + z - x, ops.zeros_like(x), x))
 
     if batch_size is None:
-        with pytest.raises(ValueError, match=r"sizes that are known(.|\n)*to mend it"):
+        with pytest.raises(ValueError, match=r"sizes that are known(.|\n)*fix"):
             model()
     else:
         close(model()(2.0 * ops.ones((2, 3))), ops.ones((2, 3)))

@@ -77,7 +77,7 @@ def test_numbers_of_any_kind():
 @pytest.mark.forward
 @pytest.mark.parametrize("scale", ["much", None, True, [1.0]])
 def test_no_factor(scale):
-    with pytest.raises(TypeError, match=r"GradientReversal: the factor(.|\n)*to mend it"):
+    with pytest.raises(TypeError, match=r"GradientReversal: the factor(.|\n)*fix"):
         layers.GradientReversal(scale)
 
 

@@ -120,7 +120,7 @@ def test_what_is_printed(capsys):
     ],
 )
 def test_a_factor_of_another_shape(call):
-    with pytest.raises(ValueError, match=r"does not broadcast(.|\n)*to mend it"):
+    with pytest.raises(ValueError, match=r"does not broadcast(.|\n)*fix"):
         call(array(X))
 
 

@@ -229,7 +229,7 @@ def test_no_difference_of_each_with_each():
     ],
 )
 def test_bad_input(changes, error, said):
-    with pytest.raises(error, match=rf"vector_quantize: (.|\n)*{said}(.|\n)*to mend it"):
+    with pytest.raises(error, match=rf"vector_quantize: (.|\n)*{said}(.|\n)*fix"):
         ops.vector_quantize(**{"x": X, "codebook": CODES} | changes)
 
 

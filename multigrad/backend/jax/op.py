@@ -155,7 +155,7 @@ def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
             required="for a derivative of the gradient, a function that JAX differentiates, or a rule that "
             "closes over inputs, outputs and constants alone",
             got=f"{type(error).__name__}: {error}",
-            mend="make what the rule uses an output of an op of its own",
+            fix="make what the rule uses an output of an op of its own",
         )
     )
 

@@ -127,7 +127,7 @@ def _without_rule(primals: Sequence[Any], tangents: Sequence[Any], *, outputs: i
             "JAX differentiates the function itself, past its rule, as of every jax.custom_jvp there",
             required="a derivative that JAX takes by the rule",
             got="one of another derivative in a loop, of an op with forward_mode=True",
-            mend="leave forward_mode out, or take both derivatives inside of the loop's body",
+            fix="leave forward_mode out, or take both derivatives inside of the loop's body",
         )
     )
 

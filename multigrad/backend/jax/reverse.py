@@ -93,7 +93,7 @@ def _no_forward_mode(*operands: Any, name: str, **params: Any) -> NoReturn:
             "a forward-mode derivative was asked for, which it was defined without",
             required="an op with forward_mode=True",
             got="one with forward_mode=False, of which `jax.linearize` gives the value alone",
-            mend="write @op_custom_gradient(forward_mode=True), or use jax.vjp",
+            fix="write @op_custom_gradient(forward_mode=True), or use jax.vjp",
         )
     )
 

@@ -57,7 +57,7 @@ def assign(variable: keras.Variable, value: Any) -> None:
                 "its trace",
                 required="a value that is there, or a keras.StatelessScope, as in `stateless_call`",
                 got=f"a {type(value).__name__}",
-                mend="call the layer through `stateless_call`, or outside of jax.lax.scan and its like",
+                fix="call the layer through `stateless_call`, or outside of jax.lax.scan and its like",
             )
         )
     variable.assign(value)

@@ -138,6 +138,6 @@ def _lost(name: str) -> str:
         required="the operations of the call, in the graph that they were made in",
         got="copies, as tf.vectorized_map makes them, a SavedModel without its gradients or with an op in a "
         "rule, or an import",
-        mend="take the gradient inside of what is mapped, save with experimental_custom_gradients=True, "
+        fix="take the gradient inside of what is mapped, save with experimental_custom_gradients=True, "
         "which keeps the rules of a first derivative alone, or call the op again in place of a copy",
     )

@@ -97,7 +97,7 @@ def require_tapes() -> None:
                 "its rule takes a gradient, for which TensorFlow has no forward mode",
                 required="a rule of operations and of ops",
                 got="one that calls a gradient function, itself or in an op",
-                mend="take the derivative by multigrad.jvp, or in reverse mode",
+                fix="take the derivative by multigrad.jvp, or in reverse mode",
             )
         )
 

@@ -67,7 +67,7 @@ class _InGraph(_Reads):
                     "the function assigns a variable in a branch or a loop, after it has read it",
                     required="trainable variables that keep their values there",
                     got=f"variable {variable.path!r}",
-                    mend="carry the value through the loop, and assign it behind",
+                    fix="carry the value through the loop, and assign it behind",
                 )
             )
         super().add_update(update)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import is_grad_enabled
 
-from multigrad.backend.base import Call, Pullback, Ran
+from multigrad.backend.base import Call, Pullback, Ran, Spec
 from multigrad.backend.torch.state import (
     autocast_here,
     autocasting,
@@ -31,6 +31,26 @@ class HasRun(NamedTuple):
 
 class MoreInputs(Exception):
     """A function turned out to have more inputs than its node: a `HasRun`, and all of the inputs."""
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass needs beside the saved tensors."""
+
+    back: Pullback
+    template: Any
+    """The rule around slots for the saved residuals."""
+    slots: Sequence[int] | None
+    """The index of the saved tensor of each residual, None where every residual is saved once."""
+    specs: list[Spec | None]
+    autocast: Any
+    call: Call | None
+    """The call, whose function runs again for a second derivative; None where that is not needed."""
+    tied: Sequence[int]
+    """The slots of residuals that are outputs."""
+    opaque: bool
+    """Whether the rule holds an object that may hold tensors."""
+    closed_over: Sequence[Any]
+    """The nodes of residuals that have a history from outside of the op, which must stay alive."""
 
 
 class _Node(torch.autograd.Function):
@@ -71,7 +91,7 @@ class _Node(torch.autograd.Function):
             ctx.anchors = _anchors([*tensors, *lift(call.f, TENSORS)[0]])
         autocast = autocast_here() if is_autocast_anywhere() else None
         specs = specs_of(tensors)
-        ctx.multigrad = back, template, slots, specs, autocast, call, tied, opaque, beside
+        ctx.multigrad = _Residuals(back, template, slots, specs, autocast, call, tied, opaque, beside)
         # Usually there is one output. For others their layout goes before them.
         return own[0] if back.output.one else (back.output, *own)
 
@@ -230,7 +250,7 @@ def _first_order_alone(call: Call) -> str:
         "a derivative of its gradient was asked for, which it was defined without",
         required="an op with higher_order=True",
         got="one with higher_order=False",
-        mend="leave higher_order out, which keeps the inputs of the op for it",
+        fix="leave higher_order out, which keeps the inputs of the op for it",
     )
 
 
@@ -247,7 +267,7 @@ def _not_repeatable(call: Call) -> RuntimeError:
             "the function gave other values when it ran again for a derivative of what it computed",
             required="a function that gives the same values for the same arguments",
             got="other values, in the output or in what the rule uses",
-            mend="draw random numbers outside the function, and pass them and other state as arguments",
+            fix="draw random numbers outside the function, and pass them and other state as arguments",
         )
     )
 
@@ -260,7 +280,7 @@ def _not_the_same_rule(call: Call) -> RuntimeError:
             "gradient needs, because the rule reaches an object",
             required="the same gradient for the same arguments, as often as the function and the rule run",
             got="another one: what the object holds is not what it was, or the rule draws or counts",
-            mend="let the rule close over what it uses, and pass random numbers and other state as arguments",
+            fix="let the rule close over what it uses, and pass random numbers and other state as arguments",
         )
     )
 

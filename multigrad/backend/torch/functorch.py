@@ -285,7 +285,7 @@ def _reaches_duals(name: str, rule: Callable[..., Any], residuals: Sequence[torc
                 "forward mode is taken of another derivative, and the rule reaches what that left in objects",
                 required="a rule that closes over what it uses",
                 got="an object, such as `self`, with tensors of the derivative within",
-                mend="let the rule close over the tensor itself, or take both derivatives in reverse mode, "
+                fix="let the rule close over the tensor itself, or take both derivatives in reverse mode, "
                 "as multigrad.hessian does",
             )
         )

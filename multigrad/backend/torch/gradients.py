@@ -179,7 +179,7 @@ _UNRECORDED = message(
     "a derivative of a gradient with respect to variables was asked for, which was not recorded",
     required="a second derivative inside of the function that another gradient is taken of",
     got="a backward pass through the result, as by `backward()`",
-    mend="take both by grad(...), or pass the values of the variables as arguments, by `argnums`",
+    fix="take both by grad(...), or pass the values of the variables as arguments, by `argnums`",
 )
 
 _DEPTH = threading.local()
