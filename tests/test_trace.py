@@ -15,7 +15,7 @@ from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
 
 from multigrad import backend, grad, op_custom_gradient, trace_gradients
 from multigrad.core import op as core_op
-from multigrad.tracing.process_wide import Shared
+from multigrad.core.process_wide import Shared
 from multigrad.tracing.records import summarize
 from multigrad.tracing.trace import Trace
 

@@ -4,8 +4,8 @@ Above the border are binding, nested structures, the convention of rules and the
 framework. Below it each framework has one package with one subclass of `Backend`, which sees flat tensors.
 
 From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
-`errors`, `reachable` (may an object hold tensors), `closure` (tensors out of a closure and back) and
-`linearity`. Everything else reaches a backend as an argument, of the types below.
+`errors`, `reachable` (may an object hold tensors), `closure` (tensors out of a closure and back), `linearity`
+and `process_wide`. Everything else reaches a backend as an argument, of the types below.
 """
 
 import abc

@@ -12,7 +12,7 @@ from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import Context, context_here, in_force
-from multigrad.core.rule import FLAT, HYBRID, WHOLE, form_of, is_handed, is_plain, own_arguments
+from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, is_handed, is_plain
 from multigrad.core.signature import Binding
 from multigrad.core.structure import FLAT_LAYOUTS, ONE, Layout, Refused, split
 from multigrad.core.type_sets import HoldsNoTensor
@@ -130,7 +130,7 @@ class Call:
         variables, rule = scope.read(), given
         if form == HYBRID:
             arguments = self.back.arguments.join(tensors)
-            rule = functools.partial(rule, *arguments[: own_arguments(name, given, binding)])
+            rule = functools.partial(rule, *arguments[: arguments_for(name, given, binding)])
         handed = is_handed(name, given, takes, variables.names())
         if handed or around is not None or variables.state:
             rule = under_values_of(name, rule, variables, scope.latest(), around, handed)

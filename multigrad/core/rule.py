@@ -1,58 +1,148 @@
-"""How a rule is called: the form that its signature asks for.
-
-The rule is the function `grad` that stands beside the output of a function with a custom gradient. How
-its answer is read is told in `answer.py`.
-"""
+"""The form in which a rule is called, as its signature says. `answer.py` reads what the rule returns."""
 
 import functools
 import inspect
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from multigrad import backend
 from multigrad.core.errors import OpError, describe, message
 from multigrad.core.signature import POSITIONAL, Binding, name_of
 
 FORMS = (
-    "grad(upstream), with one positional parameter of any name; "
-    "grad(u1, ..., uN) or grad(*us), with one upstream gradient per tensor in the output; "
-    "grad(*, upstream), by keyword alone; "
-    "grad(*args, upstream), grad(*args, upstream=None) or grad(x, y, *, upstream), with the op's own "
+    "rule(upstream), with one positional parameter of any name; "
+    "rule(u1, ..., uN) or rule(*us), with one upstream gradient per tensor in the output; "
+    "rule(*, upstream), keyword-only; "
+    "rule(*args, upstream), rule(*args, upstream=None) or rule(x, y, *, upstream), with the op's own "
     "positional arguments; "
     "any of them with a further parameter `variables`"
 )
 
-
-# The forms. Plain values, and so is a profile: Dynamo can hold them for constant.
-WHOLE = "grad(U)"
-FLAT = "grad(*flat U)"
-HYBRID = "grad(*args, upstream=U)"
-KEYWORD = "grad(upstream=U)"
-
-_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+# The forms: how a rule is called with the upstream gradient `U`, which has the structure of the output.
+WHOLE = "rule(U)"
+FLAT = "rule(*flat U)"
+HYBRID = "rule(*args, upstream=U)"
+KEYWORD = "rule(upstream=U)"
 
 # Whether a rule takes the variables that the function read.
-REFUSED, OPTIONAL, REQUIRED = "no", "yes", "always"
+REFUSED, OPTIONAL, REQUIRED = "refused", "optional", "required"
 
-Profile = tuple[str | None, int, float, str, tuple[str, ...], tuple[str, ...]]
-"""What a signature says: the form, None where the number of outputs must tell; how many positional
-parameters are required, `upstream` aside; how many beside it a HYBRID rule takes; whether it takes
-variables; and the names of the parameters that it can be handed the op's arguments by, and of all others."""
 
-_PROFILES: dict[tuple[types.CodeType, int, tuple[str, ...]], Profile] = {}
+class RuleSignature(NamedTuple):
+    """What the signature of a rule says. It holds plain values, which Dynamo can treat as constants."""
+
+    form: str | None = None
+    """The form. None: FLAT if the output has as many tensors as `required`, otherwise unsupported."""
+    required: int = 0
+    """How many positional parameters without a default it has, `upstream` aside."""
+    accepted: float = 0
+    """How many of the op's positional arguments a HYBRID rule can take."""
+    takes: str = REFUSED
+    """Whether it takes variables."""
+    arguments: tuple[str, ...] = ()
+    """HYBRID: the names of the positional parameters before `upstream`."""
+    others: tuple[str, ...] = ()
+    """HYBRID: the names of all other parameters."""
+
+
+_Parameters = Sequence[inspect.Parameter]
+
+
+def _read(signature: inspect.Signature) -> RuleSignature:
+    """Return what a signature says."""
+    parameters = list(signature.parameters.values())
+    if len(parameters) == 1 and parameters[0].kind in POSITIONAL:
+        return RuleSignature(WHOLE)  # whatever its name
+    takes = _takes_variables(parameters)
+    parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
+    for form in (_hybrid, _keyword, _whole, _flat):
+        found = form(parameters)
+        if found is not None:
+            return found._replace(takes=takes)
+    return RuleSignature(takes=takes)
+
+
+def _hybrid(parameters: _Parameters) -> RuleSignature | None:
+    """Read `rule(*args, upstream)` and `rule(x, y, *, upstream)`."""
+    positional = [p for p in parameters if p.kind in POSITIONAL]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    names = [p.name for p in positional if p.kind is not p.POSITIONAL_ONLY]
+    if "upstream" not in names + keywords or parameters[0].name == "upstream":
+        return None
+    if not _required_keywords(parameters) <= {"upstream"}:
+        return None
+    count = next((i for i, p in enumerate(positional) if p.name == "upstream"), len(positional))
+    if any(p.default is p.empty for p in positional[count + 1 :]):
+        return None  # an argument behind `upstream` cannot be passed by position
+    return RuleSignature(
+        HYBRID,
+        required=sum(p.default is p.empty for p in positional[:count]),
+        accepted=float("inf") if _is_variadic(parameters) else count,
+        arguments=tuple(p.name for p in positional[:count]),
+        others=tuple(name for name in [p.name for p in positional[count:]] + keywords if name != "upstream"),
+    )
+
+
+def _keyword(parameters: _Parameters) -> RuleSignature | None:
+    """Read `rule(*, upstream)`."""
+    keyword_only = all(p.kind is p.KEYWORD_ONLY for p in parameters)
+    named = any(p.name == "upstream" for p in parameters)
+    if keyword_only and named and _required_keywords(parameters) <= {"upstream"}:
+        return RuleSignature(KEYWORD)
+    return None
+
+
+def _whole(parameters: _Parameters) -> RuleSignature | None:
+    """Read `rule(U)`, with defaults for all further parameters."""
+    positional = [p for p in parameters if p.kind in POSITIONAL]
+    required = [p for p in positional if p.default is p.empty]
+    if _is_variadic(parameters) or _required_keywords(parameters):
+        return None
+    return RuleSignature(WHOLE) if len(required) == 1 or (not required and len(positional) == 1) else None
+
+
+def _flat(parameters: _Parameters) -> RuleSignature | None:
+    """Read `rule(*us)` and `rule(u1, ..., uN)`."""
+    positional = [p for p in parameters if p.kind in POSITIONAL]
+    if _required_keywords(parameters) or any(p.name == "upstream" for p in positional):
+        return None
+    if _is_variadic(parameters):
+        return None if positional else RuleSignature(FLAT)
+    return RuleSignature(required=sum(p.default is p.empty for p in positional))
+
+
+def _is_variadic(parameters: _Parameters) -> bool:
+    return any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _required_keywords(parameters: _Parameters) -> set[str]:
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+
+
+def _takes_variables(parameters: _Parameters) -> str:
+    """Return whether a rule with these parameters takes variables."""
+    for p in parameters:
+        if p.name == "variables" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            return REQUIRED if p.default is p.empty else OPTIONAL
+    return OPTIONAL if any(p.kind is p.VAR_KEYWORD for p in parameters) else REFUSED
+
+
+# ------------------------------------------------------------------ signatures are read once per code object
+
+_SIGNATURES: dict[tuple[types.CodeType, int, tuple[str, ...]], RuleSignature] = {}
 _KEPT = 4096
 
 
-def _profile_of(op: str, rule: Any) -> Profile:
-    """The profile of a rule of any kind."""
+def _signature_of(op: str, rule: Any) -> RuleSignature:
+    """Return the signature of any callable."""
     if type(rule) is types.FunctionType:
         code = rule.__code__
         wrapper = code.co_flags & inspect.CO_VARARGS and rule.__dict__
         if not wrapper:
-            return _profile_of_code(code, backend.active.defaults_of(rule), _keyword_defaults(rule))
+            return _signature_of_code(code, backend.active.defaults_of(rule), _keyword_defaults(rule))
     try:
-        return _profile(inspect.signature(rule))
+        return _read(inspect.signature(rule))
     except (TypeError, ValueError) as error:
         raise TypeError(
             message(
@@ -66,7 +156,7 @@ def _profile_of(op: str, rule: Any) -> Profile:
 
 
 def _keyword_defaults(rule: types.FunctionType) -> tuple[str, ...]:
-    # Dynamo (PyTorch 2.13) has no `__kwdefaults__` for a function that it traces, so look only if need be.
+    # A function that Dynamo (PyTorch 2.13) traces has no `__kwdefaults__`: read them only if necessary.
     code = rule.__code__
     names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     if names in ((), ("upstream",), ("variables",)):
@@ -75,78 +165,28 @@ def _keyword_defaults(rule: types.FunctionType) -> tuple[str, ...]:
 
 
 @backend.active.constant
-def _profile_of_code(code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]) -> Profile:
-    """The profile of every function that has this code and so many defaults."""
-    found = _PROFILES.get((code, defaults, keyword_defaults))
+def _signature_of_code(
+    code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]
+) -> RuleSignature:
+    """Return the signature of every function with this code and these defaults."""
+    found = _SIGNATURES.get((code, defaults, keyword_defaults))
     if found is None:
         empty = tuple(types.CellType() for _ in code.co_freevars)
         function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
         function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
-        if len(_PROFILES) >= _KEPT:
-            _PROFILES.clear()
-        found = _PROFILES[code, defaults, keyword_defaults] = _profile(inspect.signature(function))
+        if len(_SIGNATURES) >= _KEPT:
+            _SIGNATURES.clear()
+        found = _SIGNATURES[code, defaults, keyword_defaults] = _read(inspect.signature(function))
     return found
 
 
-def _profile(signature: inspect.Signature) -> Profile:
-    parameters = list(signature.parameters.values())
-    if len(parameters) == 1 and parameters[0].kind in POSITIONAL:
-        return WHOLE, 0, 0, REFUSED, (), ()  # whatever its name
-    variables = _variables(parameters)
-    parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
-    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    positional = [p for p in parameters if p.kind in POSITIONAL]
-    required = [p for p in positional if p.default is p.empty]
-    needed_keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
-    names = [p.name for p in positional if p.kind is not p.POSITIONAL_ONLY]
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-
-    form, place = None, 0
-    accepted: float = 0
-    alone = not parameters or parameters[0].name == "upstream"
-    if "upstream" in names + keywords and not alone and needed_keywords <= {"upstream"}:
-        form = HYBRID
-        place = next((i for i, p in enumerate(positional) if p.name == "upstream"), len(positional))
-        required = [p for p in required if p.name != "upstream"]
-        if any(p in required for p in positional[place:]):
-            form = None  # an argument behind `upstream` could not be passed by position
-        accepted = float("inf") if variadic else place
-    elif "upstream" in keywords and not (positional or variadic) and needed_keywords <= {"upstream"}:
-        form = KEYWORD
-    elif not needed_keywords:
-        if variadic:
-            form = FLAT if not positional else None
-        elif len(required) == 1 or (not required and len(positional) == 1):
-            form = WHOLE
-    flat = form is None and not (variadic or needed_keywords or "upstream" in [p.name for p in positional])
-    count = len(required) if flat or form == HYBRID else 0
-    own = [p.name for p in positional[:place]]
-    others = [name for name in [p.name for p in positional[place:]] + keywords if name != "upstream"]
-    return form, count, accepted, variables, tuple(own), tuple(others)
-
-
-def _variables(parameters: Sequence[inspect.Parameter]) -> str:
-    """Whether a rule with these parameters takes variables."""
-    for p in parameters:
-        if p.name == "variables" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            return REQUIRED if p.default is p.empty else OPTIONAL
-    return OPTIONAL if any(p.kind is p.VAR_KEYWORD for p in parameters) else REFUSED
-
-
-def own_arguments(op: str, rule: Any, binding: Binding) -> int | None:
-    """How many of the op's positional arguments a HYBRID rule is called with, None if none will do.
-
-    Those that came from the caller; with the defaults behind them, where the rule requires more.
-    """
-    _, required, accepted, *_ = _profile_of(op, rule)
-    counts = (binding.given, binding.positional)
-    return next((count for count in counts if required <= count <= accepted), None)
+_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 def is_plain(rule: Any) -> bool:
-    """Whether `rule` takes the upstream gradient and nothing else, as most rules do.
+    """Return whether `rule` takes the upstream gradient alone, as most rules do.
 
-    To read a signature costs as much as a small op, and a rule is made in every call.
+    Reading a signature costs as much as a small op, and each call of an op makes a rule.
     """
     if type(rule) is not types.FunctionType:
         return False
@@ -154,31 +194,34 @@ def is_plain(rule: Any) -> bool:
     return code.co_argcount == 1 and not (code.co_kwonlyargcount or code.co_flags & _VARIADIC)
 
 
+# ------------------------------------------------------------------ how a rule is called in one call of an op
+
+
 def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, str]:
-    """How `rule` is called, for an output of so many tensors; and REFUSED, OPTIONAL or REQUIRED of variables.
+    """Return the form of `rule` for an output of `outputs` tensors, and whether it takes variables.
 
     Raises:
-        TypeError: when `rule` is not callable, its signature is none of the forms, or has a default for an
-            argument of the op that it is not handed.
+        TypeError: if `rule` is not callable, its signature is unsupported, or it has a default for an
+            argument of the op that it is not passed.
     """
-    form, required, _, variables, own, others = _profile_of(op, rule)
-    if form == HYBRID:
-        count = own_arguments(op, rule, binding)
+    found = _signature_of(op, rule)
+    if found.form == HYBRID:
+        count = arguments_for(op, rule, binding)
         if count is not None:
-            came = (*binding.signature.positional[: binding.given], *binding.keywords)
-            set_before = rule.keywords if isinstance(rule, functools.partial) else ()
-            for name in (*own[count:], *others):
-                if name in came and name not in set_before:
-                    raise _own_default(op, rule, name)
-            return form, variables
-    elif form is not None:
-        return form, variables
-    elif required == outputs > 1:
-        return FLAT, variables
+            passed = (*binding.signature.positional[: binding.given], *binding.keywords)
+            bound = rule.keywords if isinstance(rule, functools.partial) else ()
+            for name in (*found.arguments[count:], *found.others):
+                if name in passed and name not in bound:
+                    raise _default_instead_of_argument(op, rule, name)
+            return HYBRID, found.takes
+    elif found.form is not None:
+        return found.form, found.takes
+    elif found.required == outputs > 1:
+        return FLAT, found.takes
     raise OpError(
         message(
             op,
-            "the rule's signature says in no way that is known how it is to be called",
+            "the rule has an unsupported signature",
             required=FORMS,
             got=f"{name_of(rule)}{inspect.signature(rule)}, for {outputs} tensor(s) in the output and "
             f"{binding.given} positional argument(s)",
@@ -187,28 +230,42 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
     )
 
 
-def _own_default(op: str, rule: Any, name: str) -> TypeError:
+def arguments_for(op: str, rule: Any, binding: Binding) -> int | None:
+    """Return how many of the op's positional arguments a HYBRID rule is called with, None if no number fits.
+
+    The rule gets the arguments that the caller passed, and the defaults behind them if it requires more.
+    """
+    found = _signature_of(op, rule)
+    counts = (binding.given, binding.positional)
+    return next((count for count in counts if found.required <= count <= found.accepted), None)
+
+
+def _default_instead_of_argument(op: str, rule: Any, name: str) -> TypeError:
     return TypeError(
         message(
             op,
-            "the rule is not handed an argument of the op for which it has a parameter",
+            "the rule has a default for an argument of the op that it is not passed",
             argument=repr(name),
             required="parameters for the op's own positional arguments, and `upstream`",
             got=f"{name_of(rule)}{inspect.signature(rule)}",
-            fix=f"leave {name!r} out of the rule's parameters, so that it closes over that of the op",
+            fix=f"remove {name!r} from the rule's parameters, so that the rule closes over the op's argument",
         )
     )
 
 
 def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
-    """Whether `rule` is to be handed the variables that the function read, of which `read` has the names.
+    """Return whether `rule` is passed the variables that the function read.
 
-    What it `takes` of them is what `form_of` says.
+    A rule that requires them gets an empty list if the function read none, as with a frozen layer.
 
-    A rule that requires them gets an empty list where none were read: a layer may be frozen.
+    Arguments:
+        op: the name of the op in messages.
+        rule: the rule.
+        takes: REFUSED, OPTIONAL or REQUIRED, as `form_of` returns it.
+        read: the names of the variables.
 
     Raises:
-        TypeError: when there are some, and the rule has no parameter for them.
+        TypeError: if the function read variables and the rule has no parameter for them.
     """
     if read and takes == REFUSED:
         raise OpError(
@@ -218,7 +275,7 @@ def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
                 required="a rule with a parameter `variables`, which returns "
                 "`(gradients, gradients_of_variables)`",
                 got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(read)}",
-                fix="write the rule as `def grad(upstream, variables)`, or pass the variables as arguments",
+                fix="write the rule as `def rule(upstream, variables)`, or pass the variables as arguments",
             )
         )
     return takes == REQUIRED or (takes == OPTIONAL and bool(read))

@@ -20,7 +20,7 @@ from multigrad.core import op
 from multigrad.core.answer import slot_paths
 from multigrad.core.call import Call, Pullback, Ran
 from multigrad.core.errors import distinct_names
-from multigrad.tracing.process_wide import Shared
+from multigrad.core.process_wide import Shared
 from multigrad.tracing.records import CallRecord, Values
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from multigrad.backend.tensorflow.tapes import UNRECORDED, may_record
-from multigrad.tracing.process_wide import Shared
+from multigrad.core.process_wide import Shared
 
 
 @functools.lru_cache(256)

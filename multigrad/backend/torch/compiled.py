@@ -13,7 +13,7 @@ from multigrad.backend.torch.eager import is_alias, mark_integers, of_floating
 from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.state import autocast_here, autocasting, is_transforming, unwritten
 from multigrad.backend.torch.tensors import specs_of
-from multigrad.tracing.process_wide import Shared
+from multigrad.core.process_wide import Shared
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

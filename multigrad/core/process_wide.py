@@ -14,7 +14,7 @@ class Shared:
 
     ```python
     import contextlib
-    from multigrad.tracing.process_wide import Shared
+    from multigrad.core.process_wide import Shared
 
     @contextlib.contextmanager
     def switched():

@@ -1,0 +1,100 @@
+"""Which part of the package imports which, and that every backend answers at the border."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import multigrad
+from multigrad import backend
+from multigrad.backend.base import Backend
+from multigrad.core.type_sets import TypeSet
+
+pytestmark = pytest.mark.forward
+
+PACKAGE = Path(multigrad.__file__).parent
+FRAMEWORKS = {"tensorflow", "jax", "torch", "openvino"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What a backend may import from the upper half; the docstring of base.py names it.
+BELOW = {"type_sets", "errors", "reachable", "closure", "linearity", "process_wide"}
+
+
+def module_of(path: Path) -> str:
+    parts = ("multigrad", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imported(path: Path, nested: bool = True) -> set[str]:
+    """The modules that a file imports, also those of the package that a `from` names."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree) if nested else tree.body:
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{name.name}" for name in node.names}
+            found |= (names & MODULES.keys()) or {node.module}
+    return found
+
+
+UPPER = [name for name in MODULES if not name.startswith("multigrad.backend.")]
+
+
+@pytest.mark.package
+@pytest.mark.parametrize("name", UPPER)
+def test_the_upper_half_imports_no_framework(name):
+    assert not {module.partition(".")[0] for module in imported(MODULES[name])} & FRAMEWORKS
+
+
+@pytest.mark.package
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - set(UPPER)))
+def test_a_backend_imports_what_the_border_names(name):
+    framework = name.split(".")[2]
+    modules = {module for module in imported(MODULES[name]) if module.startswith("multigrad.")}
+    own = {module for module in modules if module.startswith(f"multigrad.backend.{framework}")}
+    allowed = {f"multigrad.core.{module}" for module in BELOW}
+    allowed |= {"multigrad.backend.base", "multigrad.frameworks", "multigrad.core.variables"}
+    assert modules - own <= allowed
+    # For its type alone; an import at run time would be a cycle.
+    assert "multigrad.core.variables" not in imported(MODULES[name], nested=False)
+
+
+@pytest.mark.package
+def test_the_core_imports_nothing_above_it():
+    above = tuple(f"multigrad.{part}" for part in ("calculus", "tracing", "testing", "ops", "layers", "cli"))
+    for name in MODULES:
+        if name.startswith(("multigrad.core.", "multigrad.keras_graph.", "multigrad.backend.")):
+            modules = imported(MODULES[name], nested=False)
+            assert not [module for module in modules if module.startswith(above)]
+
+
+@pytest.mark.package
+def test_no_module_imports_itself_through_others():
+    graph = {name: imported(path, nested=False) & MODULES.keys() - {name} for name, path in MODULES.items()}
+    while leaves := [name for name, modules in graph.items() if not modules & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert not graph
+
+
+def test_the_active_backend_is_complete():
+    assert isinstance(backend.active, Backend)
+    assert not type(backend.active).__abstractmethods__
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Backend) if name[0] != "_"])
+def test_a_backend_answers_with_the_parameters_of_the_border(name):
+    answer, asked = getattr(backend.active, name), getattr(Backend, name)
+    if isinstance(asked, TypeSet):
+        assert isinstance(answer, TypeSet)
+    else:
+        assert parameters(answer) == parameters(asked)
+
+
+def parameters(function):
+    return [(p.name, p.kind) for p in inspect.signature(function).parameters.values() if p.default is p.empty]
