@@ -1,0 +1,159 @@
+"""A reversible network: its rule recomputes every block from the output of the network alone.
+
+The blocks draw random numbers and move averages, so a block that is computed again must find the state with
+which the function began, and must not move it a second time.
+
+References:
+    [Gomez et al. 2017, The reversible residual network](https://arxiv.org/abs/1707.04585).
+"""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, numpy, slow_on
+
+from multigrad import grad, op_custom_gradient
+
+BATCH, WIDTH = 8, 6
+X = np.random.default_rng(0).normal(size=(BATCH, 2 * WIDTH)).astype("float32")
+
+
+class Reversible(keras.layers.Layer):
+    """Blocks of `y1 = x1 + f(x2)` and `y2 = x2 + g(y1)`, differentiated by inverting them one by one."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks = [(self.branch(2 * i), self.branch(2 * i + 1)) for i in range(depth)]
+
+    def branch(self, seed):
+        initializer = keras.initializers.RandomNormal(stddev=0.2, seed=seed)
+        dense = keras.layers.Dense(WIDTH, kernel_initializer=initializer)
+        layers = [dense, keras.layers.BatchNormalization(), keras.layers.Dropout(0.25, seed=seed)]
+        branch = keras.Sequential([keras.Input((WIDTH,)), *layers])
+        setattr(self, f"branch_{seed}", branch)  # Keras tracks it
+        return branch
+
+    def plain(self, x):
+        x1, x2 = ops.split(x, 2, axis=-1)
+        for f, g in self.blocks:
+            x1 = x1 + f(x2, training=True)
+            x2 = x2 + g(x1, training=True)
+        return ops.concatenate([x1, x2], axis=-1)
+
+    @op_custom_gradient(name="reversible")
+    def op(self, x):
+        y = self.plain(x)
+
+        def rule(upstream, variables):
+            y1, y2 = ops.split(y, 2, axis=-1)
+            u1, u2 = ops.split(upstream, 2, axis=-1)
+            gradients = {}
+            for f, g in reversed(self.blocks):
+                gradient, value = self.pulled(g, y1, u2, gradients)
+                y2, u1 = y2 - value, u1 + gradient
+                gradient, value = self.pulled(f, y2, u1, gradients)
+                y1, u2 = y1 - value, u2 + gradient
+            return ops.concatenate([u1, u2], axis=-1), [gradients[variable.path] for variable in variables]
+
+        return y, rule
+
+    def pulled(self, branch, x, upstream, gradients):
+        """Return the gradient and the value of a branch from one call, in which Dropout draws one mask."""
+
+        def product(x):
+            value = branch(x, training=True)
+            return ops.sum(value * upstream), value
+
+        variables = branch.trainable_variables
+        (gradient, of_variables), value = grad(product, argnums=0, has_aux=True, variables=variables)(x)
+        gradients.update(zip([variable.path for variable in variables], of_variables, strict=True))
+        return gradient, value
+
+    def call(self, x):
+        return self.op(x)
+
+
+def state_of(layer):
+    return [numpy(variable) for variable in layer.non_trainable_variables]
+
+
+def gradients(layer, function):
+    variables = layer.trainable_variables
+    return grad(lambda x: ops.sum(ops.sin(function(x))), argnums=0, variables=variables)(array(X))
+
+
+@pytest.mark.parametrize("depth", [3, pytest.param(20, marks=slow_on("jax", "tensorflow"))])
+def test_the_gradients_and_the_state_are_those_of_the_plain_network(depth):
+    plain, reversible = Reversible(depth), Reversible(depth)
+    wanted = gradients(plain, plain.plain)
+    close(gradients(reversible, reversible.op), wanted, 1e-3)
+    close(state_of(reversible), state_of(plain))
+    assert len(wanted[1]) == 8 * depth
+
+
+def test_it_is_fitted():
+    """Two steps of `fit` move weights and state as those of the plain network."""
+    results = []
+    for kind in ("plain", "op"):
+        layer = Reversible(3)
+        inputs = keras.Input((2 * WIDTH,), batch_size=BATCH)
+        model = keras.Model(inputs, keras.layers.Lambda(lambda x: x)(layer(inputs)))
+        if kind == "plain":
+            layer.op = layer.plain
+        model.compile(keras.optimizers.SGD(0.1), loss="mse")
+        model.fit(X, np.zeros_like(X), batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+        results.append([numpy(weight) for weight in layer.weights])
+    close(results[1], results[0], 1e-4)
+
+
+def kept(layer, function):
+    """Return how many activations are kept between the forward and the backward pass."""
+    x = array(X)
+    if BACKEND == "jax":
+        import jax
+
+        trainable = [variable.value for variable in layer.trainable_variables]
+        state = [variable.value for variable in layer.non_trainable_variables]
+
+        def stateless(x, trainable):
+            pairs = [*zip(layer.trainable_variables, trainable, strict=True)]
+            pairs += zip(layer.non_trainable_variables, state, strict=True)
+            with keras.StatelessScope(pairs):
+                return function(x)
+
+        return sum(
+            leaf.shape[:1] == (BATCH,) for leaf in jax.tree.leaves(jax.vjp(stateless, x, trainable)[1])
+        )
+    if BACKEND == "torch":
+        import torch
+
+        shapes = []
+        x.requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+            function(x)
+        return sum(shape[:1] == (BATCH,) for shape in shapes)
+    import tensorflow as tf
+
+    # Compiled, as in `fit`. Eager code keeps what a tape records within the function, as `tf.custom_gradient` does.
+    compiled = tf.function(function)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = compiled(x)
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if type(thing) is type(x)]
+    assert tape is not None
+    assert y is not None
+    return sum(tensor.shape[:1] == (BATCH,) for tensor in alive)
+
+
+@pytest.mark.parametrize("depth", [4, pytest.param(20, marks=slow_on("jax", "tensorflow"))])
+@pytest.mark.parametrize("kind", ["op", "plain"])
+def test_memory_does_not_grow_with_the_depth(kind, depth):
+    few, many = [kept(layer, getattr(layer, kind)) for layer in (Reversible(1), Reversible(depth))]
+    if kind == "op":
+        assert many == few
+    else:
+        assert many >= few + (depth - 1) * 4  # so the measure sees what the plain network keeps
