@@ -24,6 +24,10 @@ DIFFERENCES = pytest.mark.parametrize(
 )
 
 
+# The same for a function of few elements: the first order of all, or every order that is asked for.
+ORDERS = pytest.mark.parametrize("highest", [1, pytest.param(None, id="every", marks=pytest.mark.slow)])
+
+
 def slow_on(*backends: str) -> pytest.MarkDecorator:
     """Return the marker of a test that takes long on some backends alone.
 

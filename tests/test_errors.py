@@ -301,6 +301,7 @@ def test_it():
 """
 
 
+@pytest.mark.package
 def test_the_frames_of_the_package_are_hidden(tmp_path):
     """pytest shows the user's line and the error, and what lies between with `--full-trace` alone."""
     path = tmp_path / "test_user.py"

@@ -137,7 +137,8 @@ def kept(layer, function):
         return sum(shape[:1] == (BATCH,) for shape in shapes)
     import tensorflow as tf
 
-    # Compiled, as in `fit`. Eager code keeps what a tape records within the function, as `tf.custom_gradient` does.
+    # Compiled, as in `fit`. Eagerly, the tape keeps what it recorded within the function, as it does for
+    # `tf.custom_gradient`.
     compiled = tf.function(function)
     with tf.GradientTape() as tape:
         tape.watch(x)

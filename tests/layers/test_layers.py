@@ -80,8 +80,11 @@ def test_the_gradient(name):
     close(slope(make())(array(X)), array(wanted(X, WEIGHTS)))
 
 
+# OpenVINO compiles each step of the iteration.
 @pytest.mark.forward
-@every_layer
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=slow_on("openvino")) if n == "FixedPoint" else n for n in LAYERS]
+)
 def test_the_config(name):
     layer = LAYERS[name][0](name="own")
     layer(array(X))

@@ -12,6 +12,20 @@ XS, WS = jnp.stack([X, X * 0.5, 0.25 - X, -X]), jnp.stack([W, W + 1.0, -W, W * W
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
+def each_with(name, values, everywhere, cases=CASES, thorough=("intermediate",)):
+    """Parametrize a test with pairs of a case and a value.
+
+    The fast run has the pairs of a `thorough` case with every value, and those of every case with the values
+    in `everywhere`.
+    """
+    pairs = []
+    for title, value in values.items():
+        for id_, case in cases.items():
+            marks = () if title in everywhere or id_ in thorough else pytest.mark.slow
+            pairs.append(pytest.param(case, value, id=f"{id_}-{title}", marks=marks))
+    return pytest.mark.parametrize(("case", name), pairs)
+
+
 def weighted(tree):
     """A sum of all numbers, each with a weight of its own."""
     weights = [jnp.cos(jnp.arange(leaf.size, dtype="float32")) for leaf in jax.tree.leaves(tree)]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import CASES
-from orders import EACH, WS, XS, W, X, first, orders, same
+from orders import EACH, WS, XS, W, X, each_with, first, orders, same
 from support import close
 
 from multigrad import op_custom_gradient
@@ -39,8 +39,7 @@ DONE = {
 }
 
 
-@EACH
-@pytest.mark.parametrize("done", DONE.values(), ids=DONE)
+@each_with("done", DONE, everywhere=("first", "mapped"))
 def test_done_to_derivatives_that_were_written_down(case, done):
     """The rule stays in force in the program of a derivative."""
     got, wanted = done(jax.jit(first(case.op))), done(first(case.meant))

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL
-from orders import WS, XS, W, X, first, orders, same, weighted
+from orders import WS, XS, W, X, each_with, first, orders, same, weighted
 from support import close, sizes_made
 
 from multigrad import op_custom_gradient
 
-EACH = pytest.mark.parametrize("case", [*CASES.values(), ONE_FOR_ALL], ids=[*CASES, "one for all"])
+EVERY = {**CASES, "one for all": ONE_FOR_ALL}
+EACH = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None), 1)]
 
 
@@ -40,10 +41,10 @@ def test_derivatives_within(case, axes):
     close(got, loop(orders(case.meant), axes, 0)(*along(axes)), 1e-4)
 
 
-@EACH
-@pytest.mark.parametrize(("axes", "out_axes"), AXES, ids=str)
-def test_gradients_of_the_whole(case, axes, out_axes):
+@each_with("along_axes", {str(axes): axes for axes in AXES}, [str(AXES[1])], EVERY, ("one for all",))
+def test_gradients_of_the_whole(case, along_axes):
     """An argument that is not mapped gets the sum over the elements."""
+    axes, out_axes = along_axes
     got = jax.value_and_grad(lambda x, w: weighted(jax.vmap(case.op, axes, out_axes)(x, w)), (0, 1))
     wanted = jax.value_and_grad(lambda x, w: weighted(loop(case.meant, axes, out_axes)(x, w)), (0, 1))
     for wrap in (lambda f: f, jax.jit):
