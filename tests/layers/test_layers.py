@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, DIFFERENTIATES, array, close, numpy
+from support import BACKEND, DIFFERENTIATES, array, close, numpy, slow_on
 
 from multigrad import grad, layers, ops
 
