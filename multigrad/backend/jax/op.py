@@ -155,7 +155,8 @@ def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
             required="for a derivative of the gradient, a function that JAX differentiates, or a rule that "
             "closes over inputs, outputs and constants alone",
             got=f"{type(error).__name__}: {error}",
-            fix="make what the rule uses an output of an op of its own",
+            fix="return what the rule uses as an output of an op of its own; an object of another library, "
+            "such as a sparse matrix, can be a global variable",
         )
     )
 
