@@ -7,7 +7,7 @@ the active Keras backend is ever imported.
 
 import importlib
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -264,6 +264,20 @@ class Backend(Protocol):
     @staticmethod
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of tensors as the framework's compiler has it, forward and backward."""
+
+    @staticmethod
+    def jit(
+        function: Callable[..., Any], name: str, static: Mapping[str, int | None], options: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """A function as the framework's compiler has it, with the Keras Variables that it reads and assigns.
+
+        It takes and returns nested structures, which every compiler flattens itself. `name` is for messages,
+        and `static` holds the names and positions of static parameters, None where one is keyword-only.
+        """
+
+    @staticmethod
+    def is_constant(tensor: Any) -> bool:
+        """Whether the value of a variable, which is this tensor, is a constant of what is compiled here."""
 
     @staticmethod
     def wide() -> AbstractContextManager[Any]:

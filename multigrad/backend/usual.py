@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import keras
@@ -57,6 +57,16 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
+
+
+def is_constant(tensor: Any) -> bool:
+    return False
+
+
+def jit(
+    function: Callable[..., Any], name: str, static: Mapping[str, int | None], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    return function
 
 
 def wide() -> contextlib.AbstractContextManager[Any]:

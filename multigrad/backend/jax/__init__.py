@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from multigrad.backend import Call
+from multigrad.backend.jax.compiled_function import is_constant, jit
 from multigrad.backend.jax.gradients import (
     compiled,
     gradients_expected,

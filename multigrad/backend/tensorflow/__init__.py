@@ -23,6 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from multigrad.backend import Call, Pullback
+from multigrad.backend.tensorflow.compiled_function import jit
 from multigrad.backend.tensorflow.gradients import gradients_expected, jacobian, value_and_grad, vjp
 from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
 from multigrad.backend.tensorflow.programs import compiled, program, uncompiled
@@ -51,7 +52,15 @@ from multigrad.backend.tensorflow.tensors import (
     specs_of,
 )
 from multigrad.backend.tensorflow.variables import Place, read_beside
-from multigrad.backend.usual import assign, constant, defaults_of, is_reading_code, snapshot, wide
+from multigrad.backend.usual import (
+    assign,
+    constant,
+    defaults_of,
+    is_constant,
+    is_reading_code,
+    snapshot,
+    wide,
+)
 from multigrad.closure import lift, restore
 
 

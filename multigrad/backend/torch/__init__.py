@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from multigrad.backend import Call
+from multigrad.backend.torch.compiled_function import jit
 from multigrad.backend.torch.gradients import (
     gradients_expected,
     jacobian,
@@ -61,7 +62,16 @@ from multigrad.backend.torch.tensors import (
     specs_of,
 )
 from multigrad.backend.torch.transforms import apply_transforming, is_apart
-from multigrad.backend.usual import after, as_tensor, assign, library_code, program, sizes, wide
+from multigrad.backend.usual import (
+    after,
+    as_tensor,
+    assign,
+    is_constant,
+    library_code,
+    program,
+    sizes,
+    wide,
+)
 
 
 def apply(call: Call, tensors: Sequence[torch.Tensor], apart: bool = False) -> Any:
