@@ -158,7 +158,7 @@ def test_an_exception_in_the_trace_leaves_the_variables():
 
     with pytest.raises(KeyError, match="missing"):
         f(array(1.0))
-    if BACKEND == "torch":  # which runs the function as it is where an exception leaves it
+    if BACKEND not in ("jax", "tensorflow"):  # elsewhere the function runs as it is up to the exception
         return
     assert numpy(v) == 1.0
     close(v + 1.0, array(2.0))

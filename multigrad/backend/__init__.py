@@ -24,6 +24,22 @@ Spec = tuple[Any, Any, Any]
 the shape is known at run time only, the tensor itself (None otherwise)."""
 
 
+TensorSpec = tuple[Sequence[int | None], str]
+"""The shape and dtype of a tensor, in Keras's terms. None is a dimension that a graph does not know."""
+
+
+class HostFunction(Protocol):
+    """A function of NumPy arrays, which checks its results."""
+
+    name: str
+
+    def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Call it in eager code."""
+
+    def in_program(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Call it from a compiled program, of whose errors the text alone comes back."""
+
+
 class Pullback(Protocol):
     """How the rule of one run is called, and its answer read. It holds no tensor, and not the rule."""
 
@@ -278,6 +294,19 @@ class Backend(Protocol):
     @staticmethod
     def is_constant(tensor: Any) -> bool:
         """Whether the value of a variable, which is this tensor, is a constant of what is compiled here."""
+
+    @staticmethod
+    def host_code(function: F) -> F:
+        """Mark a function that calls the host, so that a compiler of Python leaves it as it is."""
+
+    @staticmethod
+    def host_call(
+        function: HostFunction, tensors: Sequence[Any], specs: Sequence[TensorSpec], vectorized: bool
+    ) -> Sequence[Any]:
+        """Call a function of the host with the values of the tensors, where the program runs.
+
+        `specs` are those of its results. With `vectorized`, it may be called with a further leading axis.
+        """
 
     @staticmethod
     def wide() -> AbstractContextManager[Any]:

@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from multigrad.backend import Call
+from multigrad.backend import Call, HostFunction, TensorSpec
 from multigrad.backend.usual import (  # noqa: F401 - names of `Backend`
     after,
     as_tensor,
     assign,
     constant,
     defaults_of,
+    host_code,
     is_constant,
     is_reading_code,
     jit,
@@ -53,6 +54,13 @@ def concrete(tensor: Any) -> np.ndarray:
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
     outputs, _, _, back = call.run(tensors)
     return back.output.join(outputs)
+
+
+def host_call(
+    function: HostFunction, tensors: Sequence[Any], specs: Sequence[TensorSpec], vectorized: bool
+) -> Sequence[Any]:
+    arrays = function([np.asarray(keras.ops.convert_to_numpy(tensor)) for tensor in tensors])
+    return [as_tensor(array) for array in arrays]
 
 
 def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any], variables: int) -> NoReturn:

@@ -23,6 +23,10 @@ def library_code(function: F) -> F:
     return function
 
 
+def host_code(function: F) -> F:
+    return function
+
+
 def constant(function: F) -> F:
     return function
 

@@ -37,6 +37,7 @@ from multigrad.backend.jax.gradients import (
     value_and_grad,
     vjp,
 )
+from multigrad.backend.jax.host_call import host_call
 from multigrad.backend.jax.op import Op, tie
 from multigrad.backend.jax.primitives import TangentGate
 from multigrad.backend.jax.residuals import Step, residuals_of
@@ -63,6 +64,7 @@ from multigrad.backend.usual import (
     as_tensor,
     constant,
     defaults_of,
+    host_code,
     is_reading_code,
     library_code,
     sizes,

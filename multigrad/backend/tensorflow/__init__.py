@@ -26,6 +26,7 @@ from multigrad.backend import Call, Pullback
 from multigrad.backend.tensorflow.compiled_function import jit
 from multigrad.backend.tensorflow.gradients import gradients_expected, jacobian, value_and_grad, vjp
 from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
+from multigrad.backend.tensorflow.host_call import host_call, host_code
 from multigrad.backend.tensorflow.programs import compiled, program, uncompiled
 from multigrad.backend.tensorflow.tapes import (
     VariableWatcher,

@@ -36,6 +36,7 @@ from multigrad.backend.torch.gradients import (
     value_and_grad,
     vjp,
 )
+from multigrad.backend.torch.host_call import host_call, host_code
 from multigrad.backend.torch.node import HasRun, MoreInputs, attach, join_of
 from multigrad.backend.torch.programs import apply_compiled, apply_exporting, compiled, uncompiled
 from multigrad.backend.torch.state import (
