@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multigrad.calculus.derivatives import grad, hessian, jacobian, jvp, value_and_grad, vjp
+    from multigrad.compilation import jit
     from multigrad.core.op import op_custom_gradient
     from multigrad.tracing.trace import trace_gradients
 
@@ -20,6 +21,7 @@ __all__ = [
     "grad",
     "hessian",
     "jacobian",
+    "jit",
     "jvp",
     "op_custom_gradient",
     "trace_gradients",
@@ -31,6 +33,7 @@ _MODULES = {
     "grad": "multigrad.calculus.derivatives",
     "hessian": "multigrad.calculus.derivatives",
     "jacobian": "multigrad.calculus.derivatives",
+    "jit": "multigrad.compilation",
     "jvp": "multigrad.calculus.derivatives",
     "op_custom_gradient": "multigrad.core.op",
     "trace_gradients": "multigrad.tracing.trace",

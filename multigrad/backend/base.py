@@ -12,7 +12,7 @@ import abc
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +26,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 Spec = tuple[Any, Any, Any]
 """The shape and dtype that the gradient of a tensor must have, in the framework's own types. The third item
 is the tensor itself where its shape is known at run time only, and None otherwise."""
+
+
+TensorSpec = tuple[Sequence[int | None], str]
+"""The shape and dtype of a tensor, in Keras's terms. None is a dimension that a graph does not know."""
+
+
+class HostFunction(Protocol):
+    """A function of NumPy arrays, which checks its results."""
+
+    name: str
+
+    def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Call the function in eager code."""
+
+    def in_program(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Call the function from a compiled program, which passes on only the text of an error."""
 
 
 class Options(NamedTuple):
@@ -249,6 +265,44 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def is_compiling() -> bool:
         """Return whether this code runs in a function that is being compiled."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def host_call(
+        function: HostFunction, tensors: Sequence[Any], specs: Sequence[TensorSpec], vectorized: bool
+    ) -> Sequence[Any]:
+        """Call a function of NumPy arrays with the values of the tensors, when the program runs.
+
+        Arguments:
+            function: the function.
+            tensors: its arguments.
+            specs: the shape and dtype of each result.
+            vectorized: whether the function may be called with a further leading axis.
+        """
+
+    @staticmethod
+    def jit(
+        function: Callable[..., Any], name: str, static: Mapping[str, int | None], options: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """Return the function, compiled. Keras Variables that it reads or assigns become inputs or outputs.
+
+        Arguments:
+            function: a function of nested structures, which every framework's compiler flattens itself.
+            name: the name of the function in messages.
+            static: the names and positions of static parameters; None for a keyword-only one.
+            options: keyword arguments of the framework's compiler.
+        """
+        return function
+
+    @staticmethod
+    def is_constant(tensor: Any) -> bool:
+        """Return whether the value of a variable, this tensor, is a constant of the program compiled here."""
+        return False
+
+    @staticmethod
+    def host_code(function: F) -> F:
+        """Mark a function that calls the host, so that a compiler of Python code does not trace it."""
+        return function
 
     @staticmethod
     def extend_reads(reads: type[Any]) -> type[Any]:

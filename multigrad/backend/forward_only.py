@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from multigrad.backend.base import Backend, Call, Spec
+from multigrad.backend.base import Backend, Call, HostFunction, Spec, TensorSpec
 from multigrad.core.type_sets import TypeSet
 from multigrad.frameworks import DIFFERENTIATING
 
@@ -73,6 +73,13 @@ class ForwardOnlyBackend(Backend):
     @staticmethod
     def is_compiling() -> bool:
         return False
+
+    @staticmethod
+    def host_call(
+        function: HostFunction, tensors: Sequence[Any], specs: Sequence[TensorSpec], vectorized: bool
+    ) -> Sequence[Any]:
+        arrays = function([np.asarray(keras.ops.convert_to_numpy(tensor)) for tensor in tensors])
+        return [keras.ops.convert_to_tensor(array) for array in arrays]
 
     @staticmethod
     def wide() -> NoReturn:

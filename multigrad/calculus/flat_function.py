@@ -16,6 +16,7 @@ from multigrad.calculus.validation import (
     as_differentiable,
     as_index,
     require_distinct_variables,
+    require_not_constant,
     require_pair,
     resolve_positions,
 )
@@ -81,6 +82,7 @@ class FlatFunction:
             for leaf in leaves_of(structure)
         ]
         values = [as_differentiable(function.name, f"variable {v.path!r}", v) for v in self._variables]
+        require_not_constant(function.name, self._variables, values)
         self._leaf_count = len(leaves)
         self.primals = leaves + values
         self._assigned_variables: list[keras.Variable] = []

@@ -9,6 +9,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.core.errors import describe, message, shape_text
+from multigrad.core.variables import in_scope
 
 
 def require_scalar(name: str, value: Any) -> Any:
@@ -74,6 +75,27 @@ def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -
                 )
             )
     return variables
+
+
+def require_not_constant(name: str, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
+    """Raise if a compiler would take the values of the variables for constants."""
+    if in_scope():
+        return
+    constant = [
+        v.path for v, value in zip(variables, values, strict=True) if backend.active.is_constant(value)
+    ]
+    if constant:
+        raise TypeError(
+            message(
+                name,
+                "variables are differentiated in a jax.jit, which takes their values for constants, so later "
+                "calls would not see new values",
+                argument="'variables'",
+                required="multigrad.jit, or a keras.StatelessScope, in which variables are inputs",
+                got=", ".join([f"variable {path!r}" for path in constant]),
+                fix="compile with multigrad.jit in place of jax.jit",
+            )
+        )
 
 
 def require_pair(name: str, result: Any) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from keras import ops as _keras_ops
 
 from multigrad.core.op import op_custom_gradient
+from multigrad.ops.host_call import host_call
 from multigrad.ops.implicit import fixed_point, implicit_root
 from multigrad.ops.linear_cross_entropy import linear_cross_entropy
 from multigrad.ops.quantizing import (
@@ -52,6 +53,7 @@ __all__ = [
     "custom_gradient",
     "fake_quantize",
     "fixed_point",
+    "host_call",
     "implicit_root",
     "linear_cross_entropy",
     "log1pexp",

@@ -6,6 +6,7 @@ down, and the arrow of gradients up.
 
 import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,23 +14,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from multigrad.core.errors import message
+from multigrad.tracing.diagnosis import diagnose, first_bad, innermost
 from multigrad.tracing.records import CallRecord, StepRecord, Values, largest_magnitude
-from multigrad.tracing.table import format_number, format_value
+from multigrad.tracing.table import format_compact, format_number, format_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _GREY, _BOX, _RED = "#263238", "#90a4ae", "#eceff1", "#d32f2f"
+# Text on white and on a box has a contrast of at least 4.5.
+_INK, _GREY, _BOX, _RED = "#263238", "#546e7a", "#eceff1", "#c62828"
 _COLORMAP = "viridis_r"
 
 # Lengths are in inches, and so are the coordinates of the axes.
-_BOX_HEIGHT, _MIN_GAP, _LINE_HEIGHT, _HEADER_HEIGHT = 0.4, 0.95, 0.17, 0.35
+_BOX_HEIGHT, _MIN_GAP, _SMALL_GAP, _LINE_HEIGHT, _HEADER_HEIGHT = 0.4, 0.95, 0.6, 0.17, 0.35
 _VALUES_X, _GRADIENTS_X = -0.3, 0.3  # the columns of arrows
 _VALUE_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 0.03, 0.04, 0.26  # of arrows
 # Font sizes in points, and the approximate width of a character at each size.
 _FONT, _SMALL_FONT, _BOLD_FONT = 10, 8, 11
 _CHARACTER, _SMALL_CHARACTER, _BOLD_CHARACTER = 0.082, 0.062, 0.1
+_MANY = 12
+"""From so many calls on, an array has one line of text."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,10 @@ class _Link:
     magnitude: float | None
     """The largest absolute value of the gradient along the chain, None if there is no gradient."""
     is_finite: bool
+    marks_value: bool
+    """Whether the first bad value of the trace comes here."""
+    marks_gradient: bool
+    """Whether the first bad gradient of the trace comes here."""
     values_joined: bool
     """Whether an output of the call above is an input of the call below, so the arrow has no gap."""
     gradients_joined: bool
@@ -58,7 +67,8 @@ def draw_trace(
         first_steps.setdefault(step.call.number, step)
     drawn_steps = [first_steps.get(call.number) for call in drawn]
     flags = [[*c.flags, *(s.flags if s else [])] for c, s in zip(drawn, drawn_steps, strict=True)]
-    links = _links(drawn, drawn_steps)
+    links = _links(drawn, drawn_steps, first_bad(calls, steps))
+    summary = _summary(calls, steps, links)
     half_box = 0.5 * max(1.2, 0.25 + _BOLD_CHARACTER * max(len(call.title) for call in drawn))
     left = max(
         1.1,
@@ -67,10 +77,17 @@ def draw_trace(
     )
     right = max(_text_width([link.gradient_text for link in links], _CHARACTER) + 0.6, half_box + 1.0)
     lines = max(1 + text.count("\n") for link in links for text in (link.value_text, link.gradient_text))
-    gap = max(_MIN_GAP, 0.1 + lines * _LINE_HEIGHT)
+    gap = max(_MIN_GAP if len(drawn) < _MANY else _SMALL_GAP, 0.1 + lines * _LINE_HEIGHT)
     height = len(drawn) * (_BOX_HEIGHT + gap) + gap + _HEADER_HEIGHT
-    figure = plt.figure(figsize=(left + right + 0.2, height + 0.2))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-left - 0.1, right + 0.1), ylim=(-height - 0.1, 0.1))
+    texts = [textwrap.fill(line, int((left + right) / _CHARACTER)) for line in summary]
+    above = sum(_height(text) for text in texts) + 0.1
+    figure = plt.figure(figsize=(left + right + 0.2, height + above + 0.2))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-left - 0.1, right + 0.1), ylim=(-height - 0.1, above + 0.1))
+    y = above
+    for text in texts:
+        color = _RED if text.startswith(("Forward", "Backward")) else _GREY
+        axes.text(-left, y, text, va="top", color=color, fontsize=_FONT)
+        y -= _height(text)
     axes.set_axis_off()
     header: dict[str, Any] = {"color": _GREY, "fontsize": _BOLD_FONT, "va": "top"}
     axes.text(_VALUES_X, 0, "values ↓", ha="right", **header)
@@ -80,6 +97,10 @@ def draw_trace(
         top = -_HEADER_HEIGHT - gap - i * (_BOX_HEIGHT + gap)
         _draw_call(axes, top, half_box, call.title, drawn_steps[i], flags[i])
     return figure
+
+
+def _height(text: str) -> float:
+    return (1 + text.count("\n")) * _LINE_HEIGHT + 0.05
 
 
 def _text_width(texts: Sequence[str], character: float) -> float:
@@ -104,7 +125,7 @@ def _import_pyplot() -> Any:
 
 def _select(calls: Sequence[CallRecord], numbers: Sequence[int] | None) -> list[CallRecord]:
     if numbers is None:
-        selected = [call for call in calls if call.within is None]
+        selected = innermost(calls)
     else:
         selected = [call for call in calls if call.number in set(numbers)]
     if not selected or (numbers is not None and len(selected) < len(set(numbers))):
@@ -120,8 +141,28 @@ def _select(calls: Sequence[CallRecord], numbers: Sequence[int] | None) -> list[
     return selected
 
 
-def _links(calls: Sequence[CallRecord], steps: Sequence[StepRecord | None]) -> list[_Link]:
-    """Return the link before the first call, those between calls, and the one after the last call."""
+def _summary(calls: Sequence[CallRecord], steps: Sequence[StepRecord], links: Sequence[_Link]) -> list[str]:
+    """Return where the trace goes wrong, and what the width of an arrow means."""
+    magnitudes = [link.magnitude for link in links if link.magnitude and math.isfinite(link.magnitude)]
+    if not magnitudes:
+        return diagnose(calls, steps)
+    low, high = format_number(min(magnitudes)), format_number(max(magnitudes))
+    scale = f"from {low} to {high}" if low != high else low
+    width = f"Width and colour of a gradient: its largest absolute value, logarithmic, {scale}."
+    return [*diagnose(calls, steps), width]
+
+
+def _links(
+    calls: Sequence[CallRecord],
+    steps: Sequence[StepRecord | None],
+    marked: tuple[int | None, int | None],
+) -> list[_Link]:
+    """Return the link before the first call, those between calls, and the one after the last call.
+
+    `marked` are the numbers of the calls with the first bad value and gradient.
+    """
+    compact = len(calls) >= _MANY
+    bad_value, bad_gradient = marked
     ends: list[tuple[CallRecord | None, StepRecord | None]] = [
         (None, None),
         *zip(calls, steps, strict=True),
@@ -131,23 +172,38 @@ def _links(calls: Sequence[CallRecord], steps: Sequence[StepRecord | None]) -> l
     for (above, step_above), (below, step_below) in itertools.pairwise(ends):
         values = [above.outputs if above else None, below.inputs if below else None]
         gradients = [
-            step_below.downstream if step_below else None,
+            (step_below.downstream or None) if step_below else None,  # a layer has none
             step_above.upstream if step_above else None,
         ]
-        links.append(_link(values, gradients))
+        arrives = below is not None and below.number == bad_value and bool(_first_flags(below.inputs))
+        leaves = above is not None and above.number == bad_value and not _first_flags(above.inputs)
+        gradient = above is not None and above.number == bad_gradient
+        links.append(_link(values, gradients, compact, arrives or leaves, gradient))
     return links
 
 
-def _link(values: Sequence[Values | None], gradients: Sequence[Values | None]) -> _Link:
+def _first_flags(values: Values) -> bool:
+    return any(array is not None and not np.isfinite(array).all() for array in values.values())
+
+
+def _link(
+    values: Sequence[Values | None],
+    gradients: Sequence[Values | None],
+    compact: bool,
+    marks_value: bool,
+    marks_gradient: bool,
+) -> _Link:
     """Return the link for values from above to below, and gradients from below to above."""
     present = [end for end in gradients if end is not None]
     arrays = [array for end in present for array in end.values() if array is not None]
     return _Link(
-        _text(values),
-        _text(gradients, upward=True),
+        _text(values, compact),
+        _text(gradients, compact, upward=True),
         # The upstream gradient of the call above belongs to the chain. Downstream also has parameters.
         (largest_magnitude(present[-1]) or 0.0) if arrays else None,
         all([bool(np.isfinite(array).all()) for array in arrays]),
+        marks_value,
+        marks_gradient,
         _are_joined(values),
         _are_joined(gradients),
     )
@@ -162,15 +218,17 @@ def _are_joined(ends: Sequence[Values | None]) -> bool:
     return any(a.shape == b.shape and a.tobytes() == b.tobytes() for a in start for b in stop)
 
 
-def _text(ends: Sequence[Values | None], upward: bool = False) -> str:
+def _text(ends: Sequence[Values | None], compact: bool, upward: bool = False) -> str:
     """Return the values at both ends of an arrow, from top to bottom, or at one end if they are joined."""
     present = [end for end in ends if end is not None]
-    texts = [_values_text(end) for end in (present[:1] if _are_joined(ends) else present)]
+    present = present[:1] if _are_joined(ends) else present
+    texts = [_values_text(end, compact) for end in (present[-1:] if compact else present)]
     return "\n⋮\n".join(reversed(texts) if upward else texts)
 
 
-def _values_text(values: Values) -> str:
-    formatted = [(path, format_value(values, path)) for path, array in values.items() if array is not None]
+def _values_text(values: Values, compact: bool) -> str:
+    form = format_compact if compact else format_value
+    formatted = [(path, form(values, path)) for path, array in values.items() if array is not None]
     lines = [text if len(values) == 1 else f"{path}: {text}" for path, text in formatted]
     return "\n".join(line.replace("\n", "  ") for line in lines) or "none"
 
@@ -185,9 +243,18 @@ def _draw_links(axes: "Axes", links: Sequence[_Link], gap: float, colormap: Any)
         top = -_HEADER_HEIGHT - i * (_BOX_HEIGHT + gap) - 0.04
         bottom = top - gap + 0.08
         middle = 0.5 * (top + bottom)
-        _draw_arrow(axes, _VALUES_X, top, bottom, _GREY, _VALUE_WIDTH, link.values_joined)
+        value_color = _RED if link.marks_value else _GREY
+        width = _MAX_WIDTH / 2 if link.marks_value else _VALUE_WIDTH
+        _draw_arrow(axes, _VALUES_X, top, bottom, value_color, width, link.values_joined)
         axes.text(
-            _VALUES_X - 0.15, middle, link.value_text, ha="right", va="center", color=_INK, fontsize=_FONT
+            _VALUES_X - 0.15,
+            middle,
+            link.value_text,
+            ha="right",
+            va="center",
+            color=_RED if link.marks_value else _INK,
+            fontsize=_FONT,
+            weight="bold" if link.marks_value else "normal",
         )
         if link.magnitude is None:
             continue
@@ -206,7 +273,12 @@ def _draw_links(axes: "Axes", links: Sequence[_Link], gap: float, colormap: Any)
             va="center",
             color=text_color,
             fontsize=_FONT,
+            weight="bold" if link.marks_gradient else "normal",
         )
+        if link.marks_gradient:
+            axes.plot(
+                [_GRADIENTS_X + 0.02], [middle], marker="o", markersize=12, mfc="white", mec=_RED, mew=2
+            )
 
 
 def _draw_arrow(

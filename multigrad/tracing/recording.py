@@ -1,7 +1,7 @@
 """How calls are recorded while a trace is open.
 
 `recording` replaces `op.apply`, so that every call of an op becomes a `_RecordedCall`: a call
-that also reports its values to a `_CallRecorder`. The function, the rule and the backend's part of the call
+that also reports its values to a `CallRecorder`. The function, the rule and the backend's part of the call
 are the same as outside of a trace. While no trace is open, `op.apply` is the backend's own
 function, so ops have no overhead.
 """
@@ -9,6 +9,7 @@ function, so ops have no overhead.
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 OPEN_TRACES: ContextVar[tuple["Trace", ...]] = ContextVar("open traces", default=())
 """The traces that are open in this thread or task, outermost first."""
 
-_ENCLOSING: ContextVar["_CallRecorder | _RerunRecorder | None"] = ContextVar("enclosing call", default=None)
+ENCLOSING: ContextVar["CallRecorder | _RerunRecorder | None"] = ContextVar("enclosing call", default=None)
 """The recorder of the call whose function or rule is running."""
 
 
@@ -56,32 +57,30 @@ class _RecordedCall(Call):
     """A call that is recorded."""
 
     __slots__ = ("_recorder",)
-    _recorder: "_CallRecorder"
+    _recorder: "CallRecorder"
 
     def __init__(self, call: Call) -> None:
         super().__init__(call.f, call.back, call.options)
 
     def run(self, tensors: Sequence[Any], **how: Any) -> Ran:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
-        enclosing = _ENCLOSING.get()
-        recorder = enclosing.recorder_of(self.name) if enclosing else _CallRecorder(self.name)
-        self._recorder = recorder
-        with _enclosed_by(_RerunRecorder(recorder) if recorder.has_run else recorder):
+        self._recorder = recorder = recorder_here(self.name)
+        with enclosed_by(recorder):
             outputs, rule, inputs, back = super().run(tensors, **how)
         if not recorder.has_run:
-            recorder.record_run(back, inputs, outputs)
+            recorder.record_run(_input_paths(back), _output_paths(back), inputs, outputs)
         return outputs, rule, inputs, _RecordedPullback(back, recorder)
 
     def run_again(self, inputs: Sequence[Any], first: Pullback, f: Callable[..., Any] | None = None) -> Ran:
         """Run the function again for a second derivative. Ops in it are not recorded a second time."""
-        with _enclosed_by(_RerunRecorder(self._recorder)):
+        with enclosed_by(self._recorder):
             return super().run_again(inputs, first, f)
 
 
 class _RecordedPullback(Pullback):
     """The pullback of a recorded call."""
 
-    def __init__(self, back: Pullback, recorder: "_CallRecorder") -> None:
+    def __init__(self, back: Pullback, recorder: "CallRecorder") -> None:
         self.__dict__ |= vars(back)
         self._back, self._recorder = back, recorder
 
@@ -105,15 +104,26 @@ class _RecordedPullback(Pullback):
 
 
 @contextlib.contextmanager
-def _enclosed_by(recorder: "_CallRecorder | _RerunRecorder") -> Iterator[None]:
-    token = _ENCLOSING.set(recorder)
+def _enclosed_by(recorder: "CallRecorder | _RerunRecorder") -> Iterator[None]:
+    token = ENCLOSING.set(recorder)
     try:
         yield
     finally:
-        _ENCLOSING.reset(token)
+        ENCLOSING.reset(token)
 
 
-class _CallRecorder:
+def enclosed_by(recorder: "CallRecorder") -> AbstractContextManager[None]:
+    """Return a context in which the function of a call runs, for the first time or again."""
+    return _enclosed_by(_RerunRecorder(recorder) if recorder.has_run else recorder)
+
+
+def recorder_here(op: str, layer: str = "", traces: Sequence["Trace"] | None = None) -> "CallRecorder":
+    """Return the recorder of a call that is made here. `layer` is the class of a layer."""
+    enclosing = ENCLOSING.get()
+    return enclosing.recorder_of(op, layer, traces) if enclosing else CallRecorder(op, None, layer, traces)
+
+
+class CallRecorder:
     """Adds one call of an op, and the steps of its rule, to the traces that are open at the call.
 
     It holds no tensors, because tensors may be traced: `backend.active.observe` delivers their values, once
@@ -121,45 +131,60 @@ class _CallRecorder:
     in the order of the examples.
     """
 
-    def __init__(self, op: str, within: str | None = None) -> None:
-        self.op, self._within = op, within
+    def __init__(
+        self, op: str, within: str | None, layer: str = "", traces: Sequence["Trace"] | None = None
+    ) -> None:
+        self.op, self._within, self._layer = op, within, layer
         self.has_run = False
-        self.nested: list[_CallRecorder] = []
+        self.nested: list[CallRecorder] = []
         """The recorders of the ops that the function called, followed by those that the rule called."""
         self._records: list[tuple[Trace, list[CallRecord], Iterator[int]]] = [
-            (trace, [], itertools.count()) for trace in OPEN_TRACES.get()
+            (trace, [], itertools.count()) for trace in (OPEN_TRACES.get() if traces is None else traces)
         ]
         """For each trace: the records of this call, and a counter of its steps."""
 
-    def recorder_of(self, op: str) -> "_CallRecorder":
-        """Return the recorder of an op that this call's function or rule calls."""
-        self.nested.append(_CallRecorder(op, self.op))
+    def recorder_of(
+        self, op: str, layer: str = "", traces: Sequence["Trace"] | None = None
+    ) -> "CallRecorder":
+        """Return the recorder of an op or layer that this call's function or rule calls."""
+        self.nested.append(CallRecorder(op, self.op, layer, traces))
         return self.nested[-1]
 
-    def record_run(self, back: Pullback, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def record_run(
+        self,
+        input_paths: Sequence[str],
+        output_paths: Sequence[str],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+    ) -> None:
         """Record the inputs and outputs of the function as soon as they have values."""
         self.has_run = True
-        self._input_paths, self._output_paths = _input_paths(back), _output_paths(back)
+        self._input_paths, self._output_paths = input_paths, output_paths
 
         def add(values: Sequence[np.ndarray | None]) -> None:
             input_values, output_values = self._split_by_path(values)
             for trace, records, _ in self._records:
                 if trace.open:
-                    records.append(trace.add_call(self.op, self._within, input_values, output_values))
+                    call = trace.add_call(self.op, self._within, input_values, output_values, self._layer)
+                    records.append(call)
 
         _observe(add, [*inputs, *outputs])
 
-    def record_step(self, upstream: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Record the gradients of the rule as soon as they have values."""
+    def record_step(self, upstream: Sequence[Any], gradients: Sequence[Any] | None) -> None:
+        """Record the gradients of the rule as soon as they have values. A layer has none but `upstream`."""
 
         def add(values: Sequence[np.ndarray | None]) -> None:
-            downstream_values, upstream_values = self._split_by_path(values)
+            if gradients is None:
+                downstream_values: Values = {}
+                upstream_values: Values = dict(zip(self._output_paths, values, strict=True))
+            else:
+                downstream_values, upstream_values = self._split_by_path(values)
             for trace, records, step_count in self._records:
                 if trace.open and records:
                     record = records[next(step_count) % len(records)]
                     trace.add_step(record, upstream_values, downstream_values)
 
-        _observe(add, [*gradients, *upstream])
+        _observe(add, [*(gradients or ()), *upstream])
 
     def _split_by_path(self, values: Sequence[np.ndarray | None]) -> tuple[Values, Values]:
         """Return the values of inputs and those of outputs, each by path."""
@@ -171,12 +196,12 @@ class _CallRecorder:
 class _RerunRecorder:
     """Stands for the recorder of a call whose function runs again: ops in it keep their first recorder."""
 
-    def __init__(self, recorder: _CallRecorder) -> None:
+    def __init__(self, recorder: CallRecorder) -> None:
         self._recorder, self._nested = recorder, iter(tuple(recorder.nested))
 
-    def recorder_of(self, op: str) -> _CallRecorder:
-        """Return the recorder that the op has from the first run."""
-        return next(self._nested, None) or self._recorder.recorder_of(op)
+    def recorder_of(self, op: str, layer: str = "", traces: Sequence["Trace"] | None = None) -> CallRecorder:
+        """Return the recorder that the op or layer has from the first run."""
+        return next(self._nested, None) or self._recorder.recorder_of(op, layer, traces)
 
 
 def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: Sequence[Any]) -> None:

@@ -23,6 +23,7 @@ class Summary:
     shape: tuple[int, ...]
     dtype: str
     mean: float | complex | None = None
+    """The mean of the finite elements."""
     largest: float | None = None
     """The largest absolute value, ignoring NaN."""
     zeros: float | None = None
@@ -52,7 +53,8 @@ def summarize(array: np.ndarray) -> Summary:
     # Double precision, because the sum of finite elements can overflow in their own dtype.
     wide = array.astype("complex128" if array.dtype.kind == "c" else "float64")
     with np.errstate(all="ignore"):
-        mean, magnitudes = wide.mean().item(), np.abs(wide)
+        finite, magnitudes = wide[np.isfinite(wide)], np.abs(wide)
+        mean = finite.mean().item() if finite.size else None
     nans = np.isnan(wide)
     return Summary(
         shape,
@@ -76,6 +78,7 @@ class CallRecord:
         within: the name of the op whose function or rule made this call, or None.
         inputs: the tensor arguments, followed by the variables that the function read.
         outputs: the tensors in the output.
+        layer: the name of the class of a layer; empty for an op.
     """
 
     op: str
@@ -83,6 +86,7 @@ class CallRecord:
     within: str | None
     inputs: Values
     outputs: Values
+    layer: str = ""
 
     @property
     def title(self) -> str:
@@ -142,6 +146,12 @@ class StepRecord:
         return [*flags, *self._flag_exploding(upstream, downstream)]
 
     def _flag_exploding(self, upstream: float | None, downstream: float | None) -> Iterator[str]:
+        if not self.downstream:  # a layer
+            reference, largest = self.first_upstream, upstream
+            if reference and largest is not None and reference * self.exploding < largest < math.inf:
+                grown = f"{largest:.3g}, is {largest / reference:.3g} times that of the first step"
+                yield f"exploding: the largest upstream gradient, {grown}"
+            return
         references = {
             "the largest upstream gradient": upstream,
             "the largest upstream gradient of the first step": self.first_upstream,

@@ -1,12 +1,13 @@
-"""`str(trace)`: a trace as a text table with one row per step, followed by its warnings."""
+"""`str(trace)`: where it first goes wrong, a text table with one row per step, and its warnings."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
 
+from multigrad.tracing.diagnosis import diagnose, flag_lines
 from multigrad.tracing.records import CallRecord, StepRecord, Values, summarize
 
 COLUMNS = ("call", "x", "output", "upstream", "current", "downstream")
@@ -16,7 +17,7 @@ _WIDTH = 10_000  # wide enough that rich never wraps or truncates a row
 def format_table(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> str:
     """Format the steps in their order, then the calls that received no gradient, then all flags."""
     if not calls:
-        return "No op was called in this trace."
+        return "No op was called in this trace. trace_gradients(model) records layers, too."
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column(COLUMNS[0])
     for column in COLUMNS[1:]:
@@ -29,16 +30,10 @@ def format_table(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> st
             _add_rows(table, call, None)
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_jupyter=False)
     console.print(table)
+    first = diagnose(calls, steps)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    flags = list(_flag_lines(calls, steps))
-    return "\n".join([*lines, *([""] if flags else []), *flags])
-
-
-def _flag_lines(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> Iterator[str]:
-    for call in calls:
-        yield from (f"{call.title}: {flag}" for flag in call.flags)
-    for step in steps:
-        yield from (f"{step.call.title}: {flag}" for flag in step.flags)
+    flags = list(flag_lines(calls, steps))
+    return "\n".join([*first, *([""] if first else []), *lines, *([""] if flags else []), *flags])
 
 
 def _add_rows(table: Table, call: CallRecord, step: StepRecord | None) -> None:
@@ -62,7 +57,7 @@ def _add_rows(table: Table, call: CallRecord, step: StepRecord | None) -> None:
 
 
 def _cell(values: Values, path: str | None, with_path: bool = False) -> str:
-    if path is None:
+    if path is None or path not in values:
         return ""
     text = format_value(values, path)
     return f"{path}: {text}" if with_path else text
@@ -78,12 +73,28 @@ def format_value(values: Values, path: str) -> str:
         return format_number(summary.value)
     lines = [str(summary.shape)]
     if summary.mean is not None:
-        lines.append(f"mean {format_number(summary.mean)}")
+        of = " of the finite" if summary.nans or summary.infinities else ""
+        lines.append(f"mean{of} {format_number(summary.mean)}")
     if summary.largest is not None:
         lines.append(f"largest {format_number(summary.largest)}")
+    counts = (("NaN", summary.nans), ("Inf", summary.infinities))
+    lines += [f"{count} {word}" for word, count in counts if count]
     if summary.zeros is not None:
         lines.append(f"{100 * summary.zeros:.3g} % zeros")
     return "\n".join(lines)
+
+
+def format_compact(values: Values, path: str) -> str:
+    """Format an array on one line: a number, or the shape and the largest value."""
+    array = values[path]
+    if array is None:
+        return "none"
+    summary = summarize(array)
+    if summary.value is not None:
+        return format_number(summary.value)
+    counts = [f"{n} {word}" for word, n in (("NaN", summary.nans), ("Inf", summary.infinities)) if n]
+    largest = [] if summary.largest is None else [f"largest {format_number(summary.largest)}"]
+    return "  ".join([str(summary.shape), *(counts or largest)])
 
 
 def format_number(number: float | complex) -> str:

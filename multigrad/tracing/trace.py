@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
+
 from multigrad import backend
 from multigrad.core.errors import message
 from multigrad.tracing.recording import OPEN_TRACES, recording
@@ -14,24 +16,30 @@ from multigrad.tracing.table import format_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from multigrad.tracing.layers import TracedLayers
+
 
 class Trace:
     """The calls and steps that a `trace_gradients` context recorded. `print` shows them as a table."""
 
-    def __init__(self, exploding: float) -> None:
+    def __init__(self, exploding: float, layers: "TracedLayers | None" = None) -> None:
         self.calls: list[CallRecord] = []
         """Each call of an op, in the order in which the calls returned."""
         self.steps: list[StepRecord] = []
         """Each run of a rule, in order."""
         self.open = True
         """Whether the context is still active."""
+        self.layers = layers
+        """The layers whose calls are recorded, None if only ops are."""
         self._exploding = exploding
         self._lock = threading.Lock()  # PyTorch may run rules in a thread of its own
 
-    def add_call(self, op: str, within: str | None, inputs: Values, outputs: Values) -> CallRecord:
-        """Record that the function of an op ran."""
+    def add_call(
+        self, op: str, within: str | None, inputs: Values, outputs: Values, layer: str = ""
+    ) -> CallRecord:
+        """Record that the function of an op, or a layer, ran."""
         with self._lock:
-            call = CallRecord(op, len(self.calls) + 1, within, inputs, outputs)
+            call = CallRecord(op, len(self.calls) + 1, within, inputs, outputs, layer)
             self.calls.append(call)
         return call
 
@@ -104,8 +112,8 @@ class Trace:
 
 
 @contextlib.contextmanager
-def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
-    """Record the values and gradients of every op that is called in a context.
+def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Trace]:
+    """Record the values and gradients of every op, and of every layer of a model, in a context.
 
     ```python
     from multigrad import grad, op_custom_gradient, trace_gradients
@@ -123,6 +131,22 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
     # 1 square    2        4        256         4         1024
     ```
 
+    With a model, it records each layer within it as well: its inputs, its output, and the gradient that
+    arrives at the output. Layers are named by their path in the model. The text and the picture begin with
+    the place where NaN or Inf first appears, in the forward pass and on the way back.
+
+    ```python
+    import keras
+    import numpy as np
+    from multigrad import trace_gradients
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with trace_gradients(model) as trace:
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    print([call.op for call in trace.calls])  # ['first', 'dense', 'sequential']
+    ```
+
     The column `current` is the derivative of the op, `downstream / upstream`, if both are scalars. Warnings
     about NaN, Inf, zero or exploding gradients follow the table.
 
@@ -133,6 +157,10 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
       even if they were compiled before. They are slower, and results may differ by rounding. TensorFlow and
       PyTorch disable compilation for all threads. TensorFlow warns that functions in `tf.data` stay compiled.
     - Traces can be nested. Each of them records.
+    - The model is not changed. Its outputs pass an identity in the context, whose rule sees the gradient. A
+      layer that is called several times, such as a shared layer or the cell of an RNN, has a row for each
+      call. Layers have no entry in the columns `current` and `downstream`. Forward mode of JAX (`jax.jvp`)
+      through a traced layer raises.
     - Calls without values are not recorded: calls with symbolic tensors, exported functions, and functions
       that TensorFlow vectorizes (`tf.vectorized_map`, `tape.jacobian`).
     - Under `jax.vmap` each example is a call; under `torch.func.vmap` the batch is one call.
@@ -142,6 +170,7 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
     - The trace copies all values to host memory and keeps them. Ops have no overhead outside of the context.
 
     Arguments:
+        layers: models or layers. Layers within them are recorded, however deep.
         exploding: flag a gradient as exploding if its largest absolute value exceeds, by this factor, that of
             the upstream gradient of the step or of the first step.
 
@@ -151,6 +180,7 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
 
     Raises:
         RuntimeError: if it is called in a function that is being compiled.
+        TypeError: if an argument is not a layer.
 
     Exceptions in the context propagate. The trace keeps what it recorded before.
     """
@@ -164,10 +194,16 @@ def trace_gradients(*, exploding: float = 1e4) -> Iterator[Trace]:
                 fix="open the trace around the call of the compiled function",
             )
         )
-    trace = Trace(exploding)
+    from multigrad.tracing.layers import TracedLayers, recording_layers
+
+    trace = Trace(exploding, TracedLayers(layers) if layers else None)
     token = OPEN_TRACES.set((*OPEN_TRACES.get(), trace))
     try:
-        with backend.active.uncompiled(), recording:
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(backend.active.uncompiled())
+            contexts.enter_context(recording)
+            if layers:
+                contexts.enter_context(recording_layers)
             yield trace
     finally:
         trace.open = False

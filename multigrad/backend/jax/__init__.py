@@ -22,6 +22,8 @@ Files: `apply.py` for one call of an op, `op.py` for its derivatives, `reverse.p
 from multigrad.backend.base import Backend
 from multigrad.backend.jax import gradients, tensors
 from multigrad.backend.jax.apply import apply
+from multigrad.backend.jax.host_call import host_call
+from multigrad.backend.jax.jit import is_constant, jit
 
 
 class JaxBackend(Backend):
@@ -42,6 +44,9 @@ class JaxBackend(Backend):
     gradients_expected = staticmethod(gradients.gradients_expected)
     compiled = staticmethod(gradients.compiled)
     is_compiling = staticmethod(tensors.is_compiling)
+    host_call = staticmethod(host_call)
+    jit = staticmethod(jit)
+    is_constant = staticmethod(is_constant)
     program = staticmethod(gradients.program)
     assign = staticmethod(tensors.assign)
     wide = staticmethod(tensors.wide)

@@ -29,7 +29,7 @@ ATOMS.update(
         True,
     )
 )
-_NUMBERS = TypeSet(bool, int, float, complex, np.ndarray, np.generic)
+NUMBERS = TypeSet(bool, int, float, complex, np.ndarray, np.generic)
 
 
 class _Subtypes(dict[Any, bool]):
@@ -57,7 +57,8 @@ def assign(variable: keras.Variable, value: Any) -> None:
                 "its trace",
                 required="a value that is there, or a keras.StatelessScope, as in `stateless_call`",
                 got=f"a {type(value).__name__}",
-                fix="call the layer through `stateless_call`, or outside of jax.lax.scan and its like",
+                fix="compile with multigrad.jit in place of jax.jit, call the layer through "
+                "`stateless_call`, or outside of jax.lax.scan and its like",
             )
         )
     variable.assign(value)
@@ -117,7 +118,7 @@ def scatter(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
 
 def as_arrays(values: Iterable[Any]) -> list[Any]:
     """Python numbers, which come back as such from where JAX traced them, as arrays."""
-    return [v if TENSORS[type(v)] or not _NUMBERS[type(v)] else jnp.asarray(v) for v in values]
+    return [v if TENSORS[type(v)] or not NUMBERS[type(v)] else jnp.asarray(v) for v in values]
 
 
 def conjugate(arrays: Sequence[Any]) -> list[Any]:

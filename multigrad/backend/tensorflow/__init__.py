@@ -19,6 +19,8 @@ programs, `tensors.py`, and `gradients.py` for `grad`, `vjp` and `jacobian`.
 from multigrad.backend.base import Backend
 from multigrad.backend.tensorflow import gradients, programs, tapes, tensors, variables
 from multigrad.backend.tensorflow.apply import apply
+from multigrad.backend.tensorflow.host_call import host_call, host_code
+from multigrad.backend.tensorflow.jit import jit
 
 
 class TensorFlowBackend(Backend):
@@ -40,6 +42,9 @@ class TensorFlowBackend(Backend):
     gradients_expected = staticmethod(gradients.gradients_expected)
     compiled = staticmethod(programs.compiled)
     is_compiling = staticmethod(tensors.is_compiling)
+    host_call = staticmethod(host_call)
+    host_code = staticmethod(host_code)
+    jit = staticmethod(jit)
     extend_reads = staticmethod(variables.extend_reads)
     program = staticmethod(programs.program)
     after = staticmethod(tensors.after)

@@ -22,6 +22,8 @@ from multigrad.backend.base import Backend
 from multigrad.backend.torch import compiled as programs
 from multigrad.backend.torch import gradients, state, tensors
 from multigrad.backend.torch.apply import apply
+from multigrad.backend.torch.host_call import host_call, host_code
+from multigrad.backend.torch.jit import jit
 
 
 class TorchBackend(Backend):
@@ -44,6 +46,9 @@ class TorchBackend(Backend):
     gradients_expected = staticmethod(gradients.gradients_expected)
     compiled = staticmethod(programs.compiled)
     is_compiling = staticmethod(state.is_compiling)
+    host_call = staticmethod(host_call)
+    host_code = staticmethod(host_code)
+    jit = staticmethod(jit)
     constant = staticmethod(tensors.constant)
     is_reading_code = staticmethod(tensors.is_reading_code)
     defaults_of = staticmethod(tensors.defaults_of)

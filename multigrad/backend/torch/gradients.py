@@ -10,6 +10,7 @@ import keras
 import torch
 
 from multigrad.backend.torch.eager import is_view_within, node_of, refuse
+from multigrad.backend.torch.jit import is_in_pieces
 from multigrad.backend.torch.state import autocast_here, is_compiling, is_transforming
 from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
@@ -21,11 +22,20 @@ _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 def value_and_grad(
     function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
+    if is_compiling() and is_in_pieces() and not is_transforming():
+        return _between_programs(function, tensors, variables)
     if _by_transform():
         of_tensors, whole = _tensors_of_aux(function)
         places = tuple(range(len(tensors)))
         gradients, (value, aux) = torch.func.grad_and_value(of_tensors, places, has_aux=True)(*tensors)
         return (value, whole(aux)), list(gradients)
+    return _recorded(function, tensors, variables)
+
+
+def _recorded(
+    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
+) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
+    """The same by a backward pass."""
     recording = torch.is_grad_enabled()
     nested = getattr(_DEPTH, "value", 0)
     _DEPTH.value = nested + 1
@@ -49,6 +59,14 @@ def value_and_grad(
     finally:
         _DEPTH.value = nested
         _end(own)
+
+
+# The function is compiled, with its backward pass, and what is around it is not.
+_between_programs = torch.compiler.disable(
+    _recorded,
+    recursive=False,
+    reason="torch.func, by which a gradient is compiled whole, allows no graph break in PyTorch 2.13",
+)
 
 
 def vjp(

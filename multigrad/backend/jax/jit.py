@@ -1,0 +1,326 @@
+"""`multigrad.jit` on JAX: the variables of a function become inputs and outputs of the compiled function.
+
+`jax.jit` takes the value of a variable that a function reads for a constant, and a value that the function
+assigns for a tracer that escapes. So a trace runs in a `keras.StatelessScope` in which variables have traced
+values. Which variables these are is seen in a first trace, which is discarded.
+"""
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from multigrad.backend.jax.tensors import NUMBERS, TENSORS, any_traced, assign, is_compiling
+from multigrad.core.errors import describe, message
+
+_BY_NUMBER = ("static_argnums", "donate_argnums", "donate_argnames", "in_shardings", "out_shardings")
+_MOST_TRACES = 5
+"""A first trace, one for the variables that it created, and a few for those that these create in turn."""
+
+
+def jit(
+    function: Callable[..., Any], name: str, static: Mapping[str, int | None], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    return _Compiled(function, name, static, dict(options))
+
+
+class _Compiled:
+    """A function with its programs: one for each structure and each choice of static arguments."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        static: Mapping[str, int | None],
+        options: dict[str, Any],
+    ) -> None:
+        self._function, self.name = function, name
+        for option in _BY_NUMBER:
+            if option in options:
+                raise TypeError(
+                    message(
+                        self.name,
+                        f"multigrad.jit has no option {option!r}",
+                        argument=repr(option),
+                        required="options of jax.jit that do not refer to single arguments",
+                        got=describe(options[option]),
+                        fix="use static_argnames for static arguments, and jax.lax.with_sharding_constraint "
+                        "in the function for shardings",
+                    )
+                )
+        self._donate = bool(options.pop("donate", True))
+        self._options = options
+        self._static_names, self._static_positions = frozenset(static), frozenset(static.values())
+        self._programs: dict[Hashable, _Program] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:
+            return self._function(*args, **kwargs)
+        if self._static_names:
+            args = tuple([_Static(a) if i in self._static_positions else a for i, a in enumerate(args)])
+            kwargs = {k: _Static(a) if k in self._static_names else a for k, a in kwargs.items()}
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        traced, static = [], []
+        for place, leaf in enumerate(leaves):
+            if TENSORS[type(leaf)] or NUMBERS[type(leaf)]:
+                traced.append(leaf)
+            else:
+                static.append((place, leaf if type(leaf) is _Static else _Static(leaf)))
+        key = structure, tuple(static)
+        try:
+            program = self._programs.get(key)
+        except TypeError as error:
+            raise self._without_hash(static) from error
+        if program is None:
+            flat = _Flat(self._function, structure, static)
+            program = _Program(self.name, flat, self._options, (), ())
+        for _ in range(_MOST_TRACES):
+            try:
+                output = program(traced, self._donate)
+            except _OtherVariables as found:
+                program = program.with_variables(found)
+                continue
+            self._programs[key] = program
+            return output
+        raise ValueError(
+            message(
+                self.name,
+                "each trace reads or assigns variables that the one before did not have",
+                required="variables that are created once, before or in the first call of the function",
+                got=f"{_MOST_TRACES} traces with new variables",
+                fix="create layers, optimizers, metrics and variables outside of the function",
+            )
+        )
+
+    def _without_hash(self, static: Sequence[tuple[int, "_Static"]]) -> TypeError:
+        values = [value for _, leaf in static if (value := leaf.value) is not None]
+        without = [value for value in values if not _has_hash(value)]
+        return TypeError(
+            message(
+                self.name,
+                "a static argument has no hash",
+                required="arrays, numbers and nested structures of them, or static objects that have a hash",
+                got=", ".join(map(describe, without)),
+                fix="pass a tuple for a list, or close over the object",
+            )
+        )
+
+
+class _Static:
+    """An argument that is a constant of the trace. It is compared by value, and a Variable by identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value) if isinstance(self.value, keras.Variable) else hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Static):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        if isinstance(self.value, keras.Variable) or type(self.value) is not type(other.value):
+            return False
+        return bool(self.value == other.value)
+
+
+def _has_hash(value: Any) -> bool:
+    try:
+        hash(_Static(value))
+    except TypeError:
+        return False
+    return True
+
+
+class _Flat:
+    """A function of the arrays among its arguments."""
+
+    def __init__(
+        self, function: Callable[..., Any], structure: Any, static: Sequence[tuple[int, _Static]]
+    ) -> None:
+        self.function, self.structure, self.static = function, structure, static
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        leaves = list(arrays)
+        for place, leaf in self.static:
+            leaves.insert(place, leaf.value)
+        args, kwargs = jax.tree.unflatten(self.structure, leaves)
+        return jax.tree.map(_as_array, self.function(*args, **kwargs))
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, keras.Variable) else leaf
+
+
+class _OtherVariables(Exception):
+    """A trace reads or assigns variables that are not among the inputs and outputs of its program."""
+
+    def __init__(self, read: Iterable[keras.Variable], assigned: Iterable[keras.Variable]) -> None:
+        super().__init__()
+        self.read, self.assigned = read, assigned
+
+
+class _Program:
+    """A compiled function of the arguments and of the values of variables.
+
+    Arguments:
+        name: how messages call the function.
+        flat: the function of the arrays in the arguments.
+        options: those of `jax.jit`.
+        assigned: the variables that the function assigns. Their values are inputs and outputs.
+        read: other variables, whose values are inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        flat: Callable[..., Any],
+        options: Mapping[str, Any],
+        assigned: Sequence[keras.Variable],
+        read: Sequence[keras.Variable],
+    ) -> None:
+        self._name, self._flat, self._options = name, flat, options
+        self._assigned, self._read = assigned, read
+
+        def stateless(old: Sequence[Any], constant: Sequence[Any], arrays: Sequence[Any]) -> Any:
+            return self._run(old, constant, arrays)
+
+        stateless.__name__ = stateless.__qualname__ = name  # JAX names the program, and profiles, by it
+        self._keeping = jax.jit(stateless, **options)
+        self._donating = jax.jit(stateless, donate_argnums=0, **options)
+
+    def __call__(self, arrays: Sequence[Any], donate: bool) -> Any:
+        around = _scope_here()
+        old = [_strong(_current(variable, around)) for variable in self._assigned]
+        constant = [_current(variable, around) for variable in self._read]
+        if donate and old and around is None and not any_traced([*old, *constant, *arrays]):
+            output, new = self._donating(_unshared(old), constant, arrays)
+        else:
+            output, new = self._keeping(old, constant, arrays)
+        for variable, value in zip(self._assigned, new, strict=True):
+            if around is None:
+                assign(variable, value)
+            else:
+                variable.assign(value)
+        return output
+
+    def _run(self, old: Sequence[Any], constant: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Run the function where its variables have these values. JAX traces this."""
+        scope = _Variables([*self._assigned, *self._read], [*old, *constant])
+        with scope:
+            output = self._flat(arrays)
+        if scope.others or not {*map(id, self._assigned)}.issuperset(scope.assigned):
+            raise _OtherVariables(scope.others.values(), scope.assigned.values())
+        return output, [scope.values[id(variable)] for variable in self._assigned]
+
+    def with_variables(self, found: "_OtherVariables") -> "_Program":
+        """Return the program of the same function that has these variables, too."""
+        assigned = {id(v): v for v in (*self._assigned, *found.assigned)}
+        read = {id(v): v for v in (*self._read, *found.read) if id(v) not in assigned}
+        if _scope_here() is None:
+            self._initialize([*assigned.values(), *read.values()])
+        return _Program(self._name, self._flat, self._options, [*assigned.values()], [*read.values()])
+
+    def _initialize(self, variables: Sequence[keras.Variable]) -> None:
+        """Initialize the variables that a trace created, for which Keras waits until a scope ends."""
+        created = [variable.path for variable in variables if variable._value is None]
+        if created and is_compiling():
+            raise TypeError(
+                message(
+                    self._name,
+                    "variables are created in a jax.jit, where their values would be tracers that escape",
+                    required="variables that are created before, or a multigrad.jit around all",
+                    got=", ".join(map(repr, created)),
+                    fix="build the layers and the optimizer first, or replace jax.jit by multigrad.jit",
+                )
+            )
+        with keras.StatelessScope():
+            pass
+
+
+class _Variables(keras.StatelessScope):
+    """A scope in which variables have given values. It notes others that are read, and all that are assigned.
+
+    Arguments:
+        variables, values: the variables, and their values.
+    """
+
+    def __init__(self, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.values = dict(zip(map(id, variables), values, strict=True))
+        self.others: dict[int, keras.Variable] = {}
+        self.assigned: dict[int, keras.Variable] = {}
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        key = id(variable)
+        if key in self.values:
+            return self.values[key]
+        self.others[key] = variable
+        return _current(variable, self.original_scope)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        self.assigned[id(variable)], self.values[id(variable)] = variable, value
+
+
+def _scope_here() -> keras.StatelessScope | None:
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        return scope.original_scope
+
+
+def _current(variable: keras.Variable, scope: keras.StatelessScope | None) -> Any:
+    """Return the value of a variable in a scope, past autocasting."""
+    value = None if scope is None else scope.get_current_value(variable)
+    if value is None:
+        value = variable._value  # private: Keras (3.15) has no public way past autocasting
+    if value is None:  # a trace created it, and Keras has a stand-in for its value
+        with keras.StatelessScope(initialize_variables=False):
+            value = variable.value
+    return value
+
+
+def _strong(value: Any) -> Any:
+    """Return a value whose dtype is not weak, as that of a Python number is that was assigned.
+
+    A new value has a dtype that is not weak, and JAX would compile the function again for that.
+    """
+    return jax.lax.convert_element_type(value, value.dtype) if value.weak_type else value
+
+
+def _reference_counts(values: Sequence[Any]) -> list[int]:
+    return [sys.getrefcount(value) for value in values]
+
+
+_COUNT_IN_LIST = _reference_counts([object()])[0]
+
+
+def _unshared(values: list[Any]) -> list[Any]:
+    """Return the values, copied where something other than a variable and this list refers to them.
+
+    They are donated, and a donated array is deleted.
+    """
+    counts = _reference_counts(values)
+    return [
+        jnp.copy(value) if count > _COUNT_IN_LIST + 1 else value
+        for value, count in zip(values, counts, strict=True)
+    ]
+
+
+def is_constant(tensor: Any) -> bool:
+    if isinstance(tensor, jax.core.Tracer):
+        return False
+    # Private: JAX (0.10) has no public way to ask which transformations trace this place of the program. A
+    # scan or checkpoint in eager code is traced in each call, and `jax.jit` is not.
+    trace = getattr(jnp.zeros(()), "_trace", None)
+    while trace is not None:
+        frame = getattr(trace, "frame", None)
+        if frame is not None and frame.debug_info.traced_for == "jit":
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False

@@ -1,0 +1,129 @@
+"""`jit`: compile a function that reads and assigns Keras Variables.
+
+TensorFlow's and PyTorch's compilers follow variables. JAX's does not, so there the variables become inputs
+and outputs of the compiled function (`backend/jax/jit.py`).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+from multigrad import backend
+from multigrad.core.errors import message, require_function
+from multigrad.core.signature import name_of, signature_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def jit(
+    f: Callable[P, R], *, static_argnames: str | Sequence[str] = (), **options: Any
+) -> Callable[P, R]: ...
+
+
+@overload
+def jit(
+    f: None = None, *, static_argnames: str | Sequence[str] = (), **options: Any
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def jit(
+    f: Callable[..., Any] | None = None, *, static_argnames: str | Sequence[str] = (), **options: Any
+) -> Callable[..., Any]:
+    """Compile a function that reads and assigns Keras Variables.
+
+    ```python
+    import keras
+    from keras import ops
+    import multigrad
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+
+    @multigrad.jit
+    def train_step(x, y):
+        def loss():
+            return ops.mean((model(x, training=True) - y) ** 2)
+
+        variables = model.trainable_variables
+        value, gradients = multigrad.value_and_grad(loss, variables=variables)()
+        optimizer.apply(gradients, variables)
+        return value
+
+    x, y = ops.ones((4, 3)), ops.ones((4, 1))
+    assert train_step(x, y) > train_step(x, y)
+    ```
+
+    The function can call layers in training, `optimizer.apply`, metrics and `keras.random.SeedGenerator`s.
+    The compiled function reads the value that each variable has when it is called, and what it assigns stays
+    assigned.
+
+    - JAX: `jax.jit`. Variables are found when `f` is traced, so `f` runs two or three times in its first
+      call. Each variable that it reads becomes an input, and each one that it assigns an output. Layers and
+      optimizers may be built in this call. Arrays, Python numbers and nested structures of them are traced.
+      Other arguments, such as `self`, strings or a Keras Variable, are static. A static argument needs a
+      hash, and is kept alive with the compiled function.
+    - TensorFlow: `tf.function`, with `autograph=False` unless you pass another value. Python numbers and
+      other objects are static.
+    - PyTorch: `torch.compile`. Inductor, its default compiler, takes several seconds; `backend="aot_eager"`
+      compiles faster, and the result runs slower.
+    - NumPy and OpenVINO: `f` runs as it is.
+
+    A new trace is made for new structures, shapes, dtypes and static values, as each framework does. Other
+    Python objects that `f` uses, such as globals or the attributes of a layer, are constants of the trace.
+
+    Arguments:
+        f: a function of tensors, NumPy arrays, numbers, static objects and nested structures of them. It
+            returns a nested structure of tensors. It can be a function, a method, or a callable object such
+            as a model. A decorated method is compiled for each object.
+        static_argnames: names of parameters whose values are static, such as a number that sets a shape or
+            a bool in an `if`. TensorFlow and PyTorch treat Python numbers as static without this.
+        options: of the framework's compiler, such as `jit_compile=True` for `tf.function`, `fullgraph=True`
+            for `torch.compile` or `compiler_options` for `jax.jit`. On JAX also `donate`, True by default:
+            the memory of a variable's old value is used for the new one. A value that something else refers
+            to is copied first. After an error at run time, the assigned variables have lost their values, as
+            in `fit`. Pass `donate=False` to keep them.
+
+    Returns:
+        A function with the name, documentation and parameters of `f`. It can be differentiated, nested in
+        another `multigrad.jit`, and called in `trace_gradients`, where it runs uncompiled.
+
+    Raises:
+        TypeError: if `f` is not callable or has no parameter of a static name; on JAX, if a static argument
+            has no hash, an option refers to arguments by number, or a variable is assigned in a foreign
+            `jax.jit`.
+        ValueError: on JAX, if `f` creates variables in every call.
+    """
+    if f is None:
+        return functools.partial(jit, static_argnames=static_argnames, **options)
+    require_function("multigrad.jit", "f", f)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    signature = signature_of(f)
+    _require_parameters(name_of(f), signature.inspected.parameters, names)
+    places = {name: place for place, name in enumerate(signature.positional)}
+    compiled = backend.active.jit(f, name_of(f), {name: places.get(name) for name in names}, options)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    return functools.update_wrapper(run, f)
+
+
+def _require_parameters(op: str, parameters: Mapping[str, inspect.Parameter], names: Sequence[str]) -> None:
+    """Raise if a static name is not that of a parameter."""
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in names:
+        if name not in parameters:
+            raise TypeError(
+                message(
+                    op,
+                    "multigrad.jit is given a static name that is no parameter",
+                    argument="'static_argnames'",
+                    required=f"names among {', '.join(map(repr, parameters)) or '(none)'}",
+                    got=repr(name),
+                    fix="write the name as it is in the signature",
+                )
+            )

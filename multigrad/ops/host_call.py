@@ -1,0 +1,300 @@
+"""`host_call`: Python code on NumPy arrays as an op."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+from keras import tree
+
+from multigrad import backend
+from multigrad.core.errors import describe, message, require_function, shape_text
+from multigrad.core.op import op_custom_gradient
+from multigrad.core.signature import name_of
+from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
+
+
+@backend.active.host_code
+def host_call(
+    function: Callable[..., Any], *args: Any, output: Any, vectorized: bool = False, **kwargs: Any
+) -> Any:
+    """Call Python code on NumPy arrays: SciPy, a C library, a simulator.
+
+    ```python
+    import numpy as np
+    from keras import ops
+    from multigrad import grad, op_custom_gradient
+    from multigrad.ops import host_call
+
+    @op_custom_gradient
+    def sine(x):  # np.sin and np.cos stand for code that no framework can differentiate
+        slope = host_call(np.cos, x, output=x)
+        return host_call(np.sin, x, output=x), lambda upstream: upstream * slope
+
+    print(grad(sine)(0.0))  # 1.0
+    ```
+
+    The call works in eager code, in `jax.jit`, `tf.function`, `torch.compile` and `multigrad.jit`, in `fit`,
+    and on a KerasTensor, where it is a node of the Functional model. The model can be saved if `function` is
+    registered with `keras.saving.register_keras_serializable`. `torch.compile` runs it between two programs.
+
+    It has no derivative. Write a rule around it, as above. A second derivative needs a rule that calls an op
+    with a rule of its own.
+
+    Arguments:
+        function: a function of the arguments with NumPy arrays in the place of tensors. The arrays are
+            read-only. It returns arrays of exactly the shapes and dtypes of `output`, in its structure, or
+            Python numbers for scalars. It should depend on nothing but its arguments: a compiler may call it
+            less or more often than the program says.
+        args: tensors, arrays, Variables, other objects, and nested structures of them.
+        output: what the function returns: a tensor, a `keras.KerasTensor(shape, dtype)` or another object
+            with a shape and dtype, or a nested structure of them. One of the arguments stands for its own
+            shape and dtype. It can be a function as well, which is called with a KerasTensor in the place of
+            each tensor, and returns such a structure.
+        vectorized: whether the function accepts further leading axes on each array and returns them. Under
+            `jax.vmap` and `torch.func.vmap` it is then called once for the batch, with every array batched.
+            Otherwise, and under `tf.vectorized_map`, it is called for each example.
+        kwargs: keyword arguments of the function, and of `output` if that is a function.
+
+    Returns:
+        The output of the function, with tensors for arrays.
+
+    Raises:
+        TypeError: if a gradient of the call is asked for; if `function` returns another structure or dtype.
+        ValueError: if `function` returns another shape, or a dimension of `output` is unknown.
+        Exception: what `function` raises, in eager code. In a compiled function it is an error of the
+            framework, whose text names the function and the exception. TensorFlow's XLA cannot call Python,
+            and raises an error that names the node `host_call_cannot_run_with_jit_compile`.
+    """
+    require_function("host_call", "function", function)
+    name = f"host_call of {name_of(function)!r}"
+    if not callable(output) or hasattr(output, "shape"):
+        given = leaves_of((args, kwargs))
+        output = rebuild(output, lambda leaf: _spec_of_leaf(name, leaf, given))
+    return _host_call(function, output, bool(vectorized), args, kwargs)
+
+
+@keras.saving.register_keras_serializable("multigrad")
+class Spec:
+    """A shape and a dtype, or the place of an argument that has them."""
+
+    def __init__(self, shape: Sequence[int | None] = (), dtype: str = "", place: int | None = None) -> None:
+        self.shape, self.dtype, self.place = list(shape), dtype, place
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"shape": self.shape, "dtype": self.dtype, "place": self.place}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Spec":
+        """Return the spec of such arguments."""
+        return cls(**config)
+
+
+def _spec_of_leaf(name: str, leaf: Any, given: Sequence[Any]) -> Spec:
+    for place, argument in enumerate(given):
+        if leaf is argument and hasattr(leaf, "shape"):
+            return Spec(place=place)
+    return _spec(name, leaf)
+
+
+def _spec(name: str, leaf: Any) -> Spec:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    sizes = None if shape is None else backend.active.sizes(shape)
+    if sizes is None or dtype is None:
+        raise TypeError(
+            message(
+                name,
+                "the output is described by something without a shape and dtype",
+                argument="'output'",
+                required="tensors, keras.KerasTensor(shape, dtype), or a function that returns them",
+                got=describe(leaf),
+                fix='write output=x for an argument x, or output=keras.KerasTensor((3,), "float32")',
+            )
+        )
+    return Spec(sizes, keras.backend.standardize_dtype(dtype))
+
+
+@op_custom_gradient(name="multigrad>host_call")
+def _host_call(function: Any, output: Any, vectorized: bool, args: Any, kwargs: Any) -> Any:
+    name = f"host_call of {name_of(function)!r}"
+    tensors, layout = split((args, kwargs))
+    of_output, specs = _resolve(name, output, args, kwargs)
+    host = HostFunction(name, function, layout, of_output, specs, [len(t.shape) for t in tensors])
+    results = backend.active.host_call(
+        host, tensors, [(spec.shape, spec.dtype) for spec in specs], vectorized
+    )
+
+    def rule(upstream: Any) -> Any:
+        raise TypeError(
+            message(
+                name,
+                "the call has no derivative",
+                required="a rule around it, where a gradient is asked for",
+                got="a gradient with respect to its arguments",
+                fix="call it in a function that op_custom_gradient decorates and that returns a rule, or on "
+                "keras.ops.stop_gradient(x)",
+            )
+        )
+
+    return of_output.join(results), rule
+
+
+def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, list[Spec]]:
+    """Return the layout of the output, and the shape and dtype of each array in it."""
+    tensor_types = backend.active.TENSORS
+    described = rebuild(
+        (args, kwargs),
+        lambda leaf: keras.KerasTensor(*_shape_and_dtype(leaf)) if tensor_types[type(leaf)] else leaf,
+    )
+    if callable(output) and not isinstance(output, Spec):
+        wanted = output(*described[0], **described[1])
+    else:
+        given = leaves_of(described)
+        wanted = rebuild(output, lambda leaf: leaf if leaf.place is None else given[leaf.place])
+    specs: list[Spec] = []
+
+    def take(leaf: Any) -> Slot:
+        specs.append(_spec(name, leaf))
+        return Slot(len(specs) - 1)
+
+    of_output = Layout(rebuild(wanted, take))
+    unknown = any(None in leaf.shape for leaf in leaves_of(described) if isinstance(leaf, keras.KerasTensor))
+    for spec in specs:
+        if None in spec.shape and not unknown:
+            raise ValueError(
+                message(
+                    name,
+                    "a dimension of the output is unknown",
+                    argument="'output'",
+                    required="a size for each dimension",
+                    got=f"the shape {shape_text(tuple(spec.shape))}",
+                    fix="pass a function of the arguments' specs, as in "
+                    "output=lambda x: keras.KerasTensor((x.shape[0], 3), x.dtype)",
+                )
+            )
+    return of_output, specs
+
+
+def _shape_and_dtype(tensor: Any) -> tuple[Any, str]:
+    return backend.active.sizes(tensor.shape), keras.backend.standardize_dtype(tensor.dtype)
+
+
+class HostFunction:
+    """A function of flat NumPy arrays that checks its outputs.
+
+    Arguments:
+        name: how messages call it.
+        function: the user's function.
+        arguments: the layout of its arguments, `(args, kwargs)`.
+        output: the layout of its output.
+        specs: the shape and dtype of each array in the output.
+        ranks: the number of axes of each array among the arguments, without those of a batch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: Layout,
+        output: Layout,
+        specs: Sequence[Spec],
+        ranks: Sequence[int],
+    ) -> None:
+        self.name, self._function, self._arguments = name, function, arguments
+        self._output, self._specs, self._ranks = output, specs, ranks
+
+    def __call__(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Call the function. What it raises passes."""
+        try:
+            result = self._call(arrays)
+        except Exception as error:
+            error.add_note(f"raised in {self.name}")
+            raise
+        return self._checked(result, arrays)
+
+    def in_program(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Call the function from a compiled program, which reports the text of an exception alone."""
+        try:
+            result = self._call(arrays)
+        except Exception as error:
+            text = f"{self.name}: the function raised {type(error).__name__}: {error}"
+            raise RuntimeError(text).with_traceback(error.__traceback__) from error
+        return self._checked(result, arrays)
+
+    def _call(self, arrays: Sequence[Any]) -> Any:
+        args, kwargs = self._arguments.join([_read_only(array) for array in arrays])
+        return self._function(*args, **kwargs)
+
+    def _checked(self, result: Any, arrays: Sequence[Any]) -> list[np.ndarray]:
+        batch = arrays[0].shape[: arrays[0].ndim - self._ranks[0]] if arrays else ()
+        template = self._output.template
+        nested = tree.is_nested(template)
+        try:
+            if nested or tree.is_nested(result):
+                tree.assert_same_structure(template, result)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                message(
+                    self.name,
+                    "the function returns another structure than that of `output`",
+                    required=str(rebuild(template, lambda slot: _text(self._specs[slot], batch))),
+                    got=describe(result),
+                    fix="return the structure of `output`, with an array for each tensor",
+                )
+            ) from error
+        paths = [path for path, _ in tree.flatten_with_path(template)] if nested else [()]
+        leaves = tree.flatten(result) if nested else [result]
+        return [
+            self._checked_leaf("".join([f"[{key!r}]" for key in path]), leaf, spec, batch)
+            for path, leaf, spec in zip(paths, leaves, self._specs, strict=True)
+        ]
+
+    def _checked_leaf(self, path: str, leaf: Any, spec: Spec, batch: Sequence[int]) -> np.ndarray:
+        dtype = _numpy_dtype(spec.dtype)
+        is_number = isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
+        if is_number and np.can_cast(np.min_scalar_type(leaf), dtype, "same_kind"):
+            leaf = np.asarray(leaf, dtype)
+        shape = (*batch, *spec.shape)
+        if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype != dtype:
+            raise TypeError(
+                message(
+                    self.name,
+                    "the function returns another dtype than that of `output`",
+                    argument=f"output{path}",
+                    required=f"an array of dtype {spec.dtype}",
+                    got=describe(leaf),
+                    fix=f"convert it, as in `np.asarray(y, {spec.dtype!r})`, or change `output`",
+                )
+            )
+        fits = len(leaf.shape) == len(shape) and all(
+            wanted in (None, got) for got, wanted in zip(leaf.shape, shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                message(
+                    self.name,
+                    "the function returns another shape than that of `output`",
+                    argument=f"output{path}",
+                    required=shape_text(shape),
+                    got=shape_text(leaf.shape),
+                    fix="return an array of this shape, or change `output`"
+                    + (", or omit vectorized=True" if batch else ""),
+                )
+            )
+        return np.array(leaf, order="C")  # a copy, because the function may keep and change its own
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def _read_only(array: Any) -> np.ndarray:
+    view = np.asarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+def _text(spec: Spec, batch: Sequence[int]) -> str:
+    return f"{spec.dtype} {shape_text((*batch, *spec.shape))}"

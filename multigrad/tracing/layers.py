@@ -1,0 +1,150 @@
+"""How calls of layers are recorded while a trace of a model is open.
+
+`recording_layers` replaces `keras.Operation.__call__`, through which Keras calls the `call` of every layer.
+The outputs of a traced layer pass an identity whose rule reports the gradient, before Keras adds a mask.
+No layer is changed, and outside of the context Keras's own method is in place.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import keras
+
+from multigrad import backend
+from multigrad.core.answer import slot_paths
+from multigrad.core.errors import describe, message
+from multigrad.core.op import op_custom_gradient
+from multigrad.core.process_wide import Shared
+from multigrad.core.structure import Slot, leaves_of, rebuild
+from multigrad.tracing.recording import OPEN_TRACES, CallRecorder, enclosed_by, recorder_here
+
+_LAYER: ContextVar[keras.Layer | None] = ContextVar("traced layer", default=None)
+"""The innermost layer whose call is running."""
+
+
+class TracedLayers:
+    """The layers that a trace records, with their paths.
+
+    Arguments:
+        roots: the models or layers. Layers within them are found in `layers` of a model, and when they are
+            called within a layer that is traced.
+    """
+
+    def __init__(self, roots: Sequence[keras.Layer]) -> None:
+        self._paths: dict[int, str] = {}
+        self._layers: list[keras.Layer] = []  # keeps them alive, and with them their ids
+        for root in roots:
+            if not isinstance(root, keras.Layer):
+                raise TypeError(
+                    message(
+                        "trace_gradients",
+                        "only layers can be traced",
+                        required="models or layers",
+                        got=describe(root),
+                        fix="call trace_gradients(model); ops are recorded in any case",
+                    )
+                )
+            self._add(root, root.name)
+            self._add_within(root, f"{root.name}/" if len(roots) > 1 else "")
+
+    def _add(self, layer: keras.Layer, path: str) -> None:
+        if id(layer) not in self._paths:
+            self._paths[id(layer)] = path
+            self._layers.append(layer)
+
+    def _add_within(self, model: keras.Layer, prefix: str) -> None:
+        for layer in getattr(model, "layers", ()):
+            if isinstance(layer, keras.Layer) and id(layer) not in self._paths:
+                self._add(layer, prefix + layer.name)
+                self._add_within(layer, f"{prefix}{layer.name}/")
+
+    def path_of(self, layer: keras.Layer, caller: keras.Layer | None) -> str | None:
+        """Return the path of a layer that `caller` calls, None if it is not traced."""
+        within = None if caller is None else self._paths.get(id(caller))
+        if id(layer) not in self._paths and within is not None:
+            self._add(layer, f"{within}/{layer.name}")
+        return self._paths.get(id(layer))
+
+
+@contextlib.contextmanager
+def _record_layers() -> Iterator[None]:
+    own = keras.Operation.__call__
+
+    def call_recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, keras.Layer) or not OPEN_TRACES.get() or _is_symbolic(args, kwargs):
+            return own(self, *args, **kwargs)
+        caller = _LAYER.get()
+        paths = {
+            trace: path
+            for trace in OPEN_TRACES.get()
+            if trace.layers is not None and (path := trace.layers.path_of(self, caller)) is not None
+        }
+        if not paths:
+            return own(self, *args, **kwargs)
+        recorder = recorder_here(next(iter(paths.values())), type(self).__name__, list(paths))
+        token = _LAYER.set(self)
+        try:
+            with enclosed_by(recorder):
+                outputs = own(self, *args, **kwargs)
+        finally:
+            _LAYER.reset(token)
+        return outputs if recorder.has_run else _record(recorder, self, args, kwargs, outputs)
+
+    keras.Operation.__call__ = call_recorded
+    try:
+        yield
+    finally:
+        keras.Operation.__call__ = own
+
+
+recording_layers = Shared(_record_layers)
+"""Records calls of layers while any thread is inside it. It replaces Keras's method once for all threads."""
+
+
+def _is_symbolic(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves_of((args, kwargs)))
+
+
+def _record(
+    recorder: CallRecorder, layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
+) -> Any:
+    """Record a call, and return its outputs with an identity behind them that records their gradient."""
+    names = list(inspect.signature(layer.call).parameters)
+    named = [(names[i] if i < len(names) else f"[{i}]", value) for i, value in enumerate(args)]
+    inputs, input_paths = _tensors_of([*named, *kwargs.items()])
+    tensors, output_paths = _tensors_of([("output", outputs)])
+    recorder.record_run(input_paths, output_paths, inputs, tensors)
+    own = iter(_pass_on(recorder, tensors))
+    types = backend.active.TENSORS
+    return rebuild(outputs, lambda leaf: next(own) if types[type(leaf)] else leaf)
+
+
+def _tensors_of(named: Sequence[tuple[str, Any]]) -> tuple[list[Any], list[str]]:
+    types, tensors = backend.active.TENSORS, []
+
+    def take(leaf: Any) -> Any:
+        if not types[type(leaf)]:
+            return leaf
+        tensors.append(leaf)
+        return Slot(len(tensors) - 1)
+
+    slots = {slot: path for path, slot in slot_paths([(name, rebuild(value, take)) for name, value in named])}
+    return tensors, [slots[place] for place in sorted(slots)]
+
+
+def _pass_on(recorder: CallRecorder, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return the tensors, tied to a rule that records their gradients. The trace does not show it."""
+
+    def rule(*upstream: Any) -> Any:
+        recorder.record_step(upstream, None)
+        return upstream
+
+    identity = op_custom_gradient(lambda *own: (own, rule), name=recorder.op)
+    token = OPEN_TRACES.set(())
+    try:
+        return identity(*tensors) if tensors else ()
+    finally:
+        OPEN_TRACES.reset(token)

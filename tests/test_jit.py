@@ -1,0 +1,336 @@
+"""`multigrad.jit`: compiled functions that read and assign Keras Variables."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, numpy
+
+from multigrad import grad, jit, jvp, op_custom_gradient, trace_gradients, value_and_grad
+
+# Inductor takes several seconds for each program.
+FAST = {"backend": "eager"} if BACKEND == "torch" else {}
+
+# Dynamo (PyTorch 2.13) looks at `.grad` behind a graph break, and hides the warning unless it is an error.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+def compiled(function=None, **options):
+    return jit(function, **FAST, **options)
+
+
+@op_custom_gradient
+def seven(x):
+    return x * 1.0, lambda upstream: upstream * 7.0
+
+
+class Batches:
+    """A small problem: inputs, labels, a model and an optimizer."""
+
+    def __init__(self, optimizer="adam"):
+        keras.utils.set_random_seed(7)
+        random = np.random.default_rng(7)
+        self.x = array(random.normal(size=(32, 3)))
+        self.y = self.x @ array([[1.0], [-2.0], [0.5]])
+        self.model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
+        )
+        self.optimizer = keras.optimizers.get(optimizer)
+
+    def step(self, x, y):
+        variables = self.model.trainable_variables
+
+        def loss():
+            return ops.mean((self.model(x, training=True) - y) ** 2)
+
+        value, gradients = value_and_grad(loss, variables=variables)()
+        self.optimizer.apply(gradients, variables)
+        return value
+
+    def weights(self):
+        return [numpy(w) for w in (*self.model.weights, *self.optimizer.variables)]
+
+
+# ------------------------------------------------------------------------------- variables
+
+
+@pytest.mark.forward
+def test_reads_and_assigns():
+    count = keras.Variable(0.0, trainable=False)
+    factor = keras.Variable(2.0)
+
+    @compiled
+    def f(x):
+        count.assign_add(1.0)
+        return x * factor + count
+
+    close([f(array(1.0)), f(array(1.0))], [array(3.0), array(4.0)])
+    factor.assign(10.0)
+    close(f(array(1.0)), array(13.0))
+    assert numpy(count) == 3.0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_training_step_is_the_eager_one(optimizer):
+    eager, whole = Batches(optimizer), Batches(optimizer)
+    step = compiled(whole.step)
+    for _ in range(4):
+        close(step(whole.x, whole.y), eager.step(eager.x, eager.y))
+    for ours, theirs in zip(whole.weights(), eager.weights(), strict=True):
+        close(ours, theirs)
+
+
+def test_a_training_step_learns_as_fit_does():
+    ours, fitted = Batches(), Batches()
+    fitted.model.compile(optimizer=fitted.optimizer, loss="mse", jit_compile=BACKEND == "jax")
+    history = fitted.model.fit(
+        numpy(fitted.x), numpy(fitted.y), batch_size=32, epochs=10, shuffle=False, verbose=0
+    )
+    step = compiled(ours.step)
+    losses = [float(numpy(step(ours.x, ours.y))) for _ in range(10)]
+    np.testing.assert_allclose(losses, history.history["loss"], rtol=1e-4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.forward
+def test_a_generator_of_seeds_advances():
+    seeds = keras.random.SeedGenerator(3)
+    dropout = keras.layers.Dropout(0.5, seed=4)
+
+    @compiled
+    def f(x):
+        return keras.random.normal((4,), seed=seeds), dropout(x, training=True)
+
+    draws = [f(np.ones(64, "float32")) for _ in range(3)]
+    assert len({numpy(normal).tobytes() for normal, _ in draws}) == 3
+    assert len({numpy(dropped).tobytes() for _, dropped in draws}) == 3
+    again = keras.random.SeedGenerator(3)
+    close([normal for normal, _ in draws], [keras.random.normal((4,), seed=again) for _ in range(3)])
+
+
+@pytest.mark.forward
+def test_metrics_and_moving_averages():
+    metric, norm = keras.metrics.Mean(), keras.layers.BatchNormalization(momentum=0.5)
+    norm.build((None, 2))
+
+    @compiled
+    def f(x):
+        metric.update_state(x)
+        return norm(x, training=True)
+
+    for value in (1.0, 3.0):
+        f(np.full((4, 2), value, "float32"))
+    assert numpy(metric.result()) == 2.0
+    close(norm.moving_mean, array([1.75, 1.75]))
+
+
+@pytest.mark.forward
+def test_what_is_built_in_the_first_call():
+    if BACKEND == "torch":
+        pytest.skip("Dynamo (PyTorch 2.13) does not compile the making of parameters; it runs uncompiled")
+    model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+    optimizer = keras.optimizers.Adam(0.1)
+
+    @compiled
+    def f(x):
+        y = model(x)
+        optimizer.apply([ops.ones(w.shape) for w in model.trainable_variables], model.trainable_variables)
+        return y
+
+    x = np.ones((2, 3), "float32")
+    first, second = f(x), f(x)
+    close(first, array([[3.0], [3.0]]))
+    assert (numpy(second) < 3.0).all()
+    assert numpy(optimizer.iterations) == 2
+    close(model.weights[1], array([-0.2]), 1e-4)
+
+
+@pytest.mark.forward
+def test_an_exception_in_the_trace_leaves_the_variables():
+    v = keras.Variable(1.0)
+
+    @compiled
+    def f(x):
+        v.assign_add(x)
+        raise KeyError("missing")
+
+    with pytest.raises(KeyError, match="missing"):
+        f(array(1.0))
+    if BACKEND not in ("jax", "tensorflow"):  # elsewhere the function runs as it is up to the exception
+        return
+    assert numpy(v) == 1.0
+    close(v + 1.0, array(2.0))
+
+
+def test_losses_that_layers_add():
+    layer = keras.layers.Dense(1, activity_regularizer=keras.regularizers.L2(0.5), kernel_regularizer="l2")
+    layer.build((None, 2))
+
+    @compiled
+    def f(x):
+        layer(x)
+        return sum(layer.losses)
+
+    x = np.ones((1, 2), "float32")
+    got = [f(x), f(x)]
+    layer(x)
+    close(got, [sum(layer.losses)] * 2)
+
+
+# ------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.forward
+def test_structures_keywords_and_numbers():
+    f = compiled(lambda tree, k=2.0, *, flag=None: {"y": [tree["a"] * k, tree["b"][0] + 1], "none": flag})
+    got = f({"a": array(3.0), "b": (array(1, dtype="int32"),)}, k=4.0)
+    assert got["none"] is None
+    close(got["y"], [array(12.0), array(2, dtype="int32")])
+    close(f({"a": np.float32(3.0), "b": (np.int32(1),)})["y"][0], array(6.0))
+
+
+@pytest.mark.forward
+def test_static_arguments():
+    traces = []
+
+    @compiled(static_argnames=("n", "training"))
+    def f(x, n, training=False):
+        traces.append(n)
+        return ops.tile(x, n) * (2.0 if training else 1.0)
+
+    x = array([1.0, 2.0])
+    assert numpy(f(x, 2)).tolist() == [1.0, 2.0, 1.0, 2.0]
+    assert numpy(f(x, n=1, training=True)).tolist() == [2.0, 4.0]
+    before = len(traces)
+    f(x, 2), f(x, n=1, training=True)
+    assert BACKEND not in ("jax", "tensorflow") or len(traces) == before
+    close(f(array([[1.0]]), 1), array([[1.0]]))
+
+
+@pytest.mark.forward
+def test_one_name_as_a_string():
+    f = compiled(lambda x, mode: x if mode == "same" else -x, static_argnames="mode")
+    close([f(array(1.0), "same"), f(array(1.0), mode="other")], [array(1.0), array(-1.0)])
+
+
+@pytest.mark.forward
+def test_a_method_is_compiled_for_each_object():
+    class Scale(keras.layers.Layer):
+        def __init__(self, factor):
+            super().__init__()
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+            self.factor = factor
+
+        @jit(**FAST)
+        def scaled(self, x):
+            """Scale."""
+            self.calls.assign_add(1.0)
+            return x * self.factor
+
+    two, three = Scale(2.0), Scale(3.0)
+    close([two.scaled(array(1.0)), three.scaled(array(1.0)), two.scaled(array(2.0))], [2.0, 3.0, 4.0])
+    assert [numpy(two.calls), numpy(three.calls)] == [2.0, 1.0]
+    assert Scale.scaled.__doc__ == "Scale."
+
+
+@pytest.mark.forward
+def test_a_model_and_a_partial():
+    import functools
+
+    layer = keras.layers.Dense(1, kernel_initializer="ones")
+    layer.build((None, 2))
+    close(compiled(layer)(np.ones((1, 2), "float32")), array([[2.0]]))
+    close(compiled(functools.partial(lambda a, b: a - b, b=1.0))(array(3.0)), array(2.0))
+
+
+# ------------------------------------------------------------------------------- within others
+
+
+@pytest.mark.forward
+def test_nested():
+    v = keras.Variable(1.0, trainable=False)
+
+    @compiled
+    def inner(x):
+        v.assign_add(x)
+        return v * 2.0
+
+    @compiled
+    def outer(x):
+        before = v.value * 1.0
+        return before, inner(x), inner(x), v * 1.0
+
+    close(outer(array(1.0)), tuple(array(n) for n in (1.0, 4.0, 6.0, 3.0)))
+    close(outer(array(1.0)), tuple(array(n) for n in (3.0, 8.0, 10.0, 5.0)))
+    assert numpy(v) == 5.0
+
+
+def test_it_is_differentiated():
+    w = keras.Variable(3.0)
+    f = compiled(lambda x: seven(x) * w)
+    close(grad(f)(2.0), array(21.0))
+    close(grad(f, variables=[w])(2.0), [array(2.0)])
+    if BACKEND != "torch":  # where Dynamo (PyTorch 2.13) compiles no second derivative
+        close(grad(grad(compiled(lambda x: seven(x) * x)))(2.0), array(14.0))
+
+
+def test_gradients_inside():
+    w = keras.Variable(3.0)
+
+    @compiled
+    def f(x):
+        return grad(lambda x: seven(x) * w, 0, variables=[w])(x)
+
+    close(f(array(2.0)), (array(21.0), [array(2.0)]))
+    w.assign(4.0)
+    close(f(array(2.0)), (array(28.0), [array(2.0)]))
+
+
+def test_in_a_trace_it_runs_uncompiled_and_once():
+    v = keras.Variable(0.0, trainable=False)
+
+    @compiled
+    def f(x):
+        v.assign_add(1.0)
+        return grad(seven)(x)
+
+    f(array(2.0))
+    with trace_gradients() as trace:
+        f(array(2.0))
+    assert (len(trace.calls), len(trace.steps)) == (1, 1)
+    assert numpy(v) == 2.0
+
+
+@pytest.mark.forward
+def test_threads():
+    v = keras.Variable(2.0)
+    f = compiled(lambda x: x * v)
+    results = []
+    threads = [threading.Thread(target=lambda i=i: results.append((i, f(array(float(i)))))) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted((i, float(numpy(value))) for i, value in results) == [(i, 2.0 * i) for i in range(4)]
+
+
+# ------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.forward
+def test_what_cannot_be_compiled():
+    with pytest.raises(TypeError, match=r"multigrad.jit: f cannot be used"):
+        jit(3)
+    with pytest.raises(TypeError, match=r"(?s)f: multigrad.jit is given a static name.*'x', 'n'.*'m'"):
+
+        @jit(static_argnames="m")
+        def f(x, n):
+            return x
+
+
+def test_jvp_inside():
+    f = compiled(lambda x: jvp(lambda x: x**3, (x,), (1.0,)))
+    if BACKEND != "torch":
+        close(f(array(2.0)), (array(8.0), array(12.0)))

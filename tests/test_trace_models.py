@@ -1,0 +1,409 @@
+"""`trace_gradients(model)`: layers in the trace, and the line that says where NaN first appears."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import FIT_MODES, array, close
+
+from multigrad import grad, op_custom_gradient, trace_gradients, value_and_grad
+from multigrad.tracing.diagnosis import diagnose
+from multigrad.tracing.plot import _BOX, _GREY, _INK, _RED
+from multigrad.tracing.records import summarize
+from multigrad.tracing.table import format_value
+
+CALL = keras.Operation.__call__
+
+
+@op_custom_gradient
+def seven(x):
+    return x * 1.0, lambda upstream: upstream * 7.0
+
+
+@op_custom_gradient
+def spoiled(x):
+    return x * 1.0, lambda upstream: upstream * np.nan
+
+
+class Block(keras.layers.Layer):
+    """A layer with a layer in it, and code of its own."""
+
+    def __init__(self, code=lambda x: x, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = keras.layers.Dense(3, kernel_initializer="ones", name="inner")
+        self.code = code
+
+    def call(self, x):
+        return self.code(self.inner(x))
+
+
+def model_of(*layers, size=3):
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((size,)), *layers], name="model")
+
+
+def dense(name, **options):
+    return keras.layers.Dense(3, name=name, kernel_initializer="ones", **options)
+
+
+def loss_of(model, x):
+    return value_and_grad(lambda: ops.sum(model(x)), variables=model.trainable_variables)()
+
+
+X = np.ones((2, 3), "float32")
+
+
+def calls_of(trace):
+    return [call.op for call in trace.calls]
+
+
+def lines_of(trace):
+    return diagnose(trace.calls, trace.steps)
+
+
+# ------------------------------------------------------------------------------- what is recorded
+
+
+def test_outputs_and_gradients_of_layers():
+    model = model_of(dense("a"), Block(lambda x: x * 2.0, name="b"), dense("c"))
+    wanted = loss_of(model, X)
+    with trace_gradients(model) as trace:
+        got = loss_of(model, X)
+    close(got, wanted)
+    assert calls_of(trace) == ["a", "b/inner", "b", "c", "model"]
+    assert [call.within for call in trace.calls] == ["model", "b", "model", "model", None]
+    assert [call.layer for call in trace.calls] == ["Dense", "Dense", "Block", "Dense", "Sequential"]
+    assert [call.outputs["output"].max() for call in trace.calls] == [3.0, 9.0, 18.0, 54.0, 54.0]
+    assert [step.call.op for step in trace.steps] == ["model", "c", "b", "b/inner", "a"]
+    assert [step.upstream["output"].max() for step in trace.steps] == [1.0, 1.0, 3.0, 6.0, 18.0]
+    assert lines_of(trace) == []
+    assert "2 b/inner, in b" in str(trace)
+
+
+@pytest.mark.filterwarnings("ignore:Even though the `tf.config")
+@pytest.mark.parametrize("mode", FIT_MODES)
+def test_in_fit(mode):
+    model = model_of(dense("a"), dense("b"))
+    model.compile("sgd", "mse", **mode)
+    model.fit(X, X, verbose=0)
+    with trace_gradients(model) as trace:
+        model.fit(X, X, verbose=0)
+    assert calls_of(trace)[:2] == ["a", "b"]
+    assert [step.call.op for step in trace.steps][-2:] == ["b", "a"]
+    model.fit(X, X, verbose=0)
+    assert len(trace.calls) <= 3
+
+
+@pytest.mark.forward
+def test_the_model_is_as_before():
+    model = model_of(dense("a"), Block(name="b"))
+    before = {layer.name: dict(vars(layer)) for layer in model.layers}
+    outputs = model(X)
+    with trace_gradients(model) as trace:
+        assert keras.Operation.__call__ is not CALL
+        close(model(X), outputs)
+    assert keras.Operation.__call__ is CALL
+    assert {layer.name: dict(vars(layer)).keys() for layer in model.layers} == {
+        name: attributes.keys() for name, attributes in before.items()
+    }
+    model(X)
+    assert len(trace.calls) == 4
+
+    def fail(x):
+        raise KeyError("missing")
+
+    model.layers[1].code = fail
+    with pytest.raises(KeyError, match="missing"), trace_gradients(model) as trace:
+        model(X)
+    assert keras.Operation.__call__ is CALL
+    assert calls_of(trace) == ["a", "b/inner"]
+
+
+@pytest.mark.forward
+def test_outside_of_a_trace_of_a_model_nothing_is_replaced():
+    with trace_gradients():
+        assert keras.Operation.__call__ is CALL
+    assert keras.Operation.__call__ is CALL
+
+
+def test_a_layer_alone_several_and_others():
+    one, two, other = dense("one"), dense("two"), dense("other")
+    with trace_gradients(one) as single, trace_gradients(one, two) as both:
+        other(two(one(array(X))))
+    assert calls_of(single) == ["one"]
+    assert calls_of(both) == ["one", "two"]
+    left, right = model_of(dense("a")), model_of(dense("a"))
+    right.name = "right"
+    with trace_gradients(left, right) as trace:
+        right(left(X))
+    assert calls_of(trace) == ["model/a", "model", "right/a", "right"]
+
+
+@pytest.mark.forward
+def test_layers_that_a_model_calls_past_its_call():
+    class Gan(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.generator = keras.Sequential([dense("g")], name="generator")
+
+        def sample(self, x):
+            return self.generator(x)
+
+    gan = Gan()
+    with trace_gradients(gan) as trace:
+        gan.sample(X)
+    assert calls_of(trace) == ["generator/g", "generator"]
+
+
+def test_shared_layers_and_recurrent_ones():
+    shared = dense("shared")
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, shared(shared(inputs)))
+    with trace_gradients(model) as trace:
+        loss_of(model, X)
+    assert calls_of(trace)[:2] == ["shared", "shared"]
+    assert [step.call.number for step in trace.steps][-2:] == [2, 1]
+    cell = keras.layers.SimpleRNNCell(2, name="cell")
+    model = keras.Sequential([keras.Input((4, 3)), keras.layers.RNN(cell, name="rnn", unroll=True)])
+    with trace_gradients(model) as trace:
+        loss_of(model, np.ones((2, 4, 3), "float32"))
+    assert calls_of(trace).count("rnn/cell") == 4
+    assert [step.call.op for step in trace.steps].count("rnn/cell") == 4
+
+
+def test_an_lstm_and_masks():
+    model = keras.Sequential(
+        [
+            keras.Input((4,), dtype="int32"),
+            keras.layers.Embedding(5, 3, mask_zero=True, name="embedding"),
+            keras.layers.LSTM(2, name="lstm"),
+        ]
+    )
+    x = np.array([[1, 2, 0, 0], [3, 4, 1, 2]])
+    wanted = loss_of(model, x)
+    with trace_gradients(model) as trace:
+        got = loss_of(model, x)
+    close(got, wanted)
+    assert {"embedding", "lstm"} <= set(calls_of(trace))
+    assert any(step.call.op == "embedding" for step in trace.steps)
+
+
+def test_ops_within_layers():
+    model = model_of(Block(seven, name="b"), dense("c"))
+    with trace_gradients(model) as trace:
+        loss_of(model, X)
+    assert [(call.op, call.within) for call in trace.calls][:2] == [("b/inner", "b"), ("seven", "b")]
+    assert [step.call.op for step in trace.steps] == ["model", "c", "b", "seven", "b/inner"]
+    assert [step.upstream["output"].max() for step in trace.steps] == [1.0, 1.0, 3.0, 3.0, 21.0]
+
+
+def test_a_second_derivative():
+    layer = keras.layers.Dense(1, kernel_initializer="ones", activation=lambda x: x**3)
+    layer.build((None, 1))
+
+    def f(x):
+        return ops.sum(layer(ops.reshape(x, (1, 1))))
+
+    with trace_gradients(layer) as trace:
+        close(grad(grad(f))(2.0), array(12.0))
+    assert len(trace.calls) == 1
+    assert trace.steps
+
+
+@pytest.mark.forward
+def test_a_new_functional_model_is_not_recorded():
+    layer = dense("a")
+    with trace_gradients(layer) as trace:
+        model = keras.Model(inputs := keras.Input((3,)), layer(inputs))
+    assert trace.calls == []
+    assert model.output_shape == (None, 3)
+
+
+@pytest.mark.forward
+def test_other_threads_are_not_recorded():
+    layer = dense("a")
+    layer.build((None, 3))
+    with trace_gradients(layer) as trace:
+        thread = threading.Thread(target=lambda: layer(X))
+        thread.start()
+        thread.join()
+    assert trace.calls == []
+
+
+@pytest.mark.forward
+def test_what_is_no_layer():
+    text = r"(?s)trace_gradients: only layers can be traced.*got: float 2.0"
+    with pytest.raises(TypeError, match=text), trace_gradients(2.0):
+        pass
+    assert keras.Operation.__call__ is CALL
+
+
+# ------------------------------------------------------------------------------- where it goes wrong
+
+
+BAD = {
+    "layer": (
+        (dense("a"), keras.layers.Activation(lambda x: ops.log(x - 5.0), name="log"), dense("c")),
+        "NaN first appears in 2 log (Activation), whose inputs are finite: in its code or weights.",
+    ),
+    "code of a layer": (
+        (dense("a"), Block(lambda x: ops.log(x - 50.0), name="b"), dense("c")),
+        "NaN first appears in the code of 3 b (Block), behind the output of 2 b/inner (Dense).",
+    ),
+    "infinite": (
+        (dense("a"), keras.layers.Activation(lambda x: x / (x - x), name="div"), dense("c")),
+        "Inf first appears in 2 div (Activation), whose inputs are finite: in its code or weights.",
+    ),
+}
+
+
+@pytest.mark.forward
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")
+@pytest.mark.parametrize("case", BAD)
+def test_the_first_bad_value(case):
+    layers, wanted = BAD[case]
+    model = model_of(*layers)
+    with trace_gradients(model) as trace:
+        model(X)
+    assert lines_of(trace) == [f"Forward: {wanted}"]
+    assert str(trace).splitlines()[0] == f"Forward: {wanted}"
+
+
+@pytest.mark.forward
+def test_nan_that_comes_in_or_appears_between_layers():
+    class Between(keras.Model):
+        def __init__(self):
+            super().__init__(name="between")
+            self.a, self.b = dense("a"), dense("b")
+
+        def call(self, x):
+            return self.b(self.a(x) * np.inf)
+
+    with trace_gradients(model := model_of(dense("a"))) as trace:
+        model(X * np.nan)
+    assert lines_of(trace) == ["Forward: NaN comes in with the input of 1 a (Dense)."]
+    model = Between()
+    model(array(X))
+    with trace_gradients(model) as trace:
+        model(array(X))
+    assert lines_of(trace) == [
+        "Forward: Inf first appears between the output of 1 a (Dense) and the input of 2 b (Dense), in the "
+        "code of between."
+    ]
+
+
+def test_the_first_bad_gradient():
+    model = model_of(dense("a"), Block(spoiled, name="b"), dense("c"))
+    with trace_gradients(model) as trace:
+        loss_of(model, X)
+    assert lines_of(trace) == ["Backward: NaN first appears in the rule of 3 spoiled."]
+    model = model_of(
+        dense("a"), keras.layers.Activation(lambda x: ops.sqrt(x * 0.0), name="sqrt"), dense("c")
+    )
+    with trace_gradients(model) as trace:
+        loss_of(model, X)
+    (line,) = lines_of(trace)
+    assert line.startswith(
+        "Backward: NaN first appears at the output of 1 a (Dense), in the derivative of 2 sqrt"
+    )
+    with trace_gradients(model) as trace:
+        value_and_grad(lambda: ops.sum(spoiled(model(X))), variables=model.trainable_variables)()
+    assert "NaN first appears in the rule of" in lines_of(trace)[0]
+
+
+def test_vanishing_and_exploding_gradients():
+    model = model_of(dense("a"), keras.layers.Activation(lambda x: ops.relu(-x), name="relu"), dense("c"))
+    with trace_gradients(model) as trace:
+        loss_of(model, X)
+    (line,) = lines_of(trace)
+    assert line.startswith(
+        "Backward: a gradient of zeros first appears at the output of 1 a (Dense), in the der"
+    )
+    model = model_of(dense("a"), keras.layers.Activation(lambda x: x * 1e6, name="large"), dense("c"))
+    with trace_gradients(model) as trace:
+        loss_of(model, X)
+    (line,) = lines_of(trace)
+    assert line.startswith("Backward: an exploding gradient first appears at the output of 1 a (Dense)")
+
+
+@pytest.mark.forward
+def test_repeated_flags_are_grouped():
+    model = model_of(*[dense(f"d{i}") for i in range(6)])
+    with trace_gradients(model) as trace:
+        model(X * np.nan)
+    text = str(trace)
+    assert "1 d0: NaN: 6 of 6 in output\n  the same in 6 more: 2 d1, 3 d2, 4 d3, 5 d4, 6 d5, 7 model" in text
+    assert text.count(" of 6 in output") == 1
+
+
+@pytest.mark.forward
+def test_statistics_of_the_finite():
+    summary = summarize(np.array([1.0, np.nan, 3.0, np.inf]))
+    assert (summary.mean, summary.nans, summary.infinities) == (2.0, 1, 1)
+    text = format_value({"x": np.array([1.0, np.nan, 3.0, np.inf])}, "x")
+    assert text.splitlines() == ["(4,)", "mean of the finite 2", "largest inf", "1 NaN", "1 Inf", "0 % zeros"]
+    assert summarize(np.array([np.nan])).mean is None
+
+
+# ------------------------------------------------------------------------------- the picture
+
+
+@pytest.fixture
+def plt():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_the_picture_of_a_model(plt):
+    model = model_of(dense("a"), Block(lambda x: ops.log(x - 50.0), name="b"), dense("c"))
+    with trace_gradients(model) as trace:
+        loss_of(model, X)
+    figure = trace.plot()
+    shown = texts(figure)
+    assert shown[0].replace("\n", " ").startswith("Forward: NaN first appears in the code of 3 b (Block)")
+    assert [text for text in shown if text in ("1 a", "2 b/inner", "3 b", "4 c", "5 model")] == [
+        "1 a",
+        "2 b/inner",
+        "4 c",
+    ]
+    bold = [text.get_text() for text in figure.axes[0].texts if text.get_weight() == "bold"]
+    assert any("NaN" in text for text in bold)
+
+
+def test_the_picture_of_fifty_layers_is_legible(plt):
+    model = model_of(*[dense(f"d{i}") for i in range(50)])
+    with trace_gradients(model) as trace:
+        value_and_grad(lambda: ops.mean(model(X * 0.1)), variables=model.trainable_variables)()
+    figure = trace.plot()
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert sum("d" in text for text in texts(figure)) > 50
+    overlaps = [
+        (a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a.overlaps(b) and a.x0 < b.x1 - 1
+    ]
+    assert overlaps == []
+    assert all(text.get_fontsize() >= 8 for text in figure.axes[0].texts)
+    assert any("Width and colour of a gradient" in text for text in texts(figure))
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("background", ["#ffffff", _BOX])
+@pytest.mark.parametrize("color", [_INK, _GREY, _RED])
+def test_contrast(color, background):
+    def luminance(text):
+        parts = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    dark, light = sorted([luminance(color), luminance(background)])
+    assert (light + 0.05) / (dark + 0.05) >= 4.5

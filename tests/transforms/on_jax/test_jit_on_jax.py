@@ -1,0 +1,187 @@
+"""`multigrad.jit` on JAX, where Variables become inputs and outputs of the compiled function."""
+
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import array, close, numpy
+
+import multigrad
+from multigrad import jit
+from multigrad.backend.jax import jit as jit_on_jax
+
+
+def test_variables_that_are_created_in_every_call():
+    @jit
+    def f(x):
+        return x * keras.Variable("ones", shape=())
+
+    with pytest.raises(ValueError, match=r"(?s)f: each trace reads.*required:.*fix: create layers"):
+        f(array(1.0))
+
+
+def test_a_variable_as_argument_and_in_the_output():
+    v = keras.Variable(2.0, trainable=False)
+
+    @jit
+    def f(variable, x):
+        variable.assign(variable * x)
+        return {"x": x, "value": variable.value}
+
+    f(v, array(3.0))
+    close(f(v, array(3.0))["value"], array(18.0))
+    assert numpy(v) == 18.0
+
+
+def test_a_value_that_somebody_holds_stays_and_others_are_donated():
+    held, free, twin = [keras.Variable(np.ones(1000, "float32")) for _ in range(3)]
+    twin.assign(free.value)
+
+    @jit
+    def f():
+        for variable in (held, free, twin):
+            variable.assign_add(ops.ones(1000))
+
+    before = held.value
+    f()
+    assert numpy(before)[0] == 1.0
+    assert [numpy(v)[0] for v in (held, free, twin)] == [2.0, 2.0, 2.0]
+    reference = free.value.unsafe_buffer_pointer()
+    f()
+    assert free.value.unsafe_buffer_pointer() == reference
+    assert [numpy(v)[0] for v in (held, free, twin)] == [3.0, 3.0, 3.0]
+
+
+def test_an_error_at_run_time():
+    def fail(x):
+        raise ValueError("no")
+
+    def assigned(**options):
+        v = keras.Variable(1.0)
+
+        @jit(**options)
+        def f(x):
+            v.assign_add(x)
+            jax.debug.callback(fail, x, ordered=True)
+
+        return v, f
+
+    v, f = assigned(donate=False)
+    with pytest.raises(Exception, match="no"):
+        _run_to_the_end(f)
+    assert numpy(v) == 1.0
+    v, f = assigned()
+    with pytest.raises(Exception, match="no"):
+        _run_to_the_end(f)
+
+
+def _run_to_the_end(f):
+    f(array(1.0))
+    jax.effects_barrier()
+
+
+def test_in_a_foreign_jit():
+    v = keras.Variable(1.0, trainable=False)
+    reads, assigns = jit(lambda x: x * v), jit(lambda x: v.assign_add(x))
+    close(jax.jit(reads)(array(2.0)), array(2.0))
+    with pytest.raises(TypeError, match=r"(?s)traced value is assigned.*multigrad\.jit"):
+        jax.jit(lambda x: (assigns(x), 0)[1])(array(2.0))
+    assert numpy(v) == 1.0
+
+
+def test_in_a_stateless_call_and_in_fit():
+    inner = keras.layers.BatchNormalization(momentum=0.5)
+    inner.build((None, 2))
+
+    class Model(keras.Model):
+        @jit
+        def call(self, x, training=False):
+            return inner(x, training=True)
+
+    model = Model()
+    model.inner = inner
+    x = np.full((4, 2), 3.0, "float32")
+    model(x)
+    close(inner.moving_mean, array([1.5, 1.5]))
+    _, state = model.stateless_call(
+        [v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables], x
+    )
+    close(state[0], array([2.25, 2.25]))
+    close(inner.moving_mean, array([1.5, 1.5]))
+    model.compile("sgd", "mse")
+    model.fit(x, x, verbose=0)
+    close(inner.moving_mean, array([2.25, 2.25]))
+
+
+def test_under_vmap_and_mixed_precision():
+    w = keras.Variable(3.0)
+    close(jax.vmap(jit(lambda x: x * w))(array([1.0, 2.0])), array([3.0, 6.0]))
+    layer = keras.layers.Dense(1, dtype="mixed_float16", kernel_initializer="ones")
+    layer.build((None, 2))
+
+    class Outer(keras.layers.Layer):
+        @jit
+        def call(self, x):
+            return layer(x)
+
+    outer = Outer(dtype="mixed_float16")
+    outer.layer = layer
+    assert outer(np.ones((1, 2), "float32")).dtype == "float16"
+    assert layer.kernel.value.dtype == "float32"
+
+
+def test_no_new_trace_for_new_values():
+    traces = []
+    v = keras.Variable(1.0)
+
+    @jit
+    def f(x, k):
+        traces.append(1)
+        v.assign_add(x)
+        return v * k
+
+    f(array(1.0), 2.0)
+    first = len(traces)
+    f(array(2.0), 3.0), f(array(2.0), 4.0)
+    assert len(traces) == first == 2
+    f(array([1.0])[0], 3.0)
+    assert len(traces) == first
+
+
+def test_the_reference_count_of_an_array_that_only_a_list_holds():
+    value = [object()]
+    assert jit_on_jax._reference_counts(value) == [jit_on_jax._COUNT_IN_LIST]
+    held = value[0]
+    assert jit_on_jax._reference_counts(value) == [jit_on_jax._COUNT_IN_LIST + 1]
+    assert sys.getrefcount(held) > 1
+
+
+def test_errors_on_jax():
+    with pytest.raises(TypeError, match=r"(?s)has no option 'donate_argnums'.*static_argnames"):
+        jit(lambda x: x, donate_argnums=0)
+    with pytest.raises(
+        TypeError, match=r"(?s)a static argument has no hash.*got: list \[1\].*a tuple for a list"
+    ):
+        jit(lambda x, n: x, static_argnames="n")(array(1.0), [1])
+    with pytest.raises(TypeError, match="not a valid JAX type"):
+        jit(lambda x: "text")(array(1.0))
+
+
+@pytest.mark.parametrize("of", ["grad", "value_and_grad", "jacobian"])
+def test_variables_in_a_foreign_jit(of):
+    w = keras.Variable(3.0, name="weight")
+    derivative = getattr(multigrad, of)(lambda x: x * w, variables=[w])
+    with pytest.raises(TypeError, match=r"(?s)in a jax.jit.*got: variable 'weight'.*multigrad\.jit"):
+        jax.jit(derivative)(array(2.0))
+    with pytest.raises(TypeError, match=r"multigrad\.jit"):
+        jax.jit(lambda x: jax.lax.map(derivative, x))(array([2.0]))
+    # Eager code, though JAX traces it.
+    wanted = derivative(array(2.0))
+    keras.tree.map_structure(lambda a, b: close(a[0], b), jax.lax.map(derivative, array([2.0])), wanted)
+    close(jit(derivative)(array(2.0)), wanted)
+    close(jax.checkpoint(lambda x: jax.numpy.sum(x * 1.0))(array(2.0)), array(2.0))
+    with keras.StatelessScope([(w, array(3.0))]):
+        close(jax.jit(derivative)(array(2.0)), wanted)
