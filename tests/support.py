@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,18 @@ def code_of(notebook: Any) -> str:
     """A digest of a notebook's code, which its outputs belong to."""
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return hashlib.sha256(repr(cells).encode()).hexdigest()
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e[+-]\d+)?", text)]
+
+
+def check_numbers(example: str, output: str) -> None:
+    """Compare the numbers that an example printed with those in the comments behind each `print`."""
+    said = _numbers(" ".join(re.findall(r"^ *print\(.*\)  # ([-\d\[(].*)$", example, re.MULTILINE)))
+    # A tensor prints more than its numbers, so those of the comments need only come in this order.
+    printed = iter(_numbers(output))
+    assert all(any(number == wanted for number in printed) for wanted in said), (said, output)
 
 
 class Phase(keras.layers.Layer):

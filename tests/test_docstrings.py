@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND
+from support import BACKEND, check_numbers
 
 import multigrad
 
@@ -54,18 +54,11 @@ def examples():
 EXAMPLES = list(examples())
 
 
-def numbers(text):
-    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e[+-]\d+)?", text)]
-
-
 def check_output(example, output):
     """Compare what was printed with the comments: one of lines, or a number or list behind a `print`."""
     lines = re.findall(r"^# (.*)$", example, re.MULTILINE)
     assert not lines or output.splitlines() == lines
-    said = numbers(" ".join(re.findall(r"^print\(.*\)  # ([-\d\[(].*)$", example, re.MULTILINE)))
-    # A tensor prints more than its numbers, so those of the comments need only come in this order.
-    printed = iter(numbers(output))
-    assert all(any(number == wanted for number in printed) for wanted in said), (said, output)
+    check_numbers(example, output)
 
 
 @pytest.mark.parametrize(("module", "example"), EXAMPLES)

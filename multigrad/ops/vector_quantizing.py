@@ -46,17 +46,17 @@ def vector_quantize(x: Any, codebook: Any, commitment: float = 0.25) -> VectorQu
         commitment: the factor of the second term, beta in the paper: a number that is not negative.
 
     Returns:
-        A named tuple:
+        A named tuple of three. `quantized` has the shape and dtype of `x`. For an upstream gradient `u`, its
+        gradient is `u` with respect to `x`, and none with respect to the codebook.
 
-        - `quantized`, of the shape and dtype of `x`. For an upstream gradient `u`, its gradient is `u` by
-          `x`, and none by the codebook.
-        - `indices`, int32 of shape `(...)`. The first of equally close vectors is chosen. Distances are
-          compared as `|e|**2 / 2 - x @ e`, in float32 for half precision: vectors whose distances differ by
-          no more than the rounding of that are equally close.
-        - `loss`, of shape `(...)`, `(1 + commitment) * |x - e|**2`. It is of the dtype of `x`, but float32
-          for float16 and bfloat16. For an upstream gradient `v`, its gradient is
-          `2 * commitment * v * (x - e)` by `x`, and the sum of `2 * v * (e - x)` over the vectors that chose
-          it by a vector of the codebook.
+        `indices` is int32 of shape `(...)`. The first of equally close vectors is chosen. Distances are
+        compared as `|e|**2 / 2 - x @ e`, in float32 for half precision: vectors whose distances differ by
+        no more than its rounding are equally close.
+
+        `loss` is `(1 + commitment) * |x - e|**2`, of shape `(...)`, in the dtype of `x`, or float32 for
+        float16 and bfloat16. For an upstream gradient `v`, its gradient is `2 * commitment * v * (x - e)`
+        with respect to `x`, and the sum of `2 * v * (e - x)` over the vectors that chose it with respect to a
+        vector of the codebook.
 
         Derivatives of these gradients hold the other argument fixed, too, as `sg` does.
 

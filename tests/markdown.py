@@ -1,0 +1,101 @@
+"""The Python blocks of the README and of `docs/`: where they run, and what they print.
+
+A page reads from top to bottom, so its blocks share their names. A block runs on every backend that computes
+gradients, unless its title names some: ```` ```python title="JAX" ````. A block ```` ```text ```` shows what
+the Python block above it prints. A line that ends with `# raises TypeError` raises that error.
+"""
+
+import itertools
+import linecache
+import re
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from support import BACKEND, check_numbers
+
+ROOT = Path(__file__).parent.parent
+BACKENDS = {"TensorFlow": "tensorflow", "JAX": "jax", "PyTorch": "torch"}
+
+_BLOCK = re.compile(
+    r"""^(?P<indent>[ ]*)```(?P<language>python|text)(?:[ ]title="(?P<title>[^"]*)")?\n
+        (?P<code>.*?)^(?P=indent)```$""",
+    re.DOTALL | re.MULTILINE | re.VERBOSE,
+)
+
+
+class Block(NamedTuple):
+    """A Python block of a page."""
+
+    code: str
+    """The code, after as many empty lines as there are above it on the page, so that an error has its line."""
+    backends: tuple[str, ...]
+    """The backends on which it runs."""
+    output: str | None
+    """What it prints, where the page shows it."""
+
+
+def pages() -> list[Path]:
+    """Return the README and each page of the site that is written in Markdown."""
+    # What `docs/examples` links to has tests of its own.
+    written = [path for path in (ROOT / "docs").rglob("*.md") if "examples" not in path.parts]
+    return [ROOT / "README.md", *sorted(written)]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield the Python blocks of a page."""
+    text = page.read_text()
+    found = list(_BLOCK.finditer(text))
+    for block, following in itertools.zip_longest(found, found[1:]):
+        if block["language"] != "python":
+            continue
+        shown = following is not None and following["language"] == "text"
+        adjacent = shown and not text[block.end() : following.start()].strip()
+        width = len(block["indent"])
+        code = "".join(line[width:] for line in block["code"].splitlines(keepends=True))
+        above = text[: block.start("code")].count("\n")
+        title = block["title"]
+        everywhere = title in (None, "multigrad")
+        named = tuple(backend for name, backend in BACKENDS.items() if everywhere or name in title)
+        assert named, f"{page.name}: no backend in the title {title!r}"
+        yield Block("\n" * above + code, named, following["code"] if adjacent else None)
+
+
+def run(block: Block, page: Path, names: dict[str, Any], capsys: Any) -> None:
+    """Run a block, and compare what it prints and raises with what the page says."""
+    raises = {
+        number: match[1]
+        for number, line in enumerate(block.code.splitlines(), 1)
+        if (match := re.search(r"# raises (\w+)", line))
+    }
+    assert len(raises) <= 1, "a line that raises is the last one that runs"
+    wanted = next(iter(raises.items()), None)
+    got = None
+    path = (
+        f"{page}#{len(block.code)}"  # one for each block, under which AutoGraph finds the code of a function
+    )
+    linecache.cache[path] = (len(block.code), None, block.code.splitlines(keepends=True), path)
+    try:
+        exec(compile(block.code, path, "exec"), names)
+    except Exception as error:
+        if wanted is None or wanted[1] not in [kind.__name__ for kind in type(error).__mro__]:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        got = (next(frame.lineno for frame in frames if frame.filename == path), wanted[1])
+    assert got == wanted, f"{page.name}: {wanted} raised {got}"
+    output = capsys.readouterr().out
+    if block.output is not None:
+        assert block.output.strip() in output.strip()
+    check_numbers(block.code, output)
+
+
+def run_page(page: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Run the blocks of a page that are for the active backend."""
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # where AutoGraph and torch.compile look a function up
+    for block in blocks(page):
+        if BACKEND in block.backends:
+            run(block, page, vars(module), capsys)

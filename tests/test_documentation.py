@@ -1,0 +1,47 @@
+"""The Python blocks of the README and of each page of `docs/` run on the backends that they name."""
+
+import pytest
+from markdown import ROOT, Block, blocks, pages, run, run_page
+
+PAGES = pages()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_blocks_of_a_page_run(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some of them save a model
+    run_page(page, capsys, monkeypatch)
+
+
+@pytest.mark.forward
+def test_the_pages_and_their_blocks_are_found():
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    assert {"README.md", "docs/index.md", "docs/limits/jax.md", "docs/migrate/from-pytorch.md"} <= names
+    for backend in ("tensorflow", "jax", "torch"):
+        assert sum(backend in block.backends for page in PAGES for block in blocks(page)) > 80
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("print(7.0)  # 8.0", None),
+        ("print('a')", "b"),
+        ("1 / 0  # raises TypeError", None),
+        ("a = 1\n1 + a  # raises TypeError", None),
+        ("def f():\n    return 1 / 0\n\nf()\nf()  # raises ZeroDivisionError", None),
+    ],
+)
+def test_a_wrong_block_is_found(code, output, capsys):
+    with pytest.raises((AssertionError, ZeroDivisionError)):
+        run(Block(code, ("jax",), output), ROOT / "README.md", {}, capsys)
+
+
+def test_both_commands_are_on_one_line_each():
+    common = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox"
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines.count(common) == 1
+    assert lines.count(f"{common} -s demo") == 1
+
+
+@pytest.mark.forward
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
