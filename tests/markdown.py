@@ -31,7 +31,7 @@ class Block(NamedTuple):
     """A Python block of a page."""
 
     code: str
-    """The code, after as many empty lines as there are above it on the page, so that an error has its line."""
+    """The code, with as many empty lines before it as on the page, so that an error shows its line."""
     backends: tuple[str, ...]
     """The backends on which it runs."""
     output: str | None

@@ -87,14 +87,14 @@ FAULTS = [
     ),
     Fault(
         "a rule meets other variables as they are later", "torch", "core/variables.py",
-        "scope = _OfRule(variables, values, held.scope)",
-        "scope = _OfRule(variables, values)",
+        "scope = _RuleScope(variables, values, outer.scope)",
+        "scope = _RuleScope(variables, values)",
         "test_variables.py::test_a_rule_runs_after_the_scope_of_its_values_has_ended",
     ),
     Fault(
         "a rule meets its variables as they are later", "tensorflow", "core/variables.py",
-        "scope = _OfRule(variables, values, held.scope)",
-        "scope = _OfRule((), (), held.scope)",
+        "scope = _RuleScope(variables, values, outer.scope)",
+        "scope = _RuleScope((), (), outer.scope)",
         "test_variables.py::test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass",
     ),
     Fault(
@@ -141,8 +141,8 @@ FAULTS = [
     ),
     Fault(
         "a rule is handed the wrong arguments of the op", "jax", "core/rule.py",
-        "counts = (binding.given, binding.positional)",
-        "counts = (binding.positional, binding.given)",
+        "counts = (binding.passed, binding.positional)",
+        "counts = (binding.positional, binding.passed)",
         "test_forms.py",
     ),
 ]  # fmt: skip

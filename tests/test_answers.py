@@ -466,7 +466,7 @@ def test_a_first_argument_that_has_a_gradient_is_not_left_out(name):
 )
 def test_a_dict_where_two_arguments_have_one_name(call, names):
     op = op_custom_gradient(lambda x, /, *xs, **kw: (x * 1.0, lambda u: {"x": u, "xs": u}), name="op")
-    with pytest.raises(TypeError, match=f"op: .* one name\n  argument: {names}\n(.|\n)*return a tuple"):
+    with pytest.raises(TypeError, match=f"op: .* same name\n  argument: {names}\n(.|\n)*return a tuple"):
         grad(lambda a, b: call(op, a, b), (0, 1))(3.0, 5.0)
 
 

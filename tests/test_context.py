@@ -10,7 +10,7 @@ from keras import ops
 from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.core.keras_internals import context_here, global_state
+from multigrad.core.keras_internals import current_context, global_state
 from multigrad.core.variables import Reads
 
 
@@ -149,7 +149,7 @@ def test_a_gradient_inside_of_a_layer():
 def test_it_ends_with_the_rule():
     layer, x = Recomputed(), array(1.0)
     grad(lambda x: layer(x, training=True))(x)
-    assert context_here() is None
+    assert current_context() is None
     close(Phase()(x), x)
 
     class Failing(keras.layers.Layer):
@@ -162,7 +162,7 @@ def test_it_ends_with_the_rule():
     failing = Failing()
     with pytest.raises(AssertionError, match="on purpose"):
         grad(lambda x: failing(x, training=True))(x)
-    assert context_here() is None
+    assert current_context() is None
 
 
 def test_it_keeps_no_layer():
@@ -185,14 +185,14 @@ def test_it_is_found():
 
     class Asking(keras.layers.Layer):
         def call(self, x, training=None):
-            found.append(context_here())
+            found.append(current_context())
             return x
 
     Asking(dtype="mixed_bfloat16")(array(1.0), training=True)
     (context,) = found
-    assert context.told["training"] is True
+    assert context.attributes["training"] is True
     assert context.scopes["autocast_scope"].dtype == "bfloat16"
-    assert context_here() is None
+    assert current_context() is None
 
 
 def test_a_scope_is_in_force_as_one_of_keras():

@@ -666,6 +666,6 @@ def test_another_number_of_gradients_than_of_variables(trainable, answer):
         TypeError, match="op: the rule returned the wrong number of gradients of var"
     ) as error:
         grad(lambda x: ops.sum(op(x)))(array([[1.0, 2.0]]))
-    said = "no trainable variable, as when its layer is frozen", "kernel"
+    said = "no trainable variable, as in a frozen layer", "kernel"
     assert said[trainable] in str(error.value)
     assert "argument" not in str(error.value)

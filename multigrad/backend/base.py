@@ -61,7 +61,7 @@ class Pullback(Protocol):
         """The layout of the output. Its `join` makes the output from flat tensors."""
 
     @property
-    def around(self) -> Any:
+    def outer_scope(self) -> Any:
         """The `keras.StatelessScope` around the call, None if there was none."""
 
     @property
@@ -133,7 +133,7 @@ class Call(Protocol):
     def note_touched(self) -> None:
         """Remember that this function reads or assigns variables."""
 
-    def may_read_another(self) -> bool:
+    def is_in_scope(self) -> bool:
         """Return whether a scope is active, in which variables may have other values than their own."""
 
     def rehearsal(self) -> AbstractContextManager[Any]:

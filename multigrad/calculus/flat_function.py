@@ -22,7 +22,7 @@ from multigrad.calculus.validation import (
 )
 from multigrad.core.errors import message, require_function
 from multigrad.core.signature import name_of
-from multigrad.core.structure import NO_NUMBERS, leaves_of, rebuild
+from multigrad.core.structure import NON_NUMERIC, leaves_of, rebuild
 from multigrad.core.variables import Pinned
 
 
@@ -154,7 +154,7 @@ def _convert_foreign(structure: Any) -> Any:
         return structure
 
     def convert(leaf: Any) -> Any:
-        is_numeric = foreign[type(leaf)] and leaf.dtype.kind not in NO_NUMBERS
+        is_numeric = foreign[type(leaf)] and leaf.dtype.kind not in NON_NUMERIC
         return backend.active.as_tensor(leaf) if is_numeric else leaf
 
     return rebuild(structure, convert)

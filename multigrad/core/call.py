@@ -11,20 +11,20 @@ from multigrad import backend
 from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
 from multigrad.core.errors import describe, message
-from multigrad.core.keras_internals import Context, context_here, in_force
+from multigrad.core.keras_internals import Context, current_context, restored
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, is_handed, is_plain
 from multigrad.core.signature import Binding
-from multigrad.core.structure import FLAT_LAYOUTS, ONE, Layout, Refused, split
+from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout, Refused, split
 from multigrad.core.type_sets import HoldsNoTensor
 from multigrad.core.variables import (
     NONE_READ,
     Pinned,
     ReadBy,
+    ReadOnly,
     Reads,
-    Unassigned,
     Variables,
     in_scope,
-    under_values_of,
+    pin_variables,
 )
 
 _framework = backend.active
@@ -33,27 +33,27 @@ _Reads = _framework.extend_reads(Reads)
 
 
 class Call:
-    """One call of an op, as a backend sees it: flat tensors to flat tensors, and the way back.
+    """One call of an op. A backend runs it on flat tensors and gets flat tensors.
 
-    It holds no tensor of the call, and nothing that a run of the function finds out.
+    It holds no tensor of the call, and does not change when the function runs.
 
     Arguments:
         f: the function.
-        back: the pullback of an output that is one tensor.
-        options: what the op was defined with.
+        pullback: the pullback for an output of one tensor and a plain rule.
+        options: the options of the op.
     """
 
-    __slots__ = ("back", "f", "options")
+    __slots__ = ("f", "options", "pullback")
 
-    def __init__(self, f: Callable[..., Any], back: "Pullback", options: Options) -> None:
+    def __init__(self, f: Callable[..., Any], pullback: "Pullback", options: Options) -> None:
         self.f = f
         self.options = options
-        self.back = back
+        self.pullback = pullback
 
     @property
     def name(self) -> str:
-        """How messages call the op."""
-        return self.back.name
+        """The name of the op in messages."""
+        return self.pullback.name
 
     def run(
         self,
@@ -62,112 +62,117 @@ class Call:
         strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
     ) -> "Ran":
-        """Run the function: its flat outputs, its rule, the inputs of the op, and the pullback.
+        """Run the function and return its flat outputs, its rule, the inputs of the op and the pullback.
 
-        The inputs are `tensors` itself, or, where the function read trainable variables, these and the
-        values of those.
+        The inputs are the object `tensors`, or `tensors` followed by the values of the trainable variables
+        that the function read.
 
         Arguments:
-            strict: whether the function is to touch no variable; `TouchedVariable` is raised where it does.
-            read_as: makes of the value of a variable the one that the function reads.
+            tensors: the tensors among the arguments of the call.
+            strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
+            read_as: maps the value of each variable to the value that the function reads.
         """
-        back, scope, context = self.back, _Reads(), context_here()
-        scope.name = back.name
+        pullback, scope, context = self.pullback, _Reads(), current_context()
+        scope.name = pullback.name
         if strict:
             scope.strict = True
         if read_as is not None:
             scope.read_as = read_as
         with scope:
-            returned = self.f(*tensors) if back.flat else back.call(self.f, tensors)
-        # Usually it is a tensor and a rule of one parameter, and no variable has to do with it.
-        around = scope.original_scope
-        if type(around) is Unassigned:
-            around = None
+            returned = self.f(*tensors) if pullback.is_flat else pullback.call(self.f, tensors)
+        outer_scope = scope.original_scope
+        if type(outer_scope) is ReadOnly:
+            outer_scope = None
+        # The common case: one tensor, a plain rule and no variables.
         if (
-            around is None
+            outer_scope is None
             and not (scope.variables or scope.state)
             and type(returned) is tuple
             and len(returned) == 2
         ):
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
-                return (output,), rule, tensors, back if context is None else back.anew(context)
-        return self._accept(returned, tensors, scope, around, context)
+                return (output,), rule, tensors, pullback if context is None else pullback.copy(context)
+        return self._result(returned, tensors, scope, outer_scope, context)
 
     def run_again(
         self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None
     ) -> "Ran":
-        """Run the function once more, for a derivative of the rule's residuals.
+        """Run the function again, to differentiate the residuals of its rule.
 
-        Variables have the values that are among `inputs`, and assignments end with the run. `f` stands in for
-        the function, with another closure.
+        The function reads the values of variables from `inputs`. What it assigns ends with the run.
+
+        Arguments:
+            inputs: the inputs of the first run, or other values of them.
+            first: the pullback of the first run.
+            f: the function with another closure. The default is the function itself.
         """
         count = len(inputs) - len(first.variables)
-        scope = Pinned(first.variables, inputs[count:], first.around)
-        with scope, in_force(first.context):
-            returned = self.back.call(f or self.f, inputs[:count])
-        return self._accept(returned, inputs[:count], scope, first.around, first.context)
+        scope = Pinned(first.variables, inputs[count:], first.outer_scope)
+        with scope, restored(first.context):
+            returned = self.pullback.call(f or self.f, inputs[:count])
+        return self._result(returned, inputs[:count], scope, first.outer_scope, first.context)
 
-    def _accept(
+    def _result(
         self,
         returned: Any,
         tensors: Sequence[Any],
         scope: Reads | Pinned,
-        around: keras.StatelessScope | None,
+        outer_scope: keras.StatelessScope | None,
         context: Context | None,
     ) -> "Ran":
-        """What `run` returns, for anything that a function may return and read."""
-        name, binding = self.back.name, self.back.binding
+        """Check what the function returned, and return the result of the run."""
+        name, binding = self.pullback.name, self.pullback.binding
         if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
-            raise self._no_pair(returned)
-        output, given = returned
+            raise self._not_a_pair(returned)
+        output, original_rule = returned
         try:
-            with scope:  # in which a variable is read that is an output itself
-                outputs, layout = split(output, whole=True)
+            with scope:  # an output can be a variable, which is read here
+                outputs, layout = split(output, search_objects=True)
         except Refused as refused:
             raise refused.error(name, [("the output", output)]) from None
-        form, takes = form_of(name, given, binding, len(outputs))
-        variables, rule = scope.read(), given
+        form, takes = form_of(name, original_rule, binding, len(outputs))
+        variables, rule = scope.read(), original_rule
         if form == HYBRID:
-            arguments = self.back.arguments.join(tensors)
-            rule = functools.partial(rule, *arguments[: arguments_for(name, given, binding)])
-        handed = is_handed(name, given, takes, variables.names())
-        if handed or around is not None or variables.state:
-            rule = under_values_of(name, rule, variables, scope.latest(), around, handed)
+            arguments = self.pullback.arguments.join(tensors)
+            rule = functools.partial(rule, *arguments[: arguments_for(name, original_rule, binding)])
+        handed = is_handed(name, original_rule, takes, variables.names())
+        if handed or outer_scope is not None or variables.state:
+            rule = pin_variables(name, rule, variables, scope.final_values(), outer_scope, handed)
         inputs = (*tensors, *scope.values) if variables else tensors
-        back = self.back.anew(context)
-        back.output, back.form = layout, form
-        back.variables, back.handed, back.around = variables, handed, around
-        back.plain = False
-        return outputs, rule, inputs, back
+        pullback = self.pullback.copy(context)
+        pullback.output, pullback.form = layout, form
+        pullback.variables, pullback.handed, pullback.outer_scope = variables, handed, outer_scope
+        pullback.is_plain = False
+        return outputs, rule, inputs, pullback
 
     def rehearsal(self) -> AbstractContextManager[Any]:
-        """A context behind which variables are as they were before, whatever a rule assigned in it."""
+        """Return a context in which a rule may run. Assignments to variables end with it."""
         return Pinned(NONE_READ, ())
 
     def objects(self) -> Sequence[Any]:
-        """The arguments that are no tensors, such as `self`."""
-        return self.back.arguments.static_leaves()
+        """Return the arguments that are not tensors, such as `self`."""
+        return self.pullback.arguments.static_leaves()
 
     def has_objects(self) -> bool:
-        """Whether an argument is an object through which tensors may be reached, such as `self`."""
-        return self.back.arguments.has_objects()
+        """Return whether an argument is an object that may hold tensors, such as `self`."""
+        return self.pullback.arguments.has_objects()
 
     def touches_variables(self) -> bool:
-        """Whether a run of the function, or of another of its code, touched a variable."""
+        """Return whether a function with this code has read or assigned a variable before."""
         return _code_of(self.f) in _TOUCHING
 
     def note_touched(self) -> None:
-        """Remember that one did."""
-        if len(_TOUCHING) >= _KEPT:
+        """Remember that functions with this code read or assign variables."""
+        if len(_TOUCHING) >= _CACHE_SIZE:
             _TOUCHING.clear()
         _TOUCHING.add(_code_of(self.f))
 
-    def may_read_another(self) -> bool:
-        """Whether it may read a variable that has another value here than its own, in a scope."""
+    def is_in_scope(self) -> bool:
+        """Return whether a scope is active, in which variables may have other values than their own."""
         return in_scope()
 
-    def _no_pair(self, returned: Any) -> TypeError:
+    def _not_a_pair(self, returned: Any) -> TypeError:
         return TypeError(
             message(
                 self.name,
@@ -179,9 +184,9 @@ class Call:
         )
 
 
-# Codes whose functions touched a variable: the next run need not begin where that is not possible.
+# The code of functions that read or assigned a variable. A strict run of them would fail again.
 _TOUCHING: set[Any] = set()
-_KEPT = 4096
+_CACHE_SIZE = 4096
 
 
 def _code_of(f: Any) -> Any:
@@ -189,52 +194,56 @@ def _code_of(f: Any) -> Any:
 
 
 class Pullback(HoldsNoTensor):
-    """How the rule of one run is called, and its answer read. It holds neither the rule nor its tensors.
+    """Calls the rule of one run and reads its answer. It holds neither the rule nor any tensor.
 
     Arguments:
-        name: how messages call the op.
-        binding, arguments: how the arguments of the call were bound, and their layout.
+        name: the name of the op in messages.
+        binding: the binding of the call's arguments.
+        arguments: the layout of the arguments.
     """
 
-    # What a run finds out, as it is for most of them.
-    plain = True
-    """Whether it is as it is for most of them: one tensor, and a rule of one parameter."""
-    output: Layout = ONE
+    # Set by the run. The class attributes are the common case.
+    is_plain = True
+    """Whether the output is one tensor and the rule takes the upstream gradient alone."""
+    output: Layout = ONE_TENSOR
     """The layout of the output."""
     form = WHOLE
     """The form of the rule."""
     variables: Variables = NONE_READ
     """The trainable variables that the function read."""
     handed = False
-    """Whether the rule is handed them."""
-    around: keras.StatelessScope | None = None
-    """The scope around the call, in which Keras finds variables."""
+    """Whether the rule is passed these variables."""
+    outer_scope: keras.StatelessScope | None = None
+    """The scope that was active around the call, from which Keras reads variables."""
     context: Context | None = None
-    """What Keras knows of the layers around the call."""
+    """Keras's state around the call, which is restored for the rule."""
 
     def __init__(self, name: str, binding: Binding, arguments: Layout) -> None:
         self.name, self.binding, self.arguments = name, binding, arguments
-        self.flat = arguments.flat and not binding.keywords
-        """Whether the function is called with the tensors as they are."""
+        self.is_flat = arguments.is_flat and not binding.keywords
+        """Whether the tensors are the arguments of the function."""
 
-    def anew(self, context: Context | None) -> "Pullback":
-        """A pullback of the same call, in which the rule is to meet this context."""
-        kind = Pullback if context is None else _InContext
-        back = kind(self.name, self.binding, self.arguments)
-        back.context = context
-        return back
+    def copy(self, context: Context | None) -> "Pullback":
+        """Return a new pullback of the same call, with a state of Keras to restore for the rule."""
+        kind = Pullback if context is None else _PullbackInLayer
+        pullback = kind(self.name, self.binding, self.arguments)
+        pullback.context = context
+        return pullback
 
     def call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-        """What the function returns for the arguments around these tensors."""
+        """Call a function with the arguments of the call, made from these tensors."""
         return self.binding.call(function, self.arguments.join(tensors))
 
     def reading(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-        """A context in which `read` reads what variables hold that are not pinned for the rule."""
+        """Return a context in which the rule reads the framework's variables by `read(variable)`.
+
+        It does not apply to variables whose values are inputs of the op.
+        """
         return ReadBy(read)
 
     @property
     def untraced(self) -> "Pullback":
-        """The same, of which no trace takes notice."""
+        """The pullback without the records of a trace. `tracing/recording.py` overrides it."""
         return self
 
     def pull(
@@ -244,54 +253,56 @@ class Pullback(HoldsNoTensor):
         needed: Sequence[bool],
         specs: list[Spec | None],
     ) -> Sequence[Any]:
-        """Call the rule: the gradient of each input, None for zero or where not needed.
+        """Call the rule and return the gradient of each input, None for zero or where it is not needed.
 
         Arguments:
-            rule: what `run` returned, or the same around other tensors.
-            upstream: the upstream gradient of each tensor in the output, None where it has none.
-            needed: for each input, whether its gradient is of use to anybody.
-            specs: for each input, what it requires of its gradient.
+            rule: the rule that `Call.run` returned, or the same rule around other tensors.
+            upstream: the upstream gradient of each output, None for an output without one.
+            needed: for each input, whether its gradient is used.
+            specs: for each input, the shape and dtype of its gradient.
         """
-        if _framework.is_reading_code():  # which enters no scope in a rule, and refuses assignments itself
+        if _framework.is_reading_code():  # Dynamo enters no scope in a rule, and itself refuses assignments
             answer = self._answer(rule, upstream)
         else:
-            scope = Unassigned()
+            scope = ReadOnly()
             scope.name = self.name
             with scope:
                 answer = self._answer(rule, upstream)
         if self.handed:
-            return self._read_both(answer, needed, specs)
+            return self._read_with_variables(answer, needed, specs)
         return read(self, answer, specs, needed)
 
     def _answer(self, rule: Callable[..., Any], upstream: Sequence[Any]) -> Any:
         """Call the rule in its form."""
-        if self.plain:
+        if self.is_plain:
             return rule(upstream[0])
         if self.form == FLAT:
             return rule(*upstream)
-        whole = self.output.join_tensors_only(upstream)
-        return rule(whole) if self.form == WHOLE else rule(upstream=whole)
+        structured = self.output.join_tensors_only(upstream)
+        return rule(structured) if self.form == WHOLE else rule(upstream=structured)
 
-    def _read_both(self, answer: Any, needed: Sequence[bool], specs: list[Spec | None]) -> Sequence[Any]:
-        """The gradients of the arguments and of the variables, for a rule that was handed the latter."""
+    def _read_with_variables(
+        self, answer: Any, needed: Sequence[bool], specs: list[Spec | None]
+    ) -> Sequence[Any]:
+        """Return the gradients of the arguments and of the variables."""
         if type(answer) not in (tuple, list) or len(answer) != 2:
             raise TypeError(
                 message(
                     self.name,
-                    "the rule was handed variables and returned no gradients of theirs",
+                    "the rule takes variables and does not return their gradients",
                     required="a pair `gradients, gradients_of_variables`",
                     got=describe(answer),
                     fix="return both, with one entry per variable in the second",
                 )
             )
         count = len(specs) - len(self.variables)
-        of_variables = _OfVariables(self.name, FLAT_LAYOUTS[len(self.variables)], self.variables)
-        own = read(self, answer[0], specs[:count], needed[:count])
-        theirs = read(of_variables, answer[1], specs[count:], needed[count:])
-        return [*own, *theirs]
+        variables = _VariableTarget(self.name, FLAT_LAYOUTS[len(self.variables)], self.variables)
+        of_arguments = read(self, answer[0], specs[:count], needed[:count])
+        of_variables = read(variables, answer[1], specs[count:], needed[count:])
+        return [*of_arguments, *of_variables]
 
 
-class _InContext(Pullback):
+class _PullbackInLayer(Pullback):
     """The pullback of a call inside of a layer."""
 
     def pull(
@@ -301,12 +312,12 @@ class _InContext(Pullback):
         needed: Sequence[bool],
         specs: list[Spec | None],
     ) -> Sequence[Any]:
-        with in_force(self.context):
+        with restored(self.context):
             return super().pull(rule, upstream, needed, specs)
 
 
-class _OfVariables(NamedTuple):
-    """What a rule that is handed variables answers for beside the arguments."""
+class _VariableTarget(NamedTuple):
+    """The variables, as the second item of a rule's answer has gradients for them."""
 
     name: str
     arguments: Layout
@@ -314,4 +325,4 @@ class _OfVariables(NamedTuple):
 
 
 Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
-"""What a run gives: outputs, rule, inputs, and how the rule is called."""
+"""The result of a run: flat outputs, rule, inputs and pullback."""

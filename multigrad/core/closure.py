@@ -2,11 +2,11 @@
 
 A rule is a closure, and a framework must see its tensors as residuals. `lift` finds the tensors in a
 function's cells and defaults, and in the plain containers, partials, methods and functions there. It returns
-them with a template, of which `restore` makes an equal function around other tensors.
+them with a template, from which `restore` makes an equal function with other tensors.
 
-Some objects are shared with other code, and stay where they are: cells that are assigned (`nonlocal`),
-containers and functions in the cells of the enclosing function (`owner`), and objects of any other class. A
-closure is opaque if one of these may hold a tensor.
+Some objects are shared with other code and not copied: cells that are assigned (`nonlocal`), containers and
+functions in the cells of the enclosing function (`owner`), and objects of any other class. A closure is
+opaque if one of these may hold a tensor.
 """
 
 import functools
@@ -20,7 +20,8 @@ from multigrad.core.reachable import assigned_cells, content_of, may_hold_tensor
 from multigrad.core.type_sets import ATOMS, TypeSet
 
 Build = Callable[[Sequence[Any], dict[int, Any]], Any]
-"""Makes an object anew around other tensors. The dict holds the copies so far, by the id of the original."""
+"""Makes a copy of an object with other tensors. The dict holds the copies made so far, by the ids of their
+originals."""
 
 
 def lift(
@@ -28,15 +29,15 @@ def lift(
 ) -> tuple[list[Any], Any, bool]:
     """Return the tensors in a function, a template for `restore`, and whether the closure is opaque.
 
-    The template is the function itself where it has no tensors.
+    The template is the function itself if it has no tensors.
 
     Arguments:
         obj: a function, partial, bound method or another callable.
         tensor_types: the types that count as tensors.
-        owner: the function that made `obj`. Of its own cells, tensors alone are lifted.
-        borrowed: whether the caller keeps `obj`. Its lists and dicts then stay the same objects.
+        owner: the function that returned `obj`. Containers and functions in its cells are not copied.
+        borrowed: whether other code uses `obj`. Its lists and dicts are then not copied.
     """
-    if type(obj) is types.FunctionType and _has_cells_alone(obj):
+    if type(obj) is types.FunctionType and _has_only_cells(obj):
         contents = [content_of(cell) for cell in obj.__closure__ or ()]
         tensors = [content for content in contents if tensor_types[type(content)]]
         if len(tensors) == len(contents):
@@ -53,7 +54,7 @@ def lift(
 
 
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
-    """Return the object that was lifted, around `tensors`."""
+    """Return a copy of the lifted object with `tensors`."""
     if type(template) is tuple:
         code, scope, kept = template
         if kept is None:
@@ -65,26 +66,26 @@ def restore(template: Any, tensors: Sequence[Any]) -> Any:
     return template(tensors, {}) if type(template) is _Template else template
 
 
-_CELLS_ALONE: dict[types.CodeType, bool] = {}
-_KEPT = 4096
+_ONLY_CELLS: dict[types.CodeType, bool] = {}
+_CACHE_SIZE = 4096
 
 
-def _has_cells_alone(function: types.FunctionType) -> bool:
-    """Return whether a function holds objects in its cells alone, as most rules do."""
+def _has_only_cells(function: types.FunctionType) -> bool:
+    """Return whether a function holds objects only in cells that are not assigned, as most rules do."""
     if function.__defaults__:
         return False
     code = function.__code__
-    alone = _CELLS_ALONE.get(code)
-    if alone is None:
-        if len(_CELLS_ALONE) >= _KEPT:
-            _CELLS_ALONE.clear()
+    only_cells = _ONLY_CELLS.get(code)
+    if only_cells is None:
+        if len(_ONLY_CELLS) >= _CACHE_SIZE:
+            _ONLY_CELLS.clear()
         more = code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS or assigned_cells(function)
-        alone = _CELLS_ALONE[code] = not more
-    return alone
+        only_cells = _ONLY_CELLS[code] = not more
+    return only_cells
 
 
 class _Template:
-    """A `Build` that makes its object once, however many places it stands in."""
+    """A `Build` that makes one copy of its object, also if the object occurs several times."""
 
     __slots__ = ("build", "key")
 
@@ -98,7 +99,7 @@ class _Template:
 
 
 class _Itself:
-    """The `Build` of a function in its own closure."""
+    """The `Build` of a function that occurs in its own closure."""
 
     __slots__ = ("key",)
 
@@ -113,7 +114,7 @@ _IN_PROGRESS = object()
 
 
 class _Walk:
-    """One walk through an object, which collects its tensors."""
+    """Walks through an object and collects its tensors."""
 
     __slots__ = ("_assigned", "_borrowed", "_builders", "_owned", "_tensor_types", "opaque", "tensors")
 
@@ -124,13 +125,13 @@ class _Walk:
         self.opaque = False
         self._tensor_types, self._owned, self._assigned = tensor_types, owned, assigned
         self._borrowed = borrowed
-        self._builders: dict[int, Any] = {}  # by id: one container or function in two places stays one
+        self._builders: dict[int, Any] = {}  # by id, so that an object that occurs twice is copied once
 
     def builder(self, obj: Any) -> Any:
-        """Return what makes the object anew, None where it stays the same object."""
+        """Return the `Build` of an object, None if the object is not copied."""
         kind = type(obj)
         if self._tensor_types[kind]:
-            # One slot for each place: where a function runs again, one tensor may come back as two.
+            # A tensor that occurs twice has two slots: when a function runs again, they may differ.
             slot = len(self.tensors)
             self.tensors.append(obj)
             return lambda tensors, made: tensors[slot]
@@ -142,15 +143,15 @@ class _Walk:
                 return self._builders[key]
             if kind is types.FunctionType:
                 return _Itself(key)
-            self.opaque = True  # a container in itself, where the copy would hold the original
+            self.opaque = True  # a container that holds itself
             return None
         self._builders[key] = _IN_PROGRESS
         build = self._function(obj) if kind is types.FunctionType else self._container(obj)
         self._builders[key] = template = None if build is None else _Template(key, build)
         return template
 
-    def _leave(self, obj: Any) -> None:
-        """Leave an object where it is, and note whether it may hold a tensor."""
+    def _skip(self, obj: Any) -> None:
+        """Do not copy an object. Note whether it may hold a tensor."""
         if self._tensor_types[type(obj)]:
             self.opaque = True
             return
@@ -166,7 +167,7 @@ class _Walk:
     def _container(self, obj: Any) -> Build | None:
         parts, make = _parts_and_maker(obj)
         if parts is None:
-            self._leave(obj)
+            self._skip(obj)
             return None
         builds = [self.builder(part) for part in parts]
         if not any(builds):
@@ -184,15 +185,15 @@ class _Walk:
             content = content_of(cell)
             owned = id(cell) in self._owned and not self._tensor_types[type(content)]
             if owned or id(cell) in self._assigned:
-                self._leave(content)
+                self._skip(content)
                 builds.append(None)
             else:
                 builds.append(self.builder(content))
         key = id(function)
         names_itself = any([type(build) is _Itself and build.key == key for build in builds])
-        # The outermost function uses its own attributes as a wrapper, or by its own name.
-        uses = names_itself or len(self._builders) > 1 or function.__code__.co_flags & inspect.CO_VARARGS
-        attributes = vars(function) if uses else {}
+        # The outermost function may read its own attributes if it is a wrapper or closes over itself.
+        may_read = names_itself or len(self._builders) > 1 or function.__code__.co_flags & inspect.CO_VARARGS
+        attributes = vars(function) if may_read else {}
         extras = [function.__defaults__, _items(function.__kwdefaults__), _items(attributes)]
         of_extras = [self.builder(part) for part in extras]
         if all([b is None or (type(b) is _Itself and b.key == key) for b in (*builds, *of_extras)]):
@@ -208,11 +209,11 @@ class _Walk:
             new = tuple([types.CellType() if cell is None else cell for cell in kept])
             made[key] = copy = types.FunctionType(code, scope, name, None, new)
             for cell, part in zip(new, builds, strict=True):
-                if part is not None:  # only now: the copy may stand in its own cells
+                if part is not None:  # set after the copy exists, because it may occur in its own cells
                     cell.cell_contents = part(tensors, made)
-            defaults, keyword_defaults, own = _built(extras, of_extras, tensors, made)
+            defaults, keyword_defaults, copied_attributes = _built(extras, of_extras, tensors, made)
             copy.__defaults__, copy.__kwdefaults__ = defaults, dict(keyword_defaults) or None
-            copy.__dict__.update(own)
+            copy.__dict__.update(copied_attributes)
             return copy
 
         return build
@@ -230,7 +231,7 @@ def _items(mapping: Any) -> tuple[Any, ...]:
 
 
 def _cells_of(owner: Any) -> Iterator[int]:
-    """Yield the ids of the cells that a function closes over, and those of functions in them."""
+    """Yield the ids of the cells of a function, and of the functions in these cells."""
     waiting, seen = [owner], set()
     while waiting:
         function = waiting.pop()
@@ -242,7 +243,7 @@ def _cells_of(owner: Any) -> Iterator[int]:
 
 
 def _assigned(obj: Any, seen: set[int]) -> Iterator[int]:
-    """Yield the ids of the cells that a function, or one in its closure, assigns."""
+    """Yield the ids of the cells that are assigned by a function or by the functions in its closure."""
     if id(obj) in seen:
         return
     if type(obj) is types.FunctionType:
@@ -259,7 +260,10 @@ def _assigned(obj: Any, seen: set[int]) -> Iterator[int]:
 
 
 def _parts_and_maker(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
-    """Return the parts of a container, partial or method, and its maker; None for other objects."""
+    """Return the parts of a container, partial or method, and a function that makes it from other parts.
+
+    The parts are None for other objects.
+    """
     kind = type(obj)
     if kind is tuple or kind is list:
         return tuple(obj), kind
@@ -275,10 +279,10 @@ def _parts_and_maker(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any
         return (obj.__func__, obj.__self__), lambda parts: types.MethodType(*parts)
     if isinstance(obj, tuple) and not getattr(obj, "__dict__", None):
         if all([ATOMS[type(part)] for part in obj]):
-            return (), list  # such as a shape
-        if make := getattr(kind, "_make", None):  # of a named tuple
+            return (), list  # for example a shape
+        if make := getattr(kind, "_make", None):  # a named tuple
             return obj, make
-        if getattr(kind, "n_fields", None) == len(obj):  # a structure of C, as of torch.max
+        if getattr(kind, "n_fields", None) == len(obj):  # a struct sequence, such as torch.max returns
             return obj, kind
     if isinstance(obj, types.BuiltinFunctionType) and isinstance(obj.__self__, types.ModuleType):
         return (), list

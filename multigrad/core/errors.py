@@ -1,17 +1,17 @@
-"""The one form in which multigrad says that something is wrong."""
+"""The form of multigrad's error messages."""
 
 import sys
 from collections.abc import Sequence
 
 
 class OpError(TypeError):
-    """A TypeError about an op that is raised where the op is called, so perhaps in a layer.
+    """A TypeError about an op, raised where the op is called, possibly in a layer.
 
-    Where Keras (3.15) infers the shape of a layer's output, it puts a text of its own before the error. This
-    class puts the cause first.
+    When Keras (3.15) infers the output shape of a layer, it puts its own text before the message of an error.
+    This class puts the cause first.
     """
 
-    # AutoGraph (TensorFlow 2.21) makes an error of an error's own class only where this is its constructor.
+    # AutoGraph (TensorFlow 2.21) keeps the class of an error only if the class has this constructor.
     __init__ = Exception.__init__
 
     def __str__(self) -> str:
@@ -25,7 +25,7 @@ def _without_bold(text: str) -> str:
 
 
 def message(op: str, problem: str, *, required: str, got: str, fix: str, argument: str | None = None) -> str:
-    """Tell what is wrong with `op`, what was required, what came, and what to do.
+    """Return the text of an error: the op, the problem, what is required, what the op got, and a fix.
 
     ```python
     print(message("scale", "the gradient has the wrong shape", argument="'x'",
@@ -47,7 +47,7 @@ def message(op: str, problem: str, *, required: str, got: str, fix: str, argumen
 def unusable(
     kind: type[Exception], op: str, argument: str, *, required: str, got: object, fix: str
 ) -> Exception:
-    """The error for a value of an argument that `op` can do nothing with."""
+    """Return the error for an argument that has an unusable value."""
     text = message(
         op,
         f"{argument} cannot be used",
@@ -60,14 +60,14 @@ def unusable(
 
 
 def require_function(op: str, argument: str, value: object) -> None:
-    """See that `op` was given something that it can call."""
+    """Raise TypeError unless the argument is callable."""
     if not callable(value):
         fix = "pass the function itself"
         raise unusable(TypeError, op, argument, required="a function", got=value, fix=fix)
 
 
 def describe(value: object) -> str:
-    """A short name for a value in a message: its type, with shape and dtype for a tensor."""
+    """Return a short description of a value: its type, with shape and dtype for a tensor."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     kind = type(value).__name__
     if shape is not None and dtype is not None:
@@ -77,7 +77,7 @@ def describe(value: object) -> str:
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """The names, told apart by a number where they are the same, as those of variables may be."""
+    """Return the names, with a number added to each repeated one. Two variables can have the same name."""
     distinct: list[str] = []
     for name in names:
         count = sum([other == name or other.startswith(f"{name} (") for other in distinct])
@@ -86,19 +86,19 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def shape_text(shape: object) -> str:
-    """A shape of any framework in Python's own notation."""
+    """Return the shape of any framework's tensor as the text of a tuple."""
     return str(tuple(shape)) if isinstance(shape, (tuple, list)) else str(shape)
 
 
 class TouchedVariable(BaseException):
-    """A function that ran where none was expected reads or assigns a variable, and is to run elsewhere."""
+    """Raised in a strict run of a function that reads or assigns a variable. The caller runs it elsewhere."""
 
 
 def hide_frames() -> None:
-    """Leave this package's frames out of the tracebacks of pytest, which shows them with `--full-trace`.
+    """Hide the frames of this package in tracebacks of pytest. `--full-trace` shows them.
 
     pytest reads `__tracebackhide__` from the globals of a frame's module. JAX, TensorFlow and Keras filter
-    their own frames alone, and have no public way to name others (JAX 0.10, TensorFlow 2.21, Keras 3.15).
+    only their own frames, and have no public API to add others (JAX 0.10, TensorFlow 2.21, Keras 3.15).
     """
     package = __name__.partition(".")[0]
     for name, module in list(sys.modules.items()):

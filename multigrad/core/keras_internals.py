@@ -1,8 +1,8 @@
-"""What Keras has in force around a call beside values of variables: the phase of the layers, and the like.
+"""The state that Keras has while a layer is called: its arguments such as `training`, autocast and device.
 
-A rule runs when all of that has ended, and is to meet what its function met: layers that it calls know from
-those around them whether they are in training, a variable has the dtype that a layer computes in, and a
-tensor is made on the device of a `keras.device`.
+A rule runs after the layer has returned. It must see the state that its function saw: the layers that it
+calls read from it whether they are in training, variables the dtype in which a layer computes, and new
+tensors their device.
 """
 
 import contextlib
@@ -10,32 +10,32 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-# Private: Keras (3.15) has no public way to ask for any of this, or to put it in force again.
-# What is in force in a thread are attributes of its `GLOBAL_STATE_TRACKER`, which `keras.utils.clear_session`
-# replaces.
+# Private: Keras (3.15) has no public API to read or to restore this state. It consists of attributes of
+# `GLOBAL_STATE_TRACKER`, one set per thread. `keras.utils.clear_session` replaces the tracker, so it is
+# looked up in each use.
 from keras.src.backend.common import global_state as global_state
 
 from multigrad import backend
 
-_CALL = "current_call_ctx"  # in which a layer tells those within it how it was called
+_CALL = "current_call_ctx"  # the arguments of the outermost layer call, which inner layers read
 _SCOPES = ("autocast_scope", "torch_device")
 
 
 class Context:
-    """What is in force at this place of the program: the call of a layer, and scopes by Keras's names."""
+    """A copy of Keras's state: the call of a layer, and scopes by the names of their attributes."""
 
-    __slots__ = ("call", "kind", "scopes", "told")
+    __slots__ = ("attributes", "call", "kind", "scopes")
 
     def __init__(self, call: Any, scopes: dict[str, Any]) -> None:
         self.kind, self.scopes = type(call), scopes
-        # It knows the layer with which it ends, and lives no longer than that is called.
+        # A weak reference, because the call holds its layer.
         self.call = None if call is None else weakref.ref(call)
-        # By now: each layer within notes there how it was called itself.
-        self.told = None if call is None else {**vars(call), "entry_layer": None}
+        # Copied now, because each inner layer changes the attributes of the call.
+        self.attributes = None if call is None else {**vars(call), "entry_layer": None}
 
 
-def context_here() -> Context | None:
-    """The context of this place, None outside of all."""
+def current_context() -> Context | None:
+    """Return the present state, None outside of layers and devices."""
     state = vars(global_state.GLOBAL_STATE_TRACKER)
     call, device = state.get(_CALL), state.get("torch_device")
     if call is None and device is None:
@@ -44,32 +44,35 @@ def context_here() -> Context | None:
 
 
 @contextlib.contextmanager
-def in_force(context: Context | None) -> Iterator[None]:
-    """The context of another place, here; what is in force here, if that is None."""
-    if context is None or _is_read_there(context):
+def restored(context: Context | None) -> Iterator[None]:
+    """Restore a state for a while. None leaves the present state unchanged."""
+    if context is None or _is_compiled_with(context):
         yield
         return
     call = None
-    if context.told is not None:
+    if context.attributes is not None:
         call = object.__new__(context.kind)
-        vars(call).update(context.told)
+        vars(call).update(context.attributes)
     state = {_CALL: call, **context.scopes}
     before = {name: global_state.get_global_attribute(name) for name in state}
-    _put(state)
+    _set(state)
     try:
         yield
     finally:
-        _put(before)
+        _set(before)
 
 
-def _is_read_there(context: Context) -> bool:
-    """Whether a compiler of Python reads this along with that place, where nothing can be put in force."""
+def _is_compiled_with(context: Context) -> bool:
+    """Return whether Dynamo traces this code together with the call of the layer.
+
+    The state is then still active. Dynamo cannot set it.
+    """
     if not backend.active.is_reading_code():
         return False
     call = global_state.get_global_attribute(_CALL)
     return call is not None and context.call is not None and call is context.call()
 
 
-def _put(state: dict[str, Any]) -> None:
+def _set(state: dict[str, Any]) -> None:
     for name, value in state.items():
         global_state.set_global_attribute(name, value)

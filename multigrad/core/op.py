@@ -1,4 +1,4 @@
-"""`op_custom_gradient`: the decorator, and what an op does when it is called."""
+"""`op_custom_gradient`: the decorator, and the op that it returns."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ def op_custom_gradient(
     forward_mode: bool = False,
     higher_order: bool = True,
 ) -> Callable[..., Any]:
-    """Define a function together with the rule of its gradient, for every backend of Keras.
+    """Define a function with a custom gradient, for every backend of Keras.
 
     ```python
     from keras import ops
@@ -62,79 +62,79 @@ def op_custom_gradient(
     print(grad(log1pexp)(100.0))  # 1.0, where plain differentiation gives NaN
     ```
 
-    By the chain rule, the rule returns the vector-Jacobian product: for `y = f(x)` and a loss `L`, it is
-    given the upstream gradient `dL/dy` and returns `dL/dx`. A rule that does not multiply by its upstream
-    cuts the chain.
+    The rule computes a vector-Jacobian product: for `y = f(x)` and a loss `L`, it gets the upstream gradient
+    `dL/dy` and returns `dL/dx`. A rule that ignores its upstream gradient breaks the chain rule.
 
     Arguments:
-        f: a function of any arguments that returns a pair `output, rule`. Tensors, NumPy arrays and Keras
-            Variables among the arguments, alone or nested in tuples, lists and dicts, reach it as
-            tensors; Python numbers and all other objects reach it as they are. Floating and complex
-            tensors have a gradient. The output is a tensor or a nested structure; what is no tensor in
-            it is passed through. `f` can be a function, method, lambda, partial or callable object, and
-            can be defined anew in every call.
-        name: how messages call the op; the function's own name if it is not given. A name of the form
-            `package>name` registers the op with Keras, so that a model in which it is used can be saved,
-            and loaded where an op of this name is defined.
-        forward_mode: whether JAX's own forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) is to work
-            on the op. The rule must then be linear in its upstream gradient. Elsewhere forward mode
-            needs no permission, and this changes nothing.
-        higher_order: whether there are to be derivatives of the gradient. For those, PyTorch keeps the inputs
-            of an op alive where its rule uses something that was computed from them. Without, it keeps what
-            the rule uses alone, and a second derivative is an error. Elsewhere this changes nothing.
+        f: a function of any arguments that returns a pair `output, rule`. It gets tensors, NumPy arrays and
+            Keras Variables as tensors, also when they are nested in tuples, lists and dicts. It gets Python
+            numbers and all other objects unchanged. Floating and complex tensors are differentiable. The
+            output is a tensor or a nested structure, in which other objects are returned unchanged. `f` can
+            be a function, method, lambda, partial or callable object, and can be defined again in every call.
+        name: the name of the op in messages. The default is the name of the function. A name of the form
+            `package>name` registers the op with Keras, so that a model that uses it can be saved, and loaded
+            where an op with this name is defined.
+        forward_mode: whether JAX's forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) can differentiate
+            the op. The rule must then be linear in the upstream gradient. The other frameworks ignore it:
+            their forward mode always can.
+        higher_order: whether the gradient can be differentiated again. If it can and the rule uses an
+            intermediate result of the function, PyTorch keeps the inputs of the op in memory. If it cannot,
+            PyTorch keeps only the residuals, and a second derivative raises an error. The other frameworks
+            ignore it.
 
-    The rule is called by its signature:
+    The signature of the rule decides how it is called:
 
-    - `rule(U)`, when it has one positional parameter, whatever its name, or `upstream` by keyword alone;
-    - `rule(u1, ..., uN)`, when it has as many as the output has tensors, or `rule(*us)`;
-    - `rule(*args, upstream=U)`, with the op's own positional arguments, when it has a parameter
-      `upstream` behind others, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`. What the op
-      was passed by keyword alone it closes over.
+    - `rule(U)`, if it has one positional parameter of any name, or `upstream` as its only keyword-only
+      parameter;
+    - `rule(u1, ..., uN)`, if it has one positional parameter per tensor in the output, or is `rule(*us)`;
+    - `rule(*args, upstream=U)`, with the op's own positional arguments, if it has other parameters before
+      `upstream`, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`. It closes over arguments
+      that were passed by keyword.
 
-    Each may have a further parameter `variables`. It is handed the trainable Keras Variables that `f` read
-    without being given them, in the order of first reading, and returns the pair `gradients,
-    gradients_of_variables`. While the rule runs, they have the values that they had in `f`, and a layer that
-    it calls is in training if the layer is that called the op.
+    Each form may have a further parameter `variables`: a list of the trainable Keras Variables that `f` read
+    and did not get as arguments, in the order of first use. Such a rule returns the pair
+    `gradients, gradients_of_variables`. While the rule runs, the variables have the values that they had in
+    `f`, and a layer that it calls is in training mode if the layer that called the op was.
 
-    `U` is the upstream gradient in the structure of the output: zeros for a tensor that nobody used, and
-    None for an output that has no gradient (integers, strings, None).
+    `U` is the upstream gradient in the structure of the output. It has zeros for a tensor that was not used,
+    and None for an output without a gradient (integers, strings, None).
 
-    Flattened tensors are in the order of `keras.tree.flatten`, here and below: by the sorted keys of a dict,
-    and in the own order of an `OrderedDict`.
+    Flattened tensors are in the order of `keras.tree.flatten`: a dict is sorted by its keys, an
+    `OrderedDict` is not.
 
-    The rule returns one of these, of which the first that fits is meant:
+    The rule returns one of the following. If several fit, the first applies.
 
-    - a tensor, when one argument is differentiable;
-    - a tuple or list with one entry per argument, or per differentiable argument, each in the structure
-      of its argument, or one per flattened tensor;
-    - a dict from argument names to such entries, with a tuple for what came in by `*args`.
+    - A tensor, if one argument is differentiable.
+    - A tuple or list with one entry per argument or per differentiable argument, each in the structure of its
+      argument, or with one entry per flattened tensor.
+    - A dict from argument names to such entries. The entry for `*args` is a tuple.
 
-    None stands for zero, and a function of no arguments for a gradient that is computed only where it is
-    needed. TensorFlow's tapes ask for every gradient, so eager TensorFlow computes them all; `tf.function`
-    prunes those that nobody uses. What has no gradient has None or zero; a Python float or complex number may
-    have one, which nobody asks for. An answer that could be meant for such a number, or for a tensor, is an
-    error. A gradient is cast to the dtype of its argument, and summed over the axes along which broadcasting
-    made it larger.
+    An entry of None is a zero gradient. A function of no arguments is a gradient that is computed only if it
+    is needed. Eager TensorFlow computes all gradients, because its tapes ask for them; `tf.function` prunes
+    those that are not used. The entry of an argument without a gradient is None or zero. Gradients of Python
+    floats and complex numbers are discarded. An answer raises an error if an entry could belong to such a
+    number or to a tensor. A gradient is cast to the dtype of its argument, and summed over the axes that
+    broadcasting enlarged.
 
     Returns:
-        A function with the name, documentation and parameters of `f`, which returns the output alone and
-        is differentiated by the rule, to any order. Inside the rule, an input or output of the op is
-        differentiated as such; a tensor that the function computed on the way is differentiated through
-        the function, which PyTorch and JAX run once more for it. A tensor that `f` closes over has no
-        gradient through the op.
+        A function with the name, documentation and parameters of `f`. It returns the output alone, and the
+        rule is its gradient at any order. In a derivative of the gradient, inputs and outputs of the op that
+        the rule uses are differentiated directly. Intermediate results of the function are differentiated
+        through the function, which PyTorch and JAX run again for this purpose. Tensors that `f` closes over
+        have no gradient through the op.
 
     Raises:
-        TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
-            none of these ways, or in two that differ, when the rule has a default for an argument that it is
-            not handed, when `f` reads trainable variables and the rule takes none, or an argument is a
-            sparse tensor.
-        ValueError: when a gradient has a shape that is not its argument's, or another op is registered
-            under the name.
+        TypeError: if `f` does not return such a pair; if the signature of the rule is not supported; if the
+            answer fits none of these forms, or two with different meanings; if the rule has a default for an
+            argument that it is not passed; if `f` reads trainable variables and the rule does not take
+            them; if an argument is a sparse tensor.
+        ValueError: if a gradient has a different shape than its argument, or another op is registered under
+            the name.
 
-    On a KerasTensor, such as `keras.Input` returns, the op is one node of a Functional model.
+    With a KerasTensor, such as the result of `keras.Input`, the op is one node of a Functional model.
 
     References:
-        The closure form is that of TensorFlow's `tf.custom_gradient`.
+        The closure form is the one of TensorFlow's `tf.custom_gradient`.
     """
     if f is None:
         return functools.partial(
@@ -147,7 +147,7 @@ def op_custom_gradient(
         raise TypeError(
             message(
                 "op_custom_gradient",
-                "there is nothing to decorate",
+                "the argument is not a function",
                 required="a function that returns `output, rule`",
                 got=describe(f),
                 fix="write @op_custom_gradient above the function",
@@ -157,7 +157,7 @@ def op_custom_gradient(
         raise TypeError(
             message(
                 "op_custom_gradient",
-                "the name is no string",
+                "the name is not a string",
                 argument="'name'",
                 required="a string, or None",
                 got=describe(name),
@@ -171,47 +171,47 @@ def op_custom_gradient(
 
 
 @_framework.library_code
-def _define(f: Callable[..., Any], title: str, options: Options) -> Callable[..., Any]:
-    """The op of `f`, which messages call `title`."""
+def _define(f: Callable[..., Any], name: str, options: Options) -> Callable[..., Any]:
+    """Return the op of `f`. Messages use `name`."""
     signature = signature_of(f)
     full = signature.full
-    usual = None if full is None else Pullback(title, full, FLAT_LAYOUTS[full.count])
+    positional_pullback = None if full is None else Pullback(name, full, FLAT_LAYOUTS[full.count])
     count = -1 if full is None else full.count
 
     def op(*args: Any, **kwargs: Any) -> Any:
-        if usual is not None and len(args) == count and not kwargs:
+        # The common case: one tensor per parameter, passed by position.
+        if positional_pullback is not None and len(args) == count and not kwargs:
             for value in args:
                 if not _TENSORS[type(value)]:
                     break
             else:
-                # Usually every parameter gets a tensor, by position.
-                return apply(Call(f, usual, options), args)
+                return apply(Call(f, positional_pullback, options), args)
         try:
-            tensors, back = _prepare(title, signature, args, kwargs)
+            tensors, pullback = _split_arguments(name, signature, args, kwargs)
         except Symbolic:
-            return node.apply(_define(f, title, options), title, args, kwargs)
-        return apply(Call(f, back, options), tensors)
+            return node.apply(_define(f, name, options), name, args, kwargs)
+        return apply(Call(f, pullback, options), tensors)
 
     return functools.update_wrapper(_framework.library_code(op), f)
 
 
-def _prepare(
-    title: str, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def _split_arguments(
+    name: str, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Pullback]:
-    """The tensors in the arguments, and the pullback of such a call."""
+    """Return the tensors in the arguments, and the pullback of the call."""
     try:
         values, binding = signature.bind(args, kwargs)
     except TypeError as error:
-        raise signature.misfit(title, args, kwargs, error) from error
+        raise signature.binding_error(name, args, kwargs, error) from error
     try:
         tensors, arguments = split(values)
     except Symbolic:
         raise
     except Refused as refused:
-        raise refused.error(title, zip(binding.names(), values, strict=True)) from None
-    return tensors, Pullback(title, binding, arguments)
+        raise refused.error(name, zip(binding.names(), values, strict=True)) from None
+    return tensors, Pullback(name, binding, arguments)
 
 
 apply: Callable[[Call, Sequence[Any]], Any] = _framework.apply
-"""Runs a call: the backend's own function, which an open trace replaces (`tracing/recording.py`). So a trace
-costs nothing while none is open."""
+"""Runs a call. It is the backend's function, which an open trace replaces (`tracing/recording.py`), so that
+tracing has no overhead while no trace is open."""

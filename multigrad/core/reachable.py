@@ -1,6 +1,6 @@
-"""Which tensors an object holds: in cells, defaults, containers and attributes, and nowhere else.
+"""Find the tensors that an object holds in cells, defaults, containers and attributes.
 
-What stands in a global, a class or a module is a constant to an op.
+Values in globals, classes and modules are constants to an op.
 """
 
 import dis
@@ -20,7 +20,7 @@ _CONSTANTS = types.BuiltinFunctionType, types.MethodDescriptorType, types.Module
 
 
 def content_of(cell: types.CellType) -> Any:
-    """Return what a cell holds, None while its name is not bound."""
+    """Return the content of a cell, None if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -28,7 +28,7 @@ def content_of(cell: types.CellType) -> Any:
 
 
 def parts_of(obj: Any) -> list[Any]:
-    """Return what an object refers to by cells, defaults, items and attributes."""
+    """Return the objects in the cells, defaults, items and attributes of an object."""
     if isinstance(obj, types.FunctionType):
         cells = [content_of(cell) for cell in obj.__closure__ or ()]
         return [*cells, obj.__defaults__, obj.__kwdefaults__, *vars(obj).values()]
@@ -52,9 +52,9 @@ def _attributes_of(obj: Any) -> list[Any]:
 
 
 def may_hold_tensors(value: Any, seen: set[int] | None = None) -> bool:
-    """Return whether an object is a tensor, or has attributes, in which it may hold tensors now or later.
+    """Return whether an object is a tensor or has attributes, which may be set to tensors at any time.
 
-    A container, function, partial or method may where one of its parts may.
+    For a container, function, partial or method, return whether this is true for one of its parts.
     """
     seen = set() if seen is None else seen
     if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
@@ -77,14 +77,14 @@ def reachable_tensors(
     seen: set[int] | None = None,
     with_globals: bool = False,
 ) -> Iterator[Any]:
-    """Yield the tensors that are reached from `obj`, usually a function.
+    """Yield the tensors that can be reached from `obj`, usually a function.
 
     Arguments:
-        obj: where to begin.
+        obj: the root of the search.
         tensor_types: the types that count as tensors.
-        through: classes of a framework whose objects are looked into; those of others are not.
-        seen: the ids of objects that are not looked into again.
-        with_globals: whether the globals that a function names count, too.
+        through: the classes of a framework whose objects are searched.
+        seen: the ids of objects that have been searched.
+        with_globals: whether to search the globals that a function names.
     """
     seen = set() if seen is None else seen
     waiting = [obj]
@@ -108,14 +108,17 @@ def reachable_tensors(
 
 
 def wrapped_functions(obj: Any) -> list[Any] | None:
-    """Return the user's functions in a framework's object, as of `jax.jit`; None for other objects."""
+    """Return the user's functions in an object of a framework, such as a result of `jax.jit`.
+
+    Return None for other objects.
+    """
     if isinstance(obj, type) or not (_is_of_framework(type(obj).__module__) and hasattr(obj, "__wrapped__")):
         return None
     return [obj.__wrapped__, *filter(callable, getattr(obj, "__dict__", {}).values())]
 
 
 def _is_foreign(kind: type) -> bool:
-    """Whether a class is a framework's. Objects of this package may hold a user's function."""
+    """Return whether a class belongs to a framework. Objects of this package may hold a user's function."""
     return _is_of_framework(kind.__module__) and kind.__module__.partition(".")[0] != "multigrad"
 
 
@@ -124,27 +127,27 @@ def _is_of_framework(module: str) -> bool:
 
 
 _ASSIGNED: dict[types.CodeType, frozenset[int]] = {}
-_KEPT = 4096
+_CACHE_SIZE = 4096
 
 
 def assigned_cells(function: types.FunctionType) -> frozenset[int]:
-    """Return the indices of the cells that a function, or one defined in it, assigns (`nonlocal`).
+    """Return the indices of the cells that a function, or a function defined in it, assigns (`nonlocal`).
 
-    The bytecode alone tells that. A copy of the function around other tensors must share such a cell with it.
+    They are read from the bytecode. A copy of the function must share these cells with it.
     """
     code = function.__code__
     if not code.co_freevars:
         return frozenset()
     assigned = _ASSIGNED.get(code)
     if assigned is None:
-        if len(_ASSIGNED) >= _KEPT:
+        if len(_ASSIGNED) >= _CACHE_SIZE:
             _ASSIGNED.clear()
         assigned = _ASSIGNED[code] = frozenset(map(code.co_freevars.index, _assigned_names(code)))
     return assigned
 
 
 def _assigned_names(code: types.CodeType) -> set[str]:
-    """The free variables that a code assigns."""
+    """Return the free variables that the code assigns."""
     stores = ("STORE_DEREF", "DELETE_DEREF")
     names = {i.argval for i in dis.get_instructions(code) if i.opname in stores}
     for inner in filter(inspect.iscode, code.co_consts):

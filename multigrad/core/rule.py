@@ -42,8 +42,8 @@ class RuleSignature(NamedTuple):
     """Whether it takes variables."""
     arguments: tuple[str, ...] = ()
     """HYBRID: the names of the positional parameters before `upstream`."""
-    others: tuple[str, ...] = ()
-    """HYBRID: the names of all other parameters."""
+    later: tuple[str, ...] = ()
+    """HYBRID: the names of the parameters after `upstream`, and of keyword-only ones."""
 
 
 _Parameters = Sequence[inspect.Parameter]
@@ -57,9 +57,9 @@ def _read(signature: inspect.Signature) -> RuleSignature:
     takes = _takes_variables(parameters)
     parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
     for form in (_hybrid, _keyword, _whole, _flat):
-        found = form(parameters)
-        if found is not None:
-            return found._replace(takes=takes)
+        read = form(parameters)
+        if read is not None:
+            return read._replace(takes=takes)
     return RuleSignature(takes=takes)
 
 
@@ -74,13 +74,13 @@ def _hybrid(parameters: _Parameters) -> RuleSignature | None:
         return None
     count = next((i for i, p in enumerate(positional) if p.name == "upstream"), len(positional))
     if any(p.default is p.empty for p in positional[count + 1 :]):
-        return None  # an argument behind `upstream` cannot be passed by position
+        return None  # an argument after `upstream` cannot be passed by position
     return RuleSignature(
         HYBRID,
         required=sum(p.default is p.empty for p in positional[:count]),
         accepted=float("inf") if _is_variadic(parameters) else count,
         arguments=tuple(p.name for p in positional[:count]),
-        others=tuple(name for name in [p.name for p in positional[count:]] + keywords if name != "upstream"),
+        later=tuple(name for name in [p.name for p in positional[count:]] + keywords if name != "upstream"),
     )
 
 
@@ -131,7 +131,7 @@ def _takes_variables(parameters: _Parameters) -> str:
 # ------------------------------------------------------------------ signatures are read once per code object
 
 _SIGNATURES: dict[tuple[types.CodeType, int, tuple[str, ...]], RuleSignature] = {}
-_KEPT = 4096
+_CACHE_SIZE = 4096
 
 
 def _signature_of(op: str, rule: Any) -> RuleSignature:
@@ -169,15 +169,15 @@ def _signature_of_code(
     code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]
 ) -> RuleSignature:
     """Return the signature of every function with this code and these defaults."""
-    found = _SIGNATURES.get((code, defaults, keyword_defaults))
-    if found is None:
+    signature = _SIGNATURES.get((code, defaults, keyword_defaults))
+    if signature is None:
         empty = tuple(types.CellType() for _ in code.co_freevars)
         function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
         function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
-        if len(_SIGNATURES) >= _KEPT:
+        if len(_SIGNATURES) >= _CACHE_SIZE:
             _SIGNATURES.clear()
-        found = _SIGNATURES[code, defaults, keyword_defaults] = _read(inspect.signature(function))
-    return found
+        signature = _SIGNATURES[code, defaults, keyword_defaults] = _read(inspect.signature(function))
+    return signature
 
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
@@ -204,27 +204,27 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
         TypeError: if `rule` is not callable, its signature is unsupported, or it has a default for an
             argument of the op that it is not passed.
     """
-    found = _signature_of(op, rule)
-    if found.form == HYBRID:
+    signature = _signature_of(op, rule)
+    if signature.form == HYBRID:
         count = arguments_for(op, rule, binding)
         if count is not None:
-            passed = (*binding.signature.positional[: binding.given], *binding.keywords)
+            passed = (*binding.signature.positional[: binding.passed], *binding.keywords)
             bound = rule.keywords if isinstance(rule, functools.partial) else ()
-            for name in (*found.arguments[count:], *found.others):
+            for name in (*signature.arguments[count:], *signature.later):
                 if name in passed and name not in bound:
                     raise _default_instead_of_argument(op, rule, name)
-            return HYBRID, found.takes
-    elif found.form is not None:
-        return found.form, found.takes
-    elif found.required == outputs > 1:
-        return FLAT, found.takes
+            return HYBRID, signature.takes
+    elif signature.form is not None:
+        return signature.form, signature.takes
+    elif signature.required == outputs > 1:
+        return FLAT, signature.takes
     raise OpError(
         message(
             op,
             "the rule has an unsupported signature",
             required=FORMS,
             got=f"{name_of(rule)}{inspect.signature(rule)}, for {outputs} tensor(s) in the output and "
-            f"{binding.given} positional argument(s)",
+            f"{binding.passed} positional argument(s)",
             fix="write the rule in one of these forms",
         )
     )
@@ -233,11 +233,11 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
 def arguments_for(op: str, rule: Any, binding: Binding) -> int | None:
     """Return how many of the op's positional arguments a HYBRID rule is called with, None if no number fits.
 
-    The rule gets the arguments that the caller passed, and the defaults behind them if it requires more.
+    The rule gets the arguments that the caller passed, and the defaults after them if it requires more.
     """
-    found = _signature_of(op, rule)
-    counts = (binding.given, binding.positional)
-    return next((count for count in counts if found.required <= count <= found.accepted), None)
+    signature = _signature_of(op, rule)
+    counts = (binding.passed, binding.positional)
+    return next((count for count in counts if signature.required <= count <= signature.accepted), None)
 
 
 def _default_instead_of_argument(op: str, rule: Any, name: str) -> TypeError:

@@ -1,4 +1,4 @@
-"""Arguments to parameters: what a call's arguments are, in order and by name."""
+"""Bind the arguments of a call to the parameters of a function."""
 
 import functools
 import inspect
@@ -12,25 +12,27 @@ from multigrad.core.errors import OpError, message
 from multigrad.core.type_sets import HoldsNoTensor
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_KEPT = 4096
+_CACHE_SIZE = 4096
 
 
 @dataclass(slots=True, frozen=True)
 class Binding:
-    """Which parameters the arguments of one call went to; it holds none of the arguments.
+    """The parameters to which the arguments of one call are bound. It does not hold the arguments.
 
-    Of `count` arguments, in the order of the signature and those of `*args` and `**kwargs` one by one,
-    the last `len(keywords)` are passed by keyword. The first `given` are positional, up to the last that
-    came from the caller; positional ones behind them are defaults.
+    The arguments are in the order of the signature, with one for each item of `*args` and `**kwargs`.
     """
 
     signature: "Signature"
     count: int
-    given: int
+    """How many arguments there are, with defaults."""
+    passed: int
+    """How many positional arguments there are up to the last one that the caller passed. The positional
+    arguments after these are defaults."""
     keywords: tuple[str, ...] = ()
+    """The names of the last arguments, which are passed by keyword."""
 
     def names(self) -> list[str]:
-        """How messages call the arguments: `'x'`, and `'xs'[1]` for what came in through `*xs`."""
+        """Return the names of the arguments in messages: `'x'`, or `'xs'[1]` for an item of `*xs`."""
         positional, variadic = self.signature.positional, self.signature.variadic
         count = self.count - len(self.keywords)
         names = [repr(name) for name in positional[:count]]
@@ -39,7 +41,7 @@ class Binding:
 
     @property
     def variadic(self) -> str | None:
-        """The name of `*args`, None without one."""
+        """The name of the parameter `*args`, None if there is none."""
         return self.signature.variadic
 
     @property
@@ -48,7 +50,7 @@ class Binding:
         return self.count - len(self.keywords)
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Call `function` with `values` as they were bound."""
+        """Call `function` with `values` for the arguments."""
         if not self.keywords:
             return function(*values)
         count = self.count - len(self.keywords)
@@ -56,7 +58,7 @@ class Binding:
 
 
 class Signature(HoldsNoTensor):
-    """The parameters of a function, read once.
+    """The parameters of a function.
 
     ```python
     values, binding = Signature(lambda x, axis=-1: ...).bind((2.0,), {})
@@ -71,27 +73,29 @@ class Signature(HoldsNoTensor):
         parameters = self.inspected.parameters.values()
         self.positional = [p.name for p in parameters if p.kind in POSITIONAL]
         self.variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-        # Where nothing but these positional parameters can come, a full tuple needs no binding.
-        plain = len(self.positional) == len(parameters)
-        self.full = Binding(self, len(parameters), len(parameters)) if plain else None
+        # If all parameters are positional, a call that passes each of them by position needs no binding.
+        all_positional = len(self.positional) == len(parameters)
+        self.full = Binding(self, len(parameters), len(parameters)) if all_positional else None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Binding]:
-        """Bind a call's arguments, defaults applied.
+        """Return the values of all arguments, with defaults, and their binding.
 
         Raises:
-            TypeError: for an argument that is missing or too much, in Python's own words.
+            TypeError: with Python's message, if the arguments do not fit the parameters.
         """
         if self.full is not None and len(args) == self.full.count and not kwargs:
             return args, self.full
         bound = self.inspected.bind(*args, **kwargs)
-        positional = [place for place, name in enumerate(self.positional) if name in bound.arguments]
-        given = max(len(args), positional[-1] + 1 if positional else 0)
+        positional = [index for index, name in enumerate(self.positional) if name in bound.arguments]
+        passed = max(len(args), positional[-1] + 1 if positional else 0)
         bound.apply_defaults()
         values = bound.args + tuple(bound.kwargs.values())
-        return values, Binding(self, len(values), given, tuple(bound.kwargs))
+        return values, Binding(self, len(values), passed, tuple(bound.kwargs))
 
-    def misfit(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError) -> OpError:
-        """Return the error for arguments that `bind` cannot bind, with Python's own reason."""
+    def binding_error(
+        self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+    ) -> OpError:
+        """Return the error for arguments that `bind` cannot bind, with Python's reason."""
         parameters = [p.replace(annotation=p.empty) for p in self.inspected.parameters.values()]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         fix = "pass a value for each parameter that has no default, and no others"
@@ -114,11 +118,14 @@ _SIGNATURES: dict[types.CodeType, Signature] = {}
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """The `Signature` of `function`, read once per code for an op that is defined anew in every call."""
+    """Return the signature of `function`, cached by its code if possible.
+
+    An op may be defined again in every call of another function.
+    """
     if (
         type(function) is not types.FunctionType
         or function.__dict__  # may hold __wrapped__ or __signature__
-        or function.__defaults__  # belong to the function, not to its code
+        or function.__defaults__  # may differ between functions with the same code
         or (function.__code__.co_kwonlyargcount and function.__kwdefaults__)
     ):
         return Signature(function)
@@ -127,18 +134,18 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 @backend.active.constant
 def _signature_of_code(code: types.CodeType) -> Signature:
-    """The signature of every function that has this code and no defaults."""
-    found = _SIGNATURES.get(code)
-    if found is None:
-        if len(_SIGNATURES) >= _KEPT:
+    """Return the signature of every function that has this code and no defaults."""
+    signature = _SIGNATURES.get(code)
+    if signature is None:
+        if len(_SIGNATURES) >= _CACHE_SIZE:
             _SIGNATURES.clear()
         cells = tuple([types.CellType() for _ in code.co_freevars])
-        _SIGNATURES[code] = found = Signature(types.FunctionType(code, {}, None, None, cells))
-    return found
+        _SIGNATURES[code] = signature = Signature(types.FunctionType(code, {}, None, None, cells))
+    return signature
 
 
 def name_of(function: Any) -> str:
-    """How messages call `function`, which may be a partial or an object with `__call__`."""
+    """Return the name of a function, partial or callable object in messages."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", None) or type(function).__qualname__

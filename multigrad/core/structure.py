@@ -1,8 +1,7 @@
-"""Structures to flat tensors, and back.
+"""Split nested structures into flat tensors and a layout, and join them again.
 
-A leaf is a tensor or a static object. `split` takes a structure apart into its tensors and a `Layout`,
-which holds all the rest; `Layout.join` puts other tensors in their places. Above the border everything
-has structure; below it there are the flat tensors of `split` alone.
+A leaf is a tensor or a static object. `split` returns the tensors of a structure and a `Layout`, which holds
+the containers and the static leaves. `Layout.join` makes the structure from other tensors.
 """
 
 import functools
@@ -18,42 +17,42 @@ from multigrad import backend
 from multigrad.core.errors import OpError, message
 from multigrad.core.reachable import may_hold_tensors
 
-_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _WRITTEN = range(8)
+_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _STAND_IN = range(8)
 
-NO_NUMBERS = "OSUMm"
-"""The kinds of NumPy's dtypes that are no tensor's: of objects, text and times."""
+NON_NUMERIC = "OSUMm"
+"""The kinds of NumPy dtypes that no tensor has: objects, text and times."""
 
 _KINDS: dict[type, int] = {}
 _TENSORS = backend.active.TENSORS
 
 
 def _kind(leaf: Any) -> int:
-    kind = type(leaf)
-    found = _KINDS.get(kind)
-    if found is None:
-        if _TENSORS[kind]:
-            found = _TENSOR
-        elif issubclass(kind, keras.KerasTensor):
-            found = _SYMBOLIC
-        elif backend.active.CONVERTIBLE[kind]:
-            found = _CONVERTED
-        elif backend.active.STAND_INS[kind]:
-            found = _WRITTEN
-        elif ops.is_tensor(leaf):  # a tensor to Keras, and not the dense one of the framework
-            found = _RAGGED if hasattr(kind, "nested_row_splits") else _SPARSE
+    cls = type(leaf)
+    kind = _KINDS.get(cls)
+    if kind is None:
+        if _TENSORS[cls]:
+            kind = _TENSOR
+        elif issubclass(cls, keras.KerasTensor):
+            kind = _SYMBOLIC
+        elif backend.active.CONVERTIBLE[cls]:
+            kind = _CONVERTED
+        elif backend.active.STAND_INS[cls]:
+            kind = _STAND_IN
+        elif ops.is_tensor(leaf):  # Keras calls it a tensor, and it is not dense
+            kind = _RAGGED if hasattr(cls, "nested_row_splits") else _SPARSE
         else:
-            found = _NESTED if tree.is_nested(leaf) else _STATIC
-        if found != _STATIC or kind.__module__ == "builtins":  # other classes may be made in every call
-            _KINDS[kind] = found
-    return found
+            kind = _NESTED if tree.is_nested(leaf) else _STATIC
+        if kind != _STATIC or cls.__module__ == "builtins":  # other classes may be defined in every call
+            _KINDS[cls] = kind
+    return kind
 
 
 class Slot(int):
-    """The place of a tensor in a layout: its index among the flat tensors."""
+    """The index of a tensor among the flat tensors. A template has one for each tensor."""
 
 
 class Layout:
-    """A structure with a `Slot` wherever a tensor stood.
+    """A structure without its tensors. Its template has a `Slot` for each tensor.
 
     ```python
     tensors, layout = split({"a": x, "b": [y, "same"]})
@@ -62,48 +61,50 @@ class Layout:
     """
 
     __slots__ = ("template",)
-    flat = False
-    """Whether it is a tuple of tensors and of nothing else, as the arguments of most calls are."""
-    one = False
-    """Whether it is a tensor alone, as the output of most calls is."""
+    is_flat = False
+    """Whether it is the layout of a tuple of tensors. The arguments of most calls have one."""
+    is_one = False
+    """Whether it is the layout of one tensor. The output of most calls has one."""
 
     def __init__(self, template: Any) -> None:
         self.template = template
 
     def has_objects(self) -> bool:
-        """Whether there is a static leaf in it through which tensors may be reached."""
+        """Return whether a static leaf may hold tensors."""
         return any(map(may_hold_tensors, self.static_leaves()))
 
     def static_leaves(self) -> list[Any]:
-        """The leaves that are no tensors."""
+        """Return the leaves that are not tensors."""
         return [leaf for leaf in leaves_of(self.template) if type(leaf) is not Slot]
 
     def join(self, tensors: Sequence[Any]) -> Any:
-        """The structure with `tensors` in the slots."""
+        """Return the structure with `tensors`."""
         return _fill(self.template, tensors, True)
 
     def join_tensors_only(self, tensors: Sequence[Any]) -> Any:
-        """The structure with `tensors` in the slots and None in every other leaf."""
+        """Return the structure with `tensors`, and None for every static leaf."""
         return _fill(self.template, tensors, False)
 
     def tensors_of(self, answer: Any) -> Sequence[Any] | None:
-        """The flat tensors of an answer for arguments of this layout, if it has their very structure or, for
-        a single argument, that of this; None where it has another one, or where that has to be found out.
+        """Return the flat tensors of a rule's answer if it has exactly the structure of the arguments.
+
+        With one argument, the answer may have the structure of this argument. None means that the
+        structure differs, or that comparing it would take longer.
         """
         return None
 
 
-class _Plain(Layout):
-    """The layout of plain containers of tensors and of nothing else, kept for the next ones of a structure.
+class _CachedLayout(Layout):
+    """The layout of plain containers that hold only tensors, cached by their skeleton.
 
-    So usually there is one object for each. Where there is another, answers are read in the longer way.
+    Equal structures usually share one layout. If the cache has made a second one, `tensors_of` returns None.
     """
 
-    __slots__ = ("_part",)
+    __slots__ = ("_only_part",)
 
-    def __init__(self, skeleton: "_Skeleton", part: "_Plain | None") -> None:
+    def __init__(self, skeleton: "_Skeleton", only_part: "_CachedLayout | None") -> None:
         super().__init__(_template(skeleton, itertools.count()))
-        self._part = part  # the layout of the only part: an answer for one argument may be that of this
+        self._only_part = only_part  # the layout of the only argument
 
     def static_leaves(self) -> list[Any]:
         return []
@@ -112,14 +113,14 @@ class _Plain(Layout):
         tensors: list[Any] = []
         skeleton = _skeleton(answer, tensors) if type(answer) in _CONTAINERS else None
         layout = None if skeleton is None else _layout_of(skeleton)
-        return tensors if layout is not None and (layout is self or layout is self._part) else None
+        return tensors if layout is not None and (layout is self or layout is self._only_part) else None
 
 
-class _One(Layout):
-    """The layout of a tensor alone."""
+class _OneTensor(Layout):
+    """The layout of one tensor."""
 
     __slots__ = ()
-    one = True
+    is_one = True
 
     def join(self, tensors: Sequence[Any]) -> Any:
         return tensors[0]
@@ -127,11 +128,11 @@ class _One(Layout):
     join_tensors_only = join
 
 
-class _Flat(Layout):
+class _FlatTuple(Layout):
     """The layout of a tuple of tensors."""
 
     __slots__ = ()
-    flat = True
+    is_flat = True
 
     def static_leaves(self) -> list[Any]:
         return []
@@ -143,11 +144,11 @@ class _Flat(Layout):
 
 
 def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The structure with `leaf(x)` for each leaf `x`, in the order of `keras.tree.flatten`.
+    """Return the structure with `leaf(x)` for each leaf `x`, in the order of `keras.tree.flatten`.
 
-    By hand for plain containers. On PyTorch (Keras 3.15) `keras.tree` leaves a reference cycle behind, in
-    which tensors wait for the garbage collector, and its `map_structure` goes through a dict in an order of
-    its own.
+    `keras.tree` is not used for plain containers. On PyTorch (Keras 3.15) it leaves a reference cycle behind,
+    which keeps tensors alive until garbage is collected, and its `map_structure` visits the items of a
+    dict in a different order.
     """
     kind = type(structure)
     if kind is tuple:
@@ -157,20 +158,20 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     if kind is dict:
         parts = {key: rebuild(structure[key], leaf) for key in _in_order(structure)}
         return {key: parts[key] for key in structure}
-    # To ask Keras takes as long as all the rest.
+    # Tested first, because `tree.is_nested` takes as long as the rest.
     if kind is Slot or _TENSORS[kind]:
         return leaf(structure)
     if not tree.is_nested(structure):
-        proxy = isinstance(structure, tuple) and _is_proxy(structure)  # most leaves are none, and save a call
+        proxy = isinstance(structure, tuple) and _is_proxy(structure)
         return rebuild(structure.__wrapped__, leaf) if proxy else leaf(structure)
     return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])
 
 
 def _is_proxy(part: Any) -> bool:
-    """Whether it passes for a tuple, and is of no class of tuples.
+    """Return whether an object is a proxy of a tuple: `isinstance` says so, and its class is no subclass.
 
-    So does an attribute of a layer on TensorFlow (2.21) that is a tuple with a Variable in it. `keras.tree`
-    (3.15) takes it for a leaf.
+    On TensorFlow (2.21), an attribute of a layer that is a tuple of Variables becomes a proxy. `keras.tree`
+    (3.15) treats it as a leaf.
     """
     return isinstance(part, tuple) and not issubclass(type(part), tuple)
 
@@ -178,23 +179,23 @@ def _is_proxy(part: Any) -> bool:
 def _in_order(keys: Iterable[Any]) -> list[Any]:
     try:
         return sorted(keys)
-    except TypeError:  # of several kinds, which have an order each
+    except TypeError:  # keys of several types, which cannot be compared
         return sorted(keys, key=lambda key: (type(key).__qualname__, repr(key)))
 
 
 def leaves_of(structure: Any) -> list[Any]:
-    """The leaves of a structure, in the order of `keras.tree.flatten`."""
+    """Return the leaves of a structure, in the order of `keras.tree.flatten`."""
     leaves: list[Any] = []
     rebuild(structure, leaves.append)
     return leaves
 
 
 def _fill(template: Any, tensors: Sequence[Any], static: bool) -> Any:
-    """The structure of a template with tensors in its slots; static leaves stay, or become None."""
+    """Return the template with tensors for its slots. If not `static`, static leaves become None."""
     kind = type(template)
     if kind is Slot:
         return tensors[template]
-    # Most parts are slots, and a function is not called for those.
+    # Slots are inlined: most parts are slots, and a function call for each takes longer.
     if kind is dict:
         return {
             key: tensors[part] if type(part) is Slot else _fill(part, tensors, static)
@@ -211,12 +212,15 @@ def _fill(template: Any, tensors: Sequence[Any], static: bool) -> Any:
 _CONTAINERS = dict, list, tuple
 
 _Skeleton = int | tuple[type, int | tuple[str, ...], "tuple[_Skeleton, ...] | None"]
-"""What tells plain containers of tensors from others: 0 for a tensor, and for a container its type, its keys
-or their number, and the skeletons of its parts, or None where all of them are tensors."""
+"""The structure of plain containers, as a key of a cache. A tensor has the skeleton 0. A container has its
+type, its keys or its length, and the skeletons of its parts, or None if all parts are tensors."""
 
 
 def _skeleton(part: Any, tensors: list[Any]) -> "_Skeleton | None":
-    """The skeleton of a tensor or container, whose tensors are put to the others; None for anything else."""
+    """Return the skeleton of a tensor or plain container, and append its tensors to `tensors`.
+
+    Return None for every other object.
+    """
     if _TENSORS[type(part)]:
         tensors.append(part)
         return 0
@@ -237,45 +241,45 @@ def _skeleton(part: Any, tensors: list[Any]) -> "_Skeleton | None":
 
 
 def _of_dict(container: dict[Any, Any]) -> tuple[int | tuple[str, ...] | None, Sequence[Any]]:
-    """The keys and parts of a dict; None for keys that skeletons, which are compared, do not tell apart.
+    """Return the keys and the sorted parts of a dict, and None for its keys if one is not a plain string.
 
-    Those are all but plain strings: 1 is True, and a string may be of a class of its own.
+    Other keys can be equal and different, such as 1 and True. Skeletons with them would be equal.
     """
     for key in container:
         if type(key) is not str:
             return None, ()
     keys = tuple(container)
-    return keys, [container[key] for key in _in_order_kept(keys)]
+    return keys, [container[key] for key in _in_order_cached(keys)]
 
 
-_in_order_kept = functools.lru_cache(4096)(_in_order)  # for plain strings: equal keys of others may differ
+_in_order_cached = functools.lru_cache(4096)(_in_order)  # for plain strings only: see `_of_dict`
 
 
 @functools.lru_cache(4096)
-def _layout_of(skeleton: _Skeleton) -> "_Plain":
-    """The layout of the containers that have a skeleton."""
+def _layout_of(skeleton: _Skeleton) -> "_CachedLayout":
+    """Return the layout of the containers that have a skeleton."""
     assert isinstance(skeleton, tuple)
     parts = skeleton[2]
-    return _Plain(skeleton, _layout_of(parts[0]) if parts is not None and len(parts) == 1 else None)
+    return _CachedLayout(skeleton, _layout_of(parts[0]) if parts is not None and len(parts) == 1 else None)
 
 
-def _template(skeleton: _Skeleton, places: Iterator[int]) -> Any:
-    """The structure of a skeleton, with slots for tensors."""
+def _template(skeleton: _Skeleton, indices: Iterator[int]) -> Any:
+    """Return the containers of a skeleton with slots for the tensors."""
     if not isinstance(skeleton, tuple):
-        return Slot(next(places))
+        return Slot(next(indices))
     kind, keys, skeletons = skeleton
     count = keys if isinstance(keys, int) else len(keys)
-    parts = [_template(inner, places) for inner in skeletons or (0,) * count]
+    parts = [_template(inner, indices) for inner in skeletons or (0,) * count]
     if isinstance(keys, int):
         return kind(parts)
-    by_key = dict(zip(_in_order_kept(keys), parts, strict=True))
+    by_key = dict(zip(_in_order_cached(keys), parts, strict=True))
     return {key: by_key[key] for key in keys}
 
 
 class _FlatLayouts(dict[int, Layout]):
-    """The layout of a tuple of so many tensors, made once each.
+    """The layouts of tuples of tensors, cached by the number of tensors.
 
-    Those of a few are there from the start, for a compiler of Python: see `TypeSet`.
+    Small ones are cached from the start, because Dynamo cannot write to the cache (see `TypeSet`).
     """
 
     def __init__(self) -> None:
@@ -284,31 +288,31 @@ class _FlatLayouts(dict[int, Layout]):
             self[count]
 
     def __missing__(self, count: int) -> Layout:
-        self[count] = layout = _Flat(tuple(map(Slot, range(count))))
+        self[count] = layout = _FlatTuple(tuple(map(Slot, range(count))))
         return layout
 
 
-ONE = _One(Slot(0))
+ONE_TENSOR = _OneTensor(Slot(0))
 FLAT_LAYOUTS = _FlatLayouts()
 
 
-def split(structure: Any, whole: bool = False) -> tuple[Sequence[Any], Layout]:
-    """Take a structure apart into flat tensors and a layout.
+def split(structure: Any, search_objects: bool = False) -> tuple[Sequence[Any], Layout]:
+    """Return the flat tensors of a structure, and its layout.
 
-    Keras Variables are read, NumPy arrays become tensors; Python numbers stay as they are, because in
-    Keras they take the dtype of the tensor that they meet.
+    Keras Variables and NumPy arrays are converted to tensors. Python numbers are static leaves, because in
+    Keras they take the dtype of the tensor that they are combined with.
 
     Arguments:
-        structure: what is taken apart.
-        whole: whether every tensor must be found, so that none is an object's attribute, as it may be of a
-            `self` among arguments.
+        structure: a tensor, another object, or a nested structure of them.
+        search_objects: whether to refuse an object with tensors in its attributes. An argument such as
+            `self` may have them, an output may not.
 
     Raises:
-        Symbolic: for a symbolic tensor.
-        Refused: for a sparse tensor, or one where it cannot be seen.
+        Symbolic: if there is a symbolic tensor.
+        Refused: if there is a sparse or ragged tensor, or a tensor in an unknown container.
     """
     if _TENSORS[type(structure)]:
-        return (structure,), ONE
+        return (structure,), ONE_TENSOR
     if type(structure) is tuple and all([_TENSORS[type(part)] for part in structure]):
         return structure, FLAT_LAYOUTS[len(structure)]
     tensors: list[Any] = []
@@ -317,33 +321,34 @@ def split(structure: Any, whole: bool = False) -> tuple[Sequence[Any], Layout]:
         if skeleton is not None:
             return tensors, _layout_of(skeleton)
         tensors = []
-    return tensors, Layout(_split(structure, tensors, whole))
+    return tensors, Layout(_split(structure, tensors, search_objects))
 
 
-def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
+def _split(part: Any, tensors: list[Any], search_objects: bool) -> Any:
+    """Return the template of a part of a structure, and append its tensors to `tensors`."""
     kind = _kind(part)
     if kind == _TENSOR:
         tensors.append(part)
         return Slot(len(tensors) - 1)
     if kind == _STATIC:
-        own = part if isinstance(part, (Mapping, list, tuple)) else None
-        if whole and own is None:
-            own = getattr(part, "__dict__", None)
-        return _split_unknown(part, own, tensors, whole) if own else part
+        items = part if isinstance(part, (Mapping, list, tuple)) else None
+        if search_objects and items is None:
+            items = getattr(part, "__dict__", None)
+        return _split_unknown(part, items, tensors, search_objects) if items else part
     if kind == _NESTED:
 
-        def take(leaf: Any) -> Any:
-            if _TENSORS[type(leaf)]:  # as most are
+        def split_leaf(leaf: Any) -> Any:
+            if _TENSORS[type(leaf)]:  # inlined: most leaves are tensors
                 tensors.append(leaf)
                 return Slot(len(tensors) - 1)
-            return _split(leaf, tensors, whole)
+            return _split(leaf, tensors, search_objects)
 
-        return rebuild(part, take)
+        return rebuild(part, split_leaf)
     if kind == _SPARSE and _inferring_shapes():
         tensors.append(ops.convert_to_tensor(part, sparse=False))
         return Slot(len(tensors) - 1)
     if kind == _CONVERTED:
-        if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in NO_NUMBERS:
+        if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in NON_NUMERIC:
             return part
         tensors.append(backend.active.as_tensor(part))
         return Slot(len(tensors) - 1)
@@ -353,8 +358,8 @@ def _split(part: Any, tensors: list[Any], whole: bool) -> Any:
 def _inferring_shapes() -> bool:
     """Return whether Keras runs this code on placeholders, to infer the shape of a layer's output.
 
-    Keras (3.15) says that `2.0 * x` of a KerasTensor is sparse, so the placeholder of a layer behind it is
-    sparse. When the layer runs, its input is dense.
+    For Keras (3.15), `2.0 * x` of a KerasTensor is sparse, so the placeholder for the next layer is sparse.
+    When this layer runs, its input is dense.
     """
     with keras.SymbolicScope() as scope:
         return scope.original_scope is not None
@@ -362,7 +367,7 @@ def _inferring_shapes() -> bool:
 
 _REFUSALS = {
     _SPARSE: (
-        "a sparse tensor has no gradient that a rule could return on every backend",
+        "a sparse tensor has no gradient that works on every backend",
         "a dense tensor",
         "pass its values as a dense tensor",
     ),
@@ -373,17 +378,17 @@ _REFUSALS = {
         "otherwise pad x with x.to_tensor()",
     ),
     _SYMBOLIC: (
-        "there is a symbolic tensor where the op was given none, or is being run",
+        "the function uses a symbolic tensor that is not an argument of the op",
         "a tensor",
-        "pass the symbolic tensor to the op as an argument, so that the function need not close over it",
+        "pass the symbolic tensor to the op as an argument",
     ),
-    _WRITTEN: (
-        "there is a stand-in for a tensor, of a program that is written down without its gradients",
+    _STAND_IN: (
+        "torch.fx records the program without its gradients",
         "a tensor",
-        "write it down with torch.export, or compile it with torch.compile",
+        "record it with torch.export, or compile it with torch.compile",
     ),
     _STATIC: (
-        "there are tensors in an object of an unknown class, where they cannot be seen",
+        "tensors are in an object of an unknown class, in which multigrad does not look for them",
         "a tuple, list or dict, or a class that is registered with keras.tree",
         "put them into a plain container",
     ),
@@ -391,14 +396,14 @@ _REFUSALS = {
 
 
 class Refused(Exception):
-    """A leaf that no op can take or return."""
+    """Raised for a leaf that no op can take or return."""
 
     def __init__(self, leaf: Any, problem: str, required: str, fix: str) -> None:
         super().__init__(problem)
         self._leaf, self._problem, self._required, self._fix = leaf, problem, required, fix
 
     def error(self, op: str, named: Iterable[tuple[str, Any]]) -> OpError:
-        """The error that names the op, and of the `named` values the one in which the leaf stands."""
+        """Return the error with the name of the op, and the name of the value that holds the leaf."""
         name = next((n for n, value in named if any(self._leaf is x for x in tree.flatten(value))), None)
         got = type(self._leaf).__name__
         return OpError(
@@ -407,14 +412,14 @@ class Refused(Exception):
 
 
 class Symbolic(Refused):
-    """A leaf that has no value yet: an op that takes it is a node of a Functional model."""
+    """Raised for a symbolic tensor. An op with one among its arguments is a node of a Functional model."""
 
 
-def _split_unknown(part: Any, own: Any, tensors: list[Any], whole: bool) -> Any:
-    """A container that `keras.tree` does not know, or an object with attributes: no tensor may be in it."""
+def _split_unknown(part: Any, items: Any, tensors: list[Any], search_objects: bool) -> Any:
+    """Split a container that `keras.tree` does not know, or an object. It must not hold tensors."""
     if _is_proxy(part):
-        return _split(part.__wrapped__, tensors, whole)
-    if _holds_tensors(own):
+        return _split(part.__wrapped__, tensors, search_objects)
+    if _holds_tensors(items):
         raise Refused(part, *_REFUSALS[_STATIC])
     return part
 
@@ -425,12 +430,12 @@ def _holds_tensors(container: Any) -> bool:
 
 
 def children(template: Any) -> Mapping[Any, Any]:
-    """The parts of a nested template, one level deep, by what indexes them."""
+    """Return the parts of a nested template by their keys or indices."""
     return template if isinstance(template, Mapping) else dict(enumerate(template))
 
 
 def outline(structure: Any) -> str:
-    """A structure, or a template, in a few characters: `{'a': tensor, 'b': [tensor]}`."""
+    """Return a short text for a structure or template: `{'a': tensor, 'b': [tensor]}`."""
     if type(structure) is Slot or _TENSORS[type(structure)] or backend.active.CONVERTIBLE[type(structure)]:
         return "tensor"
     if not isinstance(structure, (Mapping, tuple, list)):

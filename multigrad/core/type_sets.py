@@ -1,20 +1,20 @@
-"""Kinds of object: which are tensors, and which hold none."""
+"""Sets of types: the types of tensors, and the types whose objects hold no tensor."""
 
 import enum
 import types
 
 import numpy as np
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made in Python, and can be freed
-_USUAL = type(None), bool, int, float, complex, str, tuple, list, dict, types.FunctionType
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was defined in Python, and can be freed
+_COMMON_TYPES = type(None), bool, int, float, complex, str, tuple, list, dict, types.FunctionType
 
 
 class TypeSet(dict[type, bool]):
-    """Membership of types in a class hierarchy, looked up once per type.
+    """The subclasses of some base classes. Each type is looked up once, and the answer is cached.
 
-    Classes that are no members are remembered only where they live as long as the process. Those that
-    everything is made of are known from the start: a compiler of Python that traces through here, such as
-    PyTorch's, can keep nothing for later inside of a rule, and compiles anew where something was kept.
+    A class that is not a member is cached only if it lives as long as the process. The most common types are
+    cached from the start. Dynamo traces this code, cannot write to the cache inside of a rule, and recompiles
+    when the cache has changed.
 
     ```python
     floats = TypeSet(float)
@@ -23,23 +23,23 @@ class TypeSet(dict[type, bool]):
     """
 
     def __init__(self, *bases: type) -> None:
-        super().__init__({kind: issubclass(kind, bases) for kind in (*_USUAL, *bases)})
+        super().__init__({kind: issubclass(kind, bases) for kind in (*_COMMON_TYPES, *bases)})
         self._bases = bases
 
     def __missing__(self, kind: type) -> bool:
-        found = issubclass(kind, self._bases)
-        if found or not kind.__flags__ & _HEAP_TYPE:
-            self[kind] = found
-        return found
+        member = issubclass(kind, self._bases)
+        if member or not kind.__flags__ & _HEAP_TYPE:
+            self[kind] = member
+        return member
 
 
 class HoldsNoTensor:
-    """A base of classes whose objects are never in the way of lifting."""
+    """A base class for objects that hold no tensor of a call."""
 
     __slots__ = ()
 
 
-# Kinds of object that hold no tensor of a call, whatever else they are.
+# Types whose objects hold no tensor of a call.
 ATOMS = TypeSet(
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,
     enum.Enum, np.dtype, np.generic, np.ndarray, np.ufunc, HoldsNoTensor,

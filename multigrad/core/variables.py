@@ -1,9 +1,8 @@
-"""Which trainable variables a function reads, and what they hold while a rule runs.
+"""Record the variables that a function reads, and give its rule the same values.
 
-Keras asks the `keras.StatelessScope` that is in force for the value of a variable, and tells it what is
-assigned. So a scope around the function sees every variable that it reads, however it came by it; the
-values become inputs of the op, beside the arguments. A scope around the rule gives it back the values of
-the forward pass: as inputs, with their history, and also after the scope that held them has ended.
+Keras asks the active `keras.StatelessScope` for the value of a variable, and passes assignments to it. So a
+scope around the function records every variable that it reads. Their values become inputs of the op. A scope
+around the rule returns the values of the forward pass, which are differentiable inputs of the op.
 """
 
 import contextlib
@@ -24,22 +23,22 @@ _TENSORS = backend.active.TENSORS
 
 
 class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
-    """The trainable variables that a call read, in the order in which it read them first.
+    """The trainable variables that a call read, in the order of first use.
 
-    Those that were read past Keras come behind, and may be the framework's own.
+    Variables that were read without Keras come last. They may be variables of the framework.
     """
 
     variadic: str | None = None
-    """Arguments may have a name in common; variables have none."""
+    """Always None. The arguments of an op have a name for `*args` here."""
 
     dtypes: Sequence[str | None] = ()
-    """The dtypes in which the function met them: under autocast, not their own. None for several."""
+    """The dtype in which the function read each variable, which autocast may change. None for several."""
 
     state: Sequence[tuple[keras.Variable, Any]] = ()
-    """Others that the function read or assigned, with what they held when it began."""
+    """The other variables that the function read or assigned, with their values before the call."""
 
     def names(self) -> list[str]:
-        """How messages call the variables."""
+        """Return the names of the variables in messages."""
         return [f"variable {getattr(variable, 'path', variable.name)!r}" for variable in self]
 
 
@@ -50,26 +49,26 @@ def _value_of(variable: keras.Variable, as_tensor: Callable[[Any], Any]) -> Any:
     """Return the value of a variable outside of every scope, as a tensor."""
     value = variable._value
     if value is None:
-        with _outside():
-            return variable.value  # Keras's placeholder, until the variable is initialized
+        with _no_scope():
+            return variable.value  # a placeholder of Keras, until the variable is initialized
     return value if _TENSORS[type(value)] else as_tensor(value)
 
 
 class _Scope(keras.StatelessScope):
-    """A scope in which everything is as it is around it.
+    """A scope that passes reads and assignments on to the scope around it.
 
-    It leaves out Keras's own `__init__`, which costs as much as a small op, and makes what it keeps when it
-    is first needed: most functions read no variable. It comes into force and ends by two calls, where Keras's
-    own takes six. The values of variables are in `_value`, which is private: Keras (3.15) has no public way
-    to read one past autocasting, whose result has no history where a function runs, or to ask whether there
-    is one.
+    It skips `keras.StatelessScope.__init__`, which takes as long as a small op, and creates its containers
+    when they are needed: most functions read no variable. Entering and leaving it takes two calls, six with
+    Keras's methods. It reads the private `variable._value`: Keras (3.15) has no public API to read a value
+    without autocast, whose result cannot be differentiated here, or to ask whether there is a value.
     """
 
     initialize_variables = False
     original_scope: keras.StatelessScope | None = None
     variables: Sequence[keras.Variable] = ()
     values: Sequence[Any] = ()
-    known: Any = MappingProxyType({})
+    current: Any = MappingProxyType({})
+    """The values that variables have in this scope, by the ids of the variables."""
     _losses: list[Any] | None = None
 
     __init__ = object.__init__
@@ -85,8 +84,8 @@ class _Scope(keras.StatelessScope):
 
     @property
     def collect_losses(self) -> bool:
-        around = self.original_scope
-        return True if around is None else around.collect_losses
+        outer_scope = self.original_scope
+        return True if outer_scope is None else outer_scope.collect_losses
 
     @property
     def losses(self) -> list[Any]:
@@ -100,50 +99,54 @@ class _Scope(keras.StatelessScope):
         self.losses.append(loss)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        value = self.known.get(id(variable))
-        return self._around(variable) if value is None else value
+        value = self.current.get(id(variable))
+        return self._outer_value(variable) if value is None else value
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        if id(update[0]) in self.known:
-            del self.known[id(update[0])]
+        if id(update[0]) in self.current:
+            del self.current[id(update[0])]
         if self.original_scope is not None:
             self.original_scope.add_update(update)
         else:
-            with _outside():
+            with _no_scope():
                 backend.active.assign(*update)
 
-    def _around(self, variable: keras.Variable) -> Any:
-        """The variable's value around this scope, None where Keras is to look itself."""
+    def _outer_value(self, variable: keras.Variable) -> Any:
+        """Return the value of a variable around this scope. None means that Keras reads its stored value."""
         if self.original_scope is not None:
             return self.original_scope.get_current_value(variable)
         if variable._value is None:
-            # It was made in this scope. Keras left it for later, which is when an outermost scope ends.
-            with _outside(), keras.StatelessScope():
+            # It was created in this scope. Keras initializes it when an outermost scope ends.
+            with _no_scope(), keras.StatelessScope():
                 pass
         return None
 
 
 def in_scope() -> bool:
-    """Whether a `keras.StatelessScope` is in force, in which variables may have other values."""
+    """Return whether a `keras.StatelessScope` is active, in which variables may have other values."""
     with keras.StatelessScope(initialize_variables=False) as scope:
-        return type(scope.original_scope) not in (type(None), Unassigned)
+        return type(scope.original_scope) not in (type(None), ReadOnly)
 
 
 @contextlib.contextmanager
-def _outside() -> Iterator[None]:
-    """No scope in force, for a while. A scope that ends puts another in force: the one that it came into."""
+def _no_scope() -> Iterator[None]:
+    """Deactivate all scopes for a while.
+
+    When a scope ends, it activates its `original_scope`. So a scope that is entered and left again activates
+    the scope that `original_scope` was set to in between.
+    """
     scope = keras.StatelessScope(initialize_variables=False)
     with scope:
-        within, scope.original_scope = scope.original_scope, None
+        active, scope.original_scope = scope.original_scope, None
     try:
         yield
     finally:
         with scope:
-            scope.original_scope = within
+            scope.original_scope = active
 
 
 class Reads(_Scope):
-    """A scope that notes which variables a function reads and assigns in it, each with its value.
+    """A scope that records the variables that a function reads and assigns, with their values.
 
     ```python
     scale = keras.Variable(2.0, name="scale")
@@ -154,84 +157,93 @@ class Reads(_Scope):
     """
 
     variables: Any = ()
+    """The trainable variables that were read."""
     values: Any = ()
+    """The values that were read from them."""
     assigned: Any = ()
+    """The variables that were assigned, with their values before, by id."""
     state: Any = ()
-    """What variables other than trainable ones that were read held at the beginning, by id."""
+    """The other variables that were read or assigned, with their values before the call, by id."""
     name = ""
     """The name of the op in messages."""
     strict = False
     """Whether to raise `TouchedVariable` where a variable is read or assigned."""
     read_as: Callable[[Any], Any] | None = None
-    """What makes of a value the one that the function reads."""
+    """Maps the value of a variable to the value that the function reads."""
     _dtypes: Any = ()
 
     def as_tensor(self, value: Any) -> Any:
-        """Return the value of a framework's own variable as a tensor."""
+        """Return the value of a variable of the framework as a tensor."""
         return backend.active.as_tensor(value)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         if self.strict:
             raise TouchedVariable
         key = id(variable)
-        value = self.known.get(key)
+        value = self.current.get(key)
         if value is not None:
             if self._dtypes[key] != variable.dtype:
                 self._dtypes[key] = None
             return value
-        value = self._around(variable)
+        value = self._outer_value(variable)
         if not variable.trainable:
             return self._read_state(variable, value)
         if value is None:
             assigned = key in self.assigned
             value = _value_of(variable, backend.active.as_tensor if assigned else self.as_tensor)
         if key in self.assigned:
-            self._note(variable, self.assigned[key][1])
+            self._record(variable, self.assigned[key][1])
             return value
         if self.read_as is not None:
             value = self.read_as(value)
-        self._note(variable, value)
-        self.known[key] = value
+        self._record(variable, value)
+        self.current[key] = value
         return value
 
     def _read_state(self, variable: keras.Variable, value: Any) -> Any:
-        """The value of a variable that has no gradient, None where Keras is to look itself."""
-        if variable._value is None:  # Keras has not made it yet
+        """Return the value of a variable that is not trainable. None means that Keras reads its stored value.
+
+        `value` is its value around this scope.
+        """
+        if variable._value is None:  # not initialized
             return value
-        began = self._note_state(variable, value)
+        initial = self._record_state(variable, value)
         if self.read_as is None or value is None:
             return value
-        return self.read_as(value) if id(variable) in self.assigned else began
+        return self.read_as(value) if id(variable) in self.assigned else initial
 
-    def _note_state(self, variable: keras.Variable, value: Any) -> Any:
-        """What the variable held at the beginning; `value` is what it holds around this scope."""
+    def _record_state(self, variable: keras.Variable, value: Any) -> Any:
+        """Record a variable as state, and return its value before the call.
+
+        `value` is its value around this scope.
+        """
         key = id(variable)
         if key not in self.state:
-            began = _value_of(variable, self.as_tensor) if value is None else value
+            initial = _value_of(variable, self.as_tensor) if value is None else value
             if not variable.trainable:
-                began = backend.active.snapshot(began)
+                initial = backend.active.snapshot(initial)
             if self.read_as is not None:
-                began = self.read_as(began)
+                initial = self.read_as(initial)
             self.state = self.state or {}
-            self.state[key] = variable, began
+            self.state[key] = variable, initial
         return self.state[key][1]
 
-    def _note(self, variable: keras.Variable, value: Any) -> None:
-        """The function read a variable that came to it with this value."""
+    def _record(self, variable: keras.Variable, value: Any) -> None:
+        """Record that the function reads a trainable variable, whose value before the call was `value`."""
         if not self.variables:
-            self.known, self._dtypes, self.variables, self.values = {}, {}, [], []
+            self.current, self._dtypes, self.variables, self.values = {}, {}, [], []
         if id(variable) not in self._dtypes:
             self._dtypes[id(variable)] = variable.dtype
             self.variables.append(variable)
             self.values.append(value)
 
     def add(self, variable: Any, value: Any) -> None:
-        """The function read a variable past Keras, which is one of the framework's own."""
-        self._note(variable, value)
+        """Record that the function read a variable of the framework without Keras."""
+        self._record(variable, value)
         self._dtypes[id(variable)] = None
 
     def read(self) -> Variables:
-        """The trainable variables that were read, and the state beside them."""
+        """Return the variables that were read."""
         if not (self.variables or self.state):
             return NONE_READ
         read = Variables(self.variables)
@@ -240,12 +252,12 @@ class Reads(_Scope):
             read.state = [pair for key, pair in self.state.items() if key not in self._dtypes]
         return read
 
-    def latest(self) -> Sequence[Any]:
-        """What the variables that were read hold at the end of the function."""
+    def final_values(self) -> Sequence[Any]:
+        """Return the values of the variables at the end of the function."""
         if not self.assigned:
             return self.values
-        own = zip(self.variables, self.values, strict=True)
-        return [self.get_current_value(v) if id(v) in self.assigned else value for v, value in own]
+        pairs = zip(self.variables, self.values, strict=True)
+        return [self.get_current_value(v) if id(v) in self.assigned else value for v, value in pairs]
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         if self.strict:
@@ -253,83 +265,83 @@ class Reads(_Scope):
         variable = update[0]
         key = id(variable)
         if key not in self.assigned:
-            began = self.known.get(key)
-            if began is None:
-                began = self._note_state(variable, self._around(variable))
+            initial = self.current.get(key)
+            if initial is None:
+                initial = self._record_state(variable, self._outer_value(variable))
             self.assigned = self.assigned or {}
-            self.assigned[key] = variable, began
+            self.assigned[key] = variable, initial
         super().add_update(update)
 
     def add_loss(self, loss: Any) -> None:
         raise TypeError(
             message(
                 "add_loss",
-                "a layer adds a loss inside a function with a custom gradient, where it would have none",
+                "a layer adds a loss in a function with a custom gradient, where the loss has no gradient",
                 required="a function whose only results are its outputs",
-                got="a call of add_loss, which an activity regularizer makes too",
+                got="a call of add_loss, possibly by an activity regularizer",
                 fix="call the layer outside of the function, or return the loss as an output",
             )
         )
 
 
 class Pinned(_Scope):
-    """A scope in which variables have given values, and what is assigned ends with it.
-
-    Others have the values that they had at a call, and a function's state is what it began with.
+    """A scope that gives variables the values of a call. Assignments end with it.
 
     Arguments:
-        variables, values: what is pinned. A function's `Variables` have the dtypes that it met.
-        around: the scope around the call, which may have ended.
+        variables: the variables. If they are a `Variables`, each is cast to the dtype in which it was read,
+            and its state has the values that it had before the call.
+        values: their values.
+        outer_scope: the scope that was active around the call. It has the values of all other variables.
     """
 
     def __init__(
         self,
         variables: Sequence[keras.Variable],
         values: Sequence[Any],
-        around: keras.StatelessScope | None = None,
+        outer_scope: keras.StatelessScope | None = None,
     ) -> None:
         self.variables, self.values = variables, values
         state: Sequence[tuple[keras.Variable, Any]] = ()
         if isinstance(variables, Variables):
             state = variables.state
-            own = zip(values, variables.dtypes, strict=True)
-            values = [value if dtype is None else ops.cast(value, dtype) for value, dtype in own]
-        self.known = dict(zip(map(id, variables), values, strict=True))
-        self.known.update({id(variable): value for variable, value in state})
+            pairs = zip(values, variables.dtypes, strict=True)
+            values = [value if dtype is None else ops.cast(value, dtype) for value, dtype in pairs]
+        self.current = dict(zip(map(id, variables), values, strict=True))
+        self.current.update({id(variable): value for variable, value in state})
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
-        self.at_call = around
+        self.outer_scope = outer_scope
 
     def read(self) -> Any:
-        """The variables that are pinned."""
+        """Return the variables."""
         return self.variables
 
-    def latest(self) -> Sequence[Any]:
-        """What they hold now."""
-        own = zip(self.variables, self.values, strict=True)
-        return [self.assigned.get(id(variable), (variable, value))[1] for variable, value in own]
+    def final_values(self) -> Sequence[Any]:
+        """Return the values of the variables, as they are now."""
+        pairs = zip(self.variables, self.values, strict=True)
+        return [self.assigned.get(id(variable), (variable, value))[1] for variable, value in pairs]
 
-    def _around(self, variable: keras.Variable) -> Any:
-        value = None if self.at_call is None else self.at_call.get_current_value(variable)
-        return super()._around(variable) if value is None else value
+    def _outer_value(self, variable: keras.Variable) -> Any:
+        value = None if self.outer_scope is None else self.outer_scope.get_current_value(variable)
+        return super()._outer_value(variable) if value is None else value
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         self.assigned[id(update[0])] = update
-        self.known[id(update[0])] = update[1]
+        self.current[id(update[0])] = update[1]
 
 
-class _OfRule(Pinned):
-    """The scope of a rule. It may assign its function's variables alone, and their values end with it."""
+class _RuleScope(Pinned):
+    """The scope of a rule. It may assign only the variables of its function. Assignments end with it."""
 
     name = ""
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        if id(update[0]) not in self.known:
+        if id(update[0]) not in self.current:
             raise _assigned_by_rule(self.name, update[0])
         super().add_update(update)
 
 
-class Unassigned(_Scope):
-    """The scope of a rule whose function touched no variable."""
+class ReadOnly(_Scope):
+    """The scope of a rule whose function read and assigned no variable. The rule may not assign one."""
 
     name = ""
 
@@ -341,28 +353,27 @@ def _assigned_by_rule(name: str, variable: keras.Variable) -> TypeError:
     return TypeError(
         message(
             name,
-            "the rule assigns a variable, which would move as often as a gradient is asked for",
-            required="a rule that assigns no other variables than its function reads or assigns, whose new "
-            "values end with the rule",
+            "the rule assigns a variable, so that its value would depend on how often gradients are computed",
+            required="a rule that assigns only variables of its function, whose new values end with the rule",
             got=f"an assignment to variable {variable.path!r}",
-            fix="assign it, or draw the random number, in the function or outside of the op",
+            fix="assign the variable, or draw the random number, in the function or outside of the op",
         )
     )
 
 
 class ReadBy(_Scope):
-    """A scope in which a function reads what variables hold outside of every scope."""
+    """A scope that reads the stored values of variables by a function of the framework's variable."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
 
-    def _around(self, variable: keras.Variable) -> Any:
-        value = super()._around(variable)
+    def _outer_value(self, variable: keras.Variable) -> Any:
+        value = super()._outer_value(variable)
         return self._read(variable._value) if value is None and variable._value is not None else value
 
 
-class _Held(HoldsNoTensor):
-    """The scope around a call. What it holds are values of variables, which no rule closes over."""
+class _OuterScope(HoldsNoTensor):
+    """The scope around a call. Its values belong to variables, so `lift` does not search it."""
 
     __slots__ = ("scope",)
 
@@ -370,17 +381,18 @@ class _Held(HoldsNoTensor):
         self.scope = scope
 
 
-def under_values_of(
+def pin_variables(
     name: str,
     rule: Callable[..., Any],
     variables: Variables,
     values: Sequence[Any],
-    around: keras.StatelessScope | None,
+    outer_scope: keras.StatelessScope | None,
     handed: bool,
 ) -> Callable[..., Any]:
-    """`rule` as it is to run later: with the variables as they were, handed to it if it takes them."""
+    """Return the rule with the values of variables in the call. If `handed`, it is passed the variables."""
     state = [value for _, value in variables.state]
-    return functools.partial(_run_rule, name, rule, variables, list(values), state, _Held(around), handed)
+    outer = _OuterScope(outer_scope)
+    return functools.partial(_run_rule, name, rule, variables, list(values), state, outer, handed)
 
 
 def _run_rule(
@@ -389,14 +401,14 @@ def _run_rule(
     variables: Variables,
     values: Sequence[Any],
     state: Sequence[Any],
-    held: _Held,
+    outer: _OuterScope,
     handed: bool,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    scope = _OfRule(variables, values, held.scope)
+    scope = _RuleScope(variables, values, outer.scope)
     scope.name = name
     for (variable, _), value in zip(variables.state, state, strict=True):
-        scope.known[id(variable)] = value
+        scope.current[id(variable)] = value
     with scope:
         return rule(*args, **kwargs, variables=list(variables)) if handed else rule(*args, **kwargs)

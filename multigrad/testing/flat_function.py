@@ -13,8 +13,8 @@ import keras
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.core.answer import slot_paths
 from multigrad.core.errors import describe, distinct_names, message
+from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.signature import name_of, signature_of
 from multigrad.core.structure import Layout, Refused, split
 from multigrad.core.variables import Pinned, Reads

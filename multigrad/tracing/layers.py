@@ -14,8 +14,8 @@ from typing import Any
 import keras
 
 from multigrad import backend
-from multigrad.core.answer import slot_paths
 from multigrad.core.errors import describe, message
+from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.op import op_custom_gradient
 from multigrad.core.process_wide import Shared
 from multigrad.core.structure import Slot, leaves_of, rebuild

@@ -18,9 +18,9 @@ import numpy as np
 from multigrad import backend
 from multigrad.backend.base import Spec
 from multigrad.core import op
-from multigrad.core.answer import slot_paths
 from multigrad.core.call import Call, Pullback, Ran
 from multigrad.core.errors import distinct_names
+from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.process_wide import Shared
 from multigrad.tracing.records import CallRecord, Values
 
@@ -60,7 +60,7 @@ class _RecordedCall(Call):
     _recorder: "CallRecorder"
 
     def __init__(self, call: Call) -> None:
-        super().__init__(call.f, call.back, call.options)
+        super().__init__(call.f, call.pullback, call.options)
 
     def run(self, tensors: Sequence[Any], **how: Any) -> Ran:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""

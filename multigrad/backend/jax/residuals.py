@@ -91,7 +91,7 @@ def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Resid
     pull: Pull = pull_lifted
     if opaque:
         traced = any_traced([*inputs, *outputs, *closed_over])
-        if traced or back.around is not None:
+        if traced or back.outer_scope is not None:
             try:
                 arrays, pull = _traced((outputs, rule, inputs, back), specs)
                 opaque = False

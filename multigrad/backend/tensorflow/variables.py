@@ -56,11 +56,11 @@ class _InGraph(_Reads):
             return as_tensor(value)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        return super().get_current_value(variable) if self._sees(variable) else self._around(variable)
+        return super().get_current_value(variable) if self._sees(variable) else self._outer_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable = update[0]
-        if self._sees(variable) and id(variable) in self.known and graph_here() is not self._graph:
+        if self._sees(variable) and id(variable) in self.current and graph_here() is not self._graph:
             raise TypeError(
                 message(
                     self.name,

@@ -93,7 +93,7 @@ class _Node(torch.autograd.Function):
         specs = specs_of(tensors)
         ctx.multigrad = _Residuals(back, template, slots, specs, autocast, call, tied, opaque, beside)
         # Usually there is one output. For others their layout goes before them.
-        return own[0] if back.output.one else (back.output, *own)
+        return own[0] if back.output.is_one else (back.output, *own)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -104,7 +104,7 @@ class _Node(torch.autograd.Function):
         saved = ctx.saved_tensors
         if slots is not None:
             saved = *[saved[slot] for slot in slots], *saved[max(slots) + 1 :]
-        if not back.output.one:
+        if not back.output.is_one:
             upstream = of_floating(upstream[1:])
         elif upstream[0] is not None and upstream[0].is_sparse:
             upstream = of_floating(upstream)

@@ -64,7 +64,7 @@ def is_apart(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     A checkpoint runs an op again where a backward pass comes to it. That may be mapped, as for a Jacobian,
     while the op is not. What it saves then takes the place of what it saved at first, by its order alone.
     """
-    if forward_ad._current_level >= 0 or call.may_read_another():
+    if forward_ad._current_level >= 0 or call.is_in_scope():
         return False
     # Something mapped may be reached through an object, but not where a checkpoint, which sets hooks, runs.
     if call.has_objects() and hooks_of_saving(False) is None:

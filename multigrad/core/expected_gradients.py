@@ -1,0 +1,204 @@
+"""The gradients that a rule is expected to return, and the errors for an answer that does not have them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from keras import tree
+
+from multigrad.backend.base import Spec
+from multigrad.core.errors import describe, message, shape_text
+from multigrad.core.structure import Layout, Slot, children
+from multigrad.core.variables import Variables
+
+
+class Names(Protocol):
+    """The names of the arguments or variables of a call."""
+
+    def names(self) -> list[str]: ...
+
+    @property
+    def variadic(self) -> str | None: ...
+
+
+class Mismatch(Exception):
+    """Raised for an entry that does not fit its argument."""
+
+    def __init__(self, path: str, required: str, got: Any) -> None:
+        # `Exception.__new__` stores the arguments. Dynamo (PyTorch 2.13) cannot trace `super().__init__`.
+        self.path, self.required, self.got = path, required, describe(got)
+
+
+class ExpectedGradients:
+    """One gradient for each tensor among the arguments.
+
+    Arguments:
+        op: the name of the op in messages.
+        arguments: the layout of the arguments.
+        binding: the names of the arguments.
+        specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
+    """
+
+    __slots__ = ("arguments", "binding", "op", "specs")
+
+    def __init__(self, op: str, arguments: Layout, binding: Names, specs: list[Spec | None]) -> None:
+        self.op, self.arguments, self.binding, self.specs = op, arguments, binding, specs
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Return the name and the template of each argument."""
+        return list(zip(self.binding.names(), self.arguments.template, strict=True))
+
+    def by_name(self) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+        """Return the path and the template of each parameter by its name, and the names that occur twice.
+
+        The template for `*args` is a tuple. An item of `**kwargs` can have the name of another parameter.
+        """
+        by_name: dict[str, tuple[str, Any]] = {}
+        repeated = []
+        for path, template in zip(self.binding.names(), self.arguments.template, strict=True):
+            name, in_variadic, _ = path.strip("'").partition("'[")
+            if in_variadic:
+                _, items = by_name.get(name, ("", ()))
+                path, template = repr(name), (*items, template)
+            elif name in by_name:
+                repeated.append(path)
+            by_name[name] = path, template
+        if self.binding.variadic is not None:  # `*args` may be empty
+            by_name.setdefault(self.binding.variadic, (repr(self.binding.variadic), ()))
+        return by_name, sorted(repeated)
+
+    def is_differentiable(self, template: Any) -> bool:
+        """Return whether a template has a slot of a differentiable tensor."""
+        if type(template) is Slot:
+            return self.specs[template] is not None
+        return any(self.specs[slot] is not None for _, slot in slot_paths([("", template)]))
+
+    def path_of(self, index: int) -> str:
+        """Return the path of a tensor in messages, such as `'tree'['b']`."""
+        return next(path for path, slot in slot_paths(self.named()) if slot == index)
+
+    def ambiguous(self, index: int, answer: Any) -> TypeError:
+        return TypeError(
+            message(
+                self.op,
+                "the rule's answer is ambiguous: an entry could belong to a number or to a tensor",
+                argument=self.path_of(index),
+                required="an answer with one meaning",
+                got=_summary(answer),
+                fix="return a dict from argument names to entries, each in the structure of its argument",
+            )
+        )
+
+    def wrong_shape(self, index: int, shape: Any, gradient: Any) -> ValueError:
+        return ValueError(
+            message(
+                self.op,
+                "the rule returned a gradient of the wrong shape",
+                argument=self.path_of(index),
+                required=f"shape {shape_text(shape)}, as the argument has, or a shape broadcast from it",
+                got=describe(gradient),
+                fix="return a gradient with one element for each element of the argument",
+            )
+        )
+
+    def not_a_gradient(self, index: int, entry: Any) -> TypeError:
+        return TypeError(
+            message(
+                self.op,
+                "the rule returned an entry that is not a gradient",
+                argument=self.path_of(index),
+                required="a tensor, None for zero, or a function of no arguments that returns one",
+                got=describe(entry),
+                fix="return the gradient with respect to this argument",
+            )
+        )
+
+    def wrong_structure(self, mismatch: Mismatch) -> TypeError:
+        return TypeError(
+            message(
+                self.op,
+                "the rule's answer has the wrong structure",
+                argument=mismatch.path,
+                required=mismatch.required,
+                got=mismatch.got,
+                fix="return each gradient in the structure of its argument",
+            )
+        )
+
+    def wrong_entries(self, answer: Any) -> TypeError:
+        """Return the error for an answer that has the wrong number of entries, or the wrong keys."""
+        if isinstance(answer, Mapping):
+            return self._wrong_keys(answer)
+        if isinstance(self.binding, Variables):
+            return self._wrong_number_for_variables(answer)
+        named = self.named()
+        differentiable = [name for name, template in named if self.is_differentiable(template)]
+        required = [f"one entry per argument: {', '.join(self.binding.names()) or 'none'}"]
+        if len(differentiable) < len(named):
+            required.append(f"one per differentiable argument: {', '.join(differentiable)}")
+        if len(self.specs) not in (len(named), len(differentiable)):
+            required.append(f"one per flattened tensor: {len(self.specs)}")
+        return TypeError(
+            message(
+                self.op,
+                "the rule returned the wrong number of gradients",
+                required="; or ".join(required),
+                got=_summary(answer),
+                fix="return a tuple of gradients, with None for a zero gradient",
+            )
+        )
+
+    def _wrong_keys(self, answer: Mapping[Any, Any]) -> TypeError:
+        by_name, repeated = self.by_name()
+        if repeated:
+            return TypeError(
+                message(
+                    self.op,
+                    "the rule returned a dict, and two arguments have the same name",
+                    argument=", ".join(repeated),
+                    required="a tuple with one entry per argument",
+                    got=_summary(answer),
+                    fix="return a tuple, or rename one of the parameters",
+                )
+            )
+        keys = [path for path, template in by_name.values() if self.is_differentiable(template)]
+        return TypeError(
+            message(
+                self.op,
+                "the keys of the rule's dict are not the names of the arguments",
+                required=f"the keys {', '.join(keys)}",
+                got=_summary(answer),
+                fix="return one entry by the name of each differentiable argument, None for zero",
+            )
+        )
+
+    def _wrong_number_for_variables(self, answer: Any) -> TypeError:
+        names = ", ".join(self.binding.names())
+        return TypeError(
+            message(
+                self.op,
+                "the rule returned the wrong number of gradients of variables",
+                required=f"one entry per trainable variable that the function reads: {names}"
+                if names
+                else "an empty list: the function reads no trainable variable, as in a frozen layer",
+                got=_summary(answer),
+                fix="return one entry for each of `variables`, as in `[... for v in variables]`",
+            )
+        )
+
+
+def slot_paths(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Slot]]:
+    """Yield the path and the slot of each tensor in named templates."""
+    for path, template in named:
+        if type(template) is Slot:
+            yield path, template
+        elif tree.is_nested(template):
+            yield from slot_paths((f"{path}[{key!r}]", child) for key, child in children(template).items())
+
+
+def _summary(answer: Any) -> str:
+    """Return the keys, the number of entries or the type of an answer, for a message."""
+    if isinstance(answer, Mapping):
+        return ", ".join(map(repr, answer)) or "none"
+    if isinstance(answer, (tuple, list)):
+        return f"{len(answer)} in a {type(answer).__name__}"
+    return f"one entry, {describe(answer)}"
