@@ -45,6 +45,8 @@ _SUBMODULES = ("layers", "ops", "testing")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES or name in _SUBMODULES or name.startswith("op_"):
+        importlib.import_module("multigrad.backend")  # checks the environment before Keras is imported
     if name in _MODULES:
         value = getattr(importlib.import_module(_MODULES[name]), name)
     elif name in _SUBMODULES:

@@ -1,16 +1,52 @@
-"""The backends of Keras, and which of them are installed.
+"""The backends of Keras: which of them are installed and active, and which versions multigrad supports.
 
 This module imports no framework, so that `multigrad doctor` and the tests can inspect an environment.
 """
 
+import importlib
 import importlib.util
+import json
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multigrad.core.errors import message
 
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
 """The backends that compute gradients."""
 
 FORWARD_ONLY = ("numpy", "openvino")
 """The backends that run a forward pass only."""
+
+
+class Versions(NamedTuple):
+    """The versions of Keras or a framework that multigrad supports."""
+
+    title: str
+    oldest: str
+    """The oldest version that works. An older one raises an error on import."""
+    newest: str
+    """The newest version that the tests have run on. A newer one is expected to work."""
+
+
+SUPPORTED = {
+    "keras": Versions("Keras", "3.12", "3.15"),
+    "tensorflow": Versions("TensorFlow", "2.17", "2.21"),
+    "jax": Versions("JAX", "0.7", "0.12"),
+    "torch": Versions("PyTorch", "2.13", "2.15"),
+}
+"""The supported versions. A test compares them with pyproject.toml and README.md."""
+
+KERAS_FOR = {"torch": "3.15"}
+"""The oldest Keras on a backend that needs a newer one: Keras 3.12 to 3.14 have faults on PyTorch."""
+
+DISTRIBUTION = "keras-multigrad"
+"""The name under which pip knows this package."""
 
 # The modules that these backends of Keras (3.15) import.
 _MODULES = {"numpy": ("numpy", "jax"), "openvino": ("openvino", "scipy")}
@@ -72,3 +108,182 @@ def how_to_add(backend: str) -> str:
 
 def _modules(backend: str) -> tuple[str, ...]:
     return _MODULES.get(backend, (backend,))
+
+
+def active_backend() -> tuple[str, str]:
+    """Return the backend that Keras selects, and the setting that selects it, without importing Keras.
+
+    ```python
+    from multigrad.frameworks import active_backend
+
+    backend, origin = active_backend()  # ("jax", "the environment variable KERAS_BACKEND")
+    ```
+    """
+    from_environment = os.environ.get("KERAS_BACKEND")
+    if from_environment:
+        return from_environment, "the environment variable KERAS_BACKEND"
+    path = _config_folder() / "keras.json"
+    default = "tensorflow"
+    if not path.exists():
+        return default, "Keras's default"
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        return default, f"Keras's default, because {path} is not valid JSON ({error})"
+    if "backend" in config:
+        return config["backend"], str(path)
+    return default, f"Keras's default, because {path} does not set a backend"
+
+
+def _config_folder() -> Path:
+    """Return the folder in which Keras (3.0 to 3.15 at least) looks for keras.json."""
+    if "KERAS_HOME" in os.environ:
+        return Path(os.environ["KERAS_HOME"]).expanduser()
+    home = Path.home()
+    return (home if os.access(home, os.W_OK) else Path("/tmp")) / ".keras"
+
+
+def require_active_backend() -> None:
+    """Check that Keras can start, before it is imported. Its own error names a module, and no way out.
+
+    Raises:
+        ModuleNotFoundError: Keras or the active backend is not installed.
+    """
+    if "keras" in sys.modules:
+        return
+    if not is_importable("keras"):
+        text = _message("Keras is not installed", required="Keras", got="none", fix="pip install keras")
+        raise ModuleNotFoundError(text, name="keras")
+    backend, origin = active_backend()
+    if backend not in DIFFERENTIATING + FORWARD_ONLY or is_installed(backend):
+        return  # Keras names the backends that it knows
+    others = [name for name in DIFFERENTIATING + FORWARD_ONLY if is_installed(name)]
+    choose = (
+        f"set the environment variable KERAS_BACKEND={others[0]} before Keras is imported, or "
+        if others
+        else ""
+    )
+    text = _message(
+        "the active backend of Keras is not installed",
+        required=f"{backend}, from {origin}",
+        got=f"installed backends: {', '.join(others) or 'none'}",
+        fix=f"{choose}{how_to_add(backend)}",
+    )
+    raise ModuleNotFoundError(text, name=backend)
+
+
+def require_supported(backend: str) -> None:
+    """Check the versions of Keras and of the framework of a backend, which are imported.
+
+    Raises:
+        ImportError: one of them is older than multigrad supports.
+    """
+    for module in ("keras", backend):
+        if module in SUPPORTED:
+            found = importlib.import_module(module).__version__
+            problem = version_problem(module, found, backend)
+            if problem is not None:
+                raise ImportError(problem, name=module)
+
+
+def version_problem(module: str, found: str, backend: str) -> str | None:
+    """Return the error message for a version that is older than multigrad supports, None for another one.
+
+    ```python
+    from multigrad.frameworks import version_problem
+
+    print(version_problem("torch", "2.9.1", backend="torch"))
+    # multigrad: PyTorch 2.9.1 is too old
+    #   required: PyTorch 2.13 or newer
+    #   got: 2.9.1
+    #   fix: pip install --upgrade "torch>=2.13"
+    ```
+    """
+    title, oldest = SUPPORTED[module].title, oldest_supported(module, backend)
+    where = f" with {SUPPORTED[backend].title}" if oldest != SUPPORTED[module].oldest else ""
+    if is_at_least(found, oldest):
+        return None
+    return _message(
+        f"{title} {found} is too old{where}",
+        required=f"{title} {oldest} or newer{where}",
+        got=found,
+        fix=f'pip install --upgrade "{module}>={oldest}"',
+    )
+
+
+def oldest_supported(module: str, backend: str) -> str:
+    """Return the oldest supported version of Keras or a framework on a backend."""
+    return KERAS_FOR.get(backend, SUPPORTED[module].oldest) if module == "keras" else SUPPORTED[module].oldest
+
+
+def is_at_least(found: str, oldest: str) -> bool:
+    """Return whether a version is not older than one of two numbers, such as 2.13. An unknown one is not."""
+    return not _numbers(found) or _numbers(found) >= _numbers(oldest)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple([int(number) for number in re.findall(r"\d+", version)[:2]])
+
+
+def look_up(path: str, otherwise: Callable[[], Any] | None = None) -> Any:
+    """Return the object with this path, of a framework that is imported, or the object of a public way.
+
+    Backends look up private names with it when they are imported, so that a version without one of them
+    raises an error then, and does not lose a gradient later.
+
+    ```python
+    from multigrad.frameworks import look_up
+
+    look_up("os.path.join")
+    look_up("os.path.no_such_name", lambda: None)  # None
+    ```
+
+    Arguments:
+        path: the name of a module, and those of its attributes.
+        otherwise: makes the object to use where there is none with this path.
+
+    Raises:
+        ImportError: there is no such object, and no other way.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        if otherwise is not None:
+            return otherwise()
+        module = path.partition(".")[0]
+        raise ImportError(_has_no(module, path), name=module) from error
+
+
+def _has_no(module: str, path: str) -> str:
+    versions = SUPPORTED.get(module)
+    if versions is None:
+        return f"{module} has no {path!r}"
+    found = importlib.import_module(module).__version__
+    return _message(
+        f"{versions.title} {found} has no {path!r}, which multigrad needs",
+        required=f"{versions.title} {versions.oldest} to {versions.newest}, which multigrad was tested with",
+        got=found,
+        fix=f'pip install "{module}=={versions.newest}.*", or a newer {DISTRIBUTION}',
+    )
+
+
+def other_distribution() -> str | None:
+    """Return the error message where the other project whose distribution is called multigrad is installed.
+
+    Both distributions install a package `multigrad`. The one that was installed last replaced files of the
+    other one.
+    """
+    try:
+        found = metadata.version("multigrad")
+    except metadata.PackageNotFoundError:
+        return None
+    return _message(
+        "another project's distribution is installed, whose package has the same name",
+        required=f"the distribution {DISTRIBUTION} alone",
+        got=f"multigrad {found} too; each replaces files of the other one",
+        fix=f"pip uninstall multigrad, then pip install --force-reinstall --no-deps {DISTRIBUTION}",
+    )
+
+
+def _message(problem: str, *, required: str, got: str, fix: str) -> str:
+    return message("multigrad", problem, required=required, got=got, fix=fix)

@@ -47,7 +47,10 @@ def test_doctor_prints_versions_and_the_active_backend():
     lines = {line[:12].strip(): line[12:] for line in done.stdout.splitlines()}
     assert lines["Python"] == sys.version.split()[0]
     assert lines["multigrad"] == multigrad.__version__
-    assert lines["Keras"] == metadata.version("keras")
+    assert lines["Keras"].partition(";")[0] == metadata.version("keras")
+    if BACKEND in frameworks.SUPPORTED:
+        oldest, newest = frameworks.SUPPORTED[BACKEND][1:]
+        assert lines[BACKEND].endswith(f"; supported: {oldest} or newer, tested up to {newest}")
     assert lines[BACKEND][0].isdigit()
     assert lines["active"] == f"{BACKEND}, from the environment variable KERAS_BACKEND"
 
@@ -65,7 +68,7 @@ def test_doctor_says_how_to_add_what_is_missing(monkeypatch, capsys):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     assert doctor.doctor() == 1
     printed = capsys.readouterr().out
-    assert "torch       missing: pip install torch" in printed
+    assert "torch       missing: pip install torch; supported: 2.13 or newer" in printed
     assert "torch is not installed" in printed.splitlines()[-1]
 
 
@@ -80,7 +83,7 @@ def test_doctor_without_keras():
     done = run("-c", hidden, KERAS_BACKEND=BACKEND)
     assert done.returncode == 1, done.stdout + done.stderr
     assert not done.stderr
-    assert "Keras       missing: pip install keras\n" in done.stdout
+    assert "Keras       missing: pip install keras; supported: 3.12 or newer" in done.stdout
     assert done.stdout.endswith("Keras is not installed: pip install keras\n")
 
 

@@ -1,20 +1,33 @@
 """The backend of the active framework. Only the module of that framework is imported."""
 
 import importlib
+import warnings
+from typing import TYPE_CHECKING
 
-import keras
+from multigrad.frameworks import (
+    DIFFERENTIATING,
+    FORWARD_ONLY,
+    other_distribution,
+    require_active_backend,
+    require_supported,
+)
 
-from multigrad.backend.base import Backend
-from multigrad.frameworks import DIFFERENTIATING, FORWARD_ONLY
+if TYPE_CHECKING:
+    from multigrad.backend.base import Backend
 
 
-def _load() -> Backend:
-    name = keras.backend.backend()
+def _load() -> "Backend":
+    require_active_backend()  # before Keras is imported, whose error names neither the backend nor a fix
+    name = importlib.import_module("keras").backend.backend()
     if name not in DIFFERENTIATING + FORWARD_ONLY:
         raise ValueError(
             f"multigrad has no backend named {name!r}. It has {', '.join(DIFFERENTIATING + FORWARD_ONLY)}. "
             "Choose one with the environment variable KERAS_BACKEND before Keras is imported."
         )
+    require_supported(name)
+    other = other_distribution()
+    if other is not None:
+        warnings.warn(other, RuntimeWarning, stacklevel=2)
     module = importlib.import_module(f"{__name__}.{name if name in DIFFERENTIATING else 'forward_only'}")
     backend: Backend = module.ACTIVE
     return backend

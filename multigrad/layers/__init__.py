@@ -9,6 +9,7 @@ model = keras.Sequential([keras.Input((4,)), layers.GradientReversal(0.5), keras
 ```
 """
 
+from multigrad import backend as _backend  # noqa: F401  checks the environment before Keras is imported
 from multigrad.layers.implicit import FixedPoint
 from multigrad.layers.quantizing import FakeQuantize, VectorQuantizer
 from multigrad.layers.routing import GradientClip, GradientReversal, GradientScale

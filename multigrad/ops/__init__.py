@@ -17,6 +17,9 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from multigrad import backend as _backend  # noqa: F401  checks the environment before Keras is imported
+
+# isort: split
 from keras import ops as _keras_ops
 
 from multigrad.core.op import op_custom_gradient

@@ -4,6 +4,7 @@
 the installed backends with each other. `multigrad` does not import this package.
 """
 
+from multigrad import backend as _backend  # noqa: F401  checks the environment before Keras is imported
 from multigrad.testing.comparison import compare_backends
 from multigrad.testing.gradient_check import check_gradients
 

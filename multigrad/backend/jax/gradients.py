@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 
+from multigrad.backend.jax.private import DynamicJaxprTracer
 from multigrad.backend.jax.tensors import conjugate
 
 

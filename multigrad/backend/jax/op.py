@@ -4,6 +4,7 @@ An outer derivative differentiates what an inner one computes as it stands, and 
 of that are tied to it again: at once, or where a program is written down, by a primitive that does so later.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +12,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
-from jax.interpreters import ad, batching
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from multigrad.backend.base import F
 from multigrad.backend.jax.primitives import NOTHING, TangentGate, identity, mapped_alike
+from multigrad.backend.jax.private import (
+    REVERSE_IS_KNOWN,
+    ClosedJaxpr,
+    DynamicJaxprTracer,
+    Zero,
+    fancy_primitive_batchers,
+    instantiate_zeros,
+    primitive_jvps,
+)
 from multigrad.backend.jax.residuals import Residuals, Step
 from multigrad.backend.jax.tensors import (
     FLOATING,
@@ -33,7 +40,7 @@ from multigrad.core.errors import message
 from multigrad.core.linearity import FAR, not_linear, require_linear, trial
 
 # In other versions an op is a `jax.custom_vjp` throughout.
-_REVERSE_IS_KNOWN = jax.__version_info__[:2] == (0, 10)
+_REVERSE_IS_KNOWN = REVERSE_IS_KNOWN
 if _REVERSE_IS_KNOWN:
     from multigrad.backend.jax import reverse
 
@@ -193,7 +200,7 @@ def _upstream(cotangents: Sequence[Any]) -> list[Any]:
         if not is_differentiable(cotangent):
             upstream.append(None)
         elif isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-            upstream.append(ad.instantiate_zeros(ad.Zero(cotangent.aval)))  # they vary as the output does
+            upstream.append(instantiate_zeros(Zero(cotangent.aval)))  # they vary as the output does
         else:
             upstream.append(cotangent)
     return conjugate(upstream)
@@ -294,7 +301,8 @@ def _tie_later(
     return _tied_p.bind(*operands, tie=later, end=ClosedJaxpr(NOTHING, ()))[: len(outputs)]
 
 
-class _Tie(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)  # JAX 0.7 and 0.8 cache it weakly
+class _Tie:
     """What ties outputs to inputs, all of which are among its operands, behind them the rule's arrays."""
 
     outputs: int
@@ -315,7 +323,7 @@ class _Tie(NamedTuple):
 def _differentiate_tied(
     primals: Sequence[Any], tangents: Sequence[Any], *, tie: _Tie, end: Any
 ) -> tuple[list[Any], list[Any]]:
-    moved = [i for i in tie.places_of_inputs() if type(tangents[i]) is not ad.Zero]
+    moved = [i for i in tie.places_of_inputs() if type(tangents[i]) is not Zero]
 
     def by_moved(*values: Any) -> list[Any]:
         operands = list(primals)
@@ -326,7 +334,7 @@ def _differentiate_tied(
     # The tangents of outputs and residuals are those of the function, in whose place the rule stands.
     outputs, pushed = jax.jvp(by_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
     own = [
-        tangent if is_differentiable(output) else ad.Zero(jax.typeof(output).to_tangent_aval())
+        tangent if is_differentiable(output) else Zero(jax.typeof(output).to_tangent_aval())
         for output, tangent in zip(outputs, pushed, strict=True)
     ]
     return [*outputs, *primals[tie.outputs :]], [*own, *tangents[tie.outputs :]]
@@ -346,5 +354,5 @@ def _map_tied(
     return [*outputs, *operands[tie.outputs :]], [*to, *places[tie.outputs :]]
 
 
-ad.primitive_jvps[_tied_p] = _differentiate_tied
-batching.fancy_primitive_batchers[_tied_p] = _map_tied
+primitive_jvps[_tied_p] = _differentiate_tied
+fancy_primitive_batchers[_tied_p] = _map_tied

@@ -5,14 +5,21 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive
-from jax.interpreters import ad, batching, mlir
 
+from multigrad.backend.jax.private import (
+    ClosedJaxpr,
+    Primitive,
+    Zero,
+    fancy_primitive_batchers,
+    primitive_batchers,
+    primitive_jvps,
+    register_lowering,
+)
 from multigrad.backend.jax.tensors import FLOATING, TENSORS, TRACERS, as_arrays, varying_alike
 from multigrad.core.errors import message
 
 
-def identity() -> Primitive:
+def identity() -> Any:
     """A primitive that gives its operands as they are, of which one says how it is transformed.
 
     It costs nothing, and is gone from the compiled program. `jax.extend` and `jax.interpreters` are for
@@ -23,7 +30,7 @@ def identity() -> Primitive:
     primitive.multiple_results = True
     primitive.def_impl(lambda *operands, **_: list(operands))
     primitive.def_abstract_eval(lambda *operands, **_: list(operands))
-    mlir.register_lowering(primitive, lambda _, *operands, **params: operands, cacheable=False)
+    register_lowering(primitive, lambda _, *operands, **params: operands)
     return primitive
 
 
@@ -84,7 +91,7 @@ def _differentiate_gate(
     if gate.open:
         return outputs, list(tangents)
     gate.met = True
-    return outputs, [ad.Zero(jax.typeof(output).to_tangent_aval()) for output in outputs]
+    return outputs, [Zero(jax.typeof(output).to_tangent_aval()) for output in outputs]
 
 
 def _map_gate(
@@ -93,8 +100,8 @@ def _map_gate(
     return gate_p.bind(*operands, gate=gate, end=end), places
 
 
-ad.primitive_jvps[gate_p] = _differentiate_gate
-batching.primitive_batchers[gate_p] = _map_gate
+primitive_jvps[gate_p] = _differentiate_gate
+primitive_batchers[gate_p] = _map_gate
 
 
 def mapped_alike(name: str, outputs: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
@@ -132,5 +139,5 @@ def _without_rule(primals: Sequence[Any], tangents: Sequence[Any], *, outputs: i
     )
 
 
-batching.fancy_primitive_batchers[_mapped_alike_p] = _map_alike
-ad.primitive_jvps[_mapped_alike_p] = _without_rule
+fancy_primitive_batchers[_mapped_alike_p] = _map_alike
+primitive_jvps[_mapped_alike_p] = _without_rule

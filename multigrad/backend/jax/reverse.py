@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
-# Private: JAX (0.10) has no public name for the trace of reverse mode, nor for what a primitive does in it.
-from jax._src.interpreters.ad import LinearizeTrace, primitive_linearizations
-from jax.extend.core import Primitive, set_current_trace
-from jax.interpreters import ad, batching, mlir
-
 from multigrad.backend.jax.primitives import GateState, gate_p
+from multigrad.backend.jax.private import (
+    LinearizeTrace,
+    Primitive,
+    Zero,
+    instantiate_zeros,
+    primitive_batchers,
+    primitive_linearizations,
+    primitive_transposes,
+    register_lowering,
+    set_current_trace,
+)
 from multigrad.backend.jax.residuals import Pull
 from multigrad.backend.jax.tensors import as_arrays, conjugate, is_differentiable, scatter
 from multigrad.core.errors import message
@@ -64,7 +70,7 @@ def _linearized(
         like = tuple([aval for aval, f in zip(avals, floating, strict=True) if f])
         how = {"pull": residuals.pull, "needed": needed, "to": floating, "like": like, "name": op.name}
         pushed = iter(_pull_p.bind(*arrays, *own, **how))
-        return [next(pushed) if f else ad.Zero(aval) for aval, f in zip(avals, floating, strict=True)]
+        return [next(pushed) if f else Zero(aval) for aval, f in zip(avals, floating, strict=True)]
 
     return outputs, floating, residuals.arrays, push
 
@@ -79,11 +85,11 @@ def _transposed(
 ) -> list[Any]:
     """The cotangents of the tangents that were pushed: what the rule makes of those of the outputs."""
     count = len(operands) - sum(needed)
-    upstream = scatter(conjugate(as_arrays(map(ad.instantiate_zeros, cotangents))), to)
+    upstream = scatter(conjugate(as_arrays(map(instantiate_zeros, cotangents))), to)
     gradients = conjugate(pull(list(operands[:count]), upstream, needed))
     own = [gradient for gradient, need in zip(gradients, needed, strict=True) if need]
     pairs = zip(own, operands[count:], strict=True)
-    return [*[None] * count, *[ad.Zero(x.aval) if gradient is None else gradient for gradient, x in pairs]]
+    return [*[None] * count, *[Zero(x.aval) if gradient is None else gradient for gradient, x in pairs]]
 
 
 def _no_forward_mode(*operands: Any, name: str, **params: Any) -> NoReturn:
@@ -100,9 +106,9 @@ def _no_forward_mode(*operands: Any, name: str, **params: Any) -> NoReturn:
 
 _pull_p.def_abstract_eval(lambda *operands, like, **params: like)
 _pull_p.def_impl(_no_forward_mode)
-ad.primitive_transposes[_pull_p] = _transposed
-batching.primitive_batchers[_pull_p] = _no_forward_mode
-mlir.register_lowering(_pull_p, _no_forward_mode, cacheable=False)
+primitive_transposes[_pull_p] = _transposed
+primitive_batchers[_pull_p] = _no_forward_mode
+register_lowering(_pull_p, _no_forward_mode)
 primitive_linearizations[_op_p] = _linearized
 
 
@@ -114,7 +120,7 @@ def _linearized_gate(
     if gate.open:
         return outputs, [True], (), lambda arrays, tangent: [tangent]
     gate.met = True
-    zero = ad.Zero(jax.typeof(outputs[0]).to_tangent_aval())
+    zero = Zero(jax.typeof(outputs[0]).to_tangent_aval())
     return outputs, [False], (), lambda arrays, tangent: [zero]
 
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from multigrad.backend.base import Spec
+from multigrad.backend.jax.private import enable_x64, pcast, varying_axes
 from multigrad.core.errors import message
 from multigrad.core.type_sets import ATOMS, TypeSet
 
@@ -99,7 +100,7 @@ def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
 
 
 def wide() -> contextlib.AbstractContextManager[Any]:
-    return jax.enable_x64(True)
+    return enable_x64(True)
 
 
 def is_compiling() -> bool:
@@ -133,9 +134,9 @@ def varying_alike(arrays: list[Any]) -> list[Any]:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
-    varying = [jax.typeof(array).mat.varying for array in arrays]  # JAX 0.10; earlier it was `.vma`
+    varying = [varying_axes(array) for array in arrays]
     everywhere = frozenset().union(*varying)
     return [
-        jax.lax.pcast(array, tuple(everywhere - own), to="varying")
+        pcast(array, tuple(everywhere - own), to="varying")
         for array, own in zip(arrays, varying, strict=True)
     ]
