@@ -100,6 +100,8 @@ def _spec_of_leaf(name: str, leaf: Any, given: Sequence[Any]) -> Spec:
 
 
 def _spec(name: str, leaf: Any) -> Spec:
+    if isinstance(leaf, Spec):
+        return leaf
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     sizes = None if shape is None else backend.active.sizes(shape)
     if sizes is None or dtype is None:
@@ -143,15 +145,12 @@ def _host_call(function: Any, output: Any, vectorized: bool, args: Any, kwargs: 
 
 def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, list[Spec]]:
     """Return the layout of the output, and the shape and dtype of each array in it."""
-    tensor_types = backend.active.TENSORS
-    described = rebuild(
-        (args, kwargs),
-        lambda leaf: keras.KerasTensor(*_shape_and_dtype(leaf)) if tensor_types[type(leaf)] else leaf,
-    )
+    tensors = backend.active.TENSORS
     if callable(output) and not isinstance(output, Spec):
+        described = rebuild((args, kwargs), lambda leaf: _described(leaf) if tensors[type(leaf)] else leaf)
         wanted = output(*described[0], **described[1])
     else:
-        given = leaves_of(described)
+        given = leaves_of((args, kwargs))
         wanted = rebuild(output, lambda leaf: leaf if leaf.place is None else given[leaf.place])
     specs: list[Spec] = []
 
@@ -160,9 +159,8 @@ def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, li
         return Slot(len(specs) - 1)
 
     of_output = Layout(rebuild(wanted, take))
-    unknown = any(None in leaf.shape for leaf in leaves_of(described) if isinstance(leaf, keras.KerasTensor))
     for spec in specs:
-        if None in spec.shape and not unknown:
+        if None in spec.shape and not _has_unknown_sizes((args, kwargs)):
             raise ValueError(
                 message(
                     name,
@@ -177,8 +175,15 @@ def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, li
     return of_output, specs
 
 
-def _shape_and_dtype(tensor: Any) -> tuple[Any, str]:
-    return backend.active.sizes(tensor.shape), keras.backend.standardize_dtype(tensor.dtype)
+def _described(tensor: Any) -> keras.KerasTensor:
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return keras.KerasTensor(backend.active.sizes(tensor.shape), dtype)
+
+
+def _has_unknown_sizes(structure: Any) -> bool:
+    """Return whether a graph does not know a size, or has a symbol for it, which Keras writes as None."""
+    tensors = [leaf for leaf in leaves_of(structure) if backend.active.TENSORS[type(leaf)]]
+    return any(None in _described(tensor).shape for tensor in tensors)
 
 
 class HostFunction:
