@@ -626,7 +626,9 @@ def test_the_forward_pass_reads_and_assigns() -> None:
     close(count.value, array(1.0))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jit if BACKEND == "jax" else compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jit if BACKEND == "jax" else compiled], ids=["eager", "compiled"]
+)
 @pytest.mark.parametrize("convert", [lambda v: v, ops.convert_to_tensor], ids=["itself", "converted"])
 def test_a_variable_that_is_an_output_itself(convert, wrap):
     @op_custom_gradient
