@@ -4,6 +4,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
+import types
 
 import keras
 import numpy as np
@@ -62,7 +64,7 @@ def check_output(example, output):
 
 
 @pytest.mark.parametrize(("module", "example"), EXAMPLES)
-def test_an_example(module, example, capsys):
+def test_an_example(module, example, capsys, monkeypatch):
     """One that imports something stands for itself. Others see what a reader of their module sees, Keras, and
     a few tensors.
     """
@@ -70,9 +72,11 @@ def test_an_example(module, example, capsys):
     names = {"keras": keras, "ops": ops, "multigrad": multigrad, "np": np, "Tensor": type(x)}
     seen = vars(module) | names | {"x": x, "y": y, "u": u, "v": v}
     if re.search(r"^(import|from) ", example, re.MULTILINE):
-        seen = {"__name__": "example"}
-    del seen["__name__"]  # of a module in which torch.compile would look for what the example defines
-    exec(example, seen)
+        seen = {}
+    own = types.ModuleType("example")  # in which torch.compile looks for what the example defines
+    monkeypatch.setitem(sys.modules, "example", own)
+    vars(own).update(seen | {"__name__": "example"})
+    exec(example, vars(own))
     check_output(example, capsys.readouterr().out)
 
 

@@ -13,9 +13,6 @@ from multigrad import grad, jit, jvp, op_custom_gradient, trace_gradients, value
 # Inductor takes several seconds for each program.
 FAST = {"backend": "eager"} if BACKEND == "torch" else {}
 
-# Dynamo (PyTorch 2.13) looks at `.grad` behind a graph break, and hides the warning unless it is an error.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
 
 def compiled(function=None, **options):
     return jit(function, **FAST, **options)

@@ -11,9 +11,6 @@ from multigrad.ops import host_call
 
 FAST = {"backend": "eager"} if BACKEND == "torch" else {}
 
-# Dynamo (PyTorch 2.13) looks at `.grad` behind a graph break, and hides the warning unless it is an error.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-
 
 @keras.saving.register_keras_serializable("test_host_call")
 def double(x):
