@@ -50,8 +50,8 @@ FAULTS = [
     ),
     Fault(
         "the second order is lost on PyTorch", "torch", "backend/torch/gradients.py",
-        "torch.autograd.grad(value, own, create_graph=recorded, materialize_grads=True)",
-        "torch.autograd.grad(value, own, materialize_grads=True)",
+        "torch.autograd.grad(value, inputs, create_graph=recorded, materialize_grads=True)",
+        "torch.autograd.grad(value, inputs, materialize_grads=True)",
         "test_order.py::test_a_hessian_vector_product_over_two_arguments "
         "test_order.py::test_mixed_derivatives",
     ),

@@ -342,7 +342,7 @@ def test_symbolic_tensors_that_are_closed_over():
     x = keras.Input((3,))
     op = op_custom_gradient(lambda y: (x * y, lambda u: u), name="op")
     for argument in (array(1.0), keras.Input((3,))):
-        with pytest.raises(TypeError, match="op: there is a symbolic tensor") as error:
+        with pytest.raises(TypeError, match="op: the function uses a symbolic tensor") as error:
             op(argument)
         assert "argument: the output" in str(error.value)
 

@@ -1,8 +1,7 @@
-"""KerasTensors: an op as one node of a Functional model.
+"""An op as one node of a Functional model, for calls on KerasTensors.
 
-A node takes the KerasTensors of the call alone, flat. All the rest, the structure and the arguments that
-are there already, is its `Application`. So Keras sees positional tensors and a flat list of outputs, and
-at run time the op gets exactly what a direct call would have given it.
+The inputs of a node are the flat KerasTensors of the call, and its outputs are a flat list. The structure of
+the arguments, and all other arguments, are in its `Application`, which calls the op as the user did.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,43 +17,42 @@ from multigrad.keras_graph import registry
 from multigrad.keras_graph.saving import Unsaved, decode, encode
 
 
-def apply(op: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call `op` on arguments with KerasTensors in them: its output, with KerasTensors for tensors."""
-    given, keywords = (*args, *kwargs.values()), tuple(kwargs)
+def apply(op: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call `op` on arguments with KerasTensors, and return its output with KerasTensors."""
+    values, keywords = (*args, *kwargs.values()), tuple(kwargs)
     bound, binding = signature_of(op).bind(args, kwargs)
-    if _symbolic(bound) > _symbolic(given):  # a default is symbolic, and an input like the others
-        given, keywords = bound, binding.keywords
+    if _count_symbolic(bound) > _count_symbolic(values):  # a default is a KerasTensor, and an input too
+        values, keywords = bound, binding.keywords
     tensors: list[Any] = []
 
-    def take(leaf: Any) -> Any:
+    def to_slot(leaf: Any) -> Any:
         if not isinstance(leaf, keras.KerasTensor):
             return leaf
         tensors.append(leaf)
         return Slot(len(tensors) - 1)
 
-    template = rebuild(given, take)
-    node = CustomGradient(Application(op, title, Layout(template), keywords))
+    template = rebuild(values, to_slot)
+    node = CustomGradient(Application(op, name, Layout(template), keywords))
     outputs = node(*tensors)
     assert node.output_layout is not None
     return node.output_layout.join(outputs)
 
 
-def _symbolic(values: tuple[Any, ...]) -> int:
-    """How many KerasTensors there are."""
+def _count_symbolic(values: tuple[Any, ...]) -> int:
     return sum([isinstance(leaf, keras.KerasTensor) for leaf in leaves_of(values)])
 
 
-@keras.saving.register_keras_serializable("multigrad")  # for files of HDF5, where Keras builds it
+@keras.saving.register_keras_serializable("multigrad")  # in a HDF5 file, Keras makes it from its config
 class Application:
-    """An op and its arguments, with slots where the tensors of a node go.
+    """An op and its arguments, with slots for the tensors of a node.
 
-    Cloning a model takes it as it is. Saving asks for its config.
+    A cloned model shares it. A saved model contains its config.
     """
 
     def __init__(
-        self, op: Callable[..., Any], title: str, arguments: Layout, keywords: tuple[str, ...]
+        self, op: Callable[..., Any], name: str, arguments: Layout, keywords: tuple[str, ...]
     ) -> None:
-        self.op, self.title, self._arguments, self._keywords = op, title, arguments, keywords
+        self.op, self.name, self._arguments, self._keywords = op, name, arguments, keywords
 
     def __call__(self, tensors: Sequence[Any]) -> Any:
         values = self._arguments.join(tensors)
@@ -62,77 +60,77 @@ class Application:
         return self.op(*values[:count], **dict(zip(self._keywords, values[count:], strict=True)))
 
     def get_config(self) -> dict[str, Any]:
-        """The op's name and its arguments as plain data.
+        """Return the name of the op and its arguments as plain data.
 
         Raises:
-            NotImplementedError: when the op is not registered, or an argument cannot be saved.
+            NotImplementedError: if the op is not registered, or an argument cannot be saved.
         """
-        if ">" not in self.title:
-            raise registry.without_name(self.title)
-        encoded = [self._encode(place, value) for place, value in enumerate(self._arguments.template)]
+        if ">" not in self.name:
+            raise registry.without_name(self.name)
+        encoded = [self._encode(index, value) for index, value in enumerate(self._arguments.template)]
         count = len(encoded) - len(self._keywords)
         keywords = dict(zip(self._keywords, encoded[count:], strict=True))
-        # One level down, because from a file of HDF5 Keras puts a function where it finds its bare name.
-        return {"call": {"op": self.title, "args": encoded[:count], "kwargs": keywords}}
+        # Nested in "call", because in a HDF5 file Keras replaces the name of a function by the function.
+        return {"call": {"op": self.name, "args": encoded[:count], "kwargs": keywords}}
 
-    def _encode(self, place: int, value: Any) -> Any:
+    def _encode(self, index: int, value: Any) -> Any:
         try:
             return encode(value)
         except Unsaved as unsaved:
             raise NotImplementedError(
                 message(
-                    self.title,
+                    self.name,
                     "an argument cannot be saved in a model",
-                    argument=self._name_of(place),
+                    argument=self._name_of(index),
                     required="tensors, arrays, numbers, strings, None, tuples, lists and dicts of them, or "
-                    "what is registered with keras.saving, has no state, and is made again, the same, from "
-                    "its get_config",
+                    "an object without state that is registered with keras.saving and that its get_config "
+                    "restores",
                     got=describe(unsaved.value),
-                    fix="pass something that can be saved, such as the name of what is meant",
+                    fix="pass an argument that can be saved, such as the name of an object",
                 )
             ) from unsaved
 
-    def _name_of(self, place: int) -> str:
+    def _name_of(self, index: int) -> str:
         count = len(self._arguments.template) - len(self._keywords)
         signature = signature_of(self.op)
-        if place >= count:
-            return repr(self._keywords[place - count])
-        if place < len(signature.positional):
-            return repr(signature.positional[place])
-        return f"{signature.variadic!r}[{place - len(signature.positional)}]"
+        if index >= count:
+            return repr(self._keywords[index - count])
+        if index < len(signature.positional):
+            return repr(signature.positional[index])
+        return f"{signature.variadic!r}[{index - len(signature.positional)}]"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Application":
-        """What `get_config` told.
+        """Return the application from its config.
 
         Raises:
-            TypeError: when no op of this name is defined.
-            ValueError: for what `get_config` does not tell, or an argument that cannot be read here.
+            TypeError: if no op of this name is defined.
+            ValueError: if `get_config` cannot have returned the config, or an argument cannot be read.
         """
         match config:
-            case {"call": {"op": title, "args": [*args], "kwargs": dict(kwargs)}}:
-                op = registry.find(title)
+            case {"call": {"op": name, "args": [*args], "kwargs": dict(kwargs)}}:
+                op = registry.find(name)
             case _:
                 raise _unreadable("multigrad", describe(config))
         try:
             template = tuple([decode(value) for value in (*args, *kwargs.values())])
         except ValueError as error:
-            raise _unreadable(title, str(error)) from error
+            raise _unreadable(name, str(error)) from error
         slots = [leaf for leaf in leaves_of(template) if type(leaf) is Slot]
         if sorted(slots) != list(range(len(slots))):
-            raise _unreadable(title, f"the inputs {', '.join(map(str, slots))}")
-        return cls(op, title, Layout(template), tuple(kwargs))
+            raise _unreadable(name, f"the inputs {', '.join(map(str, slots))}")
+        return cls(op, name, Layout(template), tuple(kwargs))
 
 
-def _unreadable(title: str, got: str) -> ValueError:
+def _unreadable(name: str, got: str) -> ValueError:
     return ValueError(
         message(
-            title,
+            name,
             "the arguments of an op in a saved model cannot be read",
-            required="what multigrad wrote, with each object in it registered with keras.saving",
+            required="a file that multigrad wrote, whose objects are all registered with keras.saving",
             got=got,
-            fix="register what is not registered yet, before the model is loaded; otherwise the file was "
-            "changed, or was not written by multigrad: save the model once more",
+            fix="register missing objects before the model is loaded; if the file was changed, save the "
+            "model again",
         )
     )
 
@@ -142,31 +140,31 @@ class CustomGradient(keras.Operation):
     """The node of one call of an op."""
 
     output_layout: Layout | None = None
-    """The structure of the op's output; known when the node was called."""
+    """The layout of the op's output. It is set by the first call."""
 
     def __init__(self, application: Application, name: str | None = None) -> None:
-        super().__init__(name or _unique(registry.identifier(application.title)))
+        super().__init__(name or _unique(registry.identifier(application.name)))
         self.application = application
 
     def call(self, *tensors: Any) -> list[Any]:
-        """The tensors in the op's output, flat."""
+        """Return the flat tensors of the op's output."""
         outputs, layout = split(self.application(tensors))
         if self.output_layout is None:
             self.output_layout = layout
         return list(outputs)
 
     def compute_output_spec(self, *tensors: Any) -> Any:
-        """What Keras finds out by running the op on nothing in particular."""
-        with np.errstate(all="ignore"):  # NumPy's are the numbers that stood in memory
+        """Return the specs of the outputs. Keras runs the op on placeholders to infer them."""
+        with np.errstate(all="ignore"):  # NumPy's placeholders are uninitialized arrays
             return super().compute_output_spec(*tensors)
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` needs."""
+        """Return the config of the node. It holds the application itself, which Keras serializes."""
         return {"name": self.name, "application": self.application}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "CustomGradient":
-        """The node of a clone, or of a file in which the application is Keras's config of an object."""
+        """Return the node of a cloned model, or of a file that holds the application's config."""
         match config:
             case {"name": name, "application": Application() as application}:
                 return cls(application, name)
@@ -176,7 +174,7 @@ class CustomGradient(keras.Operation):
 
 
 def _unique(prefix: str) -> str:
-    """A name that no other node has: `scale`, `scale_1` and so on, as Keras names its layers."""
+    """Return a name that no other node has: `scale`, `scale_1` and so on, as Keras names its layers."""
     count = keras.backend.get_uid(prefix) - 1
     if not count:
         return prefix

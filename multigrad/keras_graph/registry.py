@@ -1,7 +1,7 @@
-"""The names under which ops are found again in a saved model.
+"""Register ops by name, so that saved models find them.
 
-An op that is named `package>name` is registered with Keras's serialization, once. One name stands for one
-op: what is found under it at another time must be what was saved.
+An op with a name of the form `package>name` is registered with Keras. A name belongs to one op, so that a
+saved model is never loaded with a different one.
 """
 
 import functools
@@ -23,109 +23,110 @@ from multigrad.core.type_sets import HoldsNoTensor
 Op = Callable[..., Any]
 
 _PLAIN = (bool, int, str, bytes)
-_LOCK = threading.RLock()  # an op may be defined while another one is
+_LOCK = threading.RLock()  # reentrant, because the module of an op can define another one
 
 
 class _Definition(NamedTuple):
-    """What an op was made of."""
+    """The function and the options of a registered op."""
 
     f: Op
     options: Options
 
 
-_DEFINITIONS: dict[Op, _Definition] = {}  # of registered ops, which Keras keeps for ever
+_DEFINITIONS: dict[Op, _Definition] = {}  # Keras keeps registered ops for the life of the process
 
 
 def register(name: str, f: Op, options: Options, define: Callable[[], Op]) -> Op:
-    """The op of `f` that is registered as `name`: the one that is there already if it is the same.
+    """Return the op of `f` that is registered as `name`.
 
-    What `define` returns is registered in its stead where `f` is a new edition of the same function: of
-    the same module and name, at the top level, as when a module is reloaded.
+    If the registered op has the same definition, it is returned. If its function is an earlier version of
+    `f`, as after reloading a module, the result of `define` replaces it. Two versions are functions at the
+    top level of one module, with one name.
 
     Raises:
-        ValueError: for a name that is none, or that stands for something else already.
+        ValueError: if the name is invalid or registered for another object.
     """
-    package, own = _package_and_name(name)
-    wanted = _Definition(f, options)
+    package, short_name = _package_and_name(name)
+    definition = _Definition(f, options)
     with _LOCK:
-        found = keras.saving.get_custom_objects().get(name)
-        if found is not None:
-            known = _definition(found)
-            if known is not None and _is_same(known, wanted):
-                return found
-            if known is None or not _is_edition(known.f, f):
-                raise _taken(name, found, f)
+        registered = keras.saving.get_custom_objects().get(name)
+        if registered is not None:
+            earlier = _definition_of(registered)
+            if earlier is not None and _is_same(earlier, definition):
+                return registered
+            if earlier is None or not _is_version(earlier.f, f):
+                raise _name_taken(name, registered, f)
         op = define()
         if getattr(f, "__name__", "<lambda>") == "<lambda>":
-            op.__name__ = own  # Keras saves the code of what is called a lambda
-        _DEFINITIONS[op] = wanted
-        return keras.saving.register_keras_serializable(package, own)(op)
+            op.__name__ = short_name  # Keras saves the code of a function with the name of a lambda
+        _DEFINITIONS[op] = definition
+        return keras.saving.register_keras_serializable(package, short_name)(op)
 
 
-def refuse_config(op: Op, title: str) -> Op:
-    """Return the op, of which Keras gets no config unless it is registered.
+def refuse_config(op: Op, name: str) -> Op:
+    """Return the op, and let it raise when Keras saves it without a registered name.
 
-    Keras (3.15) writes a function such as an `activation=` by its bare name, and reads `tanh` as its own.
-    When it writes an object it calls `get_build_config`, if there is one: here it raises.
+    Keras (3.15) saves a function such as an `activation=` by its name alone, and loads `tanh` as its own.
+    Before, it calls `get_build_config` of the function if there is one. Here it raises.
     """
-    op.get_build_config = _Refusal(weakref.ref(op), title)  # type: ignore[attr-defined]
+    op.get_build_config = _ConfigRefusal(weakref.ref(op), name)  # type: ignore[attr-defined]
     return op
 
 
-class _Refusal(HoldsNoTensor):
-    """The error for an unnamed op that Keras writes, unless somebody registered it with Keras."""
+class _ConfigRefusal(HoldsNoTensor):
+    """Raises an error when Keras saves an op, unless the user registered the op with Keras."""
 
-    __slots__ = ("_op", "_title")
+    __slots__ = ("_name", "_op")
 
-    def __init__(self, op: "weakref.ref[Op]", title: str) -> None:
-        self._op, self._title = op, title
+    def __init__(self, op: "weakref.ref[Op]", name: str) -> None:
+        self._op, self._name = op, name
 
     def __call__(self) -> None:
         name = keras.saving.get_registered_name(self._op())
         if keras.saving.get_registered_object(name) is not self._op():
-            raise without_name(self._title)
+            raise without_name(self._name)
 
 
-def without_name(title: str) -> NotImplementedError:
-    """Return the error for an op that Keras is asked to write into a config, and could not find again."""
+def without_name(name: str) -> NotImplementedError:
+    """Return the error for saving an op that has no registered name."""
     return NotImplementedError(
         message(
-            title,
-            "an op without a registered name cannot be saved in a model, or copied by way of its config",
+            name,
+            "an op without a registered name cannot be saved in a model, or copied from its config",
             required="a name of the form 'package>name'",
-            got=repr(title),
-            fix=f"define it with @op_custom_gradient(name='my_package>{identifier(title)}')",
+            got=repr(name),
+            fix=f"define it with @op_custom_gradient(name='my_package>{identifier(name)}')",
         )
     )
 
 
-def identifier(title: str) -> str:
-    """Return the part of an op's name behind its package, as a word."""
-    return re.sub(r"\W+", "_", title.rpartition(">")[2]).strip("_") or "op"
+def identifier(name: str) -> str:
+    """Return the name of an op, without its package, as an identifier."""
+    return re.sub(r"\W+", "_", name.rpartition(">")[2]).strip("_") or "op"
 
 
 def find(name: Any) -> Op:
-    """The op that is registered as `name`.
+    """Return the op that is registered as `name`.
 
     Raises:
-        TypeError: when there is none, as Keras has it for what is not registered.
+        TypeError: if there is none. Keras raises the same type for an object that is not registered.
     """
-    found = keras.saving.get_registered_object(name) if isinstance(name, str) else None
-    if found is not None and _definition(found) is not None:
-        return found
+    registered = keras.saving.get_registered_object(name) if isinstance(name, str) else None
+    if registered is not None and _definition_of(registered) is not None:
+        return registered
     raise TypeError(
         message(
             name if isinstance(name, str) else "multigrad",
-            "a saved model has an op that is not defined here",
+            "a saved model uses an op that is not defined",
             required="an op of this name, defined before the model is loaded",
-            got=describe(name) if found is None else f"{describe(found)}, which is no op",
-            fix=f"define it with @op_custom_gradient(name={name!r}), or import the module that does",
+            got=describe(name) if registered is None else f"{describe(registered)}, which is not an op",
+            fix=f"define it with @op_custom_gradient(name={name!r}), or import its module",
         )
     )
 
 
-def _definition(found: Any) -> _Definition | None:
-    return _DEFINITIONS.get(found) if isinstance(found, types.FunctionType) else None
+def _definition_of(registered: Any) -> _Definition | None:
+    return _DEFINITIONS.get(registered) if isinstance(registered, types.FunctionType) else None
 
 
 def _package_and_name(name: str) -> list[str]:
@@ -139,29 +140,29 @@ def _package_and_name(name: str) -> list[str]:
             argument="'name'",
             required="'package>name', with no other '>', no '/' and no space at the ends",
             got=repr(name),
-            fix="write name='my_package>my_op'; a name without '>' is for messages alone",
+            fix="write name='my_package>my_op'; a name without '>' is only used in messages",
         )
     )
 
 
-def _taken(name: str, found: Any, f: Op) -> ValueError:
-    known = _definition(found)
-    other = _innermost(found if known is None else known.f)
-    own = _innermost(f)
-    functions = type(own) is type(other) is types.FunctionType
-    if functions and own.__code__ == other.__code__ and own.__globals__ is other.__globals__:
-        problem = "the same function stands under this name with other values in its closure or defaults"
-        fix = "pass them as arguments, or leave the name out"
+def _name_taken(name: str, registered: Any, f: Op) -> ValueError:
+    earlier = _definition_of(registered)
+    old = _innermost(registered if earlier is None else earlier.f)
+    new = _innermost(f)
+    functions = type(new) is type(old) is types.FunctionType
+    if functions and new.__code__ == old.__code__ and new.__globals__ is old.__globals__:
+        problem = "the name is registered for the same function with other values in its closure or defaults"
+        fix = "pass these values as arguments, or omit the name"
     else:
-        problem = "the name stands for something else already"
-        fix = "give one of them another name; a `def` at the top level of its module may be defined anew"
+        problem = "the name is registered for another object"
+        fix = "rename one of them; only a `def` at the top level of its module can be defined again"
     return ValueError(
         message(
             name,
             problem,
             argument="'name'",
-            required="one op for one name",
-            got=f"{_place(own)}, beside {_place(other)}",
+            required="one op per name",
+            got=f"{_origin(new)}; registered is {_origin(old)}",
             fix=fix,
         )
     )
@@ -173,32 +174,35 @@ def _innermost(f: Any) -> Any:
     return f
 
 
-def _place(f: Any) -> str:
+def _origin(f: Any) -> str:
     return f"{name_of(f)} of the module {getattr(f, '__module__', type(f).__module__)}"
 
 
-def _is_edition(old: Op, new: Op) -> bool:
-    """Whether one is a later edition of the other; two lambdas in a module bear the same name."""
+def _is_version(old: Op, new: Op) -> bool:
+    """Return whether `new` is a later version of the function `old`: a function of the same name and module.
+
+    Lambdas and functions in functions have no versions.
+    """
     functions = isinstance(old, types.FunctionType) and isinstance(new, types.FunctionType)
     names = [(f.__module__, f.__qualname__) for f in (old, new)] if functions else []
     return functions and names[0] == names[1] and "<" not in new.__qualname__
 
 
 def _is_same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two values do the same wherever they stand: equal code around the same objects.
+    """Return whether two objects always behave the same: equal code with the same objects.
 
-    What can be changed in place is the same only if it is one object.
+    Mutable objects are the same only if they are identical.
     """
     kind = type(a)
     if a is b or (id(a), id(b)) in seen:
         return True
     if kind is not type(b):
         return False
-    seen |= {(id(a), id(b))}  # a function may stand in its own closure
+    seen |= {(id(a), id(b))}  # a function may occur in its own closure
     if kind in _PLAIN:
         return bool(a == b)
     if kind in (float, complex):
-        return repr(a) == repr(b)  # tells 0.0 from -0.0, and knows NaN
+        return repr(a) == repr(b)  # 0.0 differs from -0.0, and NaN equals NaN
     if kind in (tuple, Options, _Definition):
         return len(a) == len(b) and all(_is_same(x, y, seen) for x, y in zip(a, b, strict=True))
     if kind is functools.partial:
@@ -208,15 +212,15 @@ def _is_same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> 
         return _is_same((a.__func__, a.__self__), (b.__func__, b.__self__), seen)
     if kind is types.FunctionType:
         return _functions_same(a, b, seen)
-    return issubclass(kind, HoldsNoTensor)  # made of a function that is compared as well
+    return issubclass(kind, HoldsNoTensor)  # a part of an op, whose function is compared
 
 
 def _functions_same(a: Any, b: Any, seen: frozenset[tuple[int, int]]) -> bool:
     if a.__code__ != b.__code__ or a.__globals__ is not b.__globals__:
         return False
     assigned = assigned_cells(a)
-    for place, cells in enumerate(zip(a.__closure__ or (), b.__closure__ or (), strict=True)):
-        if cells[0] is not cells[1] and (place in assigned or not _cells_same(*cells, seen)):
+    for index, cells in enumerate(zip(a.__closure__ or (), b.__closure__ or (), strict=True)):
+        if cells[0] is not cells[1] and (index in assigned or not _cells_same(*cells, seen)):
             return False
     return (
         _is_same(a.__defaults__, b.__defaults__, seen)
@@ -228,7 +232,7 @@ def _functions_same(a: Any, b: Any, seen: frozenset[tuple[int, int]]) -> bool:
 def _cells_same(a: types.CellType, b: types.CellType, seen: frozenset[tuple[int, int]]) -> bool:
     try:
         return _is_same(a.cell_contents, b.cell_contents, seen)
-    except ValueError:  # a name that is not bound yet: nobody knows to what it will be
+    except ValueError:  # an empty cell, which may be set to any object
         return False
 
 

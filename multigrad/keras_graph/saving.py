@@ -1,8 +1,8 @@
-"""The arguments of an op in a file: plain data, and back.
+"""Encode the arguments of an op as JSON data, and decode them.
 
-JSON knows no tuple and no tensor, and Keras writes a member of an enum as a number. What comes back here
-is what an op was given, or it is not written at all. Nothing that a file says is imported or run: the
-functions and objects in it are those that Keras finds, registered or its own.
+JSON has no tuples and tensors, and Keras saves the member of an enum as a number. An argument is encoded only
+if decoding returns an equal object. Decoding imports and runs nothing that a file names, except objects of
+Keras and objects that are registered with it.
 """
 
 import base64
@@ -18,12 +18,12 @@ from multigrad.core.errors import describe
 from multigrad.core.structure import Slot
 
 _PLAIN = (type(None), bool, int, float, str)
-_FOUND_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
+_SAVED_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 _STATEFUL = (keras.Variable, keras.Layer, keras.Metric, keras.Optimizer, keras.random.SeedGenerator)
 
 
 class Unsaved(Exception):
-    """A value that cannot be written so that it comes back the same."""
+    """Raised for a value that cannot be encoded."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -31,14 +31,14 @@ class Unsaved(Exception):
 
 
 def encode(value: Any) -> Any:
-    """A template of arguments (see `Layout`) as plain data.
+    """Return a template of arguments (see `Layout`) as plain data.
 
     ```python
     assert decode(encode((1, [0.5, "same"]))) == (1, [0.5, "same"])
     ```
 
     Raises:
-        Unsaved: for a value that has no such form.
+        Unsaved: if decoding would not return an equal value.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -53,14 +53,18 @@ def encode(value: Any) -> Any:
         return {"input": int(value)}
     if kind is complex:
         return {"complex": [value.real, value.imag]}
-    numpys = kind is np.ndarray or isinstance(value, np.generic)
-    if numpys or ops.is_tensor(value):
-        return _encode_array(np.asarray(value) if numpys else value)
+    is_numpy = kind is np.ndarray or isinstance(value, np.generic)
+    if is_numpy or ops.is_tensor(value):
+        return _encode_array(np.asarray(value) if is_numpy else value)
     return {"keras": _encode_object(value)}
 
 
 def _encode_array(value: Any) -> Any:
-    """In bytes, where they are read as the same: those of a text or of a framework's variable are not."""
+    """Return the bytes of an array or tensor.
+
+    Raises:
+        Unsaved: for text and for a variable of the framework.
+    """
     try:
         array = ops.convert_to_numpy(value)
         content = [array.dtype.name, list(array.shape), base64.b64encode(array.tobytes()).decode()]
@@ -77,34 +81,34 @@ def _encode_array(value: Any) -> Any:
 
 
 def _encode_object(value: Any) -> Any:
-    """In Keras's own form, where Keras reads it back as the same."""
+    """Return the config of an object, if Keras restores the object from it."""
     if getattr(value, "__name__", None) == "<lambda>" or isinstance(value, _STATEFUL):
-        raise Unsaved(value)  # the code is not for a file; the state would be lost
+        raise Unsaved(value)  # a file should not contain code; state would be lost
     try:
         config = keras.saving.serialize_keras_object(value)
         restored = keras.saving.deserialize_keras_object(json.loads(json.dumps(config)))
-    except Exception as error:  # of Keras, or of a class that is registered
+    except Exception as error:  # raised by Keras or by a registered class
         raise Unsaved(value) from error
-    found = restored is value or not isinstance(value, _FOUND_BY_NAME)
-    # What Keras writes as data and not as an object is of another type when it comes back.
-    if not isinstance(config, dict) or type(restored) is not type(value) or not found:
+    is_restored = restored is value or not isinstance(value, _SAVED_BY_NAME)
+    # An object that Keras saves as plain data is restored with another type.
+    if not isinstance(config, dict) or type(restored) is not type(value) or not is_restored:
         raise Unsaved(value)
-    if not _tells_all(value, restored, set()):
+    if not _is_equal(value, restored, set()):
         raise Unsaved(value)
     return config
 
 
-def _tells_all(value: Any, restored: Any, seen: set[int]) -> bool:
-    """Whether nothing in `value` has a state, and its numbers and texts are those of `restored`."""
+def _is_equal(value: Any, restored: Any, seen: set[int]) -> bool:
+    """Return whether `value` has no state, and `restored` holds equal numbers and strings."""
     if type(value) in _PLAIN:
         return repr(value) == repr(restored)
     if isinstance(value, _STATEFUL):
         return False
-    if isinstance(value, (*_FOUND_BY_NAME, types.ModuleType)) or id(value) in seen:
+    if isinstance(value, (*_SAVED_BY_NAME, types.ModuleType)) or id(value) in seen:
         return True
     seen.add(id(value))
-    parts, others = _parts(value), _parts(restored)
-    return all([_tells_all(part, others.get(place), seen) for place, part in parts.items()])
+    parts, restored_parts = _parts(value), _parts(restored)
+    return all([_is_equal(part, restored_parts.get(key), seen) for key, part in parts.items()])
 
 
 def _parts(value: Any) -> dict[Any, Any]:
@@ -121,19 +125,19 @@ def _parts(value: Any) -> dict[Any, Any]:
         for name, slot in vars(kind).items()
         if isinstance(slot, types.MemberDescriptorType)
     ]
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**held, **getattr(value, "__dict__", {})}
+    slot_values = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**slot_values, **getattr(value, "__dict__", {})}
 
 
 def decode(data: Any) -> Any:
-    """The template that `encode` was given.
+    """Return the template from the data that `encode` returned.
 
     Raises:
-        ValueError: for data that `encode` does not write, or that cannot be read here.
+        ValueError: if `encode` cannot have returned the data, or an object in it cannot be restored.
     """
     try:
         return _decode(data)
-    except Exception as error:  # of NumPy, of Keras, of a class that is registered
+    except Exception as error:  # raised by NumPy, Keras or a registered class
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -147,8 +151,8 @@ def _decode(data: Any) -> Any:
             return tuple([_decode(part) for part in parts])
         case [("dict", [*items])]:
             return _decode_items(items)
-        case [("input", int(place))] if type(place) is int and place >= 0:
-            return Slot(place)
+        case [("input", int(index))] if type(index) is int and index >= 0:
+            return Slot(index)
         case [("complex", [float(real), float(imag)])]:
             return complex(real, imag)
         case [("array", [str(dtype), [*shape], str(content)])]:
@@ -157,13 +161,13 @@ def _decode(data: Any) -> Any:
             return ops.convert_to_tensor(_decode_array(stored, shape, content), dtype)
         case [("keras", {"class_name": str(), "config": _} as config)]:
             return _decode_object(config)
-    raise ValueError(f"{describe(data)} is nothing that multigrad writes")
+    raise ValueError(f"multigrad does not write {describe(data)}")
 
 
 def _decode_items(items: list[Any]) -> dict[Any, Any]:
     decoded = {_decode(key): _decode(part) for key, part in items}
     if any([type(item) is not list for item in items]) or len(decoded) != len(items):
-        raise ValueError(f"{describe(items)} is nothing that multigrad writes of a dict")
+        raise ValueError(f"multigrad does not write {describe(items)} for a dict")
     return decoded
 
 
@@ -171,12 +175,12 @@ def _decode_array(dtype: str, shape: list[int], content: str) -> np.ndarray:
     kind = np.dtype(keras.backend.standardize_dtype(dtype))
     array = np.frombuffer(base64.b64decode(content, validate=True), kind).reshape(shape).copy()
     if [array.dtype.name, list(array.shape)] != [dtype, shape]:
-        raise ValueError(f"{dtype} and {shape} are no dtype and shape that multigrad writes")
+        raise ValueError(f"multigrad does not write the dtype {dtype} with the shape {shape}")
     return array
 
 
 def _decode_object(config: dict[str, Any]) -> Any:
     value = keras.saving.deserialize_keras_object(config)
     if isinstance(value, (np.ndarray, keras.KerasTensor, *_STATEFUL)) or ops.is_tensor(value):
-        raise ValueError(f"{describe(value)} is nothing that multigrad writes as an object")
+        raise ValueError(f"multigrad does not write {describe(value)} as an object")
     return value

@@ -1,4 +1,4 @@
-"""One call of an op on JAX: where its function runs, and which primitive ties its outputs to its inputs."""
+"""One call of an op on JAX: run the function inside of the op or before it, and apply the rule."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
 
 def _uses_tensors_alone(call: Call) -> bool:
-    """Whether the function can use no tracer but its inputs, so that it may run wherever JAX puts it."""
+    """Return whether the inputs are the only tracers that the function can use, so that JAX may run it."""
     if call.touches_variables() or call.has_objects():
         return False
     tracers, _, opaque = lift(call.f, TRACERS, borrowed=True)
@@ -35,12 +35,12 @@ def _uses_tensors_alone(call: Call) -> bool:
 
 
 def _apply_inside(call: Call, inputs: list[Any]) -> Any:
-    """The op whose function runs where JAX takes the derivative, on values of the level around it."""
+    """Return the output of the call, whose function runs when JAX evaluates or differentiates the op."""
     layouts = []
 
     def step(inputs: list[Any], rest: Any) -> Step:
-        ran = outputs, _, _, back = call.run(inputs, strict=True)
-        layouts.append(back.output)
+        ran = outputs, _, _, pullback = call.run(inputs, strict=True)
+        layouts.append(pullback.output)
         return list(outputs), residuals_of(call, ran)
 
     outputs = Op(call.name, call.options.forward_mode, step)(inputs, [])
@@ -48,59 +48,62 @@ def _apply_inside(call: Call, inputs: list[Any]) -> Any:
 
 
 def _apply_outside(call: Call, tensors: list[Any]) -> Any:
-    """The op whose function runs here, in the presence of whatever it reaches.
+    """Return the output of the call, whose function runs before the op, so that it can use any tracer.
 
-    It runs on values without tangents, those of variables among them, and its outputs are tied to the inputs.
+    It runs on inputs and variables without tangents. Its outputs are then tied to the inputs by the rule.
     """
     closed_over, template, opaque = lift(call.f, TRACERS, borrowed=True)
-    if (opaque or call.has_objects()) and _reaches_others(call, closed_over):
-        return _apply_as_it_stands(call, tensors)
+    if (opaque or call.has_objects()) and _reaches_more_tracers(call, closed_over):
+        return _apply_with_tangents(call, tensors)
     gate = TangentGate()
-    ran = outputs, _, stripped, back = call.run([gate.strip(array) for array in tensors], read_as=gate.strip)
+    ran = call.run([gate.strip(array) for array in tensors], read_as=gate.strip)
+    outputs, _, stripped, pullback = ran
     inputs = [gate.original(array) for array in stripped]
-    if not _are_to_be_tied(inputs, outputs):
-        return back.output.join(_without_gradient(outputs))
+    if not _need_tie(inputs, outputs):
+        return pullback.output.join(_without_gradient(outputs))
     residuals = residuals_of(call, ran, closed_over)
     if residuals.computed:
         gate.open()
 
-    def again(moved: list[Any], fixed: list[Any], closed_over: list[Any]) -> Step:
-        integers = iter(fixed)
-        whole = [
-            new if FLOATING[old.dtype] else next(integers) if is_integer(old) else old  # a key is no operand
-            for new, old in zip(moved, inputs, strict=True)
+    def run_again(floating: list[Any], integers: list[Any], closed_over: list[Any]) -> Step:
+        remaining = iter(integers)
+        new_inputs = [
+            new if FLOATING[old.dtype] else next(remaining) if is_integer(old) else old  # old: a random key
+            for new, old in zip(floating, inputs, strict=True)
         ]
-        ran = outputs, *_ = call.run_again(whole, back, restore(template, closed_over))
+        ran = outputs, *_ = call.run_again(new_inputs, pullback, restore(template, closed_over))
         return list(outputs), residuals_of(call, ran, closed_over)
 
     forward_mode = call.options.forward_mode
-    return back.output.join(
-        tie(inputs, list(outputs), residuals, call.name, forward_mode, again, closed_over)
+    return pullback.output.join(
+        tie(inputs, list(outputs), residuals, call.name, forward_mode, run_again, closed_over)
     )
 
 
-def _reaches_others(call: Call, lifted: Sequence[Any]) -> bool:
-    """Whether the function reaches tracers through objects. It cannot run again without those."""
-    known = set(map(id, lifted))
+def _reaches_more_tracers(call: Call, lifted: Sequence[Any]) -> bool:
+    """Return whether the function reaches tracers in objects. It cannot run again with other ones."""
+    lifted_ids = set(map(id, lifted))
     roots = (call.f, *call.objects())
-    return any(id(tracer) not in known for root in roots for tracer in reachable_tensors(root, TRACERS))
+    return any(id(tracer) not in lifted_ids for root in roots for tracer in reachable_tensors(root, TRACERS))
 
 
-def _apply_as_it_stands(call: Call, tensors: list[Any]) -> Any:
-    """The op whose function runs here with tangents. JAX differentiates it, and uses that only where the rule
-    uses what the function computed.
+def _apply_with_tangents(call: Call, tensors: list[Any]) -> Any:
+    """Return the output of the call, whose function runs before the op on inputs with tangents.
+
+    JAX differentiates the function, and uses this derivative only for intermediate results in the rule.
     """
-    ran = outputs, _, inputs, back = call.run(tensors)
-    if not _are_to_be_tied(inputs, outputs):
-        return back.output.join(_without_gradient(outputs))
-    residuals = residuals_of(call, ran).settled()
-    return back.output.join(tie(list(inputs), list(outputs), residuals, call.name, call.options.forward_mode))
+    ran = outputs, _, inputs, pullback = call.run(tensors)
+    if not _need_tie(inputs, outputs):
+        return pullback.output.join(_without_gradient(outputs))
+    residuals = residuals_of(call, ran).with_tangents()
+    outputs = tie(list(inputs), list(outputs), residuals, call.name, call.options.forward_mode)
+    return pullback.output.join(outputs)
 
 
-def _are_to_be_tied(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+def _need_tie(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     return any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])
 
 
 def _without_gradient(outputs: Sequence[Any]) -> list[Any]:
-    """Outputs that no rule answers for: a tracer that the function reached has no gradient through it."""
+    """Return the outputs without tangents. A tracer that the function reached has no gradient through it."""
     return [jax.lax.stop_gradient(o) if isinstance(o, jax.core.Tracer) else o for o in outputs]

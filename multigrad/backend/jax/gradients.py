@@ -15,10 +15,10 @@ from multigrad.backend.jax.tensors import conjugate
 def value_and_grad(
     function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
 ) -> tuple[tuple[Any, Any], list[Any]]:
-    if not tensors:  # of which JAX has no gradient
+    if not tensors:  # jax.value_and_grad requires an argument
         return function(), []
-    places = tuple(range(len(tensors)))
-    answer, gradients = jax.value_and_grad(function, places, has_aux=True)(*tensors)
+    argnums = tuple(range(len(tensors)))
+    answer, gradients = jax.value_and_grad(function, argnums, has_aux=True)(*tensors)
     return answer, conjugate(gradients)
 
 
@@ -35,10 +35,10 @@ def jacobian(
     (outputs, aux), pull = vjp(function, tensors)
     zeros = [jnp.zeros_like(output) for output in outputs]
     rows = []
-    for place, output in enumerate(outputs):
+    for index, output in enumerate(outputs):
 
-        def row(upstream: Any, place: int = place) -> Sequence[Any]:
-            return pull([*zeros[:place], upstream, *zeros[place + 1 :]])
+        def row(upstream: Any, index: int = index) -> Sequence[Any]:
+            return pull([*zeros[:index], upstream, *zeros[index + 1 :]])
 
         basis = jnp.eye(output.size, dtype=output.dtype).reshape(output.size, *output.shape)
         gradients = jax.vmap(row)(basis)
@@ -55,7 +55,7 @@ def needs_plain_rule() -> bool:
 
 
 def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
-    # Beside what is being differentiated, what is only written down is a constant.
+    # If one tensor is being differentiated, tensors of an outer jit are constants of this derivative.
     traced = [isinstance(tensor, jax.core.Tracer) for tensor in tensors]
     inner = [t and not isinstance(x, DynamicJaxprTracer) for x, t in zip(tensors, traced, strict=True)]
     return inner if any(inner) else traced

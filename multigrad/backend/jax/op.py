@@ -1,7 +1,8 @@
-"""An op of JAX: its derivative is the rule, of any order and wherever it is transformed.
+"""An op of JAX, whose derivative is the rule, at any order and under all transformations.
 
-An outer derivative differentiates what an inner one computes as it stands, and loses the rule. So the outputs
-of that are tied to it again: at once, or where a program is written down, by a primitive that does so later.
+JAX differentiates the forward pass of an inner derivative without the rule. So in this forward pass the
+outputs are tied to the inputs again: by another op, or in a traced program by a primitive that becomes this
+op when the program is differentiated or mapped.
 """
 
 import dataclasses
@@ -39,19 +40,19 @@ from multigrad.backend.jax.tensors import (
 from multigrad.core.errors import message
 from multigrad.core.linearity import FAR, not_linear, require_linear, trial
 
-# In other versions an op is a `jax.custom_vjp` throughout.
-_REVERSE_IS_KNOWN = REVERSE_IS_KNOWN
-if _REVERSE_IS_KNOWN:
+# In other versions an op is always a `jax.custom_vjp`.
+
+if REVERSE_IS_KNOWN:
     from multigrad.backend.jax import reverse
 
 
 class Op:
-    """An op of JAX on (inputs, rest) whose derivative is the rule with respect to the inputs alone.
+    """A function of (inputs, rest) whose derivative with respect to the inputs is the rule.
 
     Arguments:
-        name: how messages call the op.
-        forward_mode: whether the rule is to serve JAX's forward mode, too.
-        step: computes the outputs and the residuals.
+        name: the name of the op in messages.
+        forward_mode: whether JAX's forward mode can differentiate the op.
+        step: returns the outputs and the residuals for (inputs, rest).
     """
 
     __slots__ = ("forward_mode", "name", "step")
@@ -60,38 +61,39 @@ class Op:
         self.name, self.forward_mode, self.step = name, forward_mode, step
 
     def __call__(self, inputs: list[Any], rest: Any) -> list[Any]:
-        by_primitive = _REVERSE_IS_KNOWN and not self.forward_mode
+        by_primitive = REVERSE_IS_KNOWN and not self.forward_mode
         if by_primitive and not jax.sharding.get_abstract_mesh().manual_axes:
             return reverse.bind(self, inputs, rest)
         return self.by_custom_rule(varying_alike(inputs), rest)
 
     def by_custom_rule(self, inputs: list[Any], rest: Any) -> list[Any]:
-        """The outputs, by what JAX has for rules of one's own, wherever it meets them."""
+        """Return the outputs of a `jax.custom_jvp` or `jax.custom_vjp`."""
         return _with_jvp(self)(inputs, rest) if self.forward_mode else _with_vjp(self)(inputs, rest)
 
     def primal(self, inputs: list[Any], rest: Any) -> list[Any]:
-        """The outputs, of which no derivative is taken."""
+        """Return the outputs if no derivative is taken."""
         inputs = as_arrays(inputs)
         outputs, residuals = self.step(inputs, rest)
-        # In forward mode nothing comes back but by the tangents, which are mapped as what they come from.
-        beside = [*filter(is_differentiable, inputs), *([] if self.forward_mode else residuals.arrays)]
-        return mapped_alike(self.name, outputs, beside) if any_traced(beside) else outputs
+        # With forward mode, gradients reach the inputs only by their tangents, which are mapped as the inputs
+        # are.
+        sources = [*filter(is_differentiable, inputs), *([] if self.forward_mode else residuals.arrays)]
+        return mapped_alike(self.name, outputs, sources) if any_traced(sources) else outputs
 
     def differentiated(self, inputs: list[Any], rest: Any, needed: Iterable[bool]) -> Step:
-        """The outputs and the residuals of a derivative, which may be differentiated in its turn."""
+        """Return the outputs and the residuals for a derivative, which can be differentiated again."""
         needed = tuple(needed)
         if not (any_traced(inputs) or (rest and any_traced(jax.tree.leaves(rest)))):
             outputs, residuals = self.step(inputs, rest)
             return outputs, residuals.tied_to(outputs, inputs, needed)
         outputs, residuals = self.run_traced(inputs, rest)
-        # The rule is to stay in force in that.
-        written = any([isinstance(x, DynamicJaxprTracer) for x in inputs])
-        tied = _tie_later if written else tie
-        outputs = tied(inputs, outputs, residuals, self.name, self.forward_mode)
+        # An outer derivative of these outputs must use the rule.
+        in_program = any([isinstance(x, DynamicJaxprTracer) for x in inputs])
+        tie_outputs = _tie_later if in_program else tie
+        outputs = tie_outputs(inputs, outputs, residuals, self.name, self.forward_mode)
         return outputs, residuals.tied_to(outputs, inputs, needed)
 
     def run_traced(self, inputs: list[Any], rest: Any) -> Step:
-        """The outputs and residuals where another derivative is being taken, or may be."""
+        """Return the outputs and residuals on traced inputs, which an outer derivative may differentiate."""
         gate = TangentGate()
         stripped = [gate.strip(array) for array in inputs]
         if gate.met:
@@ -102,9 +104,10 @@ class Op:
         return outputs, residuals
 
     def run_for_derivative(self, run: Callable[[], Step], run_stripped: Callable[[], Step]) -> Step:
-        """The outputs and residuals with tangents. A function that has no derivative runs without.
+        """Return the outputs and residuals with tangents, or without if JAX cannot differentiate the
+        function.
 
-        Its rule may then use inputs and outputs, which have theirs, and nothing that it computed.
+        In the second case the rule must not use intermediate results, whose derivative would be missing.
         """
         try:
             outputs, residuals = run()
@@ -112,55 +115,57 @@ class Op:
             outputs, residuals = run_stripped()
             if residuals.computed:
                 raise _not_differentiable(self.name, error) from error
-        return outputs, residuals.settled()
+        return outputs, residuals.with_tangents()
 
 
-class Tied(Op):
-    """An op whose function has run without tangents. Its rest is a `Ties`.
+class TiedOp(Op):
+    """An op whose function has run without tangents before. Its rest is a `FirstRun`.
 
     Arguments:
-        again: runs the function once more; None where what it computed has its tangents.
+        run_again: runs the function again. None if the residuals have tangents.
     """
 
-    __slots__ = ("again",)
+    __slots__ = ("run_again",)
 
-    def __init__(self, name: str, forward_mode: bool, again: "Again | None") -> None:
+    def __init__(self, name: str, forward_mode: bool, run_again: "RunAgain | None") -> None:
         super().__init__(name, forward_mode, lambda inputs, rest: (rest.outputs, rest.residuals))
-        self.again = again
+        self.run_again = run_again
 
     def run_traced(self, inputs: list[Any], rest: Any) -> Step:
-        again, done = self.again, (rest.outputs, rest.residuals)
-        if again is None or all([isinstance(x, DynamicJaxprTracer) for x in inputs if any_traced([x])]):
-            return done
+        run_again, first = self.run_again, (rest.outputs, rest.residuals)
+        if run_again is None or all([isinstance(x, DynamicJaxprTracer) for x in inputs if any_traced([x])]):
+            return first
         gate = TangentGate()
         _ = [gate.strip(array) for array in inputs]
         if not gate.met:
-            return done
-        return self.run_for_derivative(lambda: again(inputs, rest.fixed, rest.closed_over), lambda: done)
+            return first
+        return self.run_for_derivative(
+            lambda: run_again(inputs, rest.integers, rest.closed_over), lambda: first
+        )
 
 
-class Ties(NamedTuple):
-    """What a function left for the op that its outputs become."""
+class FirstRun(NamedTuple):
+    """The result of the run before the op, and the arrays that another run needs beside the inputs."""
 
     outputs: list[Any]
     residuals: Residuals
-    fixed: list[Any]
-    """The integers among the inputs, where the function may run again."""
+    integers: list[Any]
+    """The integers among the inputs."""
     closed_over: list[Any]
     """The tracers that the function closes over."""
 
 
-Again = Callable[[list[Any], list[Any], list[Any]], Step]
-"""Runs a function on inputs, of which integers come apart, around tracers that it closes over."""
+RunAgain = Callable[[list[Any], list[Any], list[Any]], Step]
+"""Runs a function on its floating inputs, its integer inputs, and the tracers that it closes over."""
 
 
 def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
     return NotImplementedError(
         message(
             name,
-            "the rule uses what the function computed on the way, and JAX cannot differentiate the function",
-            required="for a derivative of the gradient, a function that JAX differentiates, or a rule that "
-            "closes over inputs, outputs and constants alone",
+            "the rule uses an intermediate result of the function, and JAX cannot differentiate the function",
+            required="for a derivative of the gradient, a differentiable function, or a rule that closes "
+            "over inputs, outputs and constants only",
             got=f"{type(error).__name__}: {error}",
             fix="return what the rule uses as an output of an op of its own; an object of another library, "
             "such as a sparse matrix, can be a global variable",
@@ -169,7 +174,7 @@ def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
 
 
 def _with_vjp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
-    """The op in reverse mode: a `jax.custom_vjp`."""
+    """Return the op as a `jax.custom_vjp`."""
 
     def primal(inputs: list[Any], rest: Any) -> list[Any]:
         return op.primal(inputs, rest)
@@ -181,17 +186,17 @@ def _with_vjp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
             rest = jax.tree.unflatten(tree, as_arrays(leaves))
         return op.differentiated(as_arrays([leaf.value for leaf in inputs]), rest, needed)
 
-    def fwd_of_all(inputs: list[Any], rest: Any) -> Step:
+    def fwd_for_all(inputs: list[Any], rest: Any) -> Step:
         return op.differentiated(as_arrays(inputs), rest, [True] * len(inputs))
 
     def bwd(residuals: Residuals, cotangents: list[Any]) -> tuple[list[Any], None]:
         return conjugate(residuals(_upstream(cotangents))), None
 
-    whole = jax.custom_vjp(_signed(primal))
-    # JAX (0.12) does not tell in `jax.shard_map` which gradients are needed.
-    told = not jax.sharding.get_abstract_mesh().manual_axes
-    whole.defvjp(_signed(fwd if told else fwd_of_all), _signed(bwd), symbolic_zeros=told)
-    return whole
+    function = jax.custom_vjp(_signed(primal))
+    # In `jax.shard_map`, JAX (0.12) has no symbolic zeros, which say which gradients are needed.
+    has_zeros = not jax.sharding.get_abstract_mesh().manual_axes
+    function.defvjp(_signed(fwd if has_zeros else fwd_for_all), _signed(bwd), symbolic_zeros=has_zeros)
+    return function
 
 
 def _upstream(cotangents: Sequence[Any]) -> list[Any]:
@@ -200,7 +205,7 @@ def _upstream(cotangents: Sequence[Any]) -> list[Any]:
         if not is_differentiable(cotangent):
             upstream.append(None)
         elif isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-            upstream.append(instantiate_zeros(Zero(cotangent.aval)))  # they vary as the output does
+            upstream.append(instantiate_zeros(Zero(cotangent.aval)))  # vary as the output does
         else:
             upstream.append(cotangent)
     return conjugate(upstream)
@@ -210,15 +215,17 @@ _SIGNATURE = inspect.signature(lambda *operands: None)
 
 
 def _signed(function: F) -> F:
-    """The function with a signature, which JAX asks for four times in a call of a `custom_vjp`, and Python
-    would find out anew. To bind arguments to this one takes less time than to one with a name for each.
+    """Return the function with a stored signature, because JAX reads it four times per call of a
+    `custom_vjp`.
+
+    Binding arguments to `*operands` takes less time than binding them to one parameter each.
     """
-    function.__signature__ = _SIGNATURE  # type: ignore[attr-defined] # any function has room for it
+    function.__signature__ = _SIGNATURE  # type: ignore[attr-defined] # every function can have it
     return function
 
 
 def _with_jvp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
-    """The op in both modes: its jvp is the transpose of the rule, which must be linear in upstream."""
+    """Return the op as a `jax.custom_jvp`. Its jvp is the transpose of the rule, which must be linear."""
 
     def jvp(primals: tuple[list[Any], Any], tangents: Any) -> tuple[list[Any], list[Any]]:
         inputs, rest = primals
@@ -234,28 +241,28 @@ def _with_jvp(op: Op) -> Callable[[list[Any], Any], list[Any]]:
                 if is_differentiable(x)
             ]
 
-        own = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
+        floating_tangents = [t for x, t in zip(inputs, tangents[0], strict=True) if is_differentiable(x)]
         like = [o for o, f in zip(outputs, floating, strict=True) if f]
         transpose = jax.linear_transpose(vjp, like)
         if not any_traced([*inputs, *outputs]):
             tried = [jnp.asarray(trial(o.shape), o.dtype) for o in like]
             require_linear(op.name, vjp(tried), vjp([FAR * u for u in tried]), concrete)
         try:
-            (pushed,) = transpose(own)
-        except (AssertionError, NotImplementedError) as error:  # of a step that JAX cannot transpose
+            (pushed,) = transpose(floating_tangents)
+        except (AssertionError, NotImplementedError) as error:  # JAX cannot transpose an operation
             raise not_linear(op.name, "a step that has no transpose") from error
-        whole = zip(scatter(pushed, floating), outputs, strict=True)
-        return outputs, [np.zeros(o.shape, jax.dtypes.float0) if t is None else t for t, o in whole]
+        pairs = zip(scatter(pushed, floating), outputs, strict=True)
+        return outputs, [np.zeros(o.shape, jax.dtypes.float0) if t is None else t for t, o in pairs]
 
-    whole = jax.custom_jvp(op.primal)
-    whole.defjvp(jvp)
-    return whole
+    function = jax.custom_jvp(op.primal)
+    function.defjvp(jvp)
+    return function
 
 
-def _differentiable_alone(inputs: list[Any]) -> list[Any]:
-    """The inputs, with a stand-in for each that has no derivative.
+def _only_differentiable(inputs: list[Any]) -> list[Any]:
+    """Return the inputs with a constant for each that is not differentiable.
 
-    A random key is not to be used once more when the function has used it, which JAX can be asked to check.
+    The op must not use a random key, because the function has used it. JAX can check that keys are used once.
     """
     return [x if FLOATING[x.dtype] else np.zeros((), bool) for x in varying_alike(inputs)]
 
@@ -266,21 +273,22 @@ def tie(
     residuals: Residuals,
     name: str,
     forward_mode: bool,
-    again: Again | None = None,
+    run_again: RunAgain | None = None,
     closed_over: Sequence[Any] = (),
 ) -> list[Any]:
-    """Outputs that are there already, as an op of the inputs whose derivative is the rule.
+    """Return computed outputs as the outputs of an op, whose derivative is the rule.
 
-    For a derivative of what the function computed on the way, `again` runs it on inputs with tangents.
+    If the rule uses intermediate results, `run_again` computes them again on inputs with tangents.
     """
-    fixed: list[Any] = []
+    integers: list[Any] = []
     if not all([FLOATING[x.dtype] for x in inputs]):
-        if again is not None:
-            fixed = [x for x in inputs if is_integer(x)]
-        inputs = _differentiable_alone(inputs)
-    outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op has no use for their tangents
+        if run_again is not None:
+            integers = [x for x in inputs if is_integer(x)]
+        inputs = _only_differentiable(inputs)
+    outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op does not use their tangents
     residuals = residuals.tied_to(outputs, inputs, residuals.needed)
-    return Tied(name, forward_mode, again)(inputs, Ties(outputs, residuals, fixed, list(closed_over)))
+    first = FirstRun(outputs, residuals, integers, list(closed_over))
+    return TiedOp(name, forward_mode, run_again)(inputs, first)
 
 
 _tied_p = identity()
@@ -289,21 +297,21 @@ _tied_p = identity()
 def _tie_later(
     inputs: list[Any], outputs: list[Any], residuals: Residuals, name: str, forward_mode: bool
 ) -> list[Any]:
-    """The same as `tie`, in a program that is written down: done where that is differentiated or mapped.
+    """Bind a primitive in a traced program that calls `tie` if the program is differentiated or mapped.
 
-    To write a primitive takes a tenth of the time, and few programs ever are.
+    Binding a primitive takes a tenth of the time of `tie`, and most programs are not differentiated again.
     """
     if not all([FLOATING[x.dtype] for x in inputs]):
-        inputs = _differentiable_alone(inputs)
+        inputs = _only_differentiable(inputs)
     outputs = varying_alike([*outputs, *inputs])[: len(outputs)]
     operands, tree = jax.tree.flatten((outputs, inputs, residuals))
-    later = _Tie(len(outputs), len(inputs), tree, name, forward_mode)
+    later = _TieLater(len(outputs), len(inputs), tree, name, forward_mode)
     return _tied_p.bind(*operands, tie=later, end=ClosedJaxpr(NOTHING, ()))[: len(outputs)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True)  # JAX 0.7 and 0.8 cache it weakly
-class _Tie:
-    """What ties outputs to inputs, all of which are among its operands, behind them the rule's arrays."""
+class _TieLater:
+    """Calls `tie` on the operands of the primitive: the outputs, the inputs and the arrays of the rule."""
 
     outputs: int
     inputs: int
@@ -315,43 +323,45 @@ class _Tie:
         outputs, inputs, residuals = jax.tree.unflatten(self.tree, operands)
         return tie(inputs, outputs, residuals, self.name, self.forward_mode)
 
-    def places_of_inputs(self) -> range:
-        """Where they stand among the operands."""
+    def input_indices(self) -> range:
+        """Return the indices of the inputs among the operands."""
         return range(self.outputs, self.outputs + self.inputs)
 
 
 def _differentiate_tied(
-    primals: Sequence[Any], tangents: Sequence[Any], *, tie: _Tie, end: Any
+    primals: Sequence[Any], tangents: Sequence[Any], *, tie: _TieLater, end: Any
 ) -> tuple[list[Any], list[Any]]:
-    moved = [i for i in tie.places_of_inputs() if type(tangents[i]) is not Zero]
+    perturbed = [i for i in tie.input_indices() if type(tangents[i]) is not Zero]
 
-    def by_moved(*values: Any) -> list[Any]:
+    def tie_perturbed(*values: Any) -> list[Any]:
         operands = list(primals)
-        for i, value in zip(moved, values, strict=True):
+        for i, value in zip(perturbed, values, strict=True):
             operands[i] = value
         return tie(*operands)
 
-    # The tangents of outputs and residuals are those of the function, in whose place the rule stands.
-    outputs, pushed = jax.jvp(by_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
-    own = [
+    # The tangents of outputs and residuals are ignored: they come from the function, not from the rule.
+    outputs, pushed = jax.jvp(
+        tie_perturbed, [primals[i] for i in perturbed], [tangents[i] for i in perturbed]
+    )
+    output_tangents = [
         tangent if is_differentiable(output) else Zero(jax.typeof(output).to_tangent_aval())
         for output, tangent in zip(outputs, pushed, strict=True)
     ]
-    return [*outputs, *primals[tie.outputs :]], [*own, *tangents[tie.outputs :]]
+    return [*outputs, *primals[tie.outputs :]], [*output_tangents, *tangents[tie.outputs :]]
 
 
 def _map_tied(
-    axis: Any, operands: Sequence[Any], places: Sequence[int | None], *, tie: _Tie, end: Any
+    axis: Any, operands: Sequence[Any], axes: Sequence[int | None], *, tie: _TieLater, end: Any
 ) -> tuple[list[Any], list[int | None]]:
     operands = as_arrays(operands)
-    beside: Iterable[int] = range(tie.outputs, len(operands))
+    sources: Iterable[int] = range(tie.outputs, len(operands))
     if tie.forward_mode:
-        beside = [i for i in tie.places_of_inputs() if is_differentiable(operands[i])]
-    everywhere = any(places[i] is not None for i in beside)
-    to = [0 if everywhere or place is not None else None for place in places[: tie.outputs]]
-    of_axis = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
-    outputs = jax.vmap(tie, tuple(places), to, **of_axis)(*operands)
-    return [*outputs, *operands[tie.outputs :]], [*to, *places[tie.outputs :]]
+        sources = [i for i in tie.input_indices() if is_differentiable(operands[i])]
+    map_all = any(axes[i] is not None for i in sources)
+    out_axes = [0 if map_all or a is not None else None for a in axes[: tie.outputs]]
+    settings = {"axis_size": axis.size, "axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+    outputs = jax.vmap(tie, tuple(axes), out_axes, **settings)(*operands)
+    return [*outputs, *operands[tie.outputs :]], [*out_axes, *axes[tie.outputs :]]
 
 
 primitive_jvps[_tied_p] = _differentiate_tied

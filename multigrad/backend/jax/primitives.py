@@ -1,4 +1,4 @@
-"""Primitives that change no value, and decide how their operands are differentiated and mapped."""
+"""Primitives that return their operands, and define how these are differentiated and mapped."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -20,11 +20,11 @@ from multigrad.core.errors import message
 
 
 def identity() -> Any:
-    """A primitive that gives its operands as they are, of which one says how it is transformed.
+    """Return a primitive that returns its operands. Its transformation rules are added by the caller.
 
-    It costs nothing, and is gone from the compiled program. `jax.extend` and `jax.interpreters` are for
-    this, but may change from one version to another (JAX 0.10). It has the name of JAX's own that is the
-    identity, too, for programs that convert JAX's by names.
+    It is not in the compiled program. `jax.extend` and `jax.interpreters` are public, but may change between
+    versions (JAX 0.10). The primitive has the name of JAX's own identity, for converters to other formats,
+    which know primitives by their names.
     """
     primitive = Primitive("optimization_barrier")
     primitive.multiple_results = True
@@ -35,10 +35,10 @@ def identity() -> Any:
 
 
 class TangentGate:
-    """Takes the tangents off what a function runs on, so that JAX does not differentiate the function.
+    """Strips the tangents of the arrays on which a function runs, so that JAX does not differentiate it.
 
-    In eager code the function then sees concrete values. In a program that is written down the gate is an
-    equation, which a later derivative asks whether tangents pass.
+    In eager code the function then gets concrete values. In a traced program the gate is an equation. When
+    the program is differentiated later, the equation passes tangents if the gate is open.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class TangentGate:
 
     @property
     def met(self) -> bool:
-        """Whether tangents were taken off: a derivative is being taken here, and not of a program alone."""
+        """Whether tangents were stripped, because a derivative is being taken here."""
         return self.state.met
 
     def open(self) -> None:
-        """Let tangents pass in a program: the rule uses something that the function computed."""
+        """Let tangents pass in a program, because the rule uses an intermediate result of the function."""
         self.state.open = True
 
     def strip(self, array: Any) -> Any:
@@ -60,17 +60,17 @@ class TangentGate:
             return array
         (stripped,) = gate_p.bind(array, gate=self.state, end=ClosedJaxpr(NOTHING, ()))
         if not TENSORS[type(stripped)]:
-            stripped = jnp.asarray(stripped)  # JAX traces Python numbers, too
+            stripped = jnp.asarray(stripped)  # JAX also traces Python numbers
         self._originals[id(stripped)] = array, stripped
         return stripped
 
     def original(self, array: Any) -> Any:
-        """Return the array that `strip` was given for this one."""
+        """Return the array from which `strip` made this one."""
         return self._originals.get(id(array), (array,))[0]
 
 
 class GateState:
-    """What the equations of a gate know of it."""
+    """The state of a gate. Its equations refer to it."""
 
     __slots__ = ("met", "open")
 
@@ -79,8 +79,9 @@ class GateState:
 
 
 gate_p = identity()
-# JAX (0.10) keeps what it found out by the parameters of an equation until a jaxpr among them ends. Without
-# one, it would keep the parameters, and what they hold, after the program. So such equations have this one.
+# JAX (0.10) caches results by the parameters of an equation, and drops them when a jaxpr among the parameters
+# is freed. Without one, the cache would keep the parameters alive longer than the program. So equations get
+# this one.
 NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 
 
@@ -95,46 +96,46 @@ def _differentiate_gate(
 
 
 def _map_gate(
-    operands: Sequence[Any], places: Sequence[int | None], *, gate: GateState, end: Any
+    operands: Sequence[Any], axes: Sequence[int | None], *, gate: GateState, end: Any
 ) -> tuple[list[Any], Sequence[int | None]]:
-    return gate_p.bind(*operands, gate=gate, end=end), places
+    return gate_p.bind(*operands, gate=gate, end=end), axes
 
 
 primitive_jvps[gate_p] = _differentiate_gate
 primitive_batchers[gate_p] = _map_gate
 
 
-def mapped_alike(name: str, outputs: Sequence[Any], beside: Sequence[Any]) -> list[Any]:
-    """The outputs, mapped wherever something beside them is, and varying as that does."""
-    outputs = varying_alike([*outputs, *beside])[: len(outputs)]
-    return _mapped_alike_p.bind(*outputs, *beside, outputs=len(outputs), name=name)[: len(outputs)]
+def mapped_alike(name: str, outputs: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """Return the outputs, mapped by each `jax.vmap` that maps one of the sources, and varying like these."""
+    outputs = varying_alike([*outputs, *sources])[: len(outputs)]
+    return _mapped_alike_p.bind(*outputs, *sources, outputs=len(outputs), name=name)[: len(outputs)]
 
 
 _mapped_alike_p = identity()
 
 
 def _map_alike(
-    axis: Any, operands: Sequence[Any], places: Sequence[int | None], *, outputs: int, name: str
+    axis: Any, operands: Sequence[Any], axes: Sequence[int | None], *, outputs: int, name: str
 ) -> tuple[list[Any], Sequence[int | None]]:
-    own, beside = list(operands[:outputs]), operands[outputs:]
-    if any(place is not None for place in places[outputs:]):
-        own = [
-            jnp.broadcast_to(x, (axis.size, *x.shape)) if place is None else jnp.moveaxis(x, place, 0)
-            for x, place in zip(as_arrays(own), places, strict=False)
+    arrays, sources = list(operands[:outputs]), operands[outputs:]
+    if any(a is not None for a in axes[outputs:]):
+        arrays = [
+            jnp.broadcast_to(x, (axis.size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
+            for x, a in zip(as_arrays(arrays), axes, strict=False)
         ]
-        places = [*[0] * outputs, *places[outputs:]]
-    return _mapped_alike_p.bind(*own, *beside, outputs=outputs, name=name), places
+        axes = [*[0] * outputs, *axes[outputs:]]
+    return _mapped_alike_p.bind(*arrays, *sources, outputs=outputs, name=name), axes
 
 
 def _without_rule(primals: Sequence[Any], tangents: Sequence[Any], *, outputs: int, name: str) -> NoReturn:
-    """It stands in what a rule differentiates, and so is differentiated only where JAX left the rule out."""
+    """Raise an error. JAX differentiates this primitive only if it has dropped the rule around it."""
     raise NotImplementedError(
         message(
             name,
-            "JAX differentiates the function itself, past its rule, as of every jax.custom_jvp there",
-            required="a derivative that JAX takes by the rule",
-            got="one of another derivative in a loop, of an op with forward_mode=True",
-            fix="leave forward_mode out, or take both derivatives inside of the loop's body",
+            "JAX differentiates the function itself instead of its rule, as it does for any jax.custom_jvp",
+            required="a derivative that goes through the rule",
+            got="a derivative of a derivative in a loop, with an op that has forward_mode=True",
+            fix="omit forward_mode, or take both derivatives inside of the loop's body",
         )
     )
 

@@ -1,4 +1,4 @@
-"""What is kept of a call between forward and backward."""
+"""The residuals of a call: the arrays that its rule uses, and a function that calls the rule with them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,22 +18,24 @@ from multigrad.backend.jax.tensors import (
 from multigrad.core.closure import lift, restore
 
 Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
-"""Arrays of a rule, upstream gradients, and which gradients are needed, to gradients."""
+"""Maps the arrays of a rule, the upstream gradients, and which gradients are needed, to the gradients."""
 
 Slots = tuple[tuple[int, int], ...]
+"""Pairs of an index among the arrays of a rule and an index among the outputs or inputs of the op."""
 
 
 @jax.tree_util.register_pytree_node_class
 class Residuals:
-    """A rule between forward and backward: arrays that JAX sees, and the code around them.
+    """A rule between the forward and the backward pass, as a pytree of its arrays.
 
     Arguments:
-        arrays: what the rule uses.
-        pull: the code.
-        outputs, inputs: the slots of `arrays` that hold an output or an input of the op, each with its index.
-        computed: whether another slot may hold something that the function computed from its inputs, whose
-            derivative is that of the function.
-        needed: which gradients are of use to the derivative that this is for.
+        arrays: the arrays that the rule uses.
+        pull: calls the rule with these arrays.
+        outputs: the slots of arrays that are outputs of the op.
+        inputs: the slots of arrays that are inputs of the op.
+        computed: whether another array may be an intermediate result of the function, whose derivative goes
+            through the function.
+        needed: for each input, whether its gradient is used.
     """
 
     __slots__ = ("arrays", "computed", "inputs", "needed", "outputs", "pull")
@@ -58,15 +60,15 @@ class Residuals:
         return cls(list(arrays), *static)
 
     def tied_to(self, outputs: Sequence[Any], inputs: Sequence[Any], needed: tuple[bool, ...]) -> "Residuals":
-        """Return the residuals around these outputs and inputs, for a derivative of the rule."""
+        """Return the residuals with these outputs and inputs, for a derivative of the rule."""
         arrays = list(self.arrays)
         for slots, values in ((self.outputs, outputs), (self.inputs, inputs)):
             for slot, index in slots:
                 arrays[slot] = values[index]
         return Residuals(arrays, self.pull, self.outputs, self.inputs, self.computed, needed)
 
-    def settled(self) -> "Residuals":
-        """Return the same, where what the function computed carries its own tangents."""
+    def with_tangents(self) -> "Residuals":
+        """Return the residuals, whose arrays have tangents, so that the function need not run again."""
         return Residuals(self.arrays, self.pull, self.outputs, self.inputs, False, self.needed)
 
     def __call__(self, upstream: Sequence[Any]) -> Sequence[Any]:
@@ -74,26 +76,26 @@ class Residuals:
 
 
 Step = tuple[list[Any], Residuals]
-"""The outputs of a function, and what its rule uses."""
+"""The outputs of a function and the residuals of its rule."""
 
 
 def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Residuals:
-    """Return what the rule of a run uses. The function closes over the tracers `closed_over`."""
-    outputs, rule, inputs, back = ran
+    """Return the residuals of a run. `closed_over` are the tracers that the function closes over."""
+    outputs, rule, inputs, pullback = ran
     if call.options.forward_mode:
-        back = back.untraced  # in reverse mode, too, it is the transpose of a transpose that runs
+        pullback = pullback.untraced  # in both modes the rule runs only to be transposed
     arrays, template, opaque = lift(rule, TENSORS, call.f)
     specs = specs_of(inputs)
 
     def pull_lifted(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
-        return back.pull(restore(template, arrays), upstream, needed, specs)
+        return pullback.pull(restore(template, arrays), upstream, needed, specs)
 
     pull: Pull = pull_lifted
     if opaque:
         traced = any_traced([*inputs, *outputs, *closed_over])
-        if traced or back.outer_scope is not None:
+        if traced or pullback.outer_scope is not None:
             try:
-                arrays, pull = _traced((outputs, rule, inputs, back), specs)
+                arrays, pull = _traced((outputs, rule, inputs, pullback), specs)
                 opaque = False
             except _NEEDS_VALUES:
                 if traced:
@@ -106,9 +108,9 @@ def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Resid
 def _slots(
     arrays: Sequence[Any], outputs: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Slots, Slots, list[Any]]:
-    """Return the slots of arrays that are outputs and inputs, with their indices, and the other arrays.
+    """Return the slots of outputs, the slots of inputs, and the other floating arrays.
 
-    An output that the rule uses is differentiated by the rule; one that is an input is the input.
+    An array that is an input and an output counts as the input.
     """
     indices_of_inputs = {id(array): index for index, array in reversed([*enumerate(inputs)])}
     indices = {id(array): index for index, array in reversed([*enumerate(outputs)])}
@@ -125,7 +127,7 @@ def _slots(
     return tuple(of_outputs), tuple(of_inputs), others
 
 
-# What JAX raises where a rule asks a traced array for its value.
+# The errors that JAX raises when a rule needs the value of a traced array.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -134,7 +136,7 @@ _NEEDS_VALUES = (
 
 
 def _are_computed(call: Call, arrays: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """Return whether one of the arrays may depend on the inputs: it is no constant of the function."""
+    """Return whether an array may depend on the inputs, because the function does not close over it."""
     if any_traced(inputs):
         arrays = [array for array in arrays if isinstance(array, jax.core.Tracer)]
     constants = set(map(id, lift(call.f, TENSORS, borrowed=True)[0])) if arrays else set()
@@ -142,27 +144,28 @@ def _are_computed(call: Call, arrays: Sequence[Any], inputs: Sequence[Any]) -> b
 
 
 def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
-    """The arrays that a rule uses, where some may be reached through an object that cannot be lifted."""
-    outputs, rule, inputs, back = ran
-    places: list[int] = []
+    """Trace an opaque rule, and return its arrays and a function that evaluates its jaxpr with them."""
+    outputs, rule, inputs, pullback = ran
+    nonzero: list[int] = []
 
-    def flat(*upstream: Any) -> list[Any]:
-        gradients = back.pull(rule, scatter(upstream, floating), [True] * len(inputs), specs)
-        places[:] = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        return [gradients[i] for i in places]
+    def traced_rule(*upstream: Any) -> list[Any]:
+        gradients = pullback.pull(rule, scatter(upstream, floating), [True] * len(inputs), specs)
+        nonzero[:] = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        return [gradients[i] for i in nonzero]
 
     floating = [is_differentiable(output) for output in outputs]
-    own = [output for output, f in zip(outputs, floating, strict=True) if f]
-    like: list[Any] = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in own]
+    floating_outputs = [output for output, f in zip(outputs, floating, strict=True) if f]
+    like: list[Any] = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in floating_outputs]
     if jax.sharding.get_abstract_mesh().manual_axes:
-        like = varying_alike([*own, *inputs])[: len(own)]  # only an array says along what it varies
-    jaxpr = jax.make_jaxpr(flat)(*like)
+        # Arrays, because a ShapeDtypeStruct does not have the axes along which an array varies.
+        like = varying_alike([*floating_outputs, *inputs])[: len(floating_outputs)]
+    jaxpr = jax.make_jaxpr(traced_rule)(*like)
 
     def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
-        own = [u for u, f in zip(upstream, floating, strict=True) if f]
-        answer = jax.core.eval_jaxpr(jaxpr.jaxpr, arrays, *own)
+        floating_upstream = [u for u, f in zip(upstream, floating, strict=True) if f]
+        answer = jax.core.eval_jaxpr(jaxpr.jaxpr, arrays, *floating_upstream)
         gradients: list[Any] = [None] * len(needed)
-        for i, gradient in zip(places, answer, strict=True):
+        for i, gradient in zip(nonzero, answer, strict=True):
             gradients[i] = gradient
         return gradients
 

@@ -1,10 +1,10 @@
-"""An op in reverse mode, where JAX takes a derivative at once.
+"""An op as a primitive, in reverse mode.
 
-JAX asks a primitive for its outputs and for a linear function, and transposes that. So it comes to an op
-without what a `jax.custom_vjp` goes through on the way, which takes longer than a few operations.
-Everywhere else an op is a `jax.custom_vjp`.
+For reverse mode, JAX asks a primitive for its outputs and a linear function of the tangents, which it
+transposes. This skips the overhead of a `jax.custom_vjp`, which takes longer than several operations. In all
+other cases the primitive calls a `jax.custom_vjp`.
 
-This is for JAX 0.10, and imported in no other version.
+This module is for JAX 0.10, and not imported in other versions.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,15 +31,16 @@ from multigrad.core.errors import message
 if TYPE_CHECKING:
     from multigrad.backend.jax.op import Op
 
-# The linear function has the name of that of a `custom_vjp`, of which JAX (0.10) keeps nothing for later.
+# The linear function has the name that a `custom_vjp` uses. JAX (0.10) does not cache primitives of this
+# name.
 _op_p, _pull_p = Primitive("multigrad"), Primitive("custom_lin")
 _op_p.multiple_results = _pull_p.multiple_results = True
 
 
 def bind(op: "Op", inputs: list[Any], rest: Any) -> list[Any]:
-    """The outputs of an op, in reverse mode or wherever this is."""
-    more, tree = jax.tree.flatten(rest) if rest else ((), None)
-    return _op_p.bind(*inputs, *more, op=op, count=len(inputs), tree=tree)
+    """Return the outputs of an op."""
+    leaves, tree = jax.tree.flatten(rest) if rest else ((), None)
+    return _op_p.bind(*inputs, *leaves, op=op, count=len(inputs), tree=tree)
 
 
 @_op_p.def_bind_with_trace
@@ -56,20 +57,20 @@ def _parts(operands: Sequence[Any], count: int, tree: Any) -> tuple[list[Any], A
 
 
 def _linearized(
-    is_vjp: bool, moved: Sequence[bool], *primals: Any, op: "Op", count: int, tree: Any
+    is_vjp: bool, perturbed: Sequence[bool], *primals: Any, op: "Op", count: int, tree: Any
 ) -> tuple[Sequence[Any], Sequence[bool], Sequence[Any], Callable[..., Sequence[Any]]]:
-    """The outputs, which of them have a tangent, the residuals, and the function of these and of tangents."""
+    """Return the outputs, whether each has a tangent, the residuals, and a function of those and tangents."""
     inputs, rest = _parts(primals, count, tree)
-    needed = tuple(moved[:count])
+    needed = tuple(perturbed[:count])
     outputs, residuals = op.differentiated(inputs, rest, needed)
     avals = [jax.typeof(output).to_tangent_aval() for output in outputs]
     floating = tuple([any(needed) and is_differentiable(output) for output in outputs])
 
     def push(arrays: Sequence[Any], *tangents: Any) -> list[Any]:
-        own = [tangent for tangent, need in zip(tangents, needed, strict=False) if need]
+        used = [tangent for tangent, need in zip(tangents, needed, strict=False) if need]
         like = tuple([aval for aval, f in zip(avals, floating, strict=True) if f])
-        how = {"pull": residuals.pull, "needed": needed, "to": floating, "like": like, "name": op.name}
-        pushed = iter(_pull_p.bind(*arrays, *own, **how))
+        params = {"pull": residuals.pull, "needed": needed, "to": floating, "like": like, "name": op.name}
+        pushed = iter(_pull_p.bind(*arrays, *used, **params))
         return [next(pushed) if f else Zero(aval) for aval, f in zip(avals, floating, strict=True)]
 
     return outputs, floating, residuals.arrays, push
@@ -83,12 +84,12 @@ def _transposed(
     to: Sequence[bool],
     **params: Any,
 ) -> list[Any]:
-    """The cotangents of the tangents that were pushed: what the rule makes of those of the outputs."""
+    """Return the cotangents of the tangents: the gradients that the rule returns."""
     count = len(operands) - sum(needed)
     upstream = scatter(conjugate(as_arrays(map(instantiate_zeros, cotangents))), to)
     gradients = conjugate(pull(list(operands[:count]), upstream, needed))
-    own = [gradient for gradient, need in zip(gradients, needed, strict=True) if need]
-    pairs = zip(own, operands[count:], strict=True)
+    used = [gradient for gradient, need in zip(gradients, needed, strict=True) if need]
+    pairs = zip(used, operands[count:], strict=True)
     return [*[None] * count, *[Zero(x.aval) if gradient is None else gradient for gradient, x in pairs]]
 
 
@@ -96,9 +97,9 @@ def _no_forward_mode(*operands: Any, name: str, **params: Any) -> NoReturn:
     raise TypeError(
         message(
             name,
-            "a forward-mode derivative was asked for, which it was defined without",
+            "the op has no forward-mode derivative",
             required="an op with forward_mode=True",
-            got="one with forward_mode=False, of which `jax.linearize` gives the value alone",
+            got="forward_mode=False",
             fix="write @op_custom_gradient(forward_mode=True), or use jax.vjp",
         )
     )
@@ -113,9 +114,9 @@ primitive_linearizations[_op_p] = _linearized
 
 
 def _linearized_gate(
-    is_vjp: bool, moved: Sequence[bool], array: Any, *, gate: GateState, end: Any
+    is_vjp: bool, perturbed: Sequence[bool], array: Any, *, gate: GateState, end: Any
 ) -> tuple[Sequence[Any], Sequence[bool], Sequence[Any], Callable[..., Sequence[Any]]]:
-    """The same as its jvp. JAX would find this out from the jvp, which takes ten times as long."""
+    """Return the linearization that JAX would derive from the jvp of the gate in ten times the time."""
     outputs = gate_p.bind(array, gate=gate, end=end)
     if gate.open:
         return outputs, [True], (), lambda arrays, tangent: [tangent]

@@ -1,4 +1,4 @@
-"""Tensors: what JAX says of them, and what is done to them on the way through an op."""
+"""The arrays of JAX: types, dtypes, values and conversions."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from multigrad.core.type_sets import ATOMS, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 TRACERS = TypeSet(jax.core.Tracer)
-# JAX's own that hold no tensor: classes made in Python, whose objects would count as such that may hold one.
+# Classes of JAX whose objects have attributes and hold no tensor.
 ATOMS.update(
     dict.fromkeys(
         (
@@ -34,15 +34,15 @@ NUMBERS = TypeSet(bool, int, float, complex, np.ndarray, np.generic)
 
 
 class _Subtypes(dict[Any, bool]):
-    """Which dtypes are of a kind, looked up once each."""
+    """The subtypes of a dtype. Each dtype is looked up once, and the answer is cached."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
         self._kind = kind
 
     def __missing__(self, dtype: Any) -> bool:
-        self[dtype] = found = bool(jnp.issubdtype(dtype, self._kind))
-        return found
+        self[dtype] = member = bool(jnp.issubdtype(dtype, self._kind))
+        return member
 
 
 FLOATING = _Subtypes(jnp.inexact)
@@ -54,9 +54,9 @@ def assign(variable: keras.Variable, value: Any) -> None:
         raise TypeError(
             message(
                 variable.path,
-                "a traced value is assigned to a variable outside of a stateless scope, and would outlive "
-                "its trace",
-                required="a value that is there, or a keras.StatelessScope, as in `stateless_call`",
+                "a traced value is assigned to a variable outside of a stateless scope, which would leak the "
+                "tracer",
+                required="a concrete value, or a keras.StatelessScope, as in `stateless_call`",
                 got=f"a {type(value).__name__}",
                 fix="compile with multigrad.jit in place of jax.jit, call the layer through "
                 "`stateless_call`, or outside of jax.lax.scan and its like",
@@ -81,8 +81,8 @@ def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
 def conform(gradient: Any, spec: Spec) -> Any:
     shape, dtype, _ = spec
     extra = gradient.ndim - len(shape)
-    own = zip(gradient.shape[extra:], shape, strict=True)
-    axes = (*range(extra), *[extra + i for i, (got, wanted) in enumerate(own) if got != wanted])
+    sizes = zip(gradient.shape[extra:], shape, strict=True)
+    axes = (*range(extra), *[extra + i for i, (got, wanted) in enumerate(sizes) if got != wanted])
     if axes:
         gradient = gradient.sum(axes).reshape(shape)
     if COMPLEX[gradient.dtype] and not COMPLEX[dtype]:
@@ -95,7 +95,7 @@ def concrete(tensor: Any) -> np.ndarray | None:
 
 
 def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
-    # At once where nothing is traced, and where it is for a derivative or a batch: per example of that.
+    # Outside of jit it calls back at once, and in a vmap once for each element of the batch.
     jax.debug.callback(lambda *values: callback(*map(np.array, values)), *tensors)
 
 
@@ -112,31 +112,31 @@ def any_traced(arrays: Sequence[Any]) -> bool:
 
 
 def scatter(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
-    """The values in the places that `where` marks, and None in the rest."""
+    """Return a list of the length of `where`, with the values where it is True and None elsewhere."""
     remaining = iter(values)
     return [next(remaining) if marked else None for marked in where]
 
 
 def as_arrays(values: Iterable[Any]) -> list[Any]:
-    """Python numbers, which come back as such from where JAX traced them, as arrays."""
+    """Return the values, with numbers converted to arrays. JAX may return a traced number as a number."""
     return [v if TENSORS[type(v)] or not NUMBERS[type(v)] else jnp.asarray(v) for v in values]
 
 
 def conjugate(arrays: Sequence[Any]) -> list[Any]:
-    """Between JAX's cotangents and the gradients of the other frameworks, either way."""
+    """Convert between JAX's cotangents and the gradients of the other frameworks, in both directions."""
     return [a.conj() if a is not None and COMPLEX[a.dtype] else a for a in arrays]
 
 
 def varying_alike(arrays: list[Any]) -> list[Any]:
-    """The arrays, each varying along every axis of `jax.shard_map` along which one of them does.
+    """Return the arrays, varying along each axis of `jax.shard_map` along which one of them varies.
 
-    JAX's own operations do so with theirs, too. Its transpose is the sum over devices.
+    JAX's operations convert their operands in the same way. The transpose is a sum over devices.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
     varying = [varying_axes(array) for array in arrays]
     everywhere = frozenset().union(*varying)
     return [
-        pcast(array, tuple(everywhere - own), to="varying")
-        for array, own in zip(arrays, varying, strict=True)
+        pcast(array, tuple(everywhere - axes), to="varying")
+        for array, axes in zip(arrays, varying, strict=True)
     ]

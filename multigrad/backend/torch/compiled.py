@@ -1,4 +1,4 @@
-"""An op in a program: compiled by torch.compile, or written down by torch.export and torch.jit."""
+"""An op in a program that torch.compile compiles, or that torch.export or torch.jit records."""
 
 import contextlib
 import warnings
@@ -9,15 +9,15 @@ import keras
 import torch
 
 from multigrad.backend.base import Call, Pullback
-from multigrad.backend.torch.eager import is_alias, mark_integers, of_floating
+from multigrad.backend.torch.eager import dense_floating, is_alias, mark_integers
 from multigrad.backend.torch.functorch import apply_transforming
-from multigrad.backend.torch.state import autocast_here, autocasting, is_transforming, unwritten
+from multigrad.backend.torch.state import autocasting, current_autocast, is_transforming, untraced
 from multigrad.backend.torch.tensors import specs_of
 from multigrad.core.process_wide import Shared
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Aliases where a tensor comes twice, which Dynamo (PyTorch 2.13) does not take."""
+    """Return the tensors with an alias for each repeated one, which Dynamo (PyTorch 2.13) does not accept."""
     distinct: list[torch.Tensor] = []
     for tensor in tensors:
         for other in distinct:
@@ -28,16 +28,16 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return distinct
 
 
-def _apart(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, copied where one shares memory with an input or another one.
+def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the outputs, with a copy of each that shares memory with an input or another output.
 
-    Of outputs of the program that share theirs, PyTorch (2.13) makes one of the other anew when it has run,
-    past the rule. (`_base` is private: PyTorch 2.13 has no public name for the tensor of a view.)
+    If outputs of a program share memory, PyTorch (2.13) computes one from the other after the run, without
+    the rule. (`_base` is private: PyTorch 2.13 has no public name for the tensor of a view.)
     """
     owners: list[torch.Tensor] = []
     for tensor in inputs:
         owners.append(tensor if tensor._base is None else tensor._base)  # noqa: PERF401 - a function to Dynamo
-    apart: list[torch.Tensor] = []
+    copied: list[torch.Tensor] = []
     for output in outputs:
         owner = output if output._base is None else output._base
         for other in owners:
@@ -45,87 +45,87 @@ def _apart(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> l
                 output = output.clone()
                 break
         owners.append(owner)
-        apart.append(output)
-    return apart
+        copied.append(output)
+    return copied
 
 
 def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    """The op as Dynamo traces it whole; it cannot follow the making of functions in `restore`."""
+    """Return the output of a call that Dynamo traces. It cannot trace `restore`, which makes functions."""
     if _is_transforming_traced():
         return _apply_uncompiled(call, tensors)
     if torch.compiler.is_exporting():
-        outputs, _, _, back = call.run(tensors)
-        return back.output.join([output.detach() for output in outputs])
+        outputs, _, _, pullback = call.run(tensors)
+        return pullback.output.join([output.detach() for output in outputs])
     with torch.no_grad():
-        outputs, rule, inputs, back = call.run(tensors)
-        own = _apart(inputs, outputs)
-    code = back, rule, specs_of(inputs), autocast_here()
-    return back.output.join(_Compiled.apply(code, *_distinct(inputs), *own))
+        outputs, rule, inputs, pullback = call.run(tensors)
+        copied = _without_aliases(inputs, outputs)
+    state = pullback, rule, specs_of(inputs), current_autocast()
+    return pullback.output.join(_Compiled.apply(state, *_distinct(inputs), *copied))
 
 
-# Keras keeps the scope in force from the first one on. Dynamo would notice, and compile a function anew
-# after its first call.
+# Keras creates the attribute for the active scope when the first one is entered. Dynamo would see the change,
+# and recompile a function after its first call.
 with keras.StatelessScope(initialize_variables=False):
     pass
 
 
 @torch.compiler.assume_constant_result
 def _is_transforming_traced() -> bool:
-    """The same, around the place of the program that Dynamo traces."""
+    """Return whether a transform is active around the code that Dynamo traces."""
     return is_transforming()
 
 
-# With `fullgraph` this is an error that gives the reason; without, PyTorch runs the function as it is.
+# With `fullgraph`, Dynamo raises an error with this reason. Without, it runs the function uncompiled.
 _apply_uncompiled = torch.compiler.disable(
     apply_transforming,
-    reason="torch.func and forward mode, as PyTorch (2.13) compiles them, take no notice of a custom "
-    "gradient; compile without fullgraph, or apply the transform to a function that is not compiled",
+    reason="PyTorch (2.13) ignores custom gradients when it compiles torch.func and forward mode; compile "
+    "without fullgraph, or apply the transform to a function that is not compiled",
 )
 
 
 class _Compiled(torch.autograd.Function):
-    """A Function that ties outputs to inputs by a rule that is left as it is: compiled code has no cycles."""
+    """A Function in compiled code. It keeps the rule itself: compiled code has no reference cycles."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-        # Dynamo (PyTorch 2.13) leaves `ctx` out where there happens to be one parameter less than arguments.
-        ctx.code, *tensors = given
-        _, _, specs, _ = ctx.code
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        # `*args`: Dynamo (PyTorch 2.13) omits `ctx` if there is one parameter less than arguments.
+        ctx.state, *tensors = args
+        _, _, specs, _ = ctx.state
         outputs = tensors[len(specs) :]
         mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        back, rule, specs, autocast = ctx.code
+        pullback, rule, specs, autocast = ctx.state
         needed = ctx.needs_input_grad[1 : 1 + len(specs)]
         with autocasting(autocast):
-            gradients = back.pull(rule, of_floating(upstream), needed, specs)
+            gradients = pullback.pull(rule, dense_floating(upstream), needed, specs)
         return None, *gradients, *(None,) * len(upstream)
 
 
 def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    """The op in a program that is written down for elsewhere.
+    """Return the output of a call that is recorded for export.
 
-    What is written are the operations of the function, detached: better no gradient than theirs. For a
-    gradient inside of the program, the outputs get a node while nothing is written.
+    The program contains the operations of the function. They are detached, because their gradient is not the
+    rule's. If the program itself takes a gradient, it uses a node that is attached without being recorded.
     """
-    outputs, rule, inputs, back = call.run(tensors)
-    own = [output.clone().detach() if is_alias(output, inputs) else output.detach() for output in outputs]
+    outputs, rule, inputs, pullback = call.run(tensors)
+    detached = [o.clone().detach() if is_alias(o, inputs) else o.detach() for o in outputs]
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
-        with unwritten():
-            _Exported.apply(back, rule, specs_of(inputs), *inputs, *own)
-    return back.output.join(own)
+        with untraced():
+            _Exported.apply(pullback, rule, specs_of(inputs), *inputs, *detached)
+    return pullback.output.join(detached)
 
 
 class _Exported(torch.autograd.Function):
-    """A Function that attaches itself to outputs that are there."""
+    """A Function that attaches its node to existing outputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, back: Pullback, rule: Callable[..., Any], specs: Any, *tensors: torch.Tensor
+        ctx: Any, pullback: Pullback, rule: Callable[..., Any], specs: Any, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.back, ctx.rule, ctx.specs = back, rule, specs
+        ctx.pullback, ctx.rule, ctx.specs = pullback, rule, specs
         outputs = tensors[len(specs) :]
         ctx.mark_dirty(*outputs)
         mark_integers(ctx, outputs)
@@ -134,27 +134,27 @@ class _Exported(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[3 : 3 + len(ctx.specs)]
-        gradients = ctx.back.pull(ctx.rule, of_floating(upstream), needed, ctx.specs)
+        gradients = ctx.pullback.pull(ctx.rule, dense_floating(upstream), needed, ctx.specs)
         return None, None, None, *gradients, *[None for _ in upstream]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # "aot_eager" traces both passes and generates no code, which would take many times as long. Functions of
-    # one code share their compilations, of which PyTorch makes a few and then runs the code as it is, in
-    # silence: so this one has its own.
-    whole = torch.compile(function, backend="aot_eager", dynamic=False, isolate_recompiles=True)
+    # "aot_eager" traces both passes and skips code generation, which takes much longer. `isolate_recompiles`,
+    # because functions with the same code share a limit of compilations, after which PyTorch silently runs
+    # them uncompiled.
+    compiled_function = torch.compile(function, backend="aot_eager", dynamic=False, isolate_recompiles=True)
 
     def run(*tensors: torch.Tensor) -> Any:
-        # Dynamo (PyTorch 2.13) looks at `.grad` behind a graph break, and hides the warning of that only from
-        # those for whom it is no error.
+        # Dynamo (PyTorch 2.13) reads `.grad` after a graph break. It ignores the warning about it, except if
+        # warnings are errors.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-            return whole(*tensors)
+            return compiled_function(*tensors)
 
     return run
 
 
-_UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # it is one for all threads
+_UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # a process-wide setting
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:

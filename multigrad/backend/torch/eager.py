@@ -1,4 +1,4 @@
-"""The node of a call in eager code."""
+"""The `autograd.Function` of a call in eager code."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -8,14 +8,14 @@ from torch import is_grad_enabled
 
 from multigrad.backend.base import Call, Pullback, Ran, Spec
 from multigrad.backend.torch.state import (
-    autocast_here,
     autocasting,
     bare,
-    drawing_apart,
+    current_autocast,
+    fork_random_state,
     is_autocast_anywhere,
     is_unreadable,
-    mappings,
-    past_transforms,
+    no_transforms,
+    vmaps_of,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
 from multigrad.core.closure import lift, restore
@@ -23,64 +23,63 @@ from multigrad.core.errors import message
 
 
 class HasRun(NamedTuple):
-    """A call whose function ran already, and what that gave."""
+    """A call whose function has run, with the result."""
 
     call: Call
     ran: Ran
 
 
 class MoreInputs(Exception):
-    """A function turned out to have more inputs than its node: a `HasRun`, and all of the inputs."""
+    """Raised if a function has more inputs than its node. The arguments are a `HasRun` and all inputs."""
 
 
-class _Residuals(NamedTuple):
-    """What the backward pass needs beside the saved tensors."""
+class _NodeState(NamedTuple):
+    """The state of a node that is not a saved tensor."""
 
-    back: Pullback
+    pullback: Pullback
     template: Any
-    """The rule around slots for the saved residuals."""
+    """The rule without its residuals (see `core/closure.py`)."""
     slots: Sequence[int] | None
-    """The index of the saved tensor of each residual, None where every residual is saved once."""
+    """For each residual the index of its saved tensor. None if no residual occurs twice."""
     specs: list[Spec | None]
     autocast: Any
     call: Call | None
-    """The call, whose function runs again for a second derivative; None where that is not needed."""
+    """The call, whose function runs again for a second derivative. None if it need not run again."""
     tied: Sequence[int]
     """The slots of residuals that are outputs."""
     opaque: bool
     """Whether the rule holds an object that may hold tensors."""
     closed_over: Sequence[Any]
-    """The nodes of residuals that have a history from outside of the op, which must stay alive."""
+    """The nodes of residuals that were computed outside of the op with a history. They must stay alive."""
 
 
 class _Node(torch.autograd.Function):
-    """The node of a call. It keeps the code around the saved tensors (see `closure.py`) on `ctx`.
+    """The node of a call.
 
-    The function runs inside, on the node's inputs. Where it turns out to have more of them, because it
-    read variables, this node is left, and one with all inputs is attached to what it gave.
+    The function runs in `forward`. If it has more inputs than the node, because it read variables, `forward`
+    raises `MoreInputs`, and the caller attaches a node with all inputs to the result.
     """
 
     @staticmethod
     def forward(ctx: Any, call: Any, *tensors: torch.Tensor) -> Sequence[Any]:
         if type(call) is HasRun:
-            call, (outputs, rule, _, back) = call
+            call, (outputs, rule, _, pullback) = call
         else:
-            outputs, rule, inputs, back = ran = call.run(tensors)
+            outputs, rule, inputs, pullback = ran = call.run(tensors)
             if inputs is not tensors:
                 raise MoreInputs(HasRun(call, ran), *inputs)
         residuals, template, opaque = lift(rule, TENSORS, call.f)
         tie = _tie if len(tensors) <= 8 else _tie_many
-        own, tied, beside, computed = tie(tensors, outputs, residuals)
+        tied_outputs, tied, closed_over, computed = tie(tensors, outputs, residuals)
         slots = None
         if type(template) is not tuple:
             distinct = dict(zip(map(id, residuals), residuals, strict=True))
             if len(distinct) < len(residuals):
-                # What stands in several places of the rule is saved once: a hook that copies would copy it
-                # twice.
+                # A residual that occurs twice is saved once, for saved-tensor hooks that make copies.
                 slots = list(map(list(distinct).index, map(id, residuals)))
                 residuals = list(distinct.values())
-        # Inputs and outputs come back from PyTorch with their history. For a residual that was computed
-        # on the way, a second derivative runs the function again, and needs its inputs.
+        # PyTorch restores saved inputs and outputs with their history. For intermediate results, a second
+        # derivative runs the function again on the inputs.
         if not (computed or opaque):
             ctx.save_for_backward(*residuals)
             call = None
@@ -89,63 +88,66 @@ class _Node(torch.autograd.Function):
         else:
             ctx.save_for_backward(*residuals)
             ctx.anchors = _anchors([*tensors, *lift(call.f, TENSORS)[0]])
-        autocast = autocast_here() if is_autocast_anywhere() else None
+        autocast = current_autocast() if is_autocast_anywhere() else None
         specs = specs_of(tensors)
-        ctx.multigrad = _Residuals(back, template, slots, specs, autocast, call, tied, opaque, beside)
-        # Usually there is one output. For others their layout goes before them.
-        return own[0] if back.output.is_one else (back.output, *own)
+        ctx.multigrad = _NodeState(
+            pullback, template, slots, specs, autocast, call, tied, opaque, closed_over
+        )
+        return tied_outputs[0] if pullback.output.is_one else (pullback.output, *tied_outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        back, template, slots, specs, autocast, call, tied, opaque, _ = ctx.multigrad
-        if (autocast or is_autocast_anywhere()) and autocast != autocast_here():
+        pullback, template, slots, specs, autocast, call, tied, opaque, _ = ctx.multigrad
+        if (autocast or is_autocast_anywhere()) and autocast != current_autocast():
             with autocasting(autocast):
                 return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
         if slots is not None:
             saved = *[saved[slot] for slot in slots], *saved[max(slots) + 1 :]
-        if not back.output.is_one:
-            upstream = of_floating(upstream[1:])
+        if not pullback.output.is_one:
+            upstream = dense_floating(upstream[1:])
         elif upstream[0] is not None and upstream[0].is_sparse:
-            upstream = of_floating(upstream)
+            upstream = dense_floating(upstream)
         needed = ctx.needs_input_grad[1:]
         if call is None or not is_grad_enabled():
-            return None, *back.pull(restore(template, saved), upstream, needed, specs)
+            return None, *pullback.pull(restore(template, saved), upstream, needed, specs)
         if not call.options.higher_order:
             with torch.no_grad():
-                gradients = back.pull(restore(template, saved), upstream, needed, specs)
-            error = _first_order_alone(call)
-            others = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
-            return None, *[None if g is None else refuse(g, error, *ctx.anchors, *others) for g in gradients]
+                gradients = pullback.pull(restore(template, saved), upstream, needed, specs)
+            error = _only_first_order(call)
+            sources = [*ctx.anchors, *[t for t in (*saved, *upstream) if t is not None and t.requires_grad]]
+            return None, *[None if g is None else refuse(g, error, *sources) for g in gradients]
         count = len(saved) - len(specs)
         if opaque:
-            # What the rule reaches through an object has its history in a second run's rule alone. Whether
-            # that is the same rule, only what it gives can tell, and only before the second run puts
-            # something else into the object. It draws the same numbers both times.
-            with torch.no_grad(), drawing_apart(), call.rehearsal():
-                given = _copies(upstream)
-                first = _copies(back.untraced.pull(restore(template, saved), given, needed, specs))
-        with drawing_apart():
-            again, residuals, _ = run_again(call, back, count, saved[count:])
+            # Tensors that the rule reaches through an object have a history only if the function runs again,
+            # which may set other tensors on the object. So the gradients of the first rule are computed
+            # before, and compared with those of the second. Both draw the same random numbers.
+            with torch.no_grad(), fork_random_state(), call.rehearsal():
+                upstream_copies = _copies(upstream)
+                first_rule = restore(template, saved)
+                first = _copies(pullback.untraced.pull(first_rule, upstream_copies, needed, specs))
+        with fork_random_state():
+            second_template, residuals, _ = run_again(call, pullback, count, saved[count:])
         residuals = with_history(saved[:count], residuals, tied)
         require_alike(call, saved[:count], residuals)
         if not opaque:
-            return None, *back.pull(restore(template, residuals), upstream, needed, specs)
-        gradients = back.pull(restore(again, residuals), upstream, needed, specs)
+            return None, *pullback.pull(restore(template, residuals), upstream, needed, specs)
+        gradients = pullback.pull(restore(second_template, residuals), upstream, needed, specs)
         if not all(map(_alike, first, gradients)):
             raise _not_the_same_rule(call)
         return None, *gradients
 
 
-# `Function.apply`, and what calls `backward`, without what they do for a `setup_context`, for transforms and
-# for other kinds of Function before they come to this, which takes as long as an operation on a small tensor.
-# `_backward_cls`, the class of the node, is private: PyTorch (2.13) has no public way past it.
+# These skip the Python code of `Function.apply` and of the caller of `backward`, which handles
+# `setup_context`, transforms and other kinds of Function, and takes as long as an operation on a small
+# tensor. `_backward_cls`, the class of the node, is private: PyTorch (2.13) has no public API to skip this
+# code.
 attach = super(torch.autograd.Function, _Node).apply
 _Node._backward_cls.apply = _Node.backward
 
 
-def join_of(output: Any) -> Any:
-    """The op's output, of what `attach` gives: a tensor, or the layout and the tensors of several."""
+def join_attached(output: Any) -> Any:
+    """Return the output of an op from the result of `attach`: a tensor, or a layout followed by tensors."""
     if type(output) is not tuple:
         return output
     layout, *tensors = output
@@ -155,60 +157,62 @@ def join_of(output: Any) -> Any:
 def _tie(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
-    """The node's own tensors for the outputs, which come in the place of those among the residuals.
+    """Return new tensors for the outputs, and put them in the residuals that are outputs.
 
-    The function may return a constant, one tensor twice, or an input. An alias of an input stays a view,
-    for which PyTorch knows what an in-place change means. (`_is_view` is private: PyTorch 2.13 has no
+    They are new because the function may return a constant, an input, or one tensor twice. An alias of an
+    input stays a view, so that PyTorch handles in-place changes. (`_is_view` is private: PyTorch 2.13 has no
     public name for it.)
 
-    Returns, behind them, the slots of residuals that are outputs, the nodes of those that were closed over
-    with their history, and whether one was computed on the way from inputs to outputs.
+    Returns:
+        the new tensors, the slots of residuals that are outputs, the nodes of residuals that were computed
+        outside of the op with a history, and whether a residual is an intermediate result.
     """
-    own: list[torch.Tensor] = []
+    tied_outputs: list[torch.Tensor] = []
     for output in outputs:
         alias = output._is_view()
         for tensor in inputs:
             if output is tensor:
                 alias = True
-        own.append(output.view_as(output) if alias else output.detach())
+        tied_outputs.append(output.view_as(output) if alias else output.detach())
     tied: tuple[int, ...] = ()
-    beside: tuple[Any, ...] = ()
+    closed_over: tuple[Any, ...] = ()
     computed = False
     for slot, residual in enumerate(residuals):
         for tensor in inputs:
             if residual is tensor:
-                break  # an output that is an input is the input
+                break  # an output that is an input counts as the input
         else:
-            if residual.requires_grad and not is_view_within(residual):
-                beside = *beside, node_of(residual)
+            if residual.requires_grad and not is_view_without_node(residual):
+                closed_over = *closed_over, node_of(residual)
                 continue
-            for place, output in enumerate(outputs):
+            for index, output in enumerate(outputs):
                 if residual is output:
-                    residuals[slot] = own[place]
+                    residuals[slot] = tied_outputs[index]
                     tied = *tied, slot
                     break
             else:
                 computed = computed or FLOATING[residual.dtype]
-    return own, tied, beside, computed
+    return tied_outputs, tied, closed_over, computed
 
 
 def _tie_many(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
-    """The same for many inputs: to look for each residual among all of them takes the square of the time."""
-    given = set(map(id, inputs))
-    slots = [slot for slot, residual in enumerate(residuals) if id(residual) not in given]
-    others = [residuals[slot] for slot in slots]
-    own, tied, beside, computed = _tie([o for o in outputs if id(o) in given], outputs, others)
-    for slot, residual in zip(slots, others, strict=True):
+    """Do the same as `_tie`, in linear time for many inputs."""
+    input_ids = set(map(id, inputs))
+    slots = [slot for slot, residual in enumerate(residuals) if id(residual) not in input_ids]
+    remaining = [residuals[slot] for slot in slots]
+    aliased = [o for o in outputs if id(o) in input_ids]
+    tied_outputs, tied, closed_over, computed = _tie(aliased, outputs, remaining)
+    for slot, residual in zip(slots, remaining, strict=True):
         residuals[slot] = residual
-    return own, [slots[i] for i in tied], beside, computed
+    return tied_outputs, [slots[i] for i in tied], closed_over, computed
 
 
-def is_view_within(tensor: torch.Tensor) -> bool:
-    """Whether it is a view that the function made, where nothing is recorded, of what requires a gradient.
+def is_view_without_node(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view that the function made without recording.
 
-    PyTorch says of such a view that it requires one, too, and gives it no node.
+    The view of a tensor that requires a gradient then requires one too, and has no node.
     """
     return tensor._is_view() and tensor.grad_fn is None and tensor._base.requires_grad
 
@@ -216,10 +220,10 @@ def is_view_within(tensor: torch.Tensor) -> bool:
 def run_again(
     call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
-    """The template of a second run's rule, as many residuals, with the history of how they came from the
-    inputs, and the outputs.
+    """Run the function again with recording, because its first run was not recorded.
 
-    The function runs again for it, because in its first run nothing was recorded.
+    Returns:
+        the template of the second rule, its `count` residuals, and the outputs.
     """
     outputs, rule, _, _ = call.run_again(tensors, first)
     residuals, template, _ = lift(rule, TENSORS, call.f)
@@ -229,34 +233,35 @@ def run_again(
 
 
 def with_history(
-    first: Sequence[torch.Tensor], again: Sequence[torch.Tensor], known: Sequence[int]
+    first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], keep: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The residuals of a first run, in whose place those of a second come where these have a history.
+    """Return the residuals of the second run if they have a history, and of the first run otherwise.
 
-    Those in the slots `known` have theirs already. What depends on no input, such as a mask, has none.
+    Slots in `keep` have a history in the first run. A residual that depends on no input, such as a mask, has
+    none in either run.
     """
-    pairs = enumerate(zip(first, again, strict=True))
-    return [old if slot in known or not new.requires_grad else new for slot, (old, new) in pairs]
+    pairs = enumerate(zip(first, second, strict=True))
+    return [old if slot in keep or not new.requires_grad else new for slot, (old, new) in pairs]
 
 
 def _copies(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The same numbers, in which a rule, or a second run, may write."""
+    """Return copies, because a rule or a second run may change tensors in place."""
     return [None if tensor is None else tensor.clone() for tensor in tensors]
 
 
-def _first_order_alone(call: Call) -> str:
+def _only_first_order(call: Call) -> str:
     return message(
         call.name,
-        "a derivative of its gradient was asked for, which it was defined without",
+        "the gradient cannot be differentiated again",
         required="an op with higher_order=True",
-        got="one with higher_order=False",
-        fix="leave higher_order out, which keeps the inputs of the op for it",
+        got="higher_order=False",
+        fix="omit higher_order; the op then keeps its inputs in memory",
     )
 
 
-def require_alike(call: Call, first: Sequence[Any], again: Sequence[Any]) -> None:
-    """See that a function which ran twice gave the same."""
-    if not all(map(_alike, first, again)):
+def require_alike(call: Call, first: Sequence[Any], second: Sequence[Any]) -> None:
+    """Raise RuntimeError unless two runs of a function gave equal tensors."""
+    if not all(map(_alike, first, second)):
         raise _not_repeatable(call)
 
 
@@ -264,10 +269,10 @@ def _not_repeatable(call: Call) -> RuntimeError:
     return RuntimeError(
         message(
             call.name,
-            "the function gave other values when it ran again for a derivative of what it computed",
-            required="a function that gives the same values for the same arguments",
-            got="other values, in the output or in what the rule uses",
-            fix="draw random numbers outside the function, and pass them and other state as arguments",
+            "the function returned different values when it ran again for a second derivative",
+            required="a function that returns the same values for the same arguments",
+            got="different outputs or residuals",
+            fix="draw random numbers outside of the function, and pass them and other state as arguments",
         )
     )
 
@@ -276,50 +281,49 @@ def _not_the_same_rule(call: Call) -> RuntimeError:
     return RuntimeError(
         message(
             call.name,
-            "the rule gave another gradient around a second run of the function, which a derivative of the "
-            "gradient needs, because the rule reaches an object",
-            required="the same gradient for the same arguments, as often as the function and the rule run",
-            got="another one: what the object holds is not what it was, or the rule draws or counts",
-            fix="let the rule close over what it uses, and pass random numbers and other state as arguments",
+            "the rule returned a different gradient when the function ran again for a second derivative",
+            required="the same gradient for the same arguments in each run",
+            got="a different gradient, from a rule that has state or uses an object whose state changed",
+            fix="close over tensors instead of objects, and pass random numbers and other state as arguments",
         )
     )
 
 
-def _alike(first: torch.Tensor | None, again: torch.Tensor | None) -> bool:
-    """Whether two runs of one function gave the same, up to the order of sums."""
-    if first is None or again is None or first is again:
-        return first is again
-    if first.shape != again.shape or first.dtype != again.dtype:
+def _alike(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    """Return whether two tensors are equal up to rounding."""
+    if first is None or second is None or first is second:
+        return first is second
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
     if is_unreadable(first):
         return True
-    levels = sorted({level for tensor in (first, again) for level, _ in mappings(tensor)})
-    with past_transforms():
-        first, again = torch.broadcast_tensors(bare(first, levels), bare(again, levels))
+    levels = sorted({level for tensor in (first, second) for level, _ in vmaps_of(tensor)})
+    with no_transforms():
+        first, second = torch.broadcast_tensors(bare(first, levels), bare(second, levels))
         if not is_differentiable(first) or first.numel() == 0:
-            return torch.equal(first, again)
+            return torch.equal(first, second)
         rounding = min(1e3 * torch.finfo(first.dtype).eps, 0.1)
-        if first.dtype.itemsize == 1:  # of which PyTorch computes little
-            first, again = first.float(), again.float()
+        if first.dtype.itemsize == 1:  # PyTorch has few operations on such a dtype
+            first, second = first.float(), second.float()
         scale = first.abs().nan_to_num(posinf=0.0).max().item()
-        return torch.allclose(first, again, rtol=rounding, atol=rounding * scale, equal_nan=True)
+        return torch.allclose(first, second, rtol=rounding, atol=rounding * scale, equal_nan=True)
 
 
 def is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether an output is an input, or a view."""
+    """Return whether an output is an input or a view."""
     return output._is_view() or any([output is tensor for tensor in inputs])
 
 
 def mark_integers(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:
-    """Tell PyTorch which outputs have no gradient: the integer ones."""
+    """Mark the integer outputs of a Function as not differentiable."""
     ctx.mark_non_differentiable(*[o for o in outputs if not FLOATING[o.dtype]])
 
 
-def of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Return the upstream gradients as a rule gets them.
+def dense_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the upstream gradients for a rule: dense tensors, and None for integer outputs.
 
-    PyTorch has zeros for an integer output, where the rule gets None. Behind an op, a lookup such as
-    `torch.nn.Embedding(sparse=True)` has a sparse gradient, with which Keras cannot compute.
+    PyTorch passes zeros for integer outputs. It passes a sparse gradient if the output was used in a lookup
+    such as `torch.nn.Embedding(sparse=True)`. Keras cannot compute with it.
     """
     return tuple(
         [None if u is None or not FLOATING[u.dtype] else u.to_dense() if u.is_sparse else u for u in upstream]
@@ -327,10 +331,10 @@ def of_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor |
 
 
 class _Refused(torch.autograd.Function):
-    """A result of which a derivative is an error, and not zero."""
+    """A Function that raises an error when it is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, error: str, result: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, error: str, result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         ctx.error = error
         return result.detach()
 
@@ -339,13 +343,13 @@ class _Refused(torch.autograd.Function):
         raise RuntimeError(ctx.error)
 
 
-def refuse(result: torch.Tensor, error: str, *beside: torch.Tensor) -> torch.Tensor:
-    """The result, of which a derivative by what the tensors beside it came from is this error."""
-    return _Refused.apply(error, result, *beside)
+def refuse(result: torch.Tensor, error: str, *sources: torch.Tensor) -> torch.Tensor:
+    """Return the result, so that differentiating it with respect to a source raises the error."""
+    return _Refused.apply(error, result, *sources)
 
 
 def _anchors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors without elements that came from these, and keep nothing of them alive but their history."""
+    """Return empty tensors with the history of these tensors, which do not keep their values alive."""
     with torch.enable_grad():
         return [tensor.reshape(-1)[:0].clone() for tensor in tensors if tensor.requires_grad]
 

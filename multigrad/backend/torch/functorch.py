@@ -1,4 +1,4 @@
-"""An op under torch.func and in forward mode."""
+"""The `autograd.Function` of a call under torch.func and in forward mode."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -9,23 +9,23 @@ from torch.autograd import forward_ad
 
 from multigrad.backend.base import Call, Pullback, Ran, Spec
 from multigrad.backend.torch.eager import (
+    dense_floating,
     is_alias,
     mark_integers,
-    of_floating,
     require_alike,
     run_again,
     with_history,
 )
 from multigrad.backend.torch.state import (
     Autocast,
-    autocast_here,
+    active_vmaps,
     autocasting,
-    batches,
-    hooks_of_saving,
+    current_autocast,
     is_empty,
-    is_of_level_within,
-    mappings,
+    is_of_inner_level,
+    saved_tensor_hooks,
     unwrapped,
+    vmaps_of,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.core.closure import lift, restore
@@ -35,49 +35,49 @@ from multigrad.core.reachable import reachable_tensors
 
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    found = _Found()
-    if not (call.has_objects() or call.touches_variables() or next(_beside(call), None) is not None):
+    run = _Run()
+    if not (call.has_objects() or call.touches_variables() or next(_reachable(call), None) is not None):
         try:
-            outputs = _Transformed.apply(call, found, *tensors)
-            return found.back.output.join(outputs[: found.outputs])
+            outputs = _Transformed.apply(call, run, *tensors)
+            return run.pullback.output.join(outputs[: run.outputs])
         except TouchedVariable:
             call.note_touched()
-    # The values of variables, and what is closed over or reached by name, may be wrapped for a transform, and
-    # then have no place inside of the Function, or may require a gradient. So the function runs outside of
-    # it, recorded, and its outputs are tied to the inputs.
-    ran = outputs, rule, inputs, back = call.run(tensors)
-    others = found.note(call, ran)
-    found.standing = True
-    own = [output.detach() for output in outputs]
-    at_work = batches()
-    reached = reachable_tensors(rule, TENSORS) if found.opaque and at_work else ()
-    # One that a vmap that has ended left behind is mapped no more.
-    mapped = [tensor for tensor in reached if at_work >= set(mappings(tensor)) > set()]
+    # Other tensors that the function uses may be wrapped by a transform, so that they cannot be used inside
+    # of the Function, or may require a gradient. So the function runs before, with recording, and its outputs
+    # become those of the Function.
+    ran = outputs, rule, inputs, pullback = call.run(tensors)
+    others = run.set(call, ran)
+    run.before = True
+    detached = [output.detach() for output in outputs]
+    active = active_vmaps()
+    reached = reachable_tensors(rule, TENSORS) if run.opaque and active else ()
+    # A tensor that is mapped by a vmap that has ended counts as unmapped.
+    mapped = [tensor for tensor in reached if active >= set(vmaps_of(tensor)) > set()]
     marks = [torch.zeros_like(tensor, dtype=torch.float32).sum() for tensor in mapped]
-    outputs = _Transformed.apply(call, found, *inputs, *own, *others, *marks)
-    return back.output.join(outputs[: found.outputs])
+    outputs = _Transformed.apply(call, run, *inputs, *detached, *others, *marks)
+    return pullback.output.join(outputs[: run.outputs])
 
 
-def is_apart(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a call in the midst of a vmap has nothing that is mapped, and is as it is without.
+def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether a call inside of a vmap uses no mapped tensor, so that it can run as outside of it.
 
-    A checkpoint runs an op again where a backward pass comes to it. That may be mapped, as for a Jacobian,
-    while the op is not. What it saves then takes the place of what it saved at first, by its order alone.
+    It must: a checkpoint runs an op again in the backward pass, which may be mapped (for a Jacobian) while
+    the op is not. The tensors that the op saves then replace those of the first run, in the same order.
     """
     if forward_ad._current_level >= 0 or call.is_in_scope():
         return False
-    # Something mapped may be reached through an object, but not where a checkpoint, which sets hooks, runs.
-    if call.has_objects() and hooks_of_saving(False) is None:
+    # An object may hold mapped tensors, except in a checkpoint, which sets saved-tensor hooks.
+    if call.has_objects() and saved_tensor_hooks(False) is None:
         return False
-    every = [*tensors, *_beside(call)]
-    # Under the other transforms whatever is computed is wrapped.
-    return not any(map(_is_wrapped, [*every, *[tensor.detach() for tensor in every[:1]]]))
+    used = [*tensors, *_reachable(call)]
+    # Other transforms wrap the result of every operation, so try one.
+    return not any(map(_is_wrapped, [*used, *[tensor.detach() for tensor in used[:1]]]))
 
 
-def _beside(call: Call) -> Iterator[torch.Tensor]:
-    """What the function may use beside its arguments.
+def _reachable(call: Call) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the function can use, apart from its arguments.
 
-    Direct globals count, as a gradient penalty may use weights that are globals, which no framework sees.
+    They include globals that the function names, because a gradient penalty may use global weights.
     """
     return reachable_tensors(call.f, TENSORS, with_globals=True)
 
@@ -86,161 +86,164 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
 
 
-class _Found:
-    """What is found out of a run, which is the same at every level.
-
-    `places` says for each residual where it stands among inputs, outputs and the other residuals.
-    `standing` is whether the function ran outside of the Function, which is given all three then, and zeros
-    that are mapped as what the rule reaches through objects; `dual`, whether that had a derivative of forward
-    mode.
-    """
+class _Run:
+    """The result of a run that is the same at every level of transforms."""
 
     autocast: "Autocast"
-    back: Pullback
+    before = False
+    """Whether the function ran before the Function, whose arguments then are inputs, outputs, other residuals
+    and marks: zeros that are mapped as the tensors that the rule reaches through objects."""
+    pullback: Pullback
     dual = False
+    """Whether the rule reaches a tensor with a forward-mode tangent through an object."""
     inputs: int
     opaque: bool
     outputs: int
-    places: list[int]
+    indices: list[int]
+    """The index of each residual among the inputs, the outputs and the other residuals."""
     specs: list[Spec | None]
-    standing = False
     template: Any
 
-    def note(self, call: Call, ran: Ran) -> list[torch.Tensor]:
-        """Take all of it down, and return the residuals that are neither inputs nor outputs."""
-        outputs, rule, inputs, self.back = ran
+    def set(self, call: Call, ran: Ran) -> list[torch.Tensor]:
+        """Set all attributes, and return the residuals that are neither inputs nor outputs."""
+        outputs, rule, inputs, self.pullback = ran
         residuals, self.template, self.opaque = lift(rule, TENSORS, call.f)
-        everything = [*inputs, *outputs]
-        # Of an output that is an input, the input's place.
-        known = {id(tensor): i for i, tensor in reversed(list(enumerate(everything)))}
-        others = list({id(other): other for other in residuals if id(other) not in known}.values())
-        known |= {id(other): len(everything) + i for i, other in enumerate(others)}
-        self.autocast, self.specs = autocast_here(), specs_of(inputs)
+        tensors = [*inputs, *outputs]
+        # Reversed, so that an output that is an input has the index of the input.
+        indices = {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
+        others = list({id(other): other for other in residuals if id(other) not in indices}.values())
+        indices |= {id(other): len(tensors) + i for i, other in enumerate(others)}
+        self.autocast, self.specs = current_autocast(), specs_of(inputs)
         self.inputs, self.outputs = len(inputs), len(outputs)
-        self.places = [known[id(residual)] for residual in residuals]
+        self.indices = [indices[id(residual)] for residual in residuals]
         return others
 
     def parts(self, saved: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], ...]:
-        """The inputs, the outputs and the other residuals."""
-        places = self.inputs, self.inputs + self.outputs
-        return saved[: places[0]], saved[places[0] : places[1]], saved[places[1] :]
+        """Return the inputs, the outputs and the other residuals."""
+        start, end = self.inputs, self.inputs + self.outputs
+        return saved[:start], saved[start:end], saved[end:]
 
 
 class _Transformed(torch.autograd.Function):
-    """A Function that the transforms can take apart: residuals are outputs of it, too.
+    """A Function in the form that transforms require. Its residuals are outputs, too.
 
-    Those have derivatives of their own, through the function, which runs again for them. In reverse mode
-    that is when somebody asks, which a first derivative never does.
+    The derivative of a residual goes through the function, which runs again for it. In reverse mode this
+    happens only in derivatives of the gradient.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: Call, found: _Found, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if found.standing:
-            own = tensors[found.inputs : found.inputs + found.outputs]
+    def forward(call: Call, run: _Run, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if run.before:
+            results = tensors[run.inputs : run.inputs + run.outputs]
         else:
             ran = call.run(tensors, strict=True)
-            own = (*ran[0], *found.note(call, ran))
-        mapped = _mapped_alike(own, tensors)
-        # No output may be a view of an input: PyTorch would have its derivative in forward mode be one.
+            results = (*ran[0], *run.set(call, ran))
+        mapped = _mapped_alike(results, tensors)
+        # In forward mode, PyTorch requires the tangent of a view to be a view. So no output is a view of an
+        # input.
         return tuple([o.clone() if is_alias(o, tensors) else o.detach() for o in mapped])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.call, ctx.found, *tensors = inputs
-        count = ctx.found.inputs
-        saved = (*tensors[:count], *output, *tensors[count + ctx.found.outputs :])
+        ctx.call, ctx.run, *tensors = inputs
+        count = ctx.run.inputs
+        saved = (*tensors[:count], *output, *tensors[count + ctx.run.outputs :])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
-        ctx.set_materialize_grads(False)  # to see which residuals are asked for
+        ctx.set_materialize_grads(False)  # None for outputs and residuals that are not differentiated
         mark_integers(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found, all_needed = ctx.found, ctx.needs_input_grad[2:]
+        run, all_needed = ctx.run, ctx.needs_input_grad[2:]
         saved = unwrapped(ctx.saved_tensors)
-        inputs, outputs, _ = found.parts(saved)
+        inputs, outputs, _ = run.parts(saved)
         needed = all_needed[: len(inputs)]
         gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        with autocasting(found.autocast):
-            own, computed = upstream[: len(outputs)], upstream[len(outputs) :]
-            if any([u is not None for u in own]):
-                zeros = [torch.zeros_like(o) if u is None else u for u, o in zip(own, outputs, strict=True)]
-                rule = _transformed_rule(ctx, saved)
-                gradients = found.back.pull(rule, of_floating(zeros), needed, found.specs)
-            if any([u is not None for u in computed]):
-                by = [i for i, need in enumerate(needed) if need]
-                more = dict(zip(by, _pull_residuals(ctx, saved, computed, by), strict=True))
+        with autocasting(run.autocast):
+            of_outputs, of_residuals = upstream[: len(outputs)], upstream[len(outputs) :]
+            if any([u is not None for u in of_outputs]):
+                pairs = zip(of_outputs, outputs, strict=True)
+                whole = [torch.zeros_like(o) if u is None else u for u, o in pairs]
+                rule = _rule_of(ctx, saved)
+                gradients = run.pullback.pull(rule, dense_floating(whole), needed, run.specs)
+            if any([u is not None for u in of_residuals]):
+                argnums = [i for i, need in enumerate(needed) if need]
+                pulled = _pull_residuals(ctx, saved, of_residuals, argnums)
+                more = dict(zip(argnums, pulled, strict=True))
                 gradients = [_sum(gradient, more.get(i)) for i, gradient in enumerate(gradients)]
         return None, None, *gradients, *[None] * (len(all_needed) - len(inputs))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """The transpose of the rule, which must be linear in the upstream gradient."""
-        found = ctx.found
-        given = [i for i, tangent in enumerate(tangents[2 : 2 + found.inputs]) if tangent is not None]
-        # PyTorch (2.13) turns forward mode off here, and that of outer levels with it, whose derivative of
-        # a tangent would be zero. So turn it on again, which only a private name can, for the primals.
-        with forward_ad._set_fwd_grad_enabled(True), autocasting(found.autocast):
+        """Return the tangents of the outputs by the transpose of the rule, which must be linear."""
+        run = ctx.run
+        argnums = [i for i, tangent in enumerate(tangents[2 : 2 + run.inputs]) if tangent is not None]
+        # PyTorch (2.13) disables forward mode here, at outer levels too, so that derivatives of tangents
+        # would be zero. Only a private function can enable it again.
+        with forward_ad._set_fwd_grad_enabled(True), autocasting(run.autocast):
             saved = list(map(_primal, ctx.saved_tensors))
-            inputs, outputs, others = found.parts(saved)
-            rule = _transformed_rule(ctx, saved)
-            needed = [i in given for i in range(len(inputs))]
+            inputs, outputs, others = run.parts(saved)
+            rule = _rule_of(ctx, saved)
+            needed = [i in argnums for i in range(len(inputs))]
 
             def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
-                gradients = found.back.untraced.pull(rule, upstream, needed, found.specs)
-                return [torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in given]
+                gradients = run.pullback.untraced.pull(rule, upstream, needed, run.specs)
+                return [
+                    torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in argnums
+                ]
 
-            own = [tangents[2 + i] for i in given]
+            input_tangents = [tangents[2 + i] for i in argnums]
             if not any(map(is_empty, outputs)):
                 with torch.no_grad():
-                    tried = _tried(outputs)
-                    far = vjp(*[None if u is None else FAR * u for u in tried])
-                    require_linear(ctx.call.name, vjp(*tried), far, _innermost)
-            pushed = _transposed(vjp, outputs, own)
-            if found.standing:
+                    near = _trials(outputs)
+                    far = vjp(*[None if u is None else FAR * u for u in near])
+                    require_linear(ctx.call.name, vjp(*near), far, _innermost)
+            pushed = _transposed(vjp, outputs, input_tangents)
+            if run.before:
                 return tuple(pushed)
 
             def pull(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
-                return _pull_residuals(ctx, saved, upstream, given)
+                return _pull_residuals(ctx, saved, upstream, argnums)
 
-            return *pushed, *_transposed(pull, others, own)
+            return *pushed, *_transposed(pull, others, input_tangents)
 
 
-def _tried(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Upstream gradients to try a rule on."""
+def _trials(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return upstream gradients with which a rule can be checked."""
     return [_trial(output) if is_differentiable(output) else None for output in outputs]
 
 
 def _trial(output: torch.Tensor) -> torch.Tensor:
     if is_empty(output):
-        return torch.ones_like(output)  # its size may be a symbol
+        return torch.ones_like(output)  # its sizes may be symbols
     return torch.as_tensor(trial(output.shape), dtype=output.dtype, device=output.device)
 
 
 def _innermost(tensor: torch.Tensor) -> np.ndarray:
-    """The numbers in what torch.func wraps, which are read in no other way while it is at work."""
+    """Return the values of a wrapped tensor, which torch.func does not convert to NumPy in a transform."""
     return np.asarray(torch.func.debug_unwrap(tensor, recurse=True).tolist())
 
 
 @torch.compiler.disable
-def _mapped_alike(outputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The outputs, mapped by vmap wherever something beside them is.
+def _mapped_alike(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the outputs, mapped by each vmap that maps one of the sources.
 
-    Where an output does not depend on what is mapped, vmap makes one of it for all, and the upstream
-    gradients come summed: the rule would answer for the whole batch, in the name of each.
+    Otherwise the upstream gradient of an output that does not depend on a mapped source would be the sum over
+    the batch, and the rule would return a gradient for the batch at each of its elements.
     """
     floating = [output for output in outputs if is_differentiable(output)]
-    mapped = [tensor for tensor in beside if mappings(tensor)]
+    mapped = [tensor for tensor in sources if vmaps_of(tensor)]
     if not (floating and mapped):
         return outputs
-    # Real, whatever is mapped: to make a complex number real is a warning.
+    # Real, because converting a complex zero to a real dtype would warn.
     like = {"dtype": torch.float32, "device": floating[0].device}
     zero = sum([torch.zeros_like(tensor, **like).sum() for tensor in mapped])
-    count = len(mappings(zero))
+    count = len(vmaps_of(zero))
     return [
-        o if not is_differentiable(o) or len(mappings(o)) == count else o + zero.to(o.device, o.dtype)
+        o if not is_differentiable(o) or len(vmaps_of(o)) == count else o + zero.to(o.device, o.dtype)
         for o in outputs
     ]
 
@@ -248,52 +251,55 @@ def _mapped_alike(outputs: Sequence[torch.Tensor], beside: Sequence[torch.Tensor
 def _transposed(
     linear: Callable[..., list[torch.Tensor]], like: Sequence[torch.Tensor], tangents: list[Any]
 ) -> list[torch.Tensor | None]:
-    """The transpose of a map from tensors like these, None for an integer one, applied to `tangents`."""
+    """Return the transpose of a linear function of tensors like these, applied to `tangents`.
+
+    The function gets None for integer tensors, and the result has None for them.
+    """
     floating = [is_differentiable(tensor) for tensor in like]
     if not (tangents and any(floating)):
         return [torch.zeros_like(tensor) if f else None for tensor, f in zip(like, floating, strict=True)]
 
-    def function(*of_floating: torch.Tensor) -> list[torch.Tensor]:
-        every = iter(of_floating)
-        return linear(*[next(every) if f else None for f in floating])
+    def function(*upstream: torch.Tensor) -> list[torch.Tensor]:
+        remaining = iter(upstream)
+        return linear(*[next(remaining) if f else None for f in floating])
 
-    # Not at zero, which a rule may set apart, as one does that divides by its upstream gradient's length.
-    tried = [u for u in _tried(like) if u is not None]
-    pushed = iter(torch.func.vjp(function, *tried)[1](tangents))
+    # Not at zero, where a rule that divides by the norm of its upstream gradient is not differentiable.
+    trials = [u for u in _trials(like) if u is not None]
+    pushed = iter(torch.func.vjp(function, *trials)[1](tangents))
     return [next(pushed) if f else None for f in floating]
 
 
 def _primal(tensor: torch.Tensor) -> torch.Tensor:
-    """A dual number's value, which has no tangent at the level at which a `jvp` runs."""
+    """Return the primal of a dual number at the level at which a `jvp` runs."""
     if torch.func.debug_unwrap(tensor, recurse=False).ndim > tensor.ndim:
         return _PrimalOfBatch.apply(tensor)
     return forward_ad.unpack_dual(tensor, level=0).primal
 
 
 def _reaches_duals(name: str, rule: Callable[..., Any], residuals: Sequence[torch.Tensor]) -> bool:
-    """Whether a dual number is behind an object, where no primal can be put in its place."""
+    """Return whether the rule reaches a dual number in an object, which cannot be replaced by its primal."""
     if forward_ad._current_level < 0:
         return False
-    own = set(map(id, residuals))
-    reached = [tensor for tensor in reachable_tensors(rule, TENSORS) if id(tensor) not in own]
-    if any(map(is_of_level_within, reached)):
-        # To run the function again here would put another tensor in its place, of which that level knows
-        # nothing.
+    residual_ids = set(map(id, residuals))
+    reached = [tensor for tensor in reachable_tensors(rule, TENSORS) if id(tensor) not in residual_ids]
+    if any(map(is_of_inner_level, reached)):
+        # The inner derivative does not know the tensor that running the function again would set on the
+        # object.
         raise NotImplementedError(
             message(
                 name,
-                "forward mode is taken of another derivative, and the rule reaches what that left in objects",
-                required="a rule that closes over what it uses",
-                got="an object, such as `self`, with tensors of the derivative within",
-                fix="let the rule close over the tensor itself, or take both derivatives in reverse mode, "
-                "as multigrad.hessian does",
+                "the rule uses tensors of an inner derivative in an object, under forward mode",
+                required="a rule that closes over the tensors that it uses",
+                got="an object, such as `self`, that holds tensors of the inner derivative",
+                fix="let the rule close over the tensor, or take both derivatives in reverse mode, as "
+                "multigrad.hessian does",
             )
         )
     return any([forward_ad.unpack_dual(t, level=0).tangent is not None for t in reached])
 
 
 class _PrimalOfBatch(torch.autograd.Function):
-    """It tells vmap what PyTorch (2.13) does not: to unpack a batch of dual numbers."""
+    """The vmap rule of unpacking a dual number, which PyTorch (2.13) does not have."""
 
     @staticmethod
     def forward(tensor: torch.Tensor) -> NoReturn:
@@ -312,43 +318,44 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _transformed_rule(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    found = ctx.found
-    residuals = [saved[place] for place in found.places]
-    rule = restore(found.template, residuals)
-    if not found.opaque:
+def _rule_of(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Return the rule with the saved residuals, or the rule of a second run if it uses objects."""
+    run = ctx.run
+    residuals = [saved[index] for index in run.indices]
+    rule = restore(run.template, residuals)
+    if not run.opaque:
         return rule
-    if found.standing and not found.dual:
-        # A second run puts other tensors into the objects, which do not tell of it any more.
-        found.dual = _reaches_duals(ctx.call.name, rule, residuals)
-        if not found.dual:
+    if run.before and not run.dual:
+        # Remembered, because a second run sets other tensors on the objects, which are no dual numbers.
+        run.dual = _reaches_duals(ctx.call.name, rule, residuals)
+        if not run.dual:
             return rule
-    # What the rule reaches through an object belongs to another level. It has its like in a second run.
-    inputs, outputs, _ = found.parts(saved)
-    others = len(inputs) + len(outputs)
-    known = [slot for slot, place in enumerate(found.places) if place < others]
-    template, again, own = run_again(ctx.call, found.back, len(residuals), inputs)
-    again = with_history(residuals, again, known)
-    require_alike(ctx.call, [*outputs, *residuals], [*own, *again])
-    return restore(template, again)
+    # Tensors that the rule reaches through an object belong to another level. A second run makes new ones.
+    inputs, outputs, _ = run.parts(saved)
+    first_other = len(inputs) + len(outputs)
+    keep = [slot for slot, index in enumerate(run.indices) if index < first_other]
+    template, second, second_outputs = run_again(ctx.call, run.pullback, len(residuals), inputs)
+    second = with_history(residuals, second, keep)
+    require_alike(ctx.call, [*outputs, *residuals], [*second_outputs, *second])
+    return restore(template, second)
 
 
 def _pull_residuals(
-    ctx: Any, saved: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], by: Sequence[int]
+    ctx: Any, saved: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], argnums: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The gradients, with respect to the inputs `by`, of what the function computed on the way."""
-    call, found = ctx.call, ctx.found
-    inputs, residuals = found.parts(saved)[0], [saved[place] for place in found.places]
+    """Return the gradients of intermediate results with respect to the inputs `argnums`."""
+    call, run = ctx.call, ctx.run
+    inputs, residuals = run.parts(saved)[0], [saved[index] for index in run.indices]
     wanted = [i for i, u in enumerate(upstream) if u is not None]
-    slots = [found.places.index(found.inputs + found.outputs + i) for i in wanted]
+    slots = [run.indices.index(run.inputs + run.outputs + i) for i in wanted]
 
-    def run(*own: torch.Tensor) -> list[torch.Tensor]:
-        every = list(inputs)
-        for i, tensor in zip(by, own, strict=True):
-            every[i] = tensor
-        _, again, _ = run_again(call, found.back, len(residuals), every)
-        moved = [slot for slot in slots if again[slot].requires_grad]
-        require_alike(call, [residuals[slot] for slot in moved], [again[slot] for slot in moved])
-        return [again[slot] for slot in slots]
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        new_inputs = list(inputs)
+        for i, tensor in zip(argnums, tensors, strict=True):
+            new_inputs[i] = tensor
+        _, second, _ = run_again(call, run.pullback, len(residuals), new_inputs)
+        recorded = [slot for slot in slots if second[slot].requires_grad]
+        require_alike(call, [residuals[slot] for slot in recorded], [second[slot] for slot in recorded])
+        return [second[slot] for slot in slots]
 
-    return list(torch.func.vjp(run, *[inputs[i] for i in by])[1]([upstream[i] for i in wanted]))
+    return list(torch.func.vjp(function, *[inputs[i] for i in argnums])[1]([upstream[i] for i in wanted]))

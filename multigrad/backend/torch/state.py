@@ -1,4 +1,4 @@
-"""What PyTorch is doing at this place of the program: transforming, tracing, compiling, casting."""
+"""The state of PyTorch: active transforms, tracing, compilation and autocast. Private names are here."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,55 +8,55 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-# Whether a program is traced, and whether torch.func is at work. These are private, as is the state of
-# tracing: the public ways to ask (PyTorch 2.13) cost several times as much, or do not exist.
+# Whether a program is being traced, and whether a transform of torch.func is active. These are private, as is
+# the state of tracing: the public functions (PyTorch 2.13) take several times as long, or do not exist.
 is_tracing = torch._C._is_tracing
 is_functorch_active = torch._C._are_functorch_transforms_active
 
 
 def is_transforming() -> bool:
-    """Whether torch.func or forward mode is at work, for which a Function must be of another kind.
+    """Return whether torch.func or forward mode is active, which require another form of a Function.
 
-    The kind that serves all costs twice as much.
+    This form takes twice as long, so it is not used elsewhere.
     """
     return is_functorch_active() or forward_ad._current_level >= 0
 
 
-# Private: PyTorch (2.13) has no public way to apply a Function of one level in the midst of a transform that
-# it has nothing to do with.
+# Private: PyTorch (2.13) has no public API for the following.
+# Apply a Function in its eager form inside of a transform that does not affect it.
 untransformed = torch._functorch.utils.enable_single_level_autograd_function
-# Nor one to ask for the hooks that are called with what is saved, as a checkpoint's are.
-hooks_of_saving = torch._C._autograd._top_saved_tensors_default_hooks
-# Nor one for what stands in the wrapper of a transform that has ended.
+# Return the active saved-tensor hooks, which a checkpoint sets.
+saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# Return the tensor in the wrapper of a transform that has ended.
 unwrapped_once = torch._C._functorch.unwrap_if_dead
-# Nor one to ask which transforms are at work, and which of them a tensor is wrapped for.
+# Return the active transforms, and the level and axis of a tensor's wrapper.
 _transforms = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
 _level, _axis = torch._C._functorch.maybe_get_level, torch._C._functorch.maybe_get_bdim
 _VMAP = torch._C._functorch.TransformType.Vmap
 
 
 def unwrapped(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors, and for those that transforms which have ended wrapped, what stands within.
+    """Return the tensors without wrappers of transforms that have ended.
 
-    Such are met where the function that `torch.func.vjp` returns is called: a wrapper has no history there.
+    They occur when a function that `torch.func.vjp` returned is called. The wrappers have no history.
     """
     while any(map(is_not, map(unwrapped_once, tensors), tensors)):
         tensors = [*map(unwrapped_once, tensors)]
     return tensors
 
 
-def batches() -> set[tuple[int, int]]:
-    """The vmaps that are at work: the level of each, and its elements."""
+def active_vmaps() -> set[tuple[int, int]]:
+    """Return the level and the batch size of each active vmap."""
     return {(t.level(), t.batch_size()) for t in _transforms() if t.key() == _VMAP}
 
 
-def mappings(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """The vmaps, within one another, by which a tensor is mapped: the level of each, and its elements."""
-    return [(level, count) for level, count, _ in _mapped(tensor)]
+def vmaps_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Return the level and the batch size of each vmap that maps a tensor."""
+    return [(level, count) for level, count, _ in _mapped_axes(tensor)]
 
 
-def _mapped(tensor: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """The same, with the axis that stands within for each."""
+def _mapped_axes(tensor: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield the level, the batch size and the axis of each vmap that maps a tensor."""
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
         if inner.ndim > tensor.ndim:
             axis = _axis(tensor)
@@ -64,72 +64,73 @@ def _mapped(tensor: torch.Tensor) -> Iterator[tuple[int, int, int]]:
         tensor = inner
 
 
-# Nor one to compute with what stands in wrapped tensors, past all transforms and what writes operations down.
-_past_modes = torch.utils._python_dispatch._disable_current_modes
-# Nor one to ask whether a tensor is fake.
+# Disable modes that record or replace operations.
+_no_modes = torch.utils._python_dispatch._disable_current_modes
+# Return whether a tensor is fake.
 _is_fake = torch._subclasses.fake_tensor.is_fake
 
 
 def is_empty(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values, and nothing is computed with it."""
+    """Return whether a tensor has no values, because it is a meta or fake tensor."""
     return tensor.is_meta or _is_fake(tensor)
 
 
-# Nor one to ask whether it stands for a batch of the vmap before torch.func, by which PyTorch (2.13) takes
-# `is_grads_batched` and which has no way to compare numbers.
+# Return whether a tensor is mapped by the vmap that precedes torch.func. PyTorch (2.13) uses it for
+# `is_grads_batched`. It does not support comparisons.
 _is_of_old_vmap = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_unreadable(tensor: torch.Tensor) -> bool:
-    """Whether its values cannot be compared with others."""
+    """Return whether the values of a tensor cannot be compared."""
     return is_empty(tensor) or _is_of_old_vmap(tensor)
 
 
-def is_of_level_within(tensor: torch.Tensor) -> bool:
-    """Whether it is wrapped for a transform within those that are at work here.
+def is_of_inner_level(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is wrapped by a transform inside of the active ones.
 
-    In forward mode a vmap from within may be at work in the place of the transform around it.
+    In forward mode, an inner vmap may be active at the level of the transform around it.
     """
-    at_work = {transform.level(): transform.key() == _VMAP for transform in _transforms()}
+    active = {transform.level(): transform.key() == _VMAP for transform in _transforms()}
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
-        level = _level(tensor)  # that of one that has ended is negative
-        if level > 0 and at_work.get(level) != (inner.ndim > tensor.ndim):
+        level = _level(tensor)  # negative for a transform that has ended
+        if level > 0 and active.get(level) != (inner.ndim > tensor.ndim):
             return True
         tensor = inner
     return False
 
 
 @contextlib.contextmanager
-def past_transforms() -> Iterator[None]:
-    with torch._C._DisableFuncTorch(), _past_modes():
+def no_transforms() -> Iterator[None]:
+    """Disable all transforms and modes, to compute with the tensors in wrappers."""
+    with torch._C._DisableFuncTorch(), _no_modes():
         yield
 
 
 def bare(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
-    """What stands in a wrapped tensor, behind one axis for each of these levels of vmap that map it or not.
+    """Return the tensor in the wrappers, with one leading axis for each of these levels of vmap.
 
-    To be computed with `past_transforms`.
+    The axis of a level that does not map the tensor has size 1. To be called in `no_transforms`.
     """
     axes = [(1, axis) for axis in range(tensor.ndim)]
-    for level, _, axis in _mapped(tensor):
+    for level, _, axis in _mapped_axes(tensor):
         axes.insert(axis, (0, levels.index(level)))
-    whole = torch.func.debug_unwrap(tensor, recurse=True).detach()
-    whole = whole.permute([axes.index(axis) for axis in sorted(axes)])
-    for place in range(len(levels)):
-        if (0, place) not in axes:
-            whole = whole.unsqueeze(place)
-    return whole
+    inner = torch.func.debug_unwrap(tensor, recurse=True).detach()
+    inner = inner.permute([axes.index(axis) for axis in sorted(axes)])
+    for index in range(len(levels)):
+        if (0, index) not in axes:
+            inner = inner.unsqueeze(index)
+    return inner
 
 
 @contextlib.contextmanager
-def unwritten() -> Iterator[None]:
-    """Nothing that is done here is written down by a trace. Private: PyTorch (2.13) has no public way."""
-    writing = torch._C._get_tracing_state()
+def untraced() -> Iterator[None]:
+    """Hide operations from `torch.jit.trace`. Private: PyTorch (2.13) has no public API for it."""
+    state = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(writing)
+        torch._C._set_tracing_state(state)
 
 
 def is_compiling() -> bool:
@@ -137,16 +138,16 @@ def is_compiling() -> bool:
 
 
 Autocast = tuple[torch.dtype | None, torch.dtype | None] | None
-"""To which dtype autocast casts on the CPU and on the accelerator, None where it does not."""
+"""The dtypes to which autocast casts on the CPU and on the accelerator, None if it is disabled."""
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
 
-# Private: the public way (PyTorch 2.13) asks for one device at a time, at twice the cost.
+# Private: the public function (PyTorch 2.13) tests one device, and takes twice as long.
 is_autocast_anywhere = torch._C._is_any_autocast_enabled
 
 
-def autocast_here() -> Autocast:
-    """The autocast of this place in the program."""
+def current_autocast() -> Autocast:
+    """Return the active autocast settings."""
     if not is_autocast_anywhere():
         return None
     cpu = _dtype_on("cpu")
@@ -159,7 +160,7 @@ def _dtype_on(device: str) -> torch.dtype | None:
 
 
 def autocasting(autocast: Autocast) -> contextlib.AbstractContextManager[Any]:
-    """The autocast of another place, here."""
+    """Return a context with these autocast settings."""
     cpu, other = autocast or (None, None)
     on_cpu = torch.autocast("cpu", dtype=cpu, enabled=cpu is not None)
     if _ACCELERATOR is None:
@@ -173,6 +174,6 @@ def _both(first: torch.autocast, second: torch.autocast) -> Iterator[None]:
         yield
 
 
-def drawing_apart() -> contextlib.AbstractContextManager[None]:
-    """What is drawn here at random is drawn again behind it."""
+def fork_random_state() -> contextlib.AbstractContextManager[None]:
+    """Return a context that restores the state of random number generators at its end."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])

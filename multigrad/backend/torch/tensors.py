@@ -1,4 +1,4 @@
-"""What the upper half asks of a tensor."""
+"""The tensors of PyTorch: types, dtypes, values and conversions."""
 
 import types
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ STAND_INS = TypeSet(torch.fx.Proxy)
 
 
 def constant(function: F) -> F:
-    """Let Dynamo call it instead of tracing it."""
+    """Mark a function that Dynamo calls instead of tracing it."""
     return torch.compiler.assume_constant_result(function)
 
 
@@ -31,12 +31,12 @@ is_reading_code = torch.compiler.is_dynamo_compiling
 def defaults_of(function: types.FunctionType) -> int:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     if torch.compiler.is_dynamo_compiling() and len(names) > 1 and names[-1] == "upstream":
-        # Dynamo (PyTorch 2.13) fails where it finds some. That of `upstream` makes no difference to a rule.
+        # Dynamo (PyTorch 2.13) cannot read defaults. Whether `upstream` has one makes no difference.
         return 1
     return len(function.__defaults__ or ())
 
 
-# Which dtypes have a gradient. A look into a dict costs less than to ask a dtype twice.
+# Whether each dtype is differentiable. A dict lookup takes less time than two attributes of the dtype.
 FLOATING = {
     dtype: dtype.is_floating_point or dtype.is_complex
     for dtype in vars(torch).values()
@@ -54,7 +54,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> list[Spec | None]:
     specs: list[Spec | None] = []
-    for tensor in tensors:  # no comprehension, which is a call
+    for tensor in tensors:  # not a comprehension, which is a function call
         dtype = tensor.dtype
         specs.append((tensor.shape, dtype, None) if FLOATING[dtype] else None)
     return specs
@@ -73,8 +73,8 @@ def concrete(tensor: torch.Tensor) -> np.ndarray | None:
     if is_transforming() or torch.compiler.is_compiling():
         return None
     wide = torch.complex128 if tensor.dtype.is_complex else torch.float64  # NumPy has no bfloat16
-    whole = tensor.detach().resolve_conj().resolve_neg()  # NumPy has no views of either kind
-    return whole.to("cpu", wide if FLOATING[tensor.dtype] else None).numpy()
+    resolved = tensor.detach().resolve_conj().resolve_neg()  # NumPy has no lazy conjugates and negatives
+    return resolved.to("cpu", wide if FLOATING[tensor.dtype] else None).numpy()
 
 
 def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
@@ -85,6 +85,6 @@ def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> N
 def _value(tensor: torch.Tensor) -> np.ndarray:
     if not is_transforming():
         return np.array(keras.ops.convert_to_numpy(tensor.resolve_conj().resolve_neg()))
-    # Under a transform an operation on what is wrapped gives what is wrapped again, and to list it is none.
+    # Under a transform every operation wraps its result. `tolist` is not an operation.
     values = torch.func.debug_unwrap(tensor, recurse=True).tolist()
     return np.array(values, keras.backend.standardize_dtype(tensor.dtype))
