@@ -1,9 +1,10 @@
 """`op_custom_gradient`, and one call of an op told from top to bottom."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, overload
 
 import keras
 
@@ -61,7 +62,7 @@ def op_custom_gradient(
     forward_mode: bool = False,
     higher_order: bool = True,
 ) -> Callable[..., Any]:
-    """Define a function together with the rule of its gradient, for every backend of Keras.
+    """Define a function and its gradient rule, for every backend of Keras.
 
     ```python
     from keras import ops
@@ -69,82 +70,75 @@ def op_custom_gradient(
 
     @op_custom_gradient
     def log1pexp(x):
-        e = ops.exp(x)
         def rule(upstream):
-            return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1.0, e))
-        return ops.log(1.0 + e), rule
+            return upstream * ops.sigmoid(x)
+        return ops.maximum(x, 0.0) + ops.log1p(ops.exp(-ops.abs(x))), rule
 
-    print(grad(log1pexp)(100.0))  # 1.0, where plain differentiation gives NaN
+    print(log1pexp(100.0), grad(log1pexp)(100.0))  # 100.0 1.0
     ```
 
-    By the chain rule, the rule returns the vector-Jacobian product: for `y = f(x)` and a loss `L`, it is
-    given the upstream gradient `dL/dy` and returns `dL/dx`. A rule that does not multiply by its upstream
-    cuts the chain.
+    The rule returns the vector-Jacobian product. For `y = f(x)` and a loss `L`, it gets the upstream gradient
+    `dL/dy` and returns `dL/dx`. A rule that does not multiply by its upstream gradient cuts the chain.
 
     Arguments:
-        f: a function of any arguments that returns a pair `output, rule`. Tensors, NumPy arrays and Keras
-            Variables among the arguments, alone or nested in tuples, lists and dicts, reach it as
-            tensors; Python numbers and all other objects reach it as they are. Floating and complex
-            tensors have a gradient. The output is a tensor or a nested structure; what is no tensor in
-            it is passed through. `f` can be a function, method, lambda, partial or callable object, and
-            can be defined anew in every call.
-        name: how messages call the op; the function's own name if it is not given. A name of the form
-            `package>name` registers the op with Keras, so that a model in which it is used can be saved,
-            and loaded where an op of this name is defined.
-        forward_mode: whether JAX's own forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) is to work
-            on the op. The rule must then be linear in its upstream gradient. Elsewhere forward mode
-            needs no permission, and this changes nothing.
-        higher_order: whether there are to be derivatives of the gradient. For those, PyTorch keeps the inputs
-            of an op alive where its rule uses something that was computed from them. Without, it keeps what
-            the rule uses alone, and a second derivative is an error. Elsewhere this changes nothing.
+        f: a function of any arguments that returns a pair `output, rule`. It gets tensors, NumPy arrays and
+            Keras Variables, alone or nested in tuples, lists and dicts, as tensors. It gets Python numbers
+            and all other objects unchanged. Floating and complex tensors have a gradient. The output is a
+            tensor or a nested structure; objects in it that are not tensors are passed through. `f` can be a
+            function, method, lambda, partial or callable object, and can be defined anew in every call.
+        name: the name of the op in messages. The default is the name of the function. A name of the form
+            `package>name` registers the op with Keras, so that a model with it can be saved, and loaded where
+            an op of this name is defined.
+        forward_mode: whether JAX's own forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) works on the
+            op. The rule must then be linear in its upstream gradient. On other backends forward mode always
+            works, and the option has no effect.
+        higher_order: whether the gradient can be differentiated. For that, PyTorch keeps the inputs of an op
+            alive if its rule uses an intermediate value of the function. Without it, PyTorch keeps only what
+            the rule uses, and a second derivative raises an error. On other backends it has no effect.
 
-    The rule is called by its signature:
+    The signature of the rule selects how it is called:
 
-    - `rule(U)`, when it has one positional parameter, whatever its name, or `upstream` by keyword alone;
-    - `rule(u1, ..., uN)`, when it has as many as the output has tensors, or `rule(*us)`;
-    - `rule(*args, upstream=U)`, with the op's own positional arguments, when it has a parameter
-      `upstream` behind others, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`. What the op
-      was passed by keyword alone it closes over.
+    - `rule(U)`, if it has one positional parameter, of any name, or `upstream` as its only keyword-only one;
+    - `rule(u1, ..., uN)`, if it has as many as the output has tensors, or is `rule(*us)`;
+    - `rule(*args, upstream=U)`, with the positional arguments of the op, if it has a parameter `upstream`
+      after others, as in `rule(*args, upstream=None)` or `rule(x, y, *, upstream)`. It closes over the
+      keyword-only arguments of the op.
 
-    Each may have a further parameter `variables`. It is handed the trainable Keras Variables that `f` read
-    without being given them, in the order of first reading, and returns the pair `gradients,
-    gradients_of_variables`. While the rule runs, they have the values that they had in `f`, and a layer that
-    it calls is in training if the layer is that called the op.
+    Each form may have a further parameter `variables`: the list of the trainable Keras Variables that `f`
+    read without being given them, in the order of the first reading. The rule then returns the pair
+    `gradients, gradients_of_variables`. While the rule runs, the variables have the values that they had in
+    `f`, and a layer that the rule calls is in training if the layer that called the op is.
 
     `U` is the upstream gradient in the structure of the output: zeros for a tensor that nobody used, and
-    None for an output that has no gradient (integers, strings, None).
+    None for an output without a gradient (integers, strings, None). Flattened tensors have the order of
+    `keras.tree.flatten`: the keys of a dict are sorted, and those of an `OrderedDict` keep their order.
 
-    Flattened tensors are in the order of `keras.tree.flatten`, here and below: by the sorted keys of a dict,
-    and in the own order of an `OrderedDict`.
+    The rule returns one of these. If several fit, the first one applies:
 
-    The rule returns one of these, of which the first that fits is meant:
-
-    - a tensor, when one argument is differentiable;
+    - a tensor, if one argument is differentiable;
     - a tuple or list with one entry per argument, or per differentiable argument, each in the structure
-      of its argument, or one per flattened tensor;
-    - a dict from argument names to such entries, with a tuple for what came in by `*args`.
+      of its argument, or with one entry per flattened tensor;
+    - a dict from argument names to such entries, with a tuple for `*args`.
 
-    None stands for zero, and a function of no arguments for a gradient that is computed only where it is
-    needed. TensorFlow's tapes ask for every gradient, so eager TensorFlow computes them all; `tf.function`
-    prunes those that nobody uses. What has no gradient has None or zero; a Python float or complex number may
-    have one, which nobody asks for. An answer that could be meant for such a number, or for a tensor, is an
-    error. A gradient is cast to the dtype of its argument, and summed over the axes along which broadcasting
-    made it larger.
+    None stands for zero. A function of no arguments stands for a gradient that is computed only if it is
+    needed; the tapes of eager TensorFlow need all of them. Arguments without a gradient have None or zero.
+    Gradients for Python floats and complex numbers are discarded; a result that could belong to such a number
+    or to a tensor raises an error. A gradient is cast to the dtype of its argument, and summed over the axes
+    along which broadcasting enlarged it.
 
     Returns:
-        A function with the name, documentation and parameters of `f`, which returns the output alone and
-        is differentiated by the rule, to any order. Inside the rule, an input or output of the op is
-        differentiated as such; a tensor that the function computed on the way is differentiated through
-        the function, which PyTorch and JAX run once more for it. A tensor that `f` closes over has no
-        gradient through the op.
+        A function with the name, documentation and parameters of `f`. It returns the output alone and is
+        differentiated by the rule, to any order. In a rule, an input or output of the op is differentiated as
+        such. An intermediate value of the function is differentiated through the function, which PyTorch and
+        JAX run once more for it. A tensor that `f` closes over has no gradient through the op.
 
     Raises:
-        TypeError: when `f` returns no such pair, when the rule's signature or its answer can be read in
-            none of these ways, or in two that differ, when the rule has a default for an argument that it is
-            not handed, when `f` reads trainable variables and the rule takes none, or an argument is a
+        TypeError: if `f` does not return such a pair; if the signature or the result of the rule fits none of
+            these forms, or is ambiguous; if the rule has a default for an argument that it does not get; if
+            `f` reads trainable variables and the rule has no parameter `variables`; or if an argument is a
             sparse tensor.
-        ValueError: when a gradient has a shape that is not its argument's, or another op is registered
-            under the name.
+        ValueError: if a gradient has another shape than its argument, or another op is registered under the
+            name.
 
     On a KerasTensor, such as `keras.Input` returns, the op is one node of a Functional model.
 
@@ -207,7 +201,13 @@ def _define(f: Callable[..., Any], title: str, options: Options) -> Callable[...
             return symbolic.apply(_define(f, title, options), title, args, kwargs)
         return apply(Call(f, back, options), tensors)
 
-    return functools.update_wrapper(_framework.library_code(op), f)
+    defined: Any = functools.update_wrapper(_framework.library_code(op), f)
+    pair = getattr(f, "__annotations__", {}).get("return")
+    if get_origin(pair) is tuple:  # the output and the rule, of which `help` shows the output
+        output = get_args(pair)[0]
+        defined.__annotations__ = {**f.__annotations__, "return": output}
+        defined.__signature__ = inspect.signature(f).replace(return_annotation=output)
+    return defined
 
 
 def _prepare(

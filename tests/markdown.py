@@ -31,7 +31,7 @@ class Block(NamedTuple):
     """A Python block of a page."""
 
     code: str
-    """The code, after as many empty lines as there are above it on the page, so that an error has its line."""
+    """The code, after as many empty lines as the page has above it, so that an error has the line."""
     backends: tuple[str, ...]
     """The backends on which it runs."""
     output: str | None
