@@ -41,7 +41,7 @@ COMPILE_FAST = {
 }
 
 
-FAST = ("lint", "types", "tests", "package")
+FAST = ("lint", "types", "docs", "tests", "package")
 LONG = ("keras_tests", "export", "properties", "demo", "planted_faults")
 
 EVERY_TEST = ("-m", "")  # replaces the `-m` of pyproject.toml
@@ -81,9 +81,17 @@ def fast(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def full(session: nox.Session) -> None:
     """Every check: the slow tests too, every notebook on every backend, and many random programs."""
-    tests = ("lint", "types", "tests")  # every test of `package` is among those of each backend
+    tests = ("lint", "types", "docs", "tests")  # every test of `package` is among those of each backend
     run_two_at_a_time(session, *tests, "--", *EVERY_TEST, MULTIGRAD_EXAMPLES=MANY_EXAMPLES)
     run_two_at_a_time(session, *LONG, MULTIGRAD_EXAMPLES=MANY_EXAMPLES)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """The site of `docs/`, in `site/`: a broken link, a missing name or an asset of another host fails."""
+    install(session, *GROUPS(PYPROJECT, "docs"))  # the API pages are read from the source
+    # Material's notice about its successor is no warning of the build.
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session(default=False)

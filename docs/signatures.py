@@ -11,10 +11,12 @@ _PAIR = "Pair"  # of multigrad.ops: a tensor and its rule
 
 
 class Signatures(griffe.Extension):
-    """Show the return annotation of a decorated op."""
+    """Show the return annotation of a decorated op, and one signature of the decorator."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         """Replace the annotation of the pair by that of the output."""
         decorated = any("op_custom_gradient" in str(decorator.value) for decorator in func.decorators)
         if decorated and str(func.returns) == _PAIR:
             func.returns = "Tensor"
+        if func.name == "op_custom_gradient":
+            func.overloads = None  # for type checkers

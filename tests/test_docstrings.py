@@ -6,6 +6,7 @@ import pkgutil
 import re
 import sys
 import types
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -95,3 +96,22 @@ def test_the_examples_are_found():
 def test_a_wrong_comment_is_found(example, output):
     with pytest.raises(AssertionError):
         check_output(example, output)
+
+
+@pytest.mark.forward
+def test_the_signature_of_an_op_is_that_of_its_output():
+    @multigrad.op_custom_gradient
+    def f(x: float, *, scale: int = 2) -> tuple[str, Callable[..., float]]:
+        return x * scale, lambda upstream: upstream * scale
+
+    assert str(inspect.signature(f)) == "(x: float, *, scale: int = 2) -> str"
+    assert f.__annotations__ == {"x": float, "scale": int, "return": str}
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("name", [name for name in multigrad.ops.__all__ if not hasattr(ops, name)])
+def test_an_op_has_real_types(name):
+    signature = inspect.signature(getattr(multigrad.ops, name))
+    annotations = [parameter.annotation for parameter in signature.parameters.values()]
+    assert inspect.Signature.empty not in (*annotations, signature.return_annotation)
+    assert "tuple" not in str(signature.return_annotation)

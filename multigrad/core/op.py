@@ -1,8 +1,9 @@
 """`op_custom_gradient`: the decorator, and the op that it returns."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin, overload
 
 from multigrad import backend
 from multigrad.backend.base import Options
@@ -54,12 +55,11 @@ def op_custom_gradient(
 
     @op_custom_gradient
     def log1pexp(x):
-        e = ops.exp(x)
         def rule(upstream):
-            return ops.multiply(upstream, 1.0 - 1.0 / ops.add(1.0, e))
-        return ops.log(1.0 + e), rule
+            return upstream * ops.sigmoid(x)
+        return ops.maximum(x, 0.0) + ops.log1p(ops.exp(-ops.abs(x))), rule
 
-    print(grad(log1pexp)(100.0))  # 1.0, where plain differentiation gives NaN
+    print(log1pexp(100.0), grad(log1pexp)(100.0))  # 100.0 1.0
     ```
 
     The rule computes a vector-Jacobian product: for `y = f(x)` and a loss `L`, it gets the upstream gradient
@@ -192,7 +192,13 @@ def _define(f: Callable[..., Any], name: str, options: Options) -> Callable[...,
             return node.apply(_define(f, name, options), name, args, kwargs)
         return apply(Call(f, pullback, options), tensors)
 
-    return functools.update_wrapper(_framework.library_code(op), f)
+    defined: Any = functools.update_wrapper(_framework.library_code(op), f)
+    pair = getattr(f, "__annotations__", {}).get("return")
+    if get_origin(pair) is tuple:  # the output and the rule, of which `help` shows the output
+        output = get_args(pair)[0]
+        defined.__annotations__ = {**f.__annotations__, "return": output}
+        defined.__signature__ = inspect.signature(f).replace(return_annotation=output)
+    return defined
 
 
 def _split_arguments(

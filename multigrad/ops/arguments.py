@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NewType, ParamSpec, TypeVar
 
 import keras
 import numpy as np
@@ -17,7 +17,13 @@ from multigrad.ops.dtypes import dtype_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Pair = tuple[Any, Callable[..., Any]]
+if TYPE_CHECKING:
+    Tensor = Any
+else:
+    Tensor = NewType("Tensor", object)
+"""A tensor of the active backend, for readers of a signature: Keras (3.15) has no type for a checker."""
+
+Pair = tuple[Tensor, Callable[..., Any]]
 """What the function of an op returns: the output, and the rule."""
 
 

@@ -17,7 +17,7 @@ from multigrad.calculus.derivatives import vjp
 from multigrad.core.errors import message, unusable
 from multigrad.core.op import op_custom_gradient
 from multigrad.ops import chunked_head
-from multigrad.ops.arguments import as_tensor, is_integer, may_be_alike, stacked, with_plain
+from multigrad.ops.arguments import Tensor, as_tensor, is_integer, may_be_alike, stacked, with_plain
 from multigrad.ops.chunked_head import Plan
 from multigrad.ops.dtypes import dtype_of, exact
 from multigrad.ops.stable import safe_divide
@@ -29,16 +29,16 @@ _CHUNK_SIZE_OF_FEW = 2048  # of chunks that have rows for few tokens
 
 @with_plain("chunk_size", "ignore_index")
 def linear_cross_entropy(
-    features: Any,
-    kernel: Any,
-    labels: Any,
-    bias: Any = None,
+    features: Tensor,
+    kernel: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
     *,
-    sample_weight: Any = None,
+    sample_weight: Tensor | None = None,
     reduction: str | None = None,
     chunk_size: int | None = None,
     ignore_index: int | None = None,
-) -> Any:
+) -> Tensor:
     """The cross entropy of `softmax(features @ kernel + bias)` for each label, without the logits.
 
     ```python

@@ -9,7 +9,7 @@ from keras import ops
 from multigrad.core.errors import describe, message, shape_text, unusable
 from multigrad.core.op import op_custom_gradient
 from multigrad.core.signature import name_of
-from multigrad.ops.arguments import Pair, floating, is_number, may_be_alike, tensor_of, with_plain
+from multigrad.ops.arguments import Pair, Tensor, floating, is_number, may_be_alike, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 from multigrad.ops.routing import fitting
 
@@ -74,7 +74,7 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
 
 
 @op_custom_gradient(name="multigrad>round_straight_through")
-def round_straight_through(x: Any) -> Pair:
+def round_straight_through(x: Tensor) -> Pair:
     """`x` rounded to integers, half to even, with the gradient of the identity.
 
     ```python
@@ -100,7 +100,7 @@ def round_straight_through(x: Any) -> Pair:
 
 @with_plain("limit")
 @op_custom_gradient(name="multigrad>sign_straight_through")
-def sign_straight_through(x: Any, limit: float | None = 1.0) -> Pair:
+def sign_straight_through(x: Tensor, limit: float | None = 1.0) -> Pair:
     """The sign of `x`, with the gradient of the identity up to a limit.
 
     ```python
@@ -137,7 +137,7 @@ def sign_straight_through(x: Any, limit: float | None = 1.0) -> Pair:
 
 
 @op_custom_gradient(name="multigrad>clip_straight_through")
-def clip_straight_through(x: Any, low: Any, high: Any) -> Pair:
+def clip_straight_through(x: Tensor, low: float | Tensor, high: float | Tensor) -> Pair:
     """`x` clipped to a range, with the gradient of the identity, so that what left the range may come back.
 
     ```python
@@ -175,7 +175,7 @@ def clip_straight_through(x: Any, low: Any, high: Any) -> Pair:
 
 @with_plain("bits", "signed")
 @op_custom_gradient(name="multigrad>fake_quantize")
-def fake_quantize(x: Any, step: Any, bits: int = 8, signed: bool = True) -> Pair:
+def fake_quantize(x: Tensor, step: float | Tensor, bits: int = 8, signed: bool = True) -> Pair:
     """`x` in steps of a learned size, as learned step size quantization has it.
 
     ```python

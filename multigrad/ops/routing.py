@@ -7,12 +7,12 @@ from keras import ops
 from multigrad import backend
 from multigrad.core.errors import describe, message, shape_text, unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, check_axes, is_number, tensor_of, with_plain
+from multigrad.ops.arguments import Pair, Tensor, check_axes, is_number, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact
 
 
 @op_custom_gradient(name="multigrad>scale_gradient")
-def scale_gradient(x: Any, scale: Any) -> Pair:
+def scale_gradient(x: Tensor, scale: float | Tensor) -> Pair:
     """Pass `x` on, and its gradient multiplied by `scale`.
 
     ```python
@@ -38,7 +38,7 @@ def scale_gradient(x: Any, scale: Any) -> Pair:
 
 
 @op_custom_gradient(name="multigrad>reverse_gradient")
-def reverse_gradient(x: Any, scale: Any = 1.0) -> Pair:
+def reverse_gradient(x: Tensor, scale: float | Tensor = 1.0) -> Pair:
     """Pass `x` on, and the negative of its gradient, by which what precedes is trained against what follows.
 
     ```python
@@ -71,7 +71,7 @@ def _times(upstream: Any, factor: Any) -> Any:
 
 
 @op_custom_gradient(name="multigrad>stop_gradient_if")
-def stop_gradient_if(condition: Any, x: Any) -> Pair:
+def stop_gradient_if(condition: bool | Tensor, x: Tensor) -> Pair:
     """Pass `x` on, and its gradient where the condition is false.
 
     ```python
@@ -114,7 +114,13 @@ def stop_gradient_if(condition: Any, x: Any) -> Pair:
 
 @with_plain("value", "norm", "axis")
 @op_custom_gradient(name="multigrad>clip_gradient")
-def clip_gradient(x: Any, *, value: float | None = None, norm: float | None = None, axis: Any = None) -> Pair:
+def clip_gradient(
+    x: Tensor,
+    *,
+    value: float | None = None,
+    norm: float | None = None,
+    axis: int | tuple[int, ...] | None = None,
+) -> Pair:
     """Pass `x` on, and its gradient clipped.
 
     ```python
@@ -195,7 +201,7 @@ def _clip_norm(x: Any, norm: float, axis: Any) -> Any:
 
 
 @op_custom_gradient(name="multigrad>prevent_gradient")
-def prevent_gradient(x: Any, reason: str = "") -> Pair:
+def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
     """Pass `x` on, and make it an error to differentiate by it.
 
     ```python
@@ -241,7 +247,7 @@ def _prevented(reason: str, upstream: Any) -> str:
 
 
 @op_custom_gradient(name="multigrad>print_gradient")
-def print_gradient(x: Any, label: str = "gradient") -> Pair:
+def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
     """Pass `x` and its gradient on, and print what comes back, compiled or not.
 
     ```python

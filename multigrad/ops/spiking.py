@@ -8,7 +8,7 @@ from keras import ops
 
 from multigrad.core.errors import unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, floating, is_number, with_plain
+from multigrad.ops.arguments import Pair, Tensor, floating, is_number, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 
@@ -27,7 +27,7 @@ _SURROGATES = {"fast_sigmoid": (_fast_sigmoid, 10.0), "arctan": (_arctan, 2.0)}
 
 @with_plain("slope")
 @op_custom_gradient(name="multigrad>spike")
-def spike(x: Any, surrogate: str = "fast_sigmoid", slope: float | None = None) -> Pair:
+def spike(x: Tensor, surrogate: str = "fast_sigmoid", slope: float | None = None) -> Pair:
     """1 where `x` is positive and 0 elsewhere, with the gradient of a smooth step.
 
     ```python

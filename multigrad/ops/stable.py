@@ -14,12 +14,12 @@ from keras import ops
 
 from multigrad.core.errors import unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, check_axes, tensor_of, with_plain
+from multigrad.ops.arguments import Pair, Tensor, check_axes, tensor_of, with_plain
 from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
 
 
 @op_custom_gradient(name="multigrad>log1pexp")
-def log1pexp(x: Any) -> Pair:
+def log1pexp(x: Tensor) -> Pair:
     """`log(1 + exp(x))`, for `x` of any size: softplus.
 
     ```python
@@ -45,7 +45,7 @@ def log1pexp(x: Any) -> Pair:
 
 
 @op_custom_gradient(name="multigrad>logcosh")
-def logcosh(x: Any) -> Pair:
+def logcosh(x: Tensor) -> Pair:
     """`log(cosh(x))`, for `x` of any size: `x**2 / 2` close to zero, and `abs(x) - log(2)` far from it.
 
     ```python
@@ -73,7 +73,7 @@ def logcosh(x: Any) -> Pair:
 
 
 @op_custom_gradient(name="multigrad>safe_sqrt")
-def safe_sqrt(x: Any) -> Pair:
+def safe_sqrt(x: Tensor) -> Pair:
     """The square root, with a gradient of zero at zero, where that of the square root is infinite.
 
     ```python
@@ -102,7 +102,7 @@ def safe_sqrt(x: Any) -> Pair:
 
 
 @op_custom_gradient(name="multigrad>safe_log")
-def safe_log(x: Any) -> Pair:
+def safe_log(x: Tensor) -> Pair:
     """The logarithm, with a finite value and a gradient of zero at zero.
 
     ```python
@@ -141,7 +141,7 @@ def safe_log(x: Any) -> Pair:
 
 
 @op_custom_gradient(name="multigrad>safe_divide")
-def safe_divide(x: Any, y: Any) -> Pair:
+def safe_divide(x: float | Tensor, y: float | Tensor) -> Pair:
     """`x / y`, and zero with gradients of zero where `y` is zero.
 
     ```python
@@ -191,7 +191,7 @@ def safe_divide(x: Any, y: Any) -> Pair:
 
 @with_plain("axis", "keepdims")
 @op_custom_gradient(name="multigrad>safe_norm")
-def safe_norm(x: Any, axis: Any = None, keepdims: bool = False) -> Pair:
+def safe_norm(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bool = False) -> Pair:
     """The Euclidean norm, with a gradient of zero at zero, and no squares that overflow or vanish.
 
     ```python

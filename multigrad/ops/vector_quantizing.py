@@ -7,7 +7,7 @@ from keras import ops
 
 from multigrad.core.errors import unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, is_number, stacked, with_plain
+from multigrad.ops.arguments import Pair, Tensor, is_number, stacked, with_plain
 from multigrad.ops.dtypes import dtype_of, exact
 
 _NAME = "vector_quantize"
@@ -16,16 +16,16 @@ _NAME = "vector_quantize"
 class VectorQuantized(NamedTuple):
     """What `vector_quantize` returns."""
 
-    quantized: Any
+    quantized: Tensor
     """The closest vector of the codebook to each of `x`, with the gradient of the identity to `x`."""
-    indices: Any
+    indices: Tensor
     """Which one it is, in int32."""
-    loss: Any
+    loss: Tensor
     """What each vector adds to the loss that trains the codebook, and commits `x` to it."""
 
 
 @with_plain("commitment")
-def vector_quantize(x: Any, codebook: Any, commitment: float = 0.25) -> VectorQuantized:
+def vector_quantize(x: Tensor, codebook: Tensor, commitment: float = 0.25) -> VectorQuantized:
     """Each vector of `x` replaced by the closest one of a codebook, as VQ-VAE has it.
 
     ```python
