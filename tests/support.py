@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from keras import ops
 
+import multigrad
+
 BACKEND = keras.backend.backend()
 DIFFERENTIATES = BACKEND in ("tensorflow", "jax", "torch")
 
@@ -110,6 +112,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
         return tf.function(function)
     return function
+
+
+def compiled_with_variables(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, compiled. A `jax.jit` would take the values of variables for constants."""
+    return multigrad.jit(function) if BACKEND == "jax" else compiled(function)
 
 
 def compiled_by_xla(function: Callable[..., Any]) -> Callable[..., Any]:

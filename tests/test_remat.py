@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, compiled
+from support import BACKEND, array, close, compiled, compiled_with_variables
 
 from multigrad import grad, jacobian, op_custom_gradient
 
@@ -176,7 +176,7 @@ def test_an_activation(mode):
     assert rematerialized > without
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled_with_variables], ids=["eager", "compiled"])
 @pytest.mark.parametrize("calculus", [grad, jacobian])
 def test_by_variables(calculus, wrap):
     """TensorFlow's `recompute_grad` knows arguments and what a tape watches: better an error than zero."""

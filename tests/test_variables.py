@@ -7,9 +7,9 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, FIT_MODES, array, close, compiled, numpy
+from support import BACKEND, FIT_MODES, array, close, compiled, compiled_with_variables, numpy
 
-from multigrad import grad, jit, op_custom_gradient, value_and_grad
+from multigrad import grad, op_custom_gradient, value_and_grad
 
 SCALE = keras.Variable([2.0, 3.0], name="scale")
 
@@ -626,9 +626,7 @@ def test_the_forward_pass_reads_and_assigns() -> None:
     close(count.value, array(1.0))
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, jit if BACKEND == "jax" else compiled], ids=["eager", "compiled"]
-)
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled_with_variables], ids=["eager", "compiled"])
 @pytest.mark.parametrize("convert", [lambda v: v, ops.convert_to_tensor], ids=["itself", "converted"])
 def test_a_variable_that_is_an_output_itself(convert, wrap):
     @op_custom_gradient

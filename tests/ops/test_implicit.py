@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from counts import saved
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy, slow_on
+from support import BACKEND, array, close, compiled, compiled_with_variables, numpy, slow_on
 
 from multigrad import grad, jvp
 from multigrad.ops import fixed_point, implicit_root
@@ -149,7 +149,7 @@ def test_a_tensor_that_is_closed_over(wrap):
     "wrap",
     [
         pytest.param(lambda f: f, id="eager", marks=slow_on("jax", "tensorflow")),
-        pytest.param(compiled, id="compiled"),
+        pytest.param(compiled_with_variables, id="compiled"),
     ],
 )
 def test_a_variable_and_a_layer(wrap):
