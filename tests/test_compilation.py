@@ -91,7 +91,6 @@ def test_a_training_step_learns_as_fit_does():
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.forward
 def test_a_generator_of_seeds_advances():
     seeds = keras.random.SeedGenerator(3)
     dropout = keras.layers.Dropout(0.5, seed=4)
