@@ -231,8 +231,6 @@ def test_in_fit(mode):
 
 @pytest.mark.forward
 @pytest.mark.skipif(BACKEND == "openvino", reason="Keras (3.15) has placeholders without values there")
-    BACKEND == "openvino", reason="Keras (3.15) infers shapes there on placeholders without values"
-)
 def test_a_node_that_is_saved(tmp_path):
     inputs = keras.Input((3,))
     model = keras.Model(inputs, host_call(double, inputs, output=inputs) + 1.0)
