@@ -11,7 +11,7 @@ from support import array, close, numpy
 
 import multigrad
 from multigrad import jit
-from multigrad.backend.jax import jit as jit_on_jax
+from multigrad.backend.jax.jit import _COUNT_IN_LIST, _reference_counts
 
 
 def test_variables_that_are_created_in_every_call():
@@ -153,9 +153,9 @@ def test_no_new_trace_for_new_values():
 
 def test_the_reference_count_of_an_array_that_only_a_list_holds():
     value = [object()]
-    assert jit_on_jax._reference_counts(value) == [jit_on_jax._COUNT_IN_LIST]
+    assert _reference_counts(value) == [_COUNT_IN_LIST]
     held = value[0]
-    assert jit_on_jax._reference_counts(value) == [jit_on_jax._COUNT_IN_LIST + 1]
+    assert _reference_counts(value) == [_COUNT_IN_LIST + 1]
     assert sys.getrefcount(held) > 1
 
 
