@@ -26,7 +26,7 @@ def without(monkeypatch):
 
 def test_the_version_is_known():
     """In another one the private names and what JAX does with them are to be looked at again."""
-    assert op._HAS_REVERSE
+    assert op.REVERSE_IS_KNOWN
     assert issubclass(reverse.LinearizeTrace, jax.core.Trace)
     assert reverse.primitive_linearizations[reverse._op_p] is reverse._linearized
 
@@ -69,7 +69,7 @@ def test_one_where_it_is_written_down(without):
 
 @EACH
 def test_in_another_version_it_is_one_throughout(case, monkeypatch):
-    monkeypatch.setattr(op, "_HAS_REVERSE", False)
+    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", False)
     same(case.op, case.meant)
     close(first(first(case.op))(X, W), first(first(case.meant))(X, W), 1e-4)
 
@@ -139,7 +139,7 @@ def test_entries_are_called_for_what_is_differentiated():
 @pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
 def test_what_is_closed_over_is_an_array(known, monkeypatch):
     """Also a number of Python's that is differentiated around the op."""
-    monkeypatch.setattr(op, "_HAS_REVERSE", known)
+    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
 
     def function(x, y):
         @op_custom_gradient
@@ -171,7 +171,7 @@ def test_the_linear_function_is_of_forward_mode(use):
 @pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_ref_that_is_closed_over_stays_one(wrap, known, monkeypatch):
-    monkeypatch.setattr(op, "_HAS_REVERSE", known)
+    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
 
     def loss(x):
         ref = jax.new_ref(2.0 * x)
@@ -190,7 +190,7 @@ def test_a_ref_that_is_closed_over_stays_one(wrap, known, monkeypatch):
 @pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_number_of_pythons_as_cotangent(wrap, known, monkeypatch):
-    monkeypatch.setattr(op, "_HAS_REVERSE", known)
+    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
     both = op_custom_gradient(lambda x: ((x * 2.0, x * 3.0), lambda u: u[0] * 7.0 + u[1] * 5.0))
     turned = op_custom_gradient(lambda x: (x * 1j, lambda u: u * 7.0))
     close(wrap(lambda x: jax.vjp(double, x)[1](1.0)[0])(X[0]), 7.0)
@@ -211,7 +211,7 @@ number.defjvp(lambda primals, tangents: (number(*primals), 2.0 * tangents[0]))
 @pytest.mark.parametrize("forward_mode", [False, True])
 def test_a_number_of_pythons_that_is_mapped(forward_mode, known, monkeypatch):
     """As what stands before an op may return one, and JAX takes it for an array."""
-    monkeypatch.setattr(op, "_HAS_REVERSE", known)
+    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
     own = op_custom_gradient(lambda x: (x * x, lambda u: u * x.ndim + u * 7.0), forward_mode=forward_mode)
     close(jax.vmap(lambda x: own(number(x)))(X), 9.0 * jnp.ones(3))
     close(jax.vmap(jax.grad(lambda x: own(number(x))))(X), 14.0 * jnp.ones(3))
