@@ -5,6 +5,7 @@ gradients, unless its title names some: ```` ```python title="JAX" ````. A block
 the Python block above it prints. A line that ends with `# raises TypeError` raises that error.
 """
 
+import importlib
 import itertools
 import linecache
 import re
@@ -96,6 +97,9 @@ def run_page(page: Path, capsys: Any, monkeypatch: Any) -> None:
     """Run the blocks of a page that are for the active backend."""
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # where AutoGraph and torch.compile look a function up
+    if BACKEND == "torch":
+        # PyTorch compiles a function of Keras a few times in a process, and a page is a program of its own.
+        importlib.import_module("torch").compiler.reset()
     for block in blocks(page):
         if BACKEND in block.backends:
             run(block, page, vars(module), capsys)

@@ -447,6 +447,11 @@ def test_forward_mode_written_down(mode):
     close(written(x), 21 * x**3)
 
 
+IN_AN_OBJECT = (
+    r"op: the rule uses tensors of an inner derivative in an object, under forward mode(.|\n)*close over"
+)
+
+
 def test_forward_mode_of_what_another_derivative_left_in_an_object():
     kept = SimpleNamespace()
 
@@ -460,7 +465,7 @@ def test_forward_mode_of_what_another_derivative_left_in_an_object():
     close(grad(grad(op))(x), torch.tensor(84.0))
     close(multigrad.hessian(op)(x), torch.tensor(84.0))
     for derivative in (hessian(op), jacfwd(jacfwd(op))):
-        with pytest.raises(NotImplementedError, match=r"op: forward mode is taken(.|\n)*close over"):
+        with pytest.raises(NotImplementedError, match=IN_AN_OBJECT):
             derivative(x)
 
 
@@ -477,7 +482,7 @@ def test_forward_mode_of_a_mapped_derivative_that_left_something_unmapped_in_an_
         return vmap(lambda a: op(a, x))(XS).sum()
 
     close(jvp(loss, (X,), (V,))[1], (21.0 * XS * X**2 * V).sum())
-    with pytest.raises(NotImplementedError, match=r"op: forward mode is taken(.|\n)*close over"):
+    with pytest.raises(NotImplementedError, match=IN_AN_OBJECT):
         jvp(grad(loss), (X,), (V,))
 
 
