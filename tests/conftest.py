@@ -45,8 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{what}:RuntimeWarning")
 
 
-def pytest_collection_finish() -> None:
-    """Exclude what was imported from garbage collection, which many tests call: it takes half a second."""
+@pytest.fixture(autouse=True, scope="module")
+def exclude_from_collection() -> None:
+    """Exclude what exists so far from garbage collection, which many tests call and which would take long."""
     gc.collect()
     gc.freeze()
 
