@@ -9,7 +9,8 @@ from keras import ops
 
 from multigrad.core.errors import describe, message, shape_text
 from multigrad.ops.arguments import plain
-from multigrad.ops.implicit import check_options, fixed_point
+from multigrad.ops.implicit import fixed_point
+from multigrad.ops.implicit_solvers import check_options
 
 
 @keras.saving.register_keras_serializable("multigrad")
