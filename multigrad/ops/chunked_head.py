@@ -19,7 +19,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.ops.chunks import Body, InPlace, Loops, Unrolled
-from multigrad.ops.dtypes import dtype_of, exact
+from multigrad.ops.dtypes import dtype_of, wide_dtype
 
 Answer = tuple[list[Any], list[Any]]
 """The results with one row per token, and the other results."""
@@ -98,8 +98,8 @@ def losses_and_gradients(
         losses = loops.write(losses, 0, start, normalizer - target)
         return losses, loops.write(features_gradient, 0, start, ops.cast(gradient, dtype)), buffers
 
-    results = loops.empty((count, 1), exact(dtype)), loops.empty((count, plan.width), dtype)
-    buffers = _empty(loops, others if all_gradients else [], lambda x: exact(dtype_of(x)))
+    results = loops.empty((count, 1), wide_dtype(dtype)), loops.empty((count, plan.width), dtype)
+    buffers = _empty(loops, others if all_gradients else [], lambda x: wide_dtype(dtype_of(x)))
     *results, buffers = loops.loop(count, plan.tokens(in_place), step, (*results, buffers))
     return [loops.joined(result, 0) for result in results], _joined(loops, buffers, others)
 
@@ -126,7 +126,7 @@ class _Head:
         self.loops, self.plan, self.labels = loops, plan, labels
         self.kernel, self.features, self.bias = kernel, features, bias
         self.dtype = dtype_of(features)
-        self.exact = exact(self.dtype)
+        self.wide = wide_dtype(self.dtype)
 
     def normalizer_and_target(self, keep: bool) -> tuple[Any, Any, Any]:
         """Return the normalizer, the target logits, and a buffer of all logits if they are to be kept."""
@@ -139,8 +139,8 @@ class _Head:
             kept = self.loops.write(kept, -1, start, logits) if keep else kept
             return ops.logsumexp(pair, axis=1, keepdims=True), target, kept
 
-        zeros = ops.cast(ops.zeros_like(self.labels), self.exact)
-        kept = self.loops.empty((ops.shape(self.labels)[0], self.plan.classes), self.exact) if keep else ()
+        zeros = ops.cast(ops.zeros_like(self.labels), self.wide)
+        kept = self.loops.empty((ops.shape(self.labels)[0], self.plan.classes), self.wide) if keep else ()
         return self.each_chunk(step, (zeros - float("inf"), zeros + float("nan"), kept))
 
     def differentiable_normalizer_and_target(self, normalizer: Any) -> tuple[Any, Any]:
@@ -185,7 +185,7 @@ class _Head:
             logits_gradient = ops.exp(chunk - normalizer) * softmax_scale - subtracted
             narrow = ops.cast(logits_gradient, self.dtype)
             product = narrow @ ops.transpose(self.columns(start, size))
-            features_gradient = features_gradient + ops.cast(product, self.exact)
+            features_gradient = features_gradient + ops.cast(product, self.wide)
             if not buffers:
                 return features_gradient, buffers
             parts = [ops.transpose(features) @ narrow]
@@ -196,7 +196,7 @@ class _Head:
             pairs = zip(buffers, parts, strict=True)
             return features_gradient, [update(buffer, -1, start, part) for buffer, part in pairs]
 
-        zeros = ops.cast(ops.zeros_like(self.features), self.exact)
+        zeros = ops.cast(ops.zeros_like(self.features), self.wide)
         return self.each_chunk(step, (zeros, buffers))
 
     def each_chunk(self, step: Body, state: Any) -> Any:
@@ -207,8 +207,8 @@ class _Head:
 
     def logits(self, features: Any, start: Any, size: int) -> Any:
         # The operator, because `ops.matmul` (Keras 3.15) computes float64 in float32 on PyTorch.
-        logits = ops.cast(features @ self.columns(start, size), self.exact)
-        return logits if self.bias is None else logits + ops.cast(self.bias_slice(start, size), self.exact)
+        logits = ops.cast(features @ self.columns(start, size), self.wide)
+        return logits if self.bias is None else logits + ops.cast(self.bias_slice(start, size), self.wide)
 
     def bias_slice(self, start: Any, size: int) -> Any:
         return ops.slice(self.bias, (start,), (size,))

@@ -10,7 +10,7 @@ from multigrad.calculus.derivatives import vjp
 from multigrad.core.op import op_custom_gradient
 from multigrad.ops import chunked_head
 from multigrad.ops.chunked_head import Plan
-from multigrad.ops.dtypes import dtype_of, exact
+from multigrad.ops.dtypes import dtype_of, wide_dtype
 
 
 # The kernel is before the features, so that its gradient is computed first. That computes the gradient of the
@@ -145,7 +145,7 @@ def _scaled(
 
     def times(gradient: Any) -> Any:
         dtype = dtype_of(gradient)
-        return ops.cast(ops.cast(upstream, exact(dtype)) * ops.cast(gradient, exact(dtype)), dtype)
+        return ops.cast(ops.cast(upstream, wide_dtype(dtype)) * ops.cast(gradient, wide_dtype(dtype)), dtype)
 
     return {name: times(gradient) for name, gradient in computed.items()}, rule
 

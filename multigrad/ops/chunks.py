@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from keras import ops
 
-from multigrad.ops.dtypes import dtype_of, exact
+from multigrad.ops.dtypes import dtype_of, wide_dtype
 
 State = Any
 Body = Callable[[Any, Any, State], State]
@@ -61,7 +61,7 @@ class Unrolled:
         return buffer
 
     def add(self, buffer: dict[int, Any], axis: int, start: int, part: Any) -> dict[int, Any]:
-        part = ops.cast(part, exact(dtype_of(part)))
+        part = ops.cast(part, wide_dtype(dtype_of(part)))
         return self.write(buffer, axis, start, buffer[start] + part if start in buffer else part)
 
     def joined(self, buffer: dict[int, Any], axis: int) -> Any:

@@ -20,7 +20,7 @@ from multigrad.backend.base import Options
 from multigrad.core.errors import require_function
 from multigrad.core.structure import Symbolic
 from multigrad.keras_graph import node, registry
-from multigrad.ops.arguments import with_plain
+from multigrad.ops.arguments import with_python_numbers
 from multigrad.ops.implicit_equations import solution
 from multigrad.ops.implicit_solvers import FixedPointIteration, Newton, check_options
 
@@ -30,7 +30,7 @@ def _saved_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return lambda f: registry.register(name, f, Options(False, True), lambda: f)
 
 
-@with_plain("tolerance", "max_iterations")
+@with_python_numbers("tolerance", "max_iterations")
 @_saved_as("multigrad>fixed_point")
 def fixed_point(
     f: Callable[..., Any], z0: Any, *args: Any, tolerance: float | None = None, max_iterations: int = 1000
@@ -101,7 +101,7 @@ def fixed_point(
         return node.apply(fixed_point, f"multigrad>{name}", (f, z0, *args), options)
 
 
-@with_plain("tolerance", "max_iterations")
+@with_python_numbers("tolerance", "max_iterations")
 @_saved_as("multigrad>implicit_root")
 def implicit_root(
     f: Callable[..., Any],

@@ -14,8 +14,15 @@ from keras import ops
 from multigrad import backend
 from multigrad.core.errors import message, unusable
 from multigrad.ops import chunked_loss
-from multigrad.ops.arguments import Tensor, as_tensor, is_integer, may_be_alike, stacked, with_plain
-from multigrad.ops.dtypes import dtype_of, exact
+from multigrad.ops.arguments import (
+    Tensor,
+    as_tensor,
+    is_integer,
+    shapes_may_match,
+    stacked,
+    with_python_numbers,
+)
+from multigrad.ops.dtypes import dtype_of, wide_dtype
 from multigrad.ops.stable import safe_divide
 
 _NAME = "linear_cross_entropy"
@@ -23,7 +30,7 @@ _CHUNK_SIZE = 1024
 _CHUNK_SIZE_IN_ONE_PASS = 2048  # larger, because these chunks have few rows
 
 
-@with_plain("chunk_size", "ignore_index")
+@with_python_numbers("chunk_size", "ignore_index")
 def linear_cross_entropy(
     features: Tensor,
     kernel: Tensor,
@@ -135,7 +142,7 @@ def linear_cross_entropy(
     kept = None if ignore_index is None else _kept(tensors, ignore_index)
     _check(**tensors, chunk_size=chunk_size, reduction=reduction)
     labels, weights = tensors.pop("labels"), tensors.pop("sample_weight", None)
-    dtype = exact(dtype_of(tensors["features"]))
+    dtype = wide_dtype(dtype_of(tensors["features"]))
     weights = None if weights is None else ops.cast(weights, dtype)
     count: Any = None
     if kept is not None:
@@ -259,7 +266,7 @@ def _check_shapes(features: Any, kernel: Any, labels: Any, bias: Any, sample_wei
     tokens = tuple(features.shape)[:-1]
     per_token = {"labels": (labels, "class"), "sample_weight": (sample_weight, "weight")}
     for name, (tensor, noun) in per_token.items():
-        if tensor is not None and not may_be_alike(tuple(tensor.shape), tokens):
+        if tensor is not None and not shapes_may_match(tuple(tensor.shape), tokens):
             required = f"shape {tokens}, the shape of the features without the last axis"
             raise _error(ValueError, name, required, tensor, f"pass one {noun} per token")
     if bias is not None and tuple(bias.shape) != (classes,):

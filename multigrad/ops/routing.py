@@ -7,8 +7,8 @@ from keras import ops
 from multigrad import backend
 from multigrad.core.errors import describe, message, shape_text, unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, Tensor, check_axes, is_number, tensor_of, with_plain
-from multigrad.ops.dtypes import cast, dtype_of, exact
+from multigrad.ops.arguments import Pair, Tensor, check_axes, is_number, tensor_of, with_python_numbers
+from multigrad.ops.dtypes import cast, dtype_of, wide_dtype
 
 
 @op_custom_gradient(name="multigrad>scale_gradient")
@@ -66,7 +66,7 @@ def reverse_gradient(x: Tensor, scale: float | Tensor = 1.0) -> Pair:
 def _times(upstream: Any, factor: Any) -> Any:
     """Return the product. Half precision is multiplied in float32, because a small factor may underflow."""
     dtype = dtype_of(upstream)
-    wide = exact(dtype)
+    wide = wide_dtype(dtype)
     return ops.cast(ops.cast(upstream, wide) * cast(factor, wide), dtype)
 
 
@@ -100,7 +100,10 @@ def stop_gradient_if(condition: bool | Tensor, x: Tensor) -> Pair:
     if not isinstance(condition, bool):
         condition = tensor_of("stop_gradient_if", "condition", condition)
         if dtype_of(condition) != "bool":
-            required, fix = "a bool, or a tensor of dtype bool", "pass a comparison, for example `condition > 0`"
+            required, fix = (
+                "a bool, or a tensor of dtype bool",
+                "pass a comparison, for example `condition > 0`",
+            )
             raise unusable(
                 TypeError, "stop_gradient_if", "condition", required=required, got=condition, fix=fix
             )
@@ -112,7 +115,7 @@ def stop_gradient_if(condition: bool | Tensor, x: Tensor) -> Pair:
     return x, rule
 
 
-@with_plain("value", "norm", "axis")
+@with_python_numbers("value", "norm", "axis")
 @op_custom_gradient(name="multigrad>clip_gradient")
 def clip_gradient(
     x: Tensor,
@@ -188,7 +191,7 @@ def _clip_norm(x: Any, norm: float, axis: Any) -> Any:
     if 0 in tuple(x.shape):
         return x
     dtype = dtype_of(x)
-    x = ops.cast(x, exact(dtype))  # because the sum of 65,505 squares of 1 overflows float16
+    x = ops.cast(x, wide_dtype(dtype))  # because the sum of 65,505 squares of 1 overflows float16
     largest = ops.amax(ops.abs(x), axis=axis, keepdims=True)
     # Divided twice by the square root: XLA may multiply by the inverse, which underflows for the largest
     # numbers. No third division, because XLA divides once by the product of all, which may overflow.
@@ -223,7 +226,8 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
         `x`.
 
     Raises:
-        RuntimeError: if a gradient of `x` is computed, in the backward pass or when it is traced. TensorFlow's
+        RuntimeError: if a gradient of `x` is computed, in the backward pass or when it is traced.
+        TensorFlow's
             tapes compute all gradients, so there it is also raised if nothing before `x` is trained, for
             example after a frozen layer.
 

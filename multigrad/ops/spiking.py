@@ -8,8 +8,8 @@ from keras import ops
 
 from multigrad.core.errors import unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, Tensor, floating, is_number, with_plain
-from multigrad.ops.dtypes import dtype_of, exact
+from multigrad.ops.arguments import Pair, Tensor, floating, is_number, with_python_numbers
+from multigrad.ops.dtypes import dtype_of, wide_dtype
 
 
 def _fast_sigmoid(x: Any, slope: float) -> Any:
@@ -25,7 +25,7 @@ def _arctan(x: Any, slope: float) -> Any:
 _SURROGATES = {"fast_sigmoid": (_fast_sigmoid, 10.0), "arctan": (_arctan, 2.0)}
 
 
-@with_plain("slope")
+@with_python_numbers("slope")
 @op_custom_gradient(name="multigrad>spike")
 def spike(x: Tensor, surrogate: str = "fast_sigmoid", slope: float | None = None) -> Pair:
     """Return 1 where `x` is positive and 0 elsewhere, with the gradient of a smooth step function.
@@ -62,7 +62,7 @@ def spike(x: Tensor, surrogate: str = "fast_sigmoid", slope: float | None = None
 
     def rule(upstream: Any) -> Any:
         dtype = dtype_of(upstream)
-        wide = exact(dtype)  # because squares of large inputs overflow float16
+        wide = wide_dtype(dtype)  # because squares of large inputs overflow float16
         return ops.cast(ops.cast(upstream, wide) * derivative(ops.cast(x, wide)), dtype), None, None
 
     return spikes, rule

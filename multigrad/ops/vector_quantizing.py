@@ -7,8 +7,8 @@ from keras import ops
 
 from multigrad.core.errors import unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, Tensor, is_number, stacked, with_plain
-from multigrad.ops.dtypes import dtype_of, exact
+from multigrad.ops.arguments import Pair, Tensor, is_number, stacked, with_python_numbers
+from multigrad.ops.dtypes import dtype_of, wide_dtype
 
 _NAME = "vector_quantize"
 
@@ -24,7 +24,7 @@ class VectorQuantized(NamedTuple):
     """The loss of each vector, which trains the codebook and commits `x` to it."""
 
 
-@with_plain("commitment")
+@with_python_numbers("commitment")
 def vector_quantize(x: Tensor, codebook: Tensor, commitment: float = 0.25) -> VectorQuantized:
     """Replace each vector of `x` by the closest vector of a codebook, as in VQ-VAE.
 
@@ -36,9 +36,9 @@ def vector_quantize(x: Tensor, codebook: Tensor, commitment: float = 0.25) -> Ve
     print(ops.convert_to_numpy(quantized), ops.convert_to_numpy(indices))  # [[1., 1.]] [1]
     ```
 
-    Add `mean(loss)` to the loss of the model. Equation 3 of the paper has two terms, with the squared distance
-    between `x` and its codebook vector `e`: `|sg(x) - e|**2` moves `e`, and `commitment * |x - sg(e)|**2`
-    moves `x`. The op never creates a tensor of shape `(..., k, d)`.
+    Add `mean(loss)` to the loss of the model. Equation 3 of the paper has two terms, with the squared
+    distance between `x` and its codebook vector `e`: `|sg(x) - e|**2` moves `e`, and `commitment * |x -
+    sg(e)|**2` moves `x`. The op never creates a tensor of shape `(..., k, d)`.
 
     Arguments:
         x: a floating tensor of shape `(..., d)`.
@@ -46,8 +46,8 @@ def vector_quantize(x: Tensor, codebook: Tensor, commitment: float = 0.25) -> Ve
         commitment: the factor of the second term, beta in the paper. It must not be negative.
 
     Returns:
-        A named tuple of three tensors. `quantized` has the shape and dtype of `x`. For an upstream gradient `u`, its
-        gradient with respect to `x` is `u`. The codebook gets no gradient from it.
+        A named tuple of three tensors. `quantized` has the shape and dtype of `x`. For an upstream gradient
+        `u`, its gradient with respect to `x` is `u`. The codebook gets no gradient from it.
 
         `indices` is int32 of shape `(...)`. Of equally close vectors, the first is chosen. Distances are
         compared as `|e|**2 / 2 - x @ e`, in float32 for half precision. Distances that differ by less than
@@ -70,15 +70,15 @@ def vector_quantize(x: Tensor, codebook: Tensor, commitment: float = 0.25) -> Ve
     """
     x, codebook = [stacked(_NAME, name, v) for name, v in (("x", x), ("codebook", codebook))]
     _check(x, codebook, commitment)
-    # Outside of the op: on PyTorch, `keras.tree` (3.15) rebuilds a named tuple with a reference cycle that holds
-    # tensors.
+    # Outside of the op: on PyTorch, `keras.tree` (3.15) rebuilds a named tuple with a reference cycle that
+    # holds tensors.
     return VectorQuantized(*_vector_quantize(x, codebook, float(commitment)))
 
 
 @op_custom_gradient(name="multigrad>vector_quantize")
 def _vector_quantize(x: Any, codebook: Any, commitment: float) -> Pair:
     width = codebook.shape[1]
-    wide = exact(dtype_of(x))
+    wide = wide_dtype(dtype_of(x))
     vectors, codes = ops.reshape(ops.cast(x, wide), (-1, width)), ops.cast(codebook, wide)
     # The operator, because `ops.matmul` (Keras 3.15) computes float64 in float32 on PyTorch.
     scores = 0.5 * ops.sum(codes * codes, axis=1) - vectors @ ops.transpose(codes)

@@ -78,7 +78,7 @@ def test_a_config_is_left_as_it_is():
 
 @pytest.mark.forward
 def test_cells_that_do_not_fit():
-    with pytest.raises(TypeError, match=r"no layer(.|\n)*fix"):
+    with pytest.raises(TypeError, match=r"not a layer(.|\n)*fix"):
         layers.FixedPoint(lambda inputs: inputs[0])
     with pytest.raises(ValueError, match=r"another shape(.|\n)*\(5, 3\)(.|\n)*\(5, 2\)(.|\n)*fix"):
         layers.FixedPoint(cell(width=2), shape=(3,))(array(X))

@@ -83,11 +83,11 @@ def test_no_factor(scale):
 
 @pytest.mark.forward
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="no bound"):
+    with pytest.raises(ValueError, match="the bound for the gradient is invalid"):
         layers.GradientClip()
     with pytest.raises(ValueError, match="surrogate cannot be used"):
         layers.Spike(surrogate="step")
-    with pytest.raises(ValueError, match="no such number of bits"):
+    with pytest.raises(ValueError, match="the number of bits is invalid"):
         layers.FakeQuantize(1)
     with pytest.raises(ValueError, match="the step is not positive"):
         layers.FakeQuantize(4, step=0.0)

@@ -150,17 +150,17 @@ NO_OPTIONS = {
     "reverse_gradient: scale": lambda: ops.reverse_gradient(array(X), 1j),
     "stop_gradient_if: condition": lambda: ops.stop_gradient_if(array(X), array(MASK)),
     "stop_gradient_if: condition ": lambda: ops.stop_gradient_if(1, array(X)),
-    "clip_gradient: there is no bound": lambda: ops.clip_gradient(array(X), norm="1"),
-    "clip_gradient: there is no bound ": lambda: ops.clip_gradient(array(X), norm=array(1.0)),
+    "clip_gradient: the bound": lambda: ops.clip_gradient(array(X), norm="1"),
+    "clip_gradient: the bound ": lambda: ops.clip_gradient(array(X), norm=array(1.0)),
     "sign_straight_through: limit": lambda: ops.sign_straight_through(array(X), -1.0),
     "sign_straight_through: limit ": lambda: ops.sign_straight_through(array(X), "1"),
     "clip_straight_through: low": lambda: ops.clip_straight_through(array(X), None, 1.0),
     "clip_straight_through: high": lambda: ops.clip_straight_through(array(X), 1.0, -1.0),
     "scale_gradient: x": lambda: ops.scale_gradient([array(X)], 2.0),
-    "clip_straight_through: its shape": lambda: ops.clip_straight_through(array(X), np.zeros((2, 3)), 1.0),
+    "clip_straight_through: the shape": lambda: ops.clip_straight_through(array(X), np.zeros((2, 3)), 1.0),
     "fake_quantize: step": lambda: ops.fake_quantize(array(X), 0.0),
     "fake_quantize: step ": lambda: ops.fake_quantize(array(X), float("nan")),
-    "fake_quantize: there is no such number of bits": lambda: ops.fake_quantize(array(X), 0.1, "4"),
+    "fake_quantize: the number of bits is invalid": lambda: ops.fake_quantize(array(X), 0.1, "4"),
     "clip_gradient: axis": lambda: ops.clip_gradient(array(X), norm=1.0, axis=9),
     "clip_gradient: axis ": lambda: ops.clip_gradient(array(X), norm=1.0, axis=np.array([0, 1])),
     "fixed_point: f": lambda: ops.fixed_point(None, array(X)),
@@ -170,20 +170,22 @@ NO_OPTIONS = {
     ),
     "FixedPoint: tolerance": lambda: layers.FixedPoint(keras.layers.Dense(2), tolerance=-1.0),
     "FakeQuantize: axis": lambda: layers.FakeQuantize(axis="channels"),
-    "FakeQuantize: the input has no such axis": lambda: layers.FakeQuantize(axis=1)(keras.Input((None,))),
-    "FakeQuantize.adapt: there is no step": lambda: layers.FakeQuantize().adapt(np.float32([np.inf, 1.0])),
-    "VectorQuantizer.vectors: there is no codebook": lambda: layers.VectorQuantizer(2).vectors([0]),
+    "FakeQuantize: the input does not have the axis": lambda: layers.FakeQuantize(axis=1)(
+        keras.Input((None,))
+    ),
+    "FakeQuantize.adapt: the data": lambda: layers.FakeQuantize().adapt(np.float32([np.inf, 1.0])),
+    "VectorQuantizer.vectors: the codebook": lambda: layers.VectorQuantizer(2).vectors([0]),
     "spike: x": lambda: ops.spike(kops.cast(array(X), "complex64")),
     "spike: surrogate": lambda: ops.spike(array(X), surrogate=["arctan"]),
     "fixed_point: tolerance": lambda: ops.fixed_point(lambda z: z, array(X), tolerance="1"),
     "FakeQuantize: the step": lambda: layers.FakeQuantize(step="1"),
-    "VectorQuantizer: there is no such codebook": lambda: layers.VectorQuantizer(4, commitment=None),
+    "VectorQuantizer: the options are invalid": lambda: layers.VectorQuantizer(4, commitment=None),
     "spike: slope": lambda: ops.spike(array(X), slope="2"),
     "round_straight_through: x": lambda: ops.round_straight_through(3),
     "vector_quantize: commitment": lambda: ops.vector_quantize(array([X]), array([X]), array(1.0)),
 }
 if BACKEND == "numpy":  # whose tensors are NumPy's numbers
-    del NO_OPTIONS["clip_gradient: there is no bound "], NO_OPTIONS["vector_quantize: commitment"]
+    del NO_OPTIONS["clip_gradient: the bound "], NO_OPTIONS["vector_quantize: commitment"]
 if BACKEND == "openvino":  # which has no complex numbers
     del NO_OPTIONS["spike: x"]
 

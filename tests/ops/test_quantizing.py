@@ -125,7 +125,7 @@ def test_more_bits_than_an_integer_has():
 @pytest.mark.forward
 @pytest.mark.parametrize(("bits", "signed"), [(1, True), (0, False), (2.5, True)])
 def test_too_few_bits(bits, signed):
-    with pytest.raises(ValueError, match="no such number of bits"):
+    with pytest.raises(ValueError, match="the number of bits is invalid"):
         ops.fake_quantize(array(X), 0.5, bits=bits, signed=signed)
 
 

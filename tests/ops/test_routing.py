@@ -127,7 +127,7 @@ def test_a_factor_of_another_shape(call):
 @pytest.mark.forward
 @pytest.mark.parametrize("bounds", [{}, {"value": 1.0, "norm": 1.0}, {"value": 0.0}, {"norm": -1.0}])
 def test_no_bound(bounds):
-    with pytest.raises(ValueError, match="there is no bound"):
+    with pytest.raises(ValueError, match="the bound for the gradient is invalid"):
         ops.clip_gradient(array(X), **bounds)
 
 
