@@ -250,7 +250,7 @@ BAD = {
     ),
     "code of a layer": (
         (dense("a"), Block(lambda x: ops.log(x - 50.0), name="b"), dense("c")),
-        "NaN first appears in the code of 3 b (Block), behind the output of 2 b/inner (Dense).",
+        "NaN first appears in the code of 3 b (Block), after the output of 2 b/inner (Dense).",
     ),
     "infinite": (
         (dense("a"), keras.layers.Activation(lambda x: x / (x - x), name="div"), dense("c")),
@@ -283,7 +283,7 @@ def test_nan_that_comes_in_or_appears_between_layers():
 
     with trace_gradients(model := model_of(dense("a"))) as trace:
         model(X * np.nan)
-    assert lines_of(trace) == ["Forward: NaN comes in with the input of 1 a (Dense)."]
+    assert lines_of(trace) == ["Forward: NaN is in the input of 1 a (Dense)."]
     model = Between()
     model(array(X))
     with trace_gradients(model) as trace:
