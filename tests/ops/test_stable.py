@@ -60,7 +60,7 @@ def total(op):
 
 
 def exactly(tensor):
-    """Return the value of a tensor in NumPy's longest float, which is longer than float64 on most machines."""
+    """Return the value of a tensor in NumPy's longest float, on most machines longer than float64."""
     half = keras.backend.standardize_dtype(tensor.dtype) in ("float16", "bfloat16")
     return numpy(ops.cast(tensor, "float32") if half else tensor).astype("longdouble")
 
@@ -104,7 +104,7 @@ def test_values_over_the_whole_range(name, dtype):
 
 
 def case(name, dtype, wrap):
-    """Return a test case. The fast run has each op in float32 and one op in each dtype, as JAX compiles each."""
+    """Return a test case. The fast run has each op in float32, and one op in each dtype."""
     fast = (wrap == "compiled" and dtype == "float32") or (wrap == "eager" and name == "log1pexp")
     marks = () if fast else pytest.mark.slow
     return pytest.param(name, dtype, WRAPS[wrap], marks=marks, id=f"{name}-{dtype}-{wrap}")
