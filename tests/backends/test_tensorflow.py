@@ -279,7 +279,7 @@ def test_a_summed_gradient_has_its_static_shape():
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
 def test_vectorized_map(wrap):
-    """A tape in the mapped function keeps the rule. Around it, TensorFlow drops the gradients of operations."""
+    """A tape in the mapped function keeps the rule. Around it, TensorFlow drops gradients of operations."""
     close(tf.vectorized_map(by_intermediate, X), X**3)
     close(wrap(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_intermediate, x), x))(X), 21 * X**2)
     with pytest.raises(LookupError, match="its rule was lost"):
