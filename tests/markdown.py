@@ -5,6 +5,7 @@ gradients, unless its title names some: ```` ```python title="JAX" ````. A block
 output of the Python block above it. A line that ends with `# raises TypeError` raises that error.
 """
 
+import importlib
 import itertools
 import linecache
 import re
@@ -94,6 +95,9 @@ def run_page(page: Path, capsys: Any, monkeypatch: Any) -> None:
     """Run the blocks of a page for the active backend."""
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # AutoGraph and torch.compile look up functions there
+    if BACKEND == "torch":
+        # PyTorch compiles a function of Keras a few times per process, and a page is a separate program.
+        importlib.import_module("torch").compiler.reset()
     for block in blocks(page):
         if BACKEND in block.backends:
             run(block, page, vars(module), capsys)

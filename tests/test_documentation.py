@@ -2,11 +2,19 @@
 
 import pytest
 from markdown import ROOT, Block, blocks, pages, run, run_page
+from support import slow_on
 
 PAGES = pages()
+# torch.compile takes ten seconds for a training step, which tests/test_compilation.py has too.
+SLOW = {"docs/guides/compile.md": slow_on("torch")}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def case(page):
+    name = str(page.relative_to(ROOT))
+    return pytest.param(page, id=name, marks=SLOW.get(name, ()))
+
+
+@pytest.mark.parametrize("page", [case(page) for page in PAGES])
 def test_the_blocks_of_a_page_run(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some blocks save a model
     run_page(page, capsys, monkeypatch)

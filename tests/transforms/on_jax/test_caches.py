@@ -21,7 +21,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("forward_mode", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_an_op_that_is_defined_in_every_call(use, forward_mode):
     alive = weakref.WeakSet()

@@ -33,8 +33,7 @@ def loop(function, axes, out_axes):
     return mapped
 
 
-@EACH
-@pytest.mark.parametrize("axes", [(0, None), (1, -1)], ids=str)
+@each_with("axes", {"(0, None)": (0, None), "(1, -1)": (1, -1)}, ["(0, None)"], EVERY)
 def test_derivatives_in_vmap(case, axes):
     """The derivatives of each element."""
     got = jax.jit(jax.vmap(orders(case.op), axes))(*along(axes))

@@ -447,6 +447,11 @@ def test_forward_mode_in_a_traced_graph(mode):
     close(written(x), 21 * x**3)
 
 
+IN_AN_OBJECT = (
+    r"op: the rule uses tensors of an inner derivative in an object, under forward mode(.|\n)*close over"
+)
+
+
 def test_forward_mode_of_a_tensor_that_another_derivative_stored_in_an_object():
     kept = SimpleNamespace()
 
@@ -460,7 +465,7 @@ def test_forward_mode_of_a_tensor_that_another_derivative_stored_in_an_object():
     close(grad(grad(op))(x), torch.tensor(84.0))
     close(multigrad.hessian(op)(x), torch.tensor(84.0))
     for derivative in (hessian(op), jacfwd(jacfwd(op))):
-        with pytest.raises(NotImplementedError, match=r"op: forward mode is taken(.|\n)*close over"):
+        with pytest.raises(NotImplementedError, match=IN_AN_OBJECT):
             derivative(x)
 
 
@@ -477,7 +482,7 @@ def test_forward_mode_of_a_mapped_derivative_that_stored_an_unmapped_tensor_in_a
         return vmap(lambda a: op(a, x))(XS).sum()
 
     close(jvp(loss, (X,), (V,))[1], (21.0 * XS * X**2 * V).sum())
-    with pytest.raises(NotImplementedError, match=r"op: forward mode is taken(.|\n)*close over"):
+    with pytest.raises(NotImplementedError, match=IN_AN_OBJECT):
         jvp(grad(loss), (X,), (V,))
 
 
