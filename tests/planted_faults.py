@@ -135,8 +135,8 @@ FAULTS = [
     ),
     Fault(
         "an argument that is not used has no gradient", "tensorflow", "backend/tensorflow/gradients.py",
-        "gradients = tape.gradient(value, own, unconnected_gradients=tf.UnconnectedGradients.ZERO)",
-        "gradients = tape.gradient(value, own)",
+        "gradients = tape.gradient(value, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)",
+        "gradients = tape.gradient(value, sources)",
         "test_calculus.py::test_unused_arguments_have_zero_gradients",
     ),
     Fault(
