@@ -1,7 +1,7 @@
 """`jit`: compile a function that reads and assigns Keras Variables.
 
-TensorFlow's and PyTorch's compilers follow variables. JAX's does not, so there the variables become inputs
-and outputs of the compiled function (`backend/jax/jit.py`).
+The compilers of TensorFlow and PyTorch track variables. The compiler of JAX does not, so there the variables
+become inputs and outputs of the compiled function (`backend/jax/jit.py`).
 """
 
 import functools
@@ -57,8 +57,8 @@ def jit(
     ```
 
     The function can call layers in training, `optimizer.apply`, metrics and `keras.random.SeedGenerator`s.
-    The compiled function reads the value that each variable has when it is called, and what it assigns stays
-    assigned.
+    When it is called, the compiled function reads the current values of the variables. The values that it
+    assigns persist.
 
     - JAX: `jax.jit`. Variables are found when `f` is traced, so `f` runs two or three times in its first
       call. Each variable that it reads becomes an input, and each one that it assigns an output. Layers and
@@ -67,24 +67,24 @@ def jit(
       hash, and is kept alive with the compiled function.
     - TensorFlow: `tf.function`, with `autograph=False` unless you pass another value. Python numbers and
       other objects are static.
-    - PyTorch: `torch.compile`. Inductor, its default compiler, takes several seconds; `backend="aot_eager"`
-      compiles faster, and the result runs slower.
-    - NumPy and OpenVINO: `f` runs as it is.
+    - PyTorch: `torch.compile`. Inductor, its default compiler, takes several seconds. `backend="aot_eager"`
+      compiles faster and runs slower.
+    - NumPy and OpenVINO: `f` runs uncompiled.
 
-    A new trace is made for new structures, shapes, dtypes and static values, as each framework does. Other
+    `f` is traced again for new structures, shapes, dtypes and static values, as in each framework. Other
     Python objects that `f` uses, such as globals or the attributes of a layer, are constants of the trace.
 
     Arguments:
         f: a function of tensors, NumPy arrays, numbers, static objects and nested structures of them. It
             returns a nested structure of tensors. It can be a function, a method, or a callable object such
             as a model. A decorated method is compiled for each object.
-        static_argnames: names of parameters whose values are static, such as a number that sets a shape or
-            a bool in an `if`. TensorFlow and PyTorch treat Python numbers as static without this.
-        options: of the framework's compiler, such as `jit_compile=True` for `tf.function`, `fullgraph=True`
-            for `torch.compile` or `compiler_options` for `jax.jit`. On JAX also `donate`, True by default:
-            the memory of a variable's old value is used for the new one. A value that something else refers
-            to is copied first. After an error at run time, the assigned variables have lost their values, as
-            in `fit`. Pass `donate=False` to keep them.
+        static_argnames: the names of static parameters, for example a number that sets a shape or a bool in
+            an `if`. TensorFlow and PyTorch always treat Python numbers as static.
+        options: options of the framework's compiler, for example `jit_compile=True` for `tf.function`,
+            `fullgraph=True` for `torch.compile` or `compiler_options` for `jax.jit`. On JAX, there is also
+            `donate`, True by default: the new value of a variable reuses the memory of the old value. An old
+            value that has other references is copied first. After an error at run time, the assigned
+            variables have lost their values, as in `fit`. Pass `donate=False` to keep them.
 
     Returns:
         A function with the name, documentation and parameters of `f`. It can be differentiated, nested in
@@ -102,8 +102,8 @@ def jit(
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     signature = signature_of(f)
     _require_parameters(name_of(f), signature.inspected.parameters, names)
-    places = {name: place for place, name in enumerate(signature.positional)}
-    compiled = backend.active.jit(f, name_of(f), {name: places.get(name) for name in names}, options)
+    positions = {name: position for position, name in enumerate(signature.positional)}
+    compiled = backend.active.jit(f, name_of(f), {name: positions.get(name) for name in names}, options)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return compiled(*args, **kwargs)
@@ -112,7 +112,7 @@ def jit(
 
 
 def _require_parameters(op: str, parameters: Mapping[str, inspect.Parameter], names: Sequence[str]) -> None:
-    """Raise if a static name is not that of a parameter."""
+    """Raise unless each static name is the name of a parameter."""
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     for name in names:
@@ -120,10 +120,10 @@ def _require_parameters(op: str, parameters: Mapping[str, inspect.Parameter], na
             raise TypeError(
                 message(
                     op,
-                    "multigrad.jit is given a static name that is no parameter",
+                    "a static name of multigrad.jit is not a parameter",
                     argument="'static_argnames'",
                     required=f"names among {', '.join(map(repr, parameters)) or '(none)'}",
                     got=repr(name),
-                    fix="write the name as it is in the signature",
+                    fix="write the name as in the signature",
                 )
             )

@@ -79,7 +79,7 @@ def is_importable(module: str) -> bool:
 
 
 def version_of(module: str) -> str:
-    """Return the version of the distribution that contains a module, with its name if it is not the module's.
+    """Return the version of the distribution of a module, and its name if that differs from the module.
 
     ```python
     from multigrad.frameworks import version_of
@@ -144,10 +144,10 @@ def _config_folder() -> Path:
 
 
 def require_active_backend() -> None:
-    """Check that Keras can start, before it is imported. Its own error names a module, and no way out.
+    """Raise if Keras or its active backend is not installed. The error of Keras does not name a fix.
 
     Raises:
-        ModuleNotFoundError: Keras or the active backend is not installed.
+        ModuleNotFoundError: if Keras or the active backend is not installed.
     """
     if "keras" in sys.modules:
         return
@@ -156,9 +156,9 @@ def require_active_backend() -> None:
         raise ModuleNotFoundError(text, name="keras")
     backend, origin = active_backend()
     if backend not in DIFFERENTIATING + FORWARD_ONLY or is_installed(backend):
-        return  # Keras names the backends that it knows
+        return  # Keras raises an error that lists the backends
     others = [name for name in DIFFERENTIATING + FORWARD_ONLY if is_installed(name)]
-    choose = (
+    choice = (
         f"set the environment variable KERAS_BACKEND={others[0]} before Keras is imported, or "
         if others
         else ""
@@ -167,27 +167,27 @@ def require_active_backend() -> None:
         "the active backend of Keras is not installed",
         required=f"{backend}, from {origin}",
         got=f"installed backends: {', '.join(others) or 'none'}",
-        fix=f"{choose}{how_to_add(backend)}",
+        fix=f"{choice}{how_to_add(backend)}",
     )
     raise ModuleNotFoundError(text, name=backend)
 
 
 def require_supported(backend: str) -> None:
-    """Check the versions of Keras and of the framework of a backend, which are imported.
+    """Check the versions of Keras and of the framework of a backend.
 
     Raises:
-        ImportError: one of them is older than multigrad supports.
+        ImportError: if one of them is older than multigrad supports.
     """
     for module in ("keras", backend):
         if module in SUPPORTED:
-            found = importlib.import_module(module).__version__
-            problem = version_problem(module, found, backend)
+            version = importlib.import_module(module).__version__
+            problem = version_problem(module, version, backend)
             if problem is not None:
                 raise ImportError(problem, name=module)
 
 
-def version_problem(module: str, found: str, backend: str) -> str | None:
-    """Return the error message for a version that is older than multigrad supports, None for another one.
+def version_problem(module: str, version: str, backend: str) -> str | None:
+    """Return an error message if a version is older than multigrad supports, else None.
 
     ```python
     from multigrad.frameworks import version_problem
@@ -201,12 +201,12 @@ def version_problem(module: str, found: str, backend: str) -> str | None:
     """
     title, oldest = SUPPORTED[module].title, oldest_supported(module, backend)
     where = f" with {SUPPORTED[backend].title}" if oldest != SUPPORTED[module].oldest else ""
-    if is_at_least(found, oldest):
+    if is_at_least(version, oldest):
         return None
     return _message(
-        f"{title} {found} is too old{where}",
+        f"{title} {version} is too old{where}",
         required=f"{title} {oldest} or newer{where}",
-        got=found,
+        got=version,
         fix=f'pip install --upgrade "{module}>={oldest}"',
     )
 
@@ -216,9 +216,9 @@ def oldest_supported(module: str, backend: str) -> str:
     return KERAS_FOR.get(backend, SUPPORTED[module].oldest) if module == "keras" else SUPPORTED[module].oldest
 
 
-def is_at_least(found: str, oldest: str) -> bool:
-    """Return whether a version is not older than one of two numbers, such as 2.13. An unknown one is not."""
-    return not _numbers(found) or _numbers(found) >= _numbers(oldest)
+def is_at_least(version: str, oldest: str) -> bool:
+    """Return whether a version is `oldest`, such as 2.13, or newer. An unknown version counts as newer."""
+    return not _numbers(version) or _numbers(version) >= _numbers(oldest)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -226,10 +226,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def look_up(path: str, otherwise: Callable[[], Any] | None = None) -> Any:
-    """Return the object with this path, of a framework that is imported, or the object of a public way.
+    """Return the object of a framework with this path, or an alternative if there is none.
 
-    Backends look up private names with it when they are imported, so that a version without one of them
-    raises an error then, and does not lose a gradient later.
+    Backends look up private names with this function when they are imported. A version without one of the
+    names then raises an error on import, instead of losing a gradient later.
 
     ```python
     from multigrad.frameworks import look_up
@@ -239,11 +239,11 @@ def look_up(path: str, otherwise: Callable[[], Any] | None = None) -> Any:
     ```
 
     Arguments:
-        path: the name of a module, and those of its attributes.
-        otherwise: makes the object to use where there is none with this path.
+        path: the name of a module, followed by the names of attributes.
+        otherwise: a function that returns the alternative.
 
     Raises:
-        ImportError: there is no such object, and no other way.
+        ImportError: if there is no such object and no alternative.
     """
     try:
         return pkgutil.resolve_name(path)
@@ -251,36 +251,36 @@ def look_up(path: str, otherwise: Callable[[], Any] | None = None) -> Any:
         if otherwise is not None:
             return otherwise()
         module = path.partition(".")[0]
-        raise ImportError(_has_no(module, path), name=module) from error
+        raise ImportError(_missing_name(module, path), name=module) from error
 
 
-def _has_no(module: str, path: str) -> str:
+def _missing_name(module: str, path: str) -> str:
     versions = SUPPORTED.get(module)
     if versions is None:
         return f"{module} has no {path!r}"
-    found = importlib.import_module(module).__version__
+    version = importlib.import_module(module).__version__
     return _message(
-        f"{versions.title} {found} has no {path!r}, which multigrad needs",
-        required=f"{versions.title} {versions.oldest} to {versions.newest}, which multigrad was tested with",
-        got=found,
+        f"{versions.title} {version} has no {path!r}, which multigrad needs",
+        required=f"{versions.title} {versions.oldest} to {versions.newest}, which the tests have run on",
+        got=version,
         fix=f'pip install "{module}=={versions.newest}.*", or a newer {DISTRIBUTION}',
     )
 
 
 def other_distribution() -> str | None:
-    """Return the error message where the other project whose distribution is called multigrad is installed.
+    """Return an error message if the distribution `multigrad` of another project is installed, else None.
 
-    Both distributions install a package `multigrad`. The one that was installed last replaced files of the
+    Both distributions install a package `multigrad`. The one that was installed last overwrote files of the
     other one.
     """
     try:
-        found = metadata.version("multigrad")
+        version = metadata.version("multigrad")
     except metadata.PackageNotFoundError:
         return None
     return _message(
-        "another project's distribution is installed, whose package has the same name",
-        required=f"the distribution {DISTRIBUTION} alone",
-        got=f"multigrad {found} too; each replaces files of the other one",
+        "the distribution of another project is installed, whose package has the same name",
+        required=f"only the distribution {DISTRIBUTION}",
+        got=f"multigrad {version}, too. Each overwrites files of the other",
         fix=f"pip uninstall multigrad, then pip install --force-reinstall --no-deps {DISTRIBUTION}",
     )
 

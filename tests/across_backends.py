@@ -2,9 +2,9 @@
 
     pytest tests/across_backends.py
 
-The programs are drawn here, and run in a process of each backend that is installed, which this file is the
-main program of, too: `python -m across_backends PROGRAMS ANSWERS`. There is a session of nox with all three,
-so pytest collects this file only where it is named.
+The programs are drawn here. Each installed backend runs them in a process, whose main program is this file,
+too: `python -m across_backends PROGRAMS ANSWERS`. A session of nox installs all three, so pytest collects
+this file only if it is named.
 """
 
 import os
@@ -27,23 +27,23 @@ WHAT = ["values", "gradients", "second gradients"]
 
 
 def measured(backend: str, source: Path, answers: Path) -> list[list[tuple[list[str], np.ndarray]]]:
-    """Of each program, of its values and its gradients: the dtypes and shapes, and all numbers."""
+    """Return, for the values and the gradients of each program, the dtypes and shapes, and all numbers."""
     done = run_on(backend, "across_backends", str(source), str(answers), capture=True)
     assert done.returncode == 0, f"{backend}: {done.stderr}"
     return pickle.loads(answers.read_bytes())
 
 
 def require_alike(programs: list[Program], measured: dict[str, list]) -> None:
-    """See that shapes are the same, and numbers as far as the lowest precision has digits.
+    """Assert that shapes are equal, and numbers as far as the lowest precision allows.
 
-    So are the dtypes of gradients. Those of values are Keras's (3.15), which differ for 0-d tensors.
+    The dtypes of gradients are equal, too. The dtypes of values, by Keras (3.15), differ for scalars.
     """
     names = {
         f"{WHAT[order]} of program {i}": program.precision
         for i, program in enumerate(programs)
         for order in range(program.orders + 1)
     }
-    # An answer may be in float32, whatever the inputs are.
+    # A gradient may be computed in float32, whatever the dtype of the inputs.
     precisions = {name: max(dtype, "float32", key=PRECISIONS.index) for name, dtype in names.items()}
     arrays = {}
     for backend, answers in measured.items():
@@ -69,7 +69,7 @@ def require_alike(programs: list[Program], measured: dict[str, list]) -> None:
 
 
 def overflows(program: Program, answer: list[tuple[list, np.ndarray]]) -> bool:
-    """Whether float16 may be too narrow for a program."""
+    """Return whether a program may overflow float16."""
     narrow = any(dtype == "float16" for _, dtype in program.inputs)
     return narrow and not all(np.all(np.abs(numbers) < 1e4) for _, numbers in answer)
 
@@ -87,7 +87,7 @@ def test_programs_are_the_same_on_each_backend(tmp_path, monkeypatch):
     answers = {name: [own[i] for i in kept] for name, own in every.items()}
     require_alike(programs, answers)
 
-    # A gradient in another one's place would be seen.
+    # Exchanged gradients would be found.
     place = next(i for i, own in enumerate(answers[INSTALLED[0]]) if len(set(own[1][1])) > 1)
     described, numbers = answers[INSTALLED[-1]][place][1]
     answers[INSTALLED[-1]][place][1] = (described, numbers[::-1])

@@ -1,7 +1,7 @@
-"""Ops beside the same written by hand, in the native way of the active backend, with the same operations.
+"""Ops next to hand-written equivalents in the active framework, with the same operations.
 
-What is compared is what they cost: programs, memory, counts. The rules have false factors all the same,
-so that a program without them is another program.
+The tests compare their costs: programs, memory and counts. The rules have false factors, so that a program
+without the factors differs.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from multigrad import op_custom_gradient
 
 
 class Pair(NamedTuple):
-    """An op and the same by hand, both as functions of tensors to a tensor or a tuple of them."""
+    """An op and its hand-written equivalent, both functions of tensors to a tensor or a tuple of tensors."""
 
     op: Callable[..., Any]
     by_hand: Callable[..., Any]
@@ -33,15 +33,15 @@ class Pair(NamedTuple):
 
 
 def native(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """What an expert writes for one backend.
+    """Return the equivalent that an expert would write for one framework.
 
     Arguments:
-        forward: the output, a tensor or a tuple of them, and the tuple of residuals.
-        backward: of the residuals and the upstream gradients, the tuple of gradients.
+        forward: returns the output, a tensor or a tuple of tensors, and the tuple of residuals.
+        backward: maps the residuals and the upstream gradients to the tuple of gradients.
     """
     if not DIFFERENTIATES:
         return lambda *tensors: forward(*tensors)[0]
-    from benchmarks.native import active  # which has no module for a backend without gradients
+    from benchmarks.native import active  # has no module for a backend without gradients
 
     return active.bind(forward, backward)
 
@@ -141,7 +141,7 @@ structure_by_hand = native(lambda x, w, b: ((x * w, b * 3.0), (w, x)), _structur
 
 @op_custom_gradient
 def narrow(x):
-    """Of four tensors that it computes, its rule needs one, a column."""
+    """A function of four intermediate tensors, of which the rule needs one, a column."""
     wide = ops.exp(x)
     wider = ops.sin(wide)
     widest = wider * wide
@@ -162,7 +162,7 @@ narrow_by_hand = native(_narrow_forward, lambda residuals, u: (u * residuals[0] 
 
 @op_custom_gradient
 def unused(x):
-    """Its rule closes over a tensor that it has no use for."""
+    """An op whose rule closes over a tensor without using it."""
     e, other = ops.exp(x), ops.sin(x)
 
     def rule(u):
@@ -194,7 +194,7 @@ def _by_weight(x):
 
 
 def weight(x, w):
-    """Matmul by a weight that the function reads."""
+    """Matmul with a weight that the function reads."""
     with keras.StatelessScope(state_mapping=[(_weight, w)]):
         return _by_weight(x)
 
@@ -229,7 +229,7 @@ PAIRS = {
 
 @op_custom_gradient
 def doubtful(x):
-    """log1pexp with more multiplications, and more residuals."""
+    """log1pexp with more multiplications and more residuals."""
     e, other, third = ops.exp(x), ops.sin(x), ops.cos(x)
 
     def rule(u):
@@ -243,7 +243,7 @@ DOUBTFUL = PAIRS["log1pexp"]._replace(op=doubtful)
 
 
 def total(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A number for all outputs of a function, by which none has a gradient of ones."""
+    """Return the weighted sum of all outputs of a function, so that no upstream gradient consists of ones."""
 
     def summed(*tensors: Any) -> Any:
         outputs = function(*tensors)

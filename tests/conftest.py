@@ -1,4 +1,4 @@
-"""One body of tests for every backend: `KERAS_BACKEND` says which one a run is for."""
+"""The same tests run on every backend. `KERAS_BACKEND` selects the backend of a run."""
 
 import gc
 import importlib.util
@@ -10,20 +10,20 @@ import pytest
 from processor_time import pytest_runtest_call, pytest_runtest_protocol  # noqa: F401  hooks of pytest
 from support import BACKEND, DIFFERENTIATES
 
-# What is about one framework lives in a file of its own, which the others do not collect.
+# Tests of one framework are in separate files, which runs on other backends do not collect.
 _OTHERS = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]
-# The folders are not called by the framework's name alone: `tests/transforms` is in the path of imports.
+# The folders are not named like the frameworks, because `tests/transforms` is in the path of imports.
 collect_ignore = [
     path.format(name) for name in _OTHERS for path in ("backends/test_{}.py", "transforms/on_{}")
 ]
 if not DIFFERENTIATES:
-    # Which import what binds a derivative by hand, and the framework's ways to take one.
+    # These files import hand-written derivatives, and the framework's gradient functions.
     collect_ignore += ["test_benchmarks.py", "transforms/test_ways.py"]
 if not DIFFERENTIATES or importlib.util.find_spec("nbclient") is None:
-    # Jupyter is installed by nox, and not by everyone who runs a few tests.
+    # nox installs Jupyter. It is not needed for a run of a few tests.
     collect_ignore += ["notebooks.py"]
 
-# Of properties on random examples: so many of each, and the same ones in each run of CI.
+# The number of random examples per property, which are the same in each run of CI.
 hypothesis.settings.register_profile(
     "multigrad",
     max_examples=int(os.environ.get("MULTIGRAD_EXAMPLES", "2")),
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if BACKEND == "numpy":
-        # Keras (3.15) finds shapes there by running a function on arrays that hold what was in memory.
+        # Keras (3.15) infers shapes there by running a function on uninitialized arrays.
         what = "(invalid value|overflow|underflow|divide by zero) encountered"
         config.addinivalue_line("filterwarnings", f"ignore:{what}:RuntimeWarning")
 
@@ -57,7 +57,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where a backend computes no gradients, leave out the tests that are about gradients."""
+    """On a backend without gradients, deselect the tests of gradients."""
     if DIFFERENTIATES:
         return
     left_out = [item for item in items if item.get_closest_marker("forward") is None]

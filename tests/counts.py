@@ -1,8 +1,8 @@
-"""What one call of an op costs, in counts that are the same on every machine, and what is allowed.
+"""The cost of one call of an op, as counts that are equal on every machine, and their bounds.
 
-The bounds are what was counted. To renew them after a change that is worth more, or that needs less, copy
-what this prints for each backend, in the versions of constraints.txt and in Python 3.11 (later ones count the
-same, or a few less):
+The bounds are former counts. To renew them after a change that justifies more, or that needs less, copy the
+output of this program for each backend, with the versions of constraints.txt and Python 3.11. Later versions
+of Python count the same, or a few less:
 
 ```
 KERAS_BACKEND=jax PYTHONPATH=.:tests python tests/counts.py
@@ -71,9 +71,9 @@ BOUNDS = {
 
 
 def calls(function: Callable[[], Any]) -> tuple[int, Any]:
-    """How many calls of functions in the package a function makes, and what it returns.
+    """Return the number of calls of functions of the package in a function, and the result of the function.
 
-    A list that a comprehension makes is a call in Python 3.11 alone, and is not counted.
+    List comprehensions are calls only in Python 3.11, and are not counted.
     """
     found = 0
 
@@ -84,7 +84,7 @@ def calls(function: Callable[[], Any]) -> tuple[int, Any]:
             found += 1
 
     before = sys.getprofile()
-    gc.disable()  # it may call what waits for the end of an object
+    gc.disable()  # it may call finalizers of other objects
     sys.setprofile(profile)
     try:
         returned = function()
@@ -95,14 +95,14 @@ def calls(function: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def calls_of(op: Callable[..., Any], arguments: Sequence[Any]) -> tuple[int, int]:
-    """The calls of an op of tensors that gives a tensor or a tuple of them: forward, and backward."""
+    """Return the numbers of calls in the forward and the backward pass of an op."""
     forward, pull = calls(lambda: _vjp(op, arguments))
     backward, _ = calls(pull)
     return forward, backward
 
 
 def _vjp(op: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:
-    """Its way back from ones, by the framework alone."""
+    """Return the backward pass of an op from ones, by the framework only."""
     if BACKEND == "jax":
         import jax
 
@@ -126,7 +126,7 @@ def _vjp(op: Callable[..., Any], arguments: Sequence[Any]) -> Callable[[], Any]:
 
 
 def written(op: Callable[..., Any], arguments: Sequence[Any]) -> int:
-    """How much the framework takes down of an op; see `Counts`."""
+    """Return the number of operations that the framework records for an op, see `Counts`."""
     if BACKEND == "jax":
         import jax
 
@@ -148,7 +148,7 @@ def written(op: Callable[..., Any], arguments: Sequence[Any]) -> int:
 
 
 def saved(op: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    """The tensors that PyTorch keeps of a call for its way back."""
+    """Return the tensors that PyTorch saves in a call for the backward pass."""
     import torch
 
     kept: list[Any] = []
@@ -159,7 +159,7 @@ def saved(op: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
 
 
 def counted(op: Callable[..., Any], arguments: Sequence[Any]) -> Counts:
-    """The counts of a call that is not the first."""
+    """Return the counts of a call that is not the first."""
     calls_of(op, arguments)
     return Counts(*calls_of(op, arguments), written(op, arguments))
 

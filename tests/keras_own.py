@@ -1,12 +1,12 @@
-"""A pytest plugin: Keras's own tests, with multigrad's op in the place of `keras.ops.custom_gradient`.
+"""A pytest plugin: Keras's own tests, with the op of multigrad instead of `keras.ops.custom_gradient`.
 
-Keras uses that function in its quantizers and quantized layers, and the tests of them come with the
-package (3.15). `nox -s keras_tests` runs them with `-p keras_own`. With `--custom-gradient keras` Keras's
-own function stays, which tells whose fault a failure is. A line at the end says how many functions were
-decorated and how often they were called; a run without any has failed.
+Keras uses that function in its quantizers and quantized layers, whose tests are part of the package (3.15).
+`nox -s keras_tests` runs them with `-p keras_own`. With `--custom-gradient keras`, the function of Keras
+stays, which shows whether multigrad causes a failure. A line at the end reports how many functions were
+decorated, and how often they were called. A run without decorated functions fails.
 
-Names under `keras.src` are private. They are named here because what is tested is code that calls Keras's
-function by them, and was not written for multigrad. One that is gone ends a run before its first test.
+Names under `keras.src` are private. They are used here because the tests run code of Keras that calls its
+function by these names. A missing name ends the run before the first test.
 """
 
 import functools
@@ -21,12 +21,12 @@ import pytest
 
 from multigrad import op_custom_gradient
 
-# The active backend's function, and the names of the one by which Keras's code and its users reach it.
+# The function of the active backend, and the names by which Keras and its users refer to it.
 PLACE = "keras.src.backend.core.custom_gradient"
 NAMES = ("keras.ops.custom_gradient", "keras.src.ops.custom_gradient", "keras.src.ops.core.custom_gradient")
 
-_counts: Counter[str] = Counter()  # of the test that is running
-_totals: Counter[str] = Counter()  # of the tests that have run, in whichever process
+_counts: Counter[str] = Counter()  # of the running test
+_totals: Counter[str] = Counter()  # of the tests that have run, in all processes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,14 +53,14 @@ def _named(name: str) -> Any:
 
 
 def _replace(own: Any, replacement: Any) -> None:
-    """Put `replacement` wherever a module of Keras holds `own`."""
+    """Replace `own` by `replacement` in all modules of Keras."""
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "keras"]:
         for name in [name for name, value in vars(module).items() if value is own]:
             setattr(module, name, replacement)
 
 
 def _counted(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """`decorate`, counting what it decorates and the calls of that."""
+    """Return `decorate`, with counts of the decorated functions and of their calls."""
 
     def custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
         _counts["decorations"] += 1
@@ -77,7 +77,7 @@ def _counted(decorate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    item.user_properties.append(("custom_gradient", dict(_counts)))  # goes with the report of the test
+    item.user_properties.append(("custom_gradient", dict(_counts)))  # sent with the report of the test
     _counts.clear()
 
 
@@ -88,7 +88,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    in_worker = hasattr(session.config, "workerinput")  # of pytest-xdist, with a part of the tests
+    in_worker = hasattr(session.config, "workerinput")  # a process of pytest-xdist, with a part of the tests
     if not in_worker and not _totals["calls"]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

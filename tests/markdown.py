@@ -1,8 +1,8 @@
-"""The Python blocks of the README and of `docs/`: where they run, and what they print.
+"""The Python blocks of the README and of `docs/`: they run, and print what the pages say.
 
-A page reads from top to bottom, so its blocks share their names. A block runs on every backend that computes
-gradients, unless its title names some: ```` ```python title="JAX" ````. A block ```` ```text ```` shows what
-the Python block above it prints. A line that ends with `# raises TypeError` raises that error.
+A page is read from top to bottom, so its blocks share their names. A block runs on every backend with
+gradients, unless its title names some: ```` ```python title="JAX" ````. A block ```` ```text ```` shows the
+output of the Python block above it. A line that ends with `# raises TypeError` raises that error.
 """
 
 import importlib
@@ -40,8 +40,8 @@ class Block(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """Return the README and each page of the site that is written in Markdown."""
-    # What `docs/examples` links to has tests of its own.
+    """Return the README and each Markdown page of the site."""
+    # The pages that `docs/examples` links to are tested separately.
     written = [path for path in (ROOT / "docs").rglob("*.md") if "examples" not in path.parts]
     return [ROOT / "README.md", *sorted(written)]
 
@@ -66,7 +66,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def run(block: Block, page: Path, names: dict[str, Any], capsys: Any) -> None:
-    """Run a block, and compare what it prints and raises with what the page says."""
+    """Run a block, and compare its output and its errors with the page."""
     raises = {
         number: match[1]
         for number, line in enumerate(block.code.splitlines(), 1)
@@ -75,9 +75,7 @@ def run(block: Block, page: Path, names: dict[str, Any], capsys: Any) -> None:
     assert len(raises) <= 1, "a line that raises is the last one that runs"
     wanted = next(iter(raises.items()), None)
     got = None
-    path = (
-        f"{page}#{len(block.code)}"  # one for each block, under which AutoGraph finds the code of a function
-    )
+    path = f"{page}#{len(block.code)}"  # unique, because AutoGraph finds code by it
     linecache.cache[path] = (len(block.code), None, block.code.splitlines(keepends=True), path)
     try:
         exec(compile(block.code, path, "exec"), names)
@@ -94,11 +92,11 @@ def run(block: Block, page: Path, names: dict[str, Any], capsys: Any) -> None:
 
 
 def run_page(page: Path, capsys: Any, monkeypatch: Any) -> None:
-    """Run the blocks of a page that are for the active backend."""
+    """Run the blocks of a page for the active backend."""
     module = types.ModuleType("page")
-    monkeypatch.setitem(sys.modules, "page", module)  # where AutoGraph and torch.compile look a function up
+    monkeypatch.setitem(sys.modules, "page", module)  # AutoGraph and torch.compile look up functions there
     if BACKEND == "torch":
-        # PyTorch compiles a function of Keras a few times in a process, and a page is a program of its own.
+        # PyTorch compiles a function of Keras a few times per process, and a page is a separate program.
         importlib.import_module("torch").compiler.reset()
     for block in blocks(page):
         if BACKEND in block.backends:

@@ -1,7 +1,7 @@
-"""What a random program computes: once with ops, written and called as the program says, and once without.
+"""The result of a random program: once with ops, as the program defines and calls them, and once without.
 
-A rule multiplies each gradient by a factor, mostly a false one. The plain function that means the same takes
-its value from the one, and its derivatives, the first and the second, from another expression.
+A rule multiplies each gradient by a factor, mostly a false one. The equivalent plain function takes its value
+from one expression, and its first two derivatives from another one.
 """
 
 import functools
@@ -19,12 +19,12 @@ stop = ops.stop_gradient
 
 
 def product(*factors: Any) -> Any:
-    """The product of tensors of any dtypes, and then of numbers."""
+    """Return the product of tensors of any dtypes, and of numbers."""
     return functools.reduce(ops.multiply, sorted(factors, key=lambda factor: isinstance(factor, float)))
 
 
 def scaled(tensor: Any, numbers: Sequence[Any]) -> Any:
-    """A tensor times numbers, some of which may be integer tensors, in its own dtype."""
+    """Return a tensor times numbers, some of which may be integer tensors, in the dtype of the tensor."""
     for number in numbers:
         tensor = tensor * (number if isinstance(number, float) else ops.cast(number, tensor.dtype))
     return tensor
@@ -35,11 +35,11 @@ def total(addends: Sequence[Any]) -> Any:
 
 
 def tanh(x: Any) -> Any:
-    """By what Keras (3.15) computes in float64 on each backend; its sine and its tanh are float32 on JAX."""
+    """Return tanh by functions that Keras (3.15) computes in float64. `ops.tanh` is float32 on JAX."""
     return 2.0 * ops.sigmoid(2.0 * x) - 1.0
 
 
-# Each function with its first and its second derivative.
+# Each function with its first and second derivative.
 FUNCTIONS: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "identity": (lambda x: x, ops.ones_like, ops.zeros_like),
     "tanh": (tanh, lambda x: 1.0 - tanh(x) ** 2, lambda x: 2.0 * tanh(x) * (tanh(x) ** 2 - 1.0)),
@@ -56,7 +56,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "square": (lambda x: x**2, lambda x: 2.0 * x, lambda x: 2.0 * ops.ones_like(x)),
 }
 
-# Each function with its derivative, in terms of its value.
+# Each function with its derivative, as a function of its value.
 CURVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "softplus": (lambda z: ops.log(1.0 + ops.exp(z)), lambda y: 1.0 - ops.exp(-y)),
     "tanh": (tanh, lambda y: 1.0 - y**2),
@@ -68,7 +68,7 @@ CURVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def fill(structure: Any, tensors: Sequence[Any]) -> Any:
-    """The structure with tensors at its places."""
+    """Return the structure with these tensors."""
     if isinstance(structure, Place):
         return tensors[structure.index]
     if isinstance(structure, Integers):
@@ -81,9 +81,9 @@ def fill(structure: Any, tensors: Sequence[Any]) -> Any:
 
 
 def found(structure: Any, filled: Any) -> tuple[dict[int, Any], list[Any]]:
-    """The tensors at the places of a structure, and all numbers elsewhere in it.
+    """Return the tensors of a filled structure by their numbers, and all Python numbers in it.
 
-    It asserts that the rest is as the structure has it.
+    Assert that the rest equals the structure.
     """
     if isinstance(structure, Place):
         assert ops.is_tensor(filled), filled
@@ -104,7 +104,7 @@ def found(structure: Any, filled: Any) -> tuple[dict[int, Any], list[Any]]:
 
 
 def upstreams(structure: Any, whole: Any) -> dict[int, Any]:
-    """The upstream gradients in the structure of the output. There is None for what has none."""
+    """Return the upstream gradients in the structure of the output, None for outputs without a gradient."""
     if isinstance(structure, Place):
         return {structure.index: whole}
     if isinstance(structure, (dict, tuple, list)):
@@ -117,14 +117,15 @@ def _keys(container: Any) -> Any:
     return container if isinstance(container, dict) else range(len(container))
 
 
-# --------------------------------------------------------------------------------------- what an op is
+# --------------------------------------------------------------------------------------- the definition of an
+# op
 
 Table = dict[tuple[str, int, float | None], tuple[Any, Any]]
 """A function of a leaf, and its derivative."""
 
 
 def table(op: Op, leaves: dict[int, Any]) -> Table:
-    """What the terms of an op are made of. Where a term says so, it is computed by ops within the op."""
+    """Return the parts of the terms of an op. A part is computed by a nested op if its term requires it."""
     keys = {(name, leaf, t.inner): 0 for t in _terms(op) for name, leaf in t.parts}
     return {(name, leaf, inner): _evaluated(name, inner, leaves[leaf]) for name, leaf, inner in keys}
 
@@ -149,7 +150,7 @@ def of_term(term: Term, parts: Table) -> Any:
 
 
 def slope_of_term(term: Term, nth: int, parts: Table) -> Any:
-    """The true derivative of a term by the leaf of its `nth` part."""
+    """Return the true derivative of a term with respect to the leaf of its `nth` part."""
     own = parts[*term.parts[nth], term.inner][1]
     others = [parts[*part, term.inner][0] for i, part in enumerate(term.parts) if i != nth]
     return product(term.coefficient, own, *others)
@@ -160,16 +161,16 @@ def argument_of(curve: Curve, leaves: dict[int, Any], numbers: Sequence[Any]) ->
 
 
 class Rule:
-    """The gradients of one run of an op, each computed when it is asked for.
+    """The gradients of one run of an op, each computed when it is needed.
 
-    A rule makes one of these out of what it closes over.
+    A rule creates an object of this class from what it closes over.
     """
 
     def __init__(self, op: Op, leaves: dict[int, Any], numbers: Sequence[Any], parts: Table) -> None:
         self.op, self.leaves, self.numbers, self.parts = op, leaves, numbers, parts
 
     def gradients(self, us: dict[int, Any], outputs: Sequence[Any]) -> dict[int, Callable[[], Any]]:
-        """The gradient of each leaf that any output depends on."""
+        """Return the gradient of each leaf that an output depends on, as functions."""
         addends: dict[int, list[Callable[[], Any]]] = {}
         for i, output in enumerate(self.op.outputs):
             if isinstance(output, Curve):
@@ -201,7 +202,7 @@ class Rule:
 
 
 def summed(gradient: Any, shape: tuple[int, ...]) -> Any:
-    """A gradient summed to the shape that was broadcast."""
+    """Return a gradient, summed to the shape before broadcasting."""
     new = len(gradient.shape) - len(shape)
     gradient = ops.sum(gradient, axis=tuple(range(new))) if new else gradient
     ones = tuple(i for i, size in enumerate(shape) if size == 1 and gradient.shape[i] != 1)
@@ -209,7 +210,7 @@ def summed(gradient: Any, shape: tuple[int, ...]) -> Any:
 
 
 class Answer:
-    """The gradients of a rule in the form that the op's convention has."""
+    """The gradients of a rule, in the form of the op's convention."""
 
     def __init__(self, rule: Rule, gradients: dict[int, Callable[[], Any]], names: Sequence[str]) -> None:
         op = rule.op
@@ -255,11 +256,11 @@ class Answer:
         return self.gradients[leaf] if style.lazy else self.gradients[leaf]()
 
 
-# -------------------------------------------------------------------------------- with ops, and without
+# -------------------------------------------------------------------------------- with and without ops
 
 
 def with_ops(op: Op) -> Callable[[Call, Sequence[Any]], list[Any]]:
-    """A function that calls an op as a call says."""
+    """Return a function that calls an op as a call defines."""
 
     def run(named: dict[str, Any]) -> Any:
         names = list(named)
@@ -297,7 +298,7 @@ _evaluate = functools.cache(eval)
 
 
 def _signature(op: Op) -> str:
-    """The text of a function that makes one of the op's parameters out of one of a dict by their names."""
+    """Return the source of a function with the parameters of an op, which calls a function of a dict."""
     written = [f"{name}=defaults[{name!r}]" if name in op.defaults else name for name in op.names]
     by_position, tail = written[: op.positional], written[op.positional :]
     if op.positional_only:
@@ -314,7 +315,7 @@ def _signature(op: Op) -> str:
 
 
 def _rule(op: Op, answer: Callable[[dict[int, Any], tuple[Any, ...]], Any]) -> Callable[..., Any]:
-    """A rule with the parameters that the op's convention has."""
+    """Return a rule with the parameters of the op's convention."""
     parameters = op.convention.parameters
 
     def whole(upstream: Any, own: tuple[Any, ...] = ()) -> Any:
@@ -335,7 +336,7 @@ def _rule(op: Op, answer: Callable[[dict[int, Any], tuple[Any, ...]], Any]) -> C
 
 
 def without_ops(op: Op) -> Callable[[Call, Sequence[Any]], list[Any]]:
-    """A plain function that means the same as the op."""
+    """Return a plain function that is equivalent to the op."""
 
     def call(call: Call, tensors: Sequence[Any]) -> list[Any]:
         leaves, numbers = found(op.arguments, fill(op.arguments, tensors))
@@ -352,7 +353,7 @@ def _meant(output: Any, leaves: dict[int, Any], numbers: Sequence[Any]) -> Any:
 
 
 def _meant_term(term: Term, leaves: dict[int, Any]) -> Any:
-    """The first derivative is false by a factor; the second by that and by the factor of the ops within."""
+    """The first derivative has a false factor. The second has it, too, and the factor of nested ops."""
     parts = {(*part, term.inner): _evaluated(part[0], None, leaves[part[1]]) for part in term.parts}
     value = of_term(term, parts)
     inner = 1.0 if term.inner is None else term.inner
@@ -368,7 +369,7 @@ Made = Callable[[Op], Callable[[Call, Sequence[Any]], list[Any]]]
 
 
 def function_of(program: Program, made: Made) -> Callable[..., list[Any]]:
-    """The function of the inputs that a program computes: the outputs of all calls."""
+    """Return the function of the inputs that a program computes: the outputs of all calls."""
     functions = [made(op) for op in program.ops]
 
     def function(*inputs: Any) -> list[Any]:
@@ -389,7 +390,7 @@ def inputs_of(program: Program) -> list[Any]:
 
 
 def weighted(tensors: Sequence[Any], seed: int) -> Any:
-    """The sum of all elements and of their squares, each with a fixed weight of its own."""
+    """Return the sum of all elements and of their squares, each with a fixed weight."""
     generator = np.random.default_rng(seed)
     sums = []
     for tensor in tensors:
@@ -401,7 +402,7 @@ def weighted(tensors: Sequence[Any], seed: int) -> Any:
 
 
 def gradients_of(program: Program, made: Made) -> list[list[Any]]:
-    """The outputs of a program, the gradients of their weighted sum, and perhaps the gradients of those."""
+    """Return the outputs of a program, the gradients of their weighted sum, and maybe second derivatives."""
     function, inputs = function_of(program, made), inputs_of(program)
     every = tuple(range(len(inputs)))
     results = [function(*inputs)]
@@ -416,11 +417,11 @@ def gradients_of(program: Program, made: Made) -> list[list[Any]]:
 
 
 def described(tensors: Sequence[Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtypes and shapes."""
+    """Return dtypes and shapes."""
     return [(keras.backend.standardize_dtype(t.dtype), tuple(t.shape)) for t in tensors]
 
 
 def numbers(tensors: Sequence[Any]) -> np.ndarray:
-    """All elements, in one array of float64."""
+    """Return all elements, in one array of float64."""
     flat = [ops.convert_to_numpy(ops.cast(tensor, "float64")).ravel() for tensor in tensors]
     return np.concatenate([np.zeros(0), *flat])

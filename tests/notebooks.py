@@ -1,10 +1,10 @@
-"""The notebooks of `examples/` run from their first cell to the last, on the active backend.
+"""The notebooks of `examples/` run from the first cell to the last, on the active backend.
 
     pytest tests/notebooks.py                  # run those that the fast run has on this backend
     pytest tests/notebooks.py -m ""            # run all of them
     pytest tests/notebooks.py -m "" --store    # and keep their outputs
 
-They need Jupyter's kernel and Matplotlib, which nox installs on each backend that differentiates.
+They need the kernel of Jupyter, and Matplotlib. nox installs them on each backend with gradients.
 """
 
 import base64
@@ -30,14 +30,14 @@ METADATA = {
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that runs a notebook, each time in a folder of its own: the notebook with its outputs."""
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # not the settings of whoever runs it
+    """Return a function that runs a notebook in a new folder, and returns it with its outputs."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # not the settings of the user
 
     def run(notebook):
         folder = tmp_path / f"run {len(list(tmp_path.glob('run *')))}"
         folder.mkdir()
         notebook = copy.deepcopy(notebook)
-        # Without folders to look for kernels in, there is one kernel: that of the Python that runs this.
+        # Without folders of kernels, there is one kernel: the Python that runs this.
         kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
         client = nbclient.NotebookClient(
             notebook,
@@ -49,7 +49,7 @@ def run(tmp_path, monkeypatch):
             extra_arguments=["--InteractiveShell.colors=nocolor", "--InteractiveShell.xmode=Plain"],
         )
         try:
-            client.execute(cleanup_kc=True)  # which also ends the kernel, ours as it is
+            client.execute(cleanup_kc=True)  # also ends the kernel, which this test started
         except nbclient.exceptions.CellExecutionError as error:
             pytest.fail(str(error), pytrace=False)
         for cell in code_cells(notebook):
@@ -66,7 +66,7 @@ def code_cells(notebook):
 
 
 def unmeasured(notebook):
-    """The cells, without what those show whose tag says that they measure: a time, or memory."""
+    """Return the cells without the outputs of cells with a tag for measurements: a time, or memory."""
     cells = copy.deepcopy(notebook.cells)
     for cell in cells:
         if "measured" in cell.metadata.get("tags", ()):
@@ -74,8 +74,8 @@ def unmeasured(notebook):
     return cells
 
 
-# The backend on which the fast run has a notebook, where it takes the least time or where every backend is
-# equal; the full run has each notebook on each of them.
+# The backend on which the fast run has a notebook: the fastest one, or any one if they are equal. The full
+# run has each notebook on each backend.
 BACKENDS = {
     "00_a_layer_with_its_own_rule": "torch",
     "01_stable_log1pexp": "tensorflow",
@@ -101,7 +101,7 @@ def params():
 
 
 @pytest.mark.parametrize("path", list(params()))
-def test_it_runs(path, run, pytestconfig):
+def test_notebooks_run(path, run, pytestconfig):
     notebook = run(nbformat.read(path, as_version=4))
     if pytestconfig.getoption("store"):
         again = run(notebook)
@@ -111,7 +111,7 @@ def test_it_runs(path, run, pytestconfig):
 
 
 def store(notebook, path):
-    """Keep what a run showed, and its first picture beside it, for a README."""
+    """Store the outputs of a run, and the first figure in a file next to it, for a README."""
     own = {"backend": BACKEND, "code": code_of(notebook)}
     notebook.metadata = nbformat.from_dict(METADATA | {"multigrad": own})
     nbformat.write(notebook, path)
@@ -129,15 +129,15 @@ def notebook_of(*cells):
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
 
 
-def test_it_runs_on_this_backend_and_in_a_folder_of_its_own(run):
+def test_a_notebook_runs_on_the_active_backend_in_a_new_folder(run):
     backend = "import keras; print(keras.backend.backend()); open('saved', 'w').close()"
     folder = "import os; print(os.listdir())"
     for cells, shown in (((backend, folder), [f"{BACKEND}\n", "['saved']\n"]), ((folder,), ["[]\n"])):
         assert [cell.outputs[0].text for cell in code_cells(run(notebook_of(*cells)))] == shown
 
 
-def test_what_is_printed_is_text(run):
-    """Rich, which lays out the table of a trace, shows things by itself where it finds a notebook."""
+def test_printed_traces_are_text(run):
+    """Rich, which formats the table of a trace, displays objects in other ways in a notebook."""
     code = """
         from multigrad import grad, op_custom_gradient, trace_gradients
         op = op_custom_gradient(lambda x: (x, lambda upstream: 7.0 * upstream))

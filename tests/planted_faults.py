@@ -1,11 +1,11 @@
-"""Faults that are planted in a copy of the package, and the fast tests that find them.
+"""Planted faults in a copy of the package, and the fast tests that find them.
 
     python tests/planted_faults.py          # every fault
-    python tests/planted_faults.py jax      # those that are planted on some backends
+    python tests/planted_faults.py jax      # faults on some backends
 
 Each fault replaces a text of the package. It is found if tests fail that pass on the unchanged copy. The
-program fails if a fault is not found, or if its text is not in the file exactly once. So a change of the
-package must renew the faults that stand in its way.
+program fails if a fault is not found, or if its text does not occur exactly once in the file. A change of the
+package must update the faults whose text it changes.
 """
 
 import os
@@ -23,7 +23,7 @@ ROOT = HERE.parent
 
 
 class Fault(NamedTuple):
-    """A text of a file of the package, what stands in its place, and the tests that should find it."""
+    """A text in a file of the package, its replacement, and the tests that should find the fault."""
 
     name: str
     backend: str
@@ -71,19 +71,19 @@ FAULTS = [
         "a broadcast gradient is averaged", "jax", "backend/jax/tensors.py",
         "gradient = gradient.sum(axes).reshape(shape)",
         "gradient = gradient.mean(axes).reshape(shape)",
-        "test_answers.py::test_what_broadcasting_made_larger_is_summed_back",
+        "test_answers.py::test_broadcast_gradients_are_summed",
     ),
     Fault(
         "a broadcast gradient is summed over the wrong axes", "tensorflow", "backend/tensorflow/tensors.py",
         "gradient = tf.reshape(tf.reduce_sum(gradient, axes), shape)",
         "gradient = tf.reshape(tf.reshape(gradient, [-1])[: shape.num_elements()], shape)",
-        "test_answers.py::test_what_broadcasting_made_larger_is_summed_back",
+        "test_answers.py::test_broadcast_gradients_are_summed",
     ),
     Fault(
         "the second variable is dropped", "tensorflow", "core/variables.py",
         "if id(variable) not in self._dtypes:",
         "if not self._dtypes:",
-        "test_variables.py::test_linear_poly test_variables.py::test_a_rule_that_takes_no_variables",
+        "test_variables.py::test_linear_poly test_variables.py::test_a_rule_without_variables_raises",
     ),
     Fault(
         "a rule meets other variables as they are later", "torch", "core/variables.py",
@@ -107,7 +107,7 @@ FAULTS = [
         "a rule is called twice", "jax", "core/call.py",
         "return rule(upstream[0])",
         "return [rule(upstream[0]), rule(upstream[0])][0]",
-        "test_calculus.py::test_how_often_the_function_and_the_rule_run test_counts.py",
+        "test_calculus.py::test_number_of_runs_of_the_function_and_the_rule test_counts.py",
     ),
     Fault(
         "a complex gradient is not conjugated", "jax", "backend/jax/gradients.py",
@@ -125,7 +125,7 @@ FAULTS = [
         "forward mode accepts a rule that is not linear", "tensorflow", "core/linearity.py",
         "_ROUNDING = 0.05",
         "_ROUNDING = 1e9",
-        "test_calculus.py::test_a_rule_that_is_not_linear",
+        "test_calculus.py::test_nonlinear_rules_raise",
     ),
     Fault(
         "a pullback runs once alone", "torch", "backend/torch/gradients.py",
@@ -135,9 +135,9 @@ FAULTS = [
     ),
     Fault(
         "an argument that is not used has no gradient", "tensorflow", "backend/tensorflow/gradients.py",
-        "gradients = tape.gradient(value, own, unconnected_gradients=tf.UnconnectedGradients.ZERO)",
-        "gradients = tape.gradient(value, own)",
-        "test_calculus.py::test_what_is_not_used_has_a_zero_gradient",
+        "gradients = tape.gradient(value, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)",
+        "gradients = tape.gradient(value, sources)",
+        "test_calculus.py::test_unused_arguments_have_zero_gradients",
     ),
     Fault(
         "a rule is handed the wrong arguments of the op", "jax", "core/rule.py",
@@ -149,7 +149,7 @@ FAULTS = [
 
 
 def failed(folder: Path, backend: str, tests: str) -> list[str]:
-    """Run fast tests on a copy of the project: the names of those that fail."""
+    """Run fast tests on a copy of the project, and return the names of failed tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *[f"tests/{name}" for name in tests.split()]],
@@ -159,7 +159,7 @@ def failed(folder: Path, backend: str, tests: str) -> list[str]:
         text=True,
         check=False,
     )
-    if done.returncode not in (0, 1):  # neither passed nor failed: a file that cannot be imported
+    if done.returncode not in (0, 1):  # for example, a file that cannot be imported
         raise RuntimeError(f"the tests of {tests} did not run on {backend}:\n{done.stdout}{done.stderr}")
     found = re.findall(r"^FAILED tests/\S*?(\w+\.py::\w+)", done.stdout, re.MULTILINE)
     assert bool(found) == bool(done.returncode), done.stdout
@@ -167,7 +167,7 @@ def failed(folder: Path, backend: str, tests: str) -> list[str]:
 
 
 def problems(folder: Path, faults: list[Fault]) -> Iterator[str]:
-    """Plant one fault after the other, print the tests that find it, and yield what is wrong."""
+    """Plant one fault after the other, print the tests that find it, and yield a message for each problem."""
     for backend in dict.fromkeys(fault.backend for fault in faults):
         own = " ".join(fault.tests for fault in faults if fault.backend == backend)
         names = failed(folder, backend, " ".join(dict.fromkeys(own.split())))

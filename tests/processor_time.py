@@ -1,7 +1,7 @@
-"""A fast test fails if it takes more than a few seconds of the processor; `conftest.py` imports these hooks.
+"""A fast test fails if it takes more than a few seconds of processor time. `conftest.py` imports these hooks.
 
-Only the time of the test's own process counts. The processes that a test starts import a framework anew, and
-so most of these tests are marked `package`, which run once.
+Only the time of the test's process counts. Processes that a test starts import a framework again. Most of
+these tests are marked `package`, and run once.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import pytest
 
-# A loop, and its time on the machine on which the limit of five seconds was set (Python 3.11).
+# A loop, and its time on the machine that defines the limit of five seconds (Python 3.11).
 LOOP, LOOP_SECONDS = 2_000_000, 0.06
 # A test that takes less is within every limit, and the loop does not run for it.
 SHORT = 5.0
@@ -19,9 +19,9 @@ SECONDS = pytest.StashKey[list[float]]()
 
 
 def limit() -> float:
-    """Return how many seconds a test may take here: five on the machine on which the limit was set.
+    """Return the limit in seconds: five on the machine that defines it.
 
-    A slower machine has more, as a loop measures. Twice as many are allowed where processes share the cores.
+    A loop measures the speed of this machine. The limit is doubled if processes share the cores.
     """
     start = time.process_time()
     for _ in range(LOOP):
@@ -32,7 +32,7 @@ def limit() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Measure a test that passes, and fail it where both of its runs took too long."""
+    """Measure a test that passes, and fail it if both of its runs took too long."""
     start = time.process_time()
     result = yield
     seconds = item.stash.setdefault(SECONDS, [])
@@ -47,7 +47,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Run a fast test that took too long once more: the first use of a compiler takes seconds by itself."""
+    """Run a fast test that took too long a second time: the first use of a compiler takes seconds."""
     result = yield
     seconds = item.stash.get(SECONDS, [])
     is_fast = item.get_closest_marker("slow") is None

@@ -1,8 +1,8 @@
-"""Random programs as plain data: graphs of ops, the ways to write their rules and to call them.
+"""Random programs as plain data: graphs of ops, and forms of their rules and calls.
 
-Here they are drawn. What they compute is told in `meanings.py`, once with ops and once without. A program
-comes from a `random.Random`: from one with a seed, or from one of hypothesis, which then finds the smallest
-program that fails. Nothing here knows a framework.
+This module draws them. `meanings.py` computes them, with and without ops. A program is drawn by a
+`random.Random`: one with a seed, or one of hypothesis, which then finds the smallest failing program. This
+module uses no framework.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ DTYPES = ["float32", "float32", "float32", "float64", "float16", "bfloat16"]
 PRECISIONS = ["float64", "float32", "float16", "bfloat16"]
 FUNCTIONS = ["identity", "tanh", "bell", "ratio", "square"]
 CURVES = ["softplus", "tanh", "sigmoid"]
-FACTORS = [3.0, -2.0, 0.5]  # by which rules are false
-# No two of them cancel: what is left would be rounding, and a difference of that is anything.
+FACTORS = [3.0, -2.0, 0.5]  # the false factors of rules
+# No two of them cancel, because the rest would be rounding errors, whose differences are arbitrary.
 COEFFICIENTS = [1.0, -0.5, 0.75]
 WEIGHTS = [0.5, -0.75, 0.25]
 STATICS = [None, 1, -1, 0.5, True, "same"]
@@ -25,7 +25,7 @@ NAMES = "abcd"
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor in a structure, and its number."""
+    """The position of a tensor in a structure, with its number."""
 
     index: int
 
@@ -61,7 +61,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Style:
-    """How the gradient of one leaf is written."""
+    """The form of the gradient of one leaf."""
 
     lazy: bool
     none: bool
@@ -74,7 +74,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Convention:
-    """How a rule is written."""
+    """The form of a rule."""
 
     parameters: str
     """The rule's own parameters."""
@@ -129,7 +129,7 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Ops, and their calls in order. A value is an input, or one of the outputs of the calls before."""
+    """Ops, and their calls in order. A value is an input, or an output of an earlier call."""
 
     inputs: tuple[Input, ...]
     structure: Any
@@ -141,12 +141,12 @@ class Program:
 
     @property
     def precision(self) -> str:
-        """The dtype of the fewest digits among those of the inputs."""
+        """Return the least precise dtype of the inputs."""
         return max((dtype for _, dtype in self.inputs), key=PRECISIONS.index)
 
     @property
     def orders(self) -> int:
-        """For how many derivatives there are digits."""
+        """Return the number of derivatives that the precision allows."""
         return 2 if self.precision in ("float32", "float64") else 1
 
 
@@ -154,7 +154,7 @@ class Program:
 
 
 def places(structure: Any) -> list[int]:
-    """The numbers of the tensors in a structure, None for integers, in the order of `keras.tree.flatten`."""
+    """Return the numbers of the tensors in a structure, None for integers, in the order of flattening."""
     if isinstance(structure, (Place, Integers)):
         return [structure.index if isinstance(structure, Place) else None]
     if isinstance(structure, dict):
@@ -169,7 +169,7 @@ def has_gradient(structure: Any) -> bool:
 
 
 def nested(random: Any, leaves: list[Any], depth: int = 2) -> Any:
-    """The leaves in a structure, in their order."""
+    """Return the leaves in a nested structure, in their order."""
     if len(leaves) == 1 and (depth == 0 or random.random() < 0.7):
         return leaves[0]
     parts = [nested(random, part, depth - 1) for part in split(random, leaves)] if depth else leaves
@@ -178,7 +178,7 @@ def nested(random: Any, leaves: list[Any], depth: int = 2) -> Any:
 
 
 def split(random: Any, leaves: list[Any], most: int = 3) -> list[list[Any]]:
-    """The leaves in one to `most` parts, none of them empty."""
+    """Split the leaves into one to `most` parts, none of them empty."""
     count = random.randint(1, max(1, min(most, len(leaves))))
     cuts = sorted(random.sample(range(1, len(leaves)), count - 1)) if leaves else []
     return [leaves[a:b] for a, b in zip([0, *cuts], [*cuts, len(leaves)], strict=True)]
@@ -188,13 +188,13 @@ def split(random: Any, leaves: list[Any], most: int = 3) -> list[list[Any]]:
 
 
 def draw(random: Any, dtypes: list[str] = DTYPES) -> Program:
-    """A program."""
+    """Draw a program."""
     base = random.choice([(2, 3), (2, 3), (3,), (), (2, 3), (2, 0)])
     inputs = tuple(Input(_shape(random, base), random.choice(dtypes)) for _ in range(random.randint(1, 3)))
     ops = tuple(_op(random) for _ in range(random.randint(1, 3)))
     calls: list[Call] = []
     values = len(inputs)
-    # With few digits, the rounding errors of one op are enough.
+    # In low precision, the rounding errors of one op are enough.
     few = any(dtype not in ("float32", "float64") for _, dtype in inputs)
     for _ in range(random.randint(1, 1 if few else 4)):
         index = random.randrange(len(ops))
@@ -206,14 +206,14 @@ def draw(random: Any, dtypes: list[str] = DTYPES) -> Program:
 
 
 def said_otherwise(random: Any, program: Program) -> Program:
-    """The same program, with other rules and calls."""
+    """Return the same program, with other forms of rules and calls."""
     ops = tuple(dataclasses.replace(op, convention=_convention(random, op)) for op in program.ops)
     calls = tuple(Call(c.op, c.leaves, *_passing(random, ops[c.op])) for c in program.calls)
     return dataclasses.replace(program, ops=ops, calls=calls)
 
 
 def made_true(program: Program) -> Program:
-    """The same program with true rules, whose answers have the digits of what they compute."""
+    """Return the same program with true rules, whose gradients have the precision of the values."""
 
     def true(output: Any) -> Any:
         if isinstance(output, tuple):
@@ -231,7 +231,7 @@ def made_true(program: Program) -> Program:
 
 
 def _shape(random: Any, base: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape that broadcasts to `base`."""
+    """Draw a shape that broadcasts to `base`."""
     shape = base[random.randint(0, len(base)) :]
     return tuple(random.choice([size, size, 1]) for size in shape)
 
@@ -262,7 +262,7 @@ def _op(random: Any) -> Op:
 
 
 def _defaults(random: Any, arguments: tuple[Any, ...], positional: int, tail: str) -> frozenset[str]:
-    """The parameters that have their argument as a default: none before one that has not."""
+    """Draw the parameters that have their argument as a default. No required parameter follows."""
     static = [not places(argument) and random.random() < 0.7 for argument in arguments]
     last = max([i for i in range(positional) if not static[i]], default=-1)
     by_position = [i for i in range(last + 1, positional) if positional == len(arguments) or tail != "*rest"]
@@ -292,7 +292,7 @@ def _output_structure(random: Any, count: int) -> Any:
 
 
 def _convention(random: Any, op: Op) -> Convention:
-    """A way to write the rule."""
+    """Draw a form of the rule."""
     styles = tuple(
         Style(
             lazy=random.random() < 0.2,
@@ -313,7 +313,7 @@ def _convention(random: Any, op: Op) -> Convention:
 
 
 def _answers(op: Op) -> list[str]:
-    """The forms of the answer that are open to the op's rule: those that can be read in one way only."""
+    """Return the forms of answers that the op's rule can use: the unambiguous ones."""
     differentiable = [argument for argument in op.arguments if has_gradient(argument)]
     lengths = [len(op.arguments), len(differentiable)]
     flat = len(places(op.arguments))
@@ -330,7 +330,7 @@ def _answers(op: Op) -> list[str]:
 
 
 def _parameters(op: Op) -> list[str]:
-    """The parameters that the op's rule may have: the whole upstream, flat, or the op's own arguments."""
+    """Return the possible signatures of the rule: one upstream gradient, flat, or the op's arguments."""
     flat = len(places(op.output))
     own = len(op.arguments) if op.tail == "*rest" else op.positional
     named = ", ".join(f"p{i}" for i in range(own))
@@ -343,12 +343,12 @@ def _parameters(op: Op) -> list[str]:
 
 
 def _passing(random: Any, op: Op) -> tuple[int, tuple[str, ...]]:
-    """How many arguments are passed by position, and the names of those that are passed by keyword."""
+    """Draw how many arguments are passed by position, and the names of those that are passed by keyword."""
     if op.tail == "*rest" and op.positional < len(op.arguments):
         return len(op.arguments), ()
     required = [i for i in range(op.positional_only) if op.names[i] not in op.defaults]
     positional = random.randint(max(required, default=-1) + 1, op.positional)
-    # What is passed neither way has its default.
+    # The others have their defaults.
     names = list(op.names[max(positional, op.positional_only) :])
     names = [n for n in names if n not in op.defaults or random.random() < 0.5]
     return positional, tuple(random.sample(names, len(names)))

@@ -1,4 +1,4 @@
-"""Registered ops, for the process that saves a model and for the one that loads it."""
+"""Registered ops, for the process that saves a model and for the process that loads it."""
 
 import enum
 
@@ -49,7 +49,7 @@ named_lambda = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * -5.0), name=
 
 
 def model():
-    """One that has each of them, nested, twice, and as an activation."""
+    """Return a model with each op, nested, used twice, and as an activation."""
     table = {"float": array([1.0, 2.0, 3.0]), "int": np.array([[4, 5, 6]])}
     inner_input = keras.Input((3,))
     inner = keras.Model(inner_input, bend(bend(inner_input)))
@@ -62,7 +62,7 @@ def model():
 
 
 def results(model):
-    """The model's outputs and, where there are any, its gradients, as plain lists."""
+    """Return the outputs of the model and, on a backend with gradients, its gradients, as plain lists."""
     x = array([[0.5, 1.0, 2.0]])
     found = [numpy(output).tolist() for output in model(x)]
     if DIFFERENTIATES:

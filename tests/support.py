@@ -1,4 +1,4 @@
-"""What the tests say the same on every backend."""
+"""Helpers for the tests that are the same on every backend."""
 
 import hashlib
 import itertools
@@ -17,7 +17,7 @@ import multigrad
 BACKEND = keras.backend.backend()
 DIFFERENTIATES = BACKEND in ("tensorflow", "jax", "torch")
 
-# How far `check_gradients` goes: what is not in the fast run takes up to a minute.
+# The extent of `check_gradients`. The full extent takes up to a minute, and is not in the fast run.
 DIFFERENCES = pytest.mark.parametrize(
     "extent",
     [
@@ -27,19 +27,19 @@ DIFFERENCES = pytest.mark.parametrize(
 )
 
 
-# The same for a function of few elements: the first order of all, or every order that is asked for.
+# The same for functions of few elements: first order only, or every order of the test.
 ORDERS = pytest.mark.parametrize("highest", [1, pytest.param(None, id="every", marks=pytest.mark.slow)])
 
 
 def slow_on(*backends: str) -> pytest.MarkDecorator:
-    """Return the marker of a test that takes long on some backends alone.
+    """Return the marker of a test that takes long on some backends.
 
-    JAX and TensorFlow compile each solution of an equation anew, as they do every large function.
+    JAX and TensorFlow compile each solution of an equation separately, as every large function.
     """
     return pytest.mark.slow if BACKEND in backends else pytest.mark.fast
 
 
-# How `fit` runs. PyTorch has Inductor for `jit_compile`, which takes 10 s to compile a step.
+# The modes of `fit`. On PyTorch, `jit_compile` uses Inductor, which takes 10 s to compile a step.
 FIT_MODES = [
     pytest.param({"run_eagerly": True}, id="eagerly"),
     pytest.param({"jit_compile": False}, id="compiled"),
@@ -48,7 +48,7 @@ FIT_MODES = [
 
 
 def slow_but(fast: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> list[Any]:
-    """Return the product of values as parameters of a test; all but a few are marked slow."""
+    """Return the product of values as parameters of a test. Only the `fast` cases are in the fast run."""
     return [
         pytest.param(*case, marks=() if case in fast else pytest.mark.slow)
         for case in itertools.product(*values)
@@ -60,7 +60,7 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
 def code_of(notebook: Any) -> str:
-    """A digest of a notebook's code, which its outputs belong to."""
+    """Return a digest of the code of a notebook, to which its outputs belong."""
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return hashlib.sha256(repr(cells).encode()).hexdigest()
 
@@ -70,39 +70,39 @@ def _numbers(text: str) -> list[float]:
 
 
 def check_numbers(example: str, output: str) -> None:
-    """Compare the numbers that an example printed with those in the comments behind each `print`."""
+    """Compare the numbers that an example printed with the numbers in the comments after each `print`."""
     said = _numbers(" ".join(re.findall(r"^ *print\(.*\)  # ([-\d\[(].*)$", example, re.MULTILINE)))
-    # A tensor prints more than its numbers, so those of the comments need only come in this order.
+    # The output of a tensor contains more than its numbers, so the numbers only need to occur in this order.
     printed = iter(_numbers(output))
     assert all(any(number == wanted for number in printed) for wanted in said), (said, output)
 
 
 class Phase(keras.layers.Layer):
-    """A layer that differs in training, as most of those do that differ."""
+    """A layer with different results in training and inference."""
 
     def call(self, x, training=None):
         return x * (3.0 if training else 1.0)
 
 
 def array(*values: Any, dtype: str = "float32") -> Any:
-    """A tensor of the active backend."""
+    """Return a tensor of the active backend."""
     return ops.convert_to_tensor(np.array(values[0] if len(values) == 1 else values), dtype=dtype)
 
 
 def numpy(value: Any) -> np.ndarray:
-    """A tensor's value."""
+    """Return the value of a tensor."""
     return np.asarray(keras.ops.convert_to_numpy(value))
 
 
 def close(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    """Assert that two structures hold the same numbers."""
+    """Assert that two structures contain the same numbers."""
     keras.tree.assert_same_structure(got, wanted)
     for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(wanted), strict=True):
         np.testing.assert_allclose(numpy(a), numpy(b), rtol=tolerance, atol=tolerance)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as the backend traces it; PyTorch runs it as it is."""
+    """Return the function as the backend traces it. PyTorch runs it uncompiled."""
     if BACKEND == "jax":
         import jax
 
@@ -115,12 +115,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiled_with_variables(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, compiled. A `jax.jit` would take the values of variables for constants."""
+    """Return the compiled function. `jax.jit` would treat the values of variables as constants."""
     return multigrad.jit(function) if BACKEND == "jax" else compiled(function)
 
 
 def compiled_by_xla(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as XLA compiles it; PyTorch runs it as it is."""
+    """Return the function as XLA compiles it. PyTorch runs it uncompiled."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
@@ -129,9 +129,9 @@ def compiled_by_xla(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Its gradient under the backend's own map over a leading axis.
+    """Return the gradient of a function under the backend's map over a leading axis.
 
-    TensorFlow's map falls back to a loop around a tape, with a warning: the README tells of it.
+    TensorFlow's map falls back to a loop around a tape, with a warning. The README describes this.
     """
     if BACKEND == "jax":
         import jax
@@ -145,7 +145,7 @@ def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of JAX's in a program, and in all programs within."""
+    """Yield the equations in a jaxpr and in all nested jaxprs."""
     from jax.extend.core import jaxprs_in_params
 
     for equation in jaxpr.eqns:
@@ -155,7 +155,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def sizes_made(function: Callable[..., Any], *args: Any) -> list[int]:
-    """The sizes of all tensors on the way of a function, as the backend records them."""
+    """Return the sizes of all tensors in a function, as the backend records them."""
     if BACKEND == "jax":
         import jax
 

@@ -1,4 +1,4 @@
-"""Each way in which a rule can write its answer, and what is done with it."""
+"""The forms in which a rule can return gradients, and how they are read."""
 
 import collections
 
@@ -13,7 +13,7 @@ ONES = np.ones(2, "float32")
 
 
 def answering(answer):
-    """An op of (x, n, tree) whose rule gives `answer(u)`; x and both parts of tree are differentiable."""
+    """Return an op of (x, n, tree) whose rule returns `answer(u)`. x and the leaves of tree are floats."""
 
     @op_custom_gradient
     def op(x, n, tree):
@@ -46,7 +46,7 @@ WANTED = (2 * ONES, {"b": [3 * ONES], "c": 5 * ONES})
         lambda u: (2 * u, None, {"b": lambda: [3 * u], "c": 5 * u}),
     ],
 )
-def test_each_reading(answer):
+def test_each_form(answer):
     close(gradients(answering(answer)), WANTED)
 
 
@@ -56,8 +56,8 @@ def test_one_entry_per_flattened_tensor():
         return pair[0] + pair[1] + n * y, lambda u: [2 * u, 3 * u, 5 * u]
 
     got = grad(lambda pair, y: ops.sum(op(pair, 7, y)), (0, 1))((ONES, ONES), ONES)
-    # Three arguments and three tensors: per argument is tried first, and the number 3 u for the pair
-    # does not have its structure.
+    # Three arguments and three tensors: one entry per argument is tried first, and does not fit, because the
+    # number 3 u does not have the structure of the pair.
     close(got, ((2 * ONES, 3 * ONES), 5 * ONES))
 
 
@@ -91,7 +91,7 @@ def test_a_dict_argument_and_a_dict_of_arguments(answer):
         (lambda u: None, (0, 0)),
     ],
 )
-def test_a_dict_for_arguments_that_have_one_name(rest, wanted):
+def test_a_dict_for_arguments_of_the_same_name(rest, wanted):
     def rule(u):
         return {"rest": rest(u), "x": 2 * u, "y": 7 * u}
 
@@ -109,7 +109,7 @@ def test_a_dict_for_arguments_that_have_one_name(rest, wanted):
         (lambda u: {"x": u}, "the keys 'x', 'rest'\n"),
     ],
 )
-def test_another_dict_for_them(answer, said):
+def test_another_dict_for_arguments_of_the_same_name(answer, said):
     op = op_custom_gradient(lambda x, *rest: (x + rest[0], lambda u: answer(u)))
     with pytest.raises(TypeError, match=said):
         grad(lambda x, y: ops.sum(op(x, y)))(ONES, ONES)
@@ -132,7 +132,7 @@ def test_none_is_zero(answer, wanted):
     close(got, (x * ONES, (a * ONES, b * ONES)))
 
 
-def test_lazy_entries_are_computed_where_they_are_needed_alone():
+def test_lazy_entries_are_computed_only_if_needed():
     calls = []
 
     def lazily(name, value):
@@ -147,11 +147,11 @@ def test_lazy_entries_are_computed_where_they_are_needed_alone():
         return x * w, lambda u: (lazily("x", 2 * u), lazily("w", 3 * u))
 
     close(grad(lambda x: ops.sum(op(x, array(1.0, 1.0))))(ONES), 2 * ONES)
-    # TensorFlow has no way to tell what is needed, and asks for all.
+    # TensorFlow's tapes compute all gradients.
     assert calls == (["x", "w"] if BACKEND == "tensorflow" else ["x"])
 
 
-def test_a_lazy_entry_may_hold_lazy_ones():
+def test_lazy_entries_may_be_nested():
     @op_custom_gradient
     def op(tree):
         x, y = tree
@@ -161,7 +161,7 @@ def test_a_lazy_entry_may_hold_lazy_ones():
 
 
 class Called(collections.namedtuple("Called", "a b")):
-    """A container that can be called, as a model of parameters in a namedtuple may be."""
+    """A callable container, for example a model of parameters in a namedtuple."""
 
     def __call__(self):
         return self.a * 0.0 + 99.0, self.b * 0.0 + 99.0
@@ -177,7 +177,7 @@ class Called(collections.namedtuple("Called", "a b")):
         lambda g: [5.0 * g, 7.0 * g, 3.0 * g],
     ],
 )
-def test_a_structure_that_can_be_called_is_that_structure(answer):
+def test_a_callable_structure_is_not_lazy(answer):
     op = op_custom_gradient(lambda pair, y: (pair.a * pair.b * y, answer))
     pair = Called(array(2.0), array(4.0))
     for wrap in (lambda f: f, compiled):
@@ -188,7 +188,7 @@ def test_a_structure_that_can_be_called_is_that_structure(answer):
     close(grad(alone)(pair), Called(array(5.0), array(7.0)))
 
 
-def test_a_container_that_can_be_called_is_lazy_for_a_tensor():
+def test_a_callable_container_is_lazy_for_a_tensor():
     op = op_custom_gradient(lambda x: (x * 2.0, lambda g: (Thunk(5.0 * g),)))
     close(grad(op)(array(3.0)), array(35.0))
 
@@ -227,7 +227,7 @@ def test_a_lazy_entry_for_a_structure_runs_once():
         ((1,), (1,), (1.0,)),
     ],
 )
-def test_what_broadcasting_made_larger_is_summed_back(argument, gradient, wanted):
+def test_broadcast_gradients_are_summed(argument, gradient, wanted):
     @op_custom_gradient
     def op(x):
         return ops.broadcast_to(x, gradient) * 1.0, lambda u: u
@@ -264,7 +264,7 @@ def test_the_same_tensor_twice():
     close(grad(lambda x: op(x, x))(2.0), array(8.0))
 
 
-def test_the_gradient_of_a_number_is_nobodys():
+def test_gradients_of_python_numbers_are_discarded():
     @op_custom_gradient
     def op(x, scale):
         return x * scale, lambda u: (u * 7.0, ops.sum(u * x))
@@ -282,7 +282,7 @@ def test_the_gradient_of_a_number_is_nobodys():
         lambda u: (7.0 * u, u, {"a": u, "b": lambda: [u, u]}),
     ],
 )
-def test_so_are_those_of_numbers_in_a_structure_and_what_is_lazy(answer):
+def test_gradients_of_nested_numbers_and_lazy_gradients_are_discarded(answer):
     @op_custom_gradient
     def op(x, scale, numbers):
         return x * scale * numbers["a"] + sum(numbers["b"]), answer
@@ -293,7 +293,7 @@ def test_so_are_those_of_numbers_in_a_structure_and_what_is_lazy(answer):
 @pytest.mark.parametrize(
     "entry", [lambda u: {"a": u, "n": u}, lambda u: {"a": u}, lambda u: lambda: {"a": u}]
 )
-def test_what_is_no_floating_number_in_a_structure_has_no_gradient(entry):
+def test_integers_in_a_structure_have_no_gradient(entry):
     op = op_custom_gradient(lambda x, numbers: (x * numbers["n"], lambda u: (u, entry(u))))
 
     with pytest.raises(TypeError, match=r"argument: 'numbers'\n.*None or zero"):
@@ -301,7 +301,7 @@ def test_what_is_no_floating_number_in_a_structure_has_no_gradient(entry):
 
 
 @pytest.mark.parametrize("rule", [lambda *us: list(us), lambda u, v: (u, v)])
-def test_flat_forms_have_one_order_whatever_that_of_the_dict(rule):
+def test_flat_answers_do_not_depend_on_the_order_of_a_dict(rule):
     op = op_custom_gradient(lambda d: ({"b": d["b"] * 1.0, "a": d["a"] * 1.0}, rule))
 
     def loss(d):
@@ -311,14 +311,14 @@ def test_flat_forms_have_one_order_whatever_that_of_the_dict(rule):
     close(grad(loss)({"b": 1.0, "a": 1.0}), {"b": array(2.0), "a": array(300.0)})
 
 
-def test_a_gradient_that_nobody_needs_is_checked_all_the_same():
+def test_unneeded_gradients_are_checked():
     op = op_custom_gradient(lambda x, w: (x * ops.sum(w), lambda u: (u * 7.0, ops.ones((5,)))))
     with pytest.raises(ValueError, match="wrong shape"):
         grad(lambda x: op(x, array(1.0, 2.0)))(1.0)
 
 
-def test_where_two_readings_fit_the_first_is_meant():
-    """Two arguments, of which one is differentiable and holds two tensors: per argument is tried first."""
+def test_the_first_form_that_fits_applies():
+    """Two arguments, one differentiable with two tensors: one entry per argument is tried first."""
 
     @op_custom_gradient
     def op(n, pair):
@@ -328,7 +328,7 @@ def test_where_two_readings_fit_the_first_is_meant():
 
 
 @pytest.mark.parametrize("answer", [lambda u: (u * 7.0, None), lambda u: (None, u * 7.0, None)])
-def test_the_answer_of_a_method_may_leave_self_out(answer):
+def test_the_answer_of_a_method_may_omit_self(answer):
     class Layer:
         @op_custom_gradient
         def method(self, x, n):
@@ -352,13 +352,13 @@ AMBIGUOUS = r"ambiguous(.|\n)*argument: 'pair'\[(0|1)\]\n(.|\n)*fix: return a di
         lambda u: (lambda: (u * 5.0, u * 7.0), lambda: u),
     ],
 )
-def test_what_may_be_meant_for_a_number_or_a_tensor_is_an_error(answer, number):
+def test_ambiguous_entries_for_a_number_or_a_tensor_raise(answer, number):
     op = op_custom_gradient(lambda pair, s: (pair[0] * pair[1], lambda u: answer(u)), name="op")
     with pytest.raises(TypeError, match=f"op: .*{AMBIGUOUS}"):
         grad(lambda pair: op(pair, number))(PAIR)
 
 
-def test_so_it_is_where_the_number_comes_first_and_for_a_method():
+def test_ambiguous_entries_with_a_leading_number_and_in_a_method_raise():
     first = op_custom_gradient(lambda s, pair: (pair[0] * pair[1] * s, lambda u: (u * 7.0, None)))
 
     class Layer:
@@ -391,7 +391,7 @@ def test_so_it_is_where_the_number_comes_first_and_for_a_method():
         (lambda u: ((None, u * 7.0),), (0, 7)),
     ],
 )
-def test_what_can_be_meant_in_one_way_is_read_beside_anything(answer, number, wanted):
+def test_unambiguous_entries_are_accepted(answer, number, wanted):
     op = op_custom_gradient(lambda pair, s: (pair[0] * pair[1], lambda u: answer(u)))
     close(grad(lambda pair: op(pair, number))(PAIR), (array(wanted[0]), array(wanted[1])))
 
@@ -405,14 +405,14 @@ def test_what_can_be_meant_in_one_way_is_read_beside_anything(answer, number, wa
         (lambda u: (lambda: u * 5.0, lambda: u * 7.0), (5, 7)),
     ],
 )
-def test_what_has_no_gradient_leaves_its_place_to_the_tensors(answer, number, wanted):
+def test_arguments_without_a_gradient_can_be_omitted(answer, number, wanted):
     op = op_custom_gradient(lambda pair, s: (pair[0] * pair[1], lambda u: answer(u)))
     close(grad(lambda pair: op(pair, number))(PAIR), (array(wanted[0]), array(wanted[1])))
 
 
 @pytest.mark.parametrize("mode", ["m", 2, None])
-def test_a_reading_does_not_depend_on_values(mode):
-    """At zero the gradient is zero, and the derivative of the gradient is not."""
+def test_the_form_does_not_depend_on_values(mode):
+    """At zero the gradient is zero, but its derivative is not."""
     op = op_custom_gradient(lambda p, s: (p[0] * p[1] * 7.0, lambda u: (None, u * p[0] * 7.0)))
     close(grad(grad(lambda a: op((a, 5.0), mode) * 1.0))(0.0), array(0.0))
 
@@ -423,7 +423,7 @@ def test_a_reading_does_not_depend_on_values(mode):
     close(grad(of_second)(2.0), array(7.0))
 
 
-def test_a_dict_beside_numbers():
+def test_a_dict_argument_with_number_arguments():
     def op_of(answer):
         return op_custom_gradient(lambda x, y: (x["x"] * x["y"], lambda u: answer(u)), name="op")
 
@@ -440,8 +440,8 @@ def test_a_dict_beside_numbers():
     close(gradients(lambda u: {"x": {"x": None, "y": u * 7.0}, "y": u}, 2.0), wanted)
 
 
-def test_numbers_in_a_structure_beside_numbers():
-    """Three parts of the one differentiable argument, or three arguments."""
+def test_a_structure_of_numbers_with_number_arguments():
+    """Three entries fit the leaves of the one differentiable argument, and the three arguments."""
     op = op_custom_gradient(lambda t, s, r: (t[0] * t[2], lambda u: (None, u, u * 7.0)))
     with pytest.raises(TypeError, match=r"ambiguous(.|\n)*argument: 't'\[2\]"):
         grad(lambda x, y: op((x, 2.0, y), 1.0, 1.0), (0, 1))(3.0, 5.0)
@@ -449,7 +449,7 @@ def test_numbers_in_a_structure_beside_numbers():
 
 
 @pytest.mark.parametrize("name", ["self", "cls"])
-def test_a_first_argument_that_has_a_gradient_is_not_left_out(name):
+def test_a_differentiable_first_argument_cannot_be_omitted(name):
     scope = {}
     exec(f"def op({name}, x): return {name} * x, lambda u: (u * 7.0,)", scope)
     with pytest.raises(TypeError, match=f"wrong number of gradients\n.*'{name}', 'x'"):
@@ -464,13 +464,13 @@ def test_a_first_argument_that_has_a_gradient_is_not_left_out(name):
         (lambda op, a, b: op(a, b, xs=b, x=1), "'x', 'xs'"),
     ],
 )
-def test_a_dict_where_two_arguments_have_one_name(call, names):
+def test_a_dict_for_two_arguments_of_the_same_name(call, names):
     op = op_custom_gradient(lambda x, /, *xs, **kw: (x * 1.0, lambda u: {"x": u, "xs": u}), name="op")
     with pytest.raises(TypeError, match=f"op: .* same name\n  argument: {names}\n(.|\n)*return a tuple"):
         grad(lambda a, b: call(op, a, b), (0, 1))(3.0, 5.0)
 
 
-def test_a_tuple_where_two_arguments_have_one_name():
+def test_a_tuple_for_two_arguments_of_the_same_name():
     op = op_custom_gradient(lambda x, /, **kw: (x * kw["x"], lambda u: (u * 5.0, u * 7.0)))
     close(grad(lambda a, b: op(a, x=b), (0, 1))(3.0, 5.0), (array(5.0), array(7.0)))
 
@@ -489,12 +489,12 @@ def test_a_tuple_where_two_arguments_have_one_name():
         lambda u: (u * 7.0,),
     ],
 )
-def test_what_is_lazy_may_stand_for_a_structure_of_one_tensor_or_for_that(answer):
+def test_a_lazy_entry_for_a_structure_of_one_tensor(answer):
     op = op_custom_gradient(lambda x: (x["a"] * 2.0, lambda u: answer(u)))
     close(grad(op)({"a": 3.0}), {"a": array(7.0)})
 
 
-def test_what_is_lazy_for_one_name_that_an_argument_and_its_part_have():
+def test_a_lazy_entry_for_an_argument_with_a_leaf_of_the_same_name():
     op = op_custom_gradient(lambda x: (x["x"] * 2.0, lambda u: {"x": lambda: u * 7.0}))
     close(grad(op)({"x": 3.0}), {"x": array(7.0)})
     both = op_custom_gradient(lambda p, q: (p[0] * q[0], lambda u: (lambda: u * 7.0, lambda: (u * 5.0,))))
@@ -502,7 +502,7 @@ def test_what_is_lazy_for_one_name_that_an_argument_and_its_part_have():
 
 
 @pytest.mark.parametrize("rest", [{}, {"xs": ()}, {"xs": []}, {"xs": None}])
-def test_a_dict_where_nothing_came_in_by_a_star(rest):
+def test_a_dict_answer_with_empty_args(rest):
     op = op_custom_gradient(lambda x, *xs: (x * 2.0, lambda u: {"x": u * 7.0, **rest}))
     close(grad(op)(3.0), array(7.0))
     named = op_custom_gradient(lambda x, *xs, **kw: (x * 2.0, lambda u: {"x": u * 7.0, "xs": u * 5.0}))
@@ -510,7 +510,7 @@ def test_a_dict_where_nothing_came_in_by_a_star(rest):
 
 
 @pytest.mark.parametrize("number", [2, "mode", array([1, 2], dtype="int32")])
-def test_zeros_of_any_dtype_where_there_is_no_gradient(number):
+def test_zeros_for_an_argument_without_a_gradient(number):
     op = op_custom_gradient(lambda x, n: (x * 2.0, lambda u: (u * 7.0, ops.zeros(2))))
     close(grad(lambda x: op(x, number))(array(3.0)), array(7.0))
 
@@ -518,7 +518,7 @@ def test_zeros_of_any_dtype_where_there_is_no_gradient(number):
 @pytest.mark.parametrize("number", [2, "mode", array([1, 2], dtype="int32")])
 @pytest.mark.parametrize("where", [lambda f: f, compiled])
 @pytest.mark.parametrize("other", [None, 0.0])
-def test_a_gradient_at_such_a_place_is_an_error(where, number, other):
+def test_a_nonzero_entry_for_an_argument_without_a_gradient_raises(where, number, other):
     op = op_custom_gradient(
         lambda n, x: (x * 2.0, lambda u: (u * 7.0, None if other is None else ops.zeros_like(u)))
     )
@@ -527,14 +527,14 @@ def test_a_gradient_at_such_a_place_is_an_error(where, number, other):
 
 
 @pytest.mark.parametrize(("kind", "factors"), [(dict, (5.0, 7.0)), (collections.OrderedDict, (7.0, 5.0))])
-def test_one_entry_per_tensor_has_the_order_of_keys_or_that_of_an_ordered_dict(kind, factors):
+def test_flat_answers_have_the_order_of_sorted_keys_or_of_an_ordered_dict(kind, factors):
     op = op_custom_gradient(lambda d, y: (d["a"] * d["b"] * y, lambda u: (u * 5.0, u * 7.0, u * 3.0)))
     got = grad(lambda a, b, y: op(kind([("b", b), ("a", a)]), y), (0, 1, 2))(1.0, 1.0, 1.0)
     close(got, (*map(array, factors), array(3.0)))
 
 
 def test_a_complex_gradient_is_the_same_on_every_backend():
-    """For a derivative `2 z` a rule returns what is conjugate, as the frameworks themselves do."""
+    """For the derivative `2 z`, a rule returns the conjugate, as the frameworks do."""
     square = op_custom_gradient(lambda z: (z * z, lambda u: u * 2.0 * ops.conj(z)))
 
     def loss(f, x, y):

@@ -1,4 +1,4 @@
-"""Which part of the package imports which, and that every backend answers at the border."""
+"""The imports between the parts of the package, and the completeness of each backend."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ PACKAGE = Path(multigrad.__file__).parent
 FRAMEWORKS = {"tensorflow", "jax", "torch", "openvino"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What a backend may import from the upper half; the docstring of base.py names it.
+# The modules of the upper half that a backend may import. The docstring of base.py lists them.
 BELOW = {"type_sets", "errors", "reachable", "closure", "linearity", "process_wide"}
 
 
@@ -30,7 +30,7 @@ MODULES = {module_of(path): path for path in FILES}
 
 
 def imported(path: Path, nested: bool = True) -> set[str]:
-    """The modules that a file imports, also those of the package that a `from` names."""
+    """Return the modules that a file imports, with modules of the package that a `from` import names."""
     tree = ast.parse(path.read_text())
     found = set()
     for node in ast.walk(tree) if nested else tree.body:
@@ -53,19 +53,19 @@ def test_the_upper_half_imports_no_framework(name):
 
 @pytest.mark.package
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - set(UPPER)))
-def test_a_backend_imports_what_the_border_names(name):
+def test_a_backend_imports_only_the_allowed_modules(name):
     framework = name.split(".")[2]
     modules = {module for module in imported(MODULES[name]) if module.startswith("multigrad.")}
     own = {module for module in modules if module.startswith(f"multigrad.backend.{framework}")}
     allowed = {f"multigrad.core.{module}" for module in BELOW}
     allowed |= {"multigrad.backend.base", "multigrad.frameworks", "multigrad.core.variables"}
     assert modules - own <= allowed
-    # For its type alone; an import at run time would be a cycle.
+    # For its type only. An import at run time would be a cycle.
     assert "multigrad.core.variables" not in imported(MODULES[name], nested=False)
 
 
 @pytest.mark.package
-def test_the_core_imports_nothing_above_it():
+def test_the_core_imports_no_module_above_it():
     above = tuple(f"multigrad.{part}" for part in ("calculus", "tracing", "testing", "ops", "layers", "cli"))
     for name in MODULES:
         if name.startswith(("multigrad.core.", "multigrad.keras_graph.", "multigrad.backend.")):
@@ -74,7 +74,7 @@ def test_the_core_imports_nothing_above_it():
 
 
 @pytest.mark.package
-def test_no_module_imports_itself_through_others():
+def test_there_are_no_import_cycles():
     graph = {name: imported(path, nested=False) & MODULES.keys() - {name} for name, path in MODULES.items()}
     while leaves := [name for name, modules in graph.items() if not modules & graph.keys()]:
         for name in leaves:
@@ -88,7 +88,7 @@ def test_the_active_backend_is_complete():
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Backend) if name[0] != "_"])
-def test_a_backend_answers_with_the_parameters_of_the_border(name):
+def test_backend_methods_have_the_parameters_of_the_base_class(name):
     answer, asked = getattr(backend.active, name), getattr(Backend, name)
     if isinstance(asked, TypeSet):
         assert isinstance(answer, TypeSet)

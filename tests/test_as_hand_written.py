@@ -1,4 +1,4 @@
-"""A function runs as that of a hand-written rule does: on concrete values, and undifferentiated."""
+"""Functions run as under a hand-written rule: with concrete values, and without being differentiated."""
 
 import logging
 
@@ -122,7 +122,7 @@ def test_eager_code_sees_concrete_values(form):
     close(grad(lambda x: ops.sum(op(x)))(array([3.0, 4.0])), array([63.0, 112.0]))
 
 
-def test_a_weight_that_is_differentiated_is_concrete_too():
+def test_differentiated_weights_are_concrete():
     layer = a_layer_with_a_weight()
     of_x, (of_w,) = grad(lambda x: ops.sum(layer(x)), 0, variables=[layer.w])(array([3.0, 4.0]))
     close(of_x, array([63.0, 112.0]))
@@ -130,7 +130,7 @@ def test_a_weight_that_is_differentiated_is_concrete_too():
 
 
 def on_host(function, x):
-    """A function of NumPy, which has no derivative."""
+    """Call a NumPy function, which has no derivative."""
     return ops.convert_to_tensor(function(ops.convert_to_numpy(x)).astype("float32"))
 
 
@@ -150,7 +150,7 @@ def first(x):
 
 
 def test_a_function_without_a_derivative_to_the_third_order():
-    """Its rule uses the input and other ops alone, so that the function is never differentiated."""
+    """The rule uses only the input and other ops, so that the function is never differentiated."""
     x = 0.5
     for derivative, value in (
         (grad(first), 7.0 * np.cos(x)),
@@ -160,7 +160,7 @@ def test_a_function_without_a_derivative_to_the_third_order():
         close(derivative(array(x)), array(value))
 
 
-def test_a_function_without_a_derivative_beside_a_weight():
+def test_a_function_without_a_derivative_that_reads_a_weight():
     weight = keras.Variable(2.0, name="weight")
 
     @op_custom_gradient
@@ -178,7 +178,7 @@ def test_a_function_without_a_derivative_beside_a_weight():
 
 
 def test_a_rule_that_stops_the_gradient_of_an_input():
-    """The second derivative is that of the stopped input, though the values are the same array."""
+    """The second derivative goes through the stopped input, although it is the same array as the input."""
 
     @op_custom_gradient
     def op(x):
@@ -274,7 +274,7 @@ def test_the_function_runs_once():
 
 
 def test_an_integer_argument_in_a_second_run():
-    """A weight makes the function run outside on JAX, and a second derivative runs it again."""
+    """Because of a weight, JAX runs the function outside. A second derivative runs it again."""
     weight = keras.Variable(2.0, name="weight")
 
     @op_custom_gradient

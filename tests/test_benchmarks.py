@@ -1,4 +1,4 @@
-"""The implementations that the benchmarks compare have the same gradients, and the timing is correct."""
+"""The implementations in the benchmarks have equal gradients, and the timing is correct."""
 
 import pytest
 from keras import tree
@@ -10,7 +10,7 @@ from benchmarks.native import active
 
 
 @pytest.mark.parametrize("case", cases.all_cases(), ids=lambda case: case.name)
-def test_every_way_has_the_same_gradients(case):
+def test_every_implementation_has_the_same_gradients(case):
     runs = {name: active.runner(f, case.args) for name, f in case.implementations.items()}
     wanted = tree.flatten(runs.pop("native")())
     assert len(wanted) == len(tree.flatten(list(case.args)))
@@ -20,7 +20,7 @@ def test_every_way_has_the_same_gradients(case):
             close(got, own, 1e-4)
 
 
-def test_ways_take_turns():
+def test_implementations_alternate():
     calls = []
     timings = time_in_turns({way: lambda way=way: calls.append(way) for way in "abc"}, rounds=3, seconds=0.0)
     assert "".join(calls[-9:]) == "abcbcacab"
@@ -29,7 +29,7 @@ def test_ways_take_turns():
 
 
 class Clock:
-    """Clocks that go on by what a way says that it takes, and no further."""
+    """Clocks that advance only by the time that an implementation claims to take."""
 
     def __init__(self):
         self.wall, self.processor, self.pauses = 0.0, 0.0, []
@@ -51,18 +51,18 @@ class Clock:
         self.pauses.append(seconds)
 
 
-def test_what_is_measured_is_one_run_however_often_it_is_repeated(monkeypatch):
+def test_the_measurement_is_the_time_of_one_run(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(measure, "time", clock)
     ways = {"short": clock.way(0.001, 0.002), "long": clock.way(0.002, 0.012)}
     found = time_in_turns(ways, rounds=2, seconds=0.01)
     assert found["short"].median == pytest.approx(1000.0)
     assert (found["long"].ratio, found["long"].processor) == pytest.approx((2.0, 6.0))
-    assert clock.pauses == pytest.approx([0.01] * 4)  # ten of one, and five of the other
+    assert clock.pauses == pytest.approx([0.01] * 4)  # ten of the first, and five of the second
 
 
 @pytest.mark.parametrize("order", [1, 2])
-def test_derivatives_that_are_timed(order):
+def test_timed_derivatives(order):
     case = cases.log1pexp()
     got = active.derivative(case.implementations["multigrad"], order)(*case.args)
     close(got, active.derivative(case.implementations["plain"], order)(*case.args), 1e-4)

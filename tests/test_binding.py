@@ -1,4 +1,4 @@
-"""How arguments are passed, and what kinds of function an op can be made of."""
+"""How arguments are passed to an op, and which kinds of functions can be ops."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ CALLS = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled])
-def test_by_position_and_by_keyword(call, wrap):
+def test_positional_and_keyword_arguments(call, wrap):
     one = array(1.0)
     close(wrap(grad(call, (0, 1, 2)))(one, one, one), (array(3.0), array(5.0), array(11.0)))
 
@@ -68,8 +68,8 @@ def test_any_number_of_arguments():
     close(got, (array(2.0), array(3.0), array(4.0)))
 
 
-def test_a_default_that_is_a_tensor_or_differs_by_type():
-    """Functions that share their code have defaults of their own."""
+def test_defaults_that_are_tensors_or_differ_in_type():
+    """Functions that share their code have their own defaults."""
 
     def make(default):
         @op_custom_gradient
@@ -139,7 +139,7 @@ def test_every_kind_of_function(op, wrap):
     close(wrap(grad(lambda x: op(x)))(array(1.0)), array(7.0))
 
 
-def test_the_pair_of_a_method_is_not_mistaken_for_self():
+def test_a_method_that_returns_a_list():
     close(grad(Layer().pair)((1.0, 1.0)), (array(7.0), array(5.0)))
 
 
@@ -176,7 +176,7 @@ def test_copies_and_pickles():
     ("args", "kwargs", "text"),
     [((), {}, "missing a required argument: 'x'"), ((1, 2), {}, "too many"), ((1,), {"z": 1}, "'z'")],
 )
-def test_arguments_that_do_not_fit(args, kwargs, text):
+def test_arguments_that_do_not_fit_raise(args, kwargs, text):
     with pytest.raises(TypeError, match=text) as error:
         named(*args, **kwargs)
     assert str(error.value).startswith("demo>named: ")
@@ -203,8 +203,8 @@ def test_a_nonlocal_counter_in_function_and_rule():
     assert (forward, backward) == (3, 3)
 
 
-def test_a_rule_that_keeps_what_it_saw():
-    """A list that belongs to somebody else is not copied, even when tensors are in it."""
+def test_a_rule_that_appends_to_an_outer_list():
+    """An outer list is not copied, even if it contains tensors."""
     seen = []
     last = None
 
@@ -236,7 +236,7 @@ def test_keyword_defaults_belong_to_the_function():
     assert [float(make(factor)(array(1.0))) for factor in (2.0, 3.0)] == [2.0, 3.0]
 
 
-def test_functions_in_wrappers_keep_their_own_signatures():
+def test_wrapped_functions_keep_their_signatures():
     def wrapped(function):
         @functools.wraps(function)
         def wrapper(*args, **kwargs):

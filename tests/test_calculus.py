@@ -50,7 +50,7 @@ def test_python_numbers_arrays_and_variables():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
-def test_arrays_that_are_not_differentiated_by(dtype):
+def test_arrays_that_are_not_differentiated(dtype):
     y = np.array([0.0, 1.0], dtype)
     close(grad(lambda x, y: ops.sum(x * y))(ONES, y), array(0.0, 1.0))
     close(grad(lambda x, y: ops.sum(y * x), 1)(y, ONES), array(0.0, 1.0))
@@ -59,7 +59,7 @@ def test_arrays_that_are_not_differentiated_by(dtype):
     close(grad(lambda y: ops.sum(w * y), variables=[w])(y)[0], array(0.0, 1.0))
 
 
-def test_what_is_no_number_stays_as_it_is():
+def test_other_objects_are_unchanged():
     given = {"text": np.array(["a", "b"]), "objects": np.array([None]), "y": [1, "b"]}
     got = []
 
@@ -73,16 +73,16 @@ def test_what_is_no_number_stays_as_it_is():
     assert got[1] is given["y"]
 
 
-def test_what_is_not_used_has_a_zero_gradient():
+def test_unused_arguments_have_zero_gradients():
     close(grad(lambda x, y: ops.sum(x), (0, 1))(ONES, ONES), (ONES, 0 * ONES))
     close(grad(lambda x: ops.sum(array(1.0, 2.0)))(ONES), 0 * ONES)
 
 
-def test_they_nest():
+def test_nesting():
     f = lambda x: x**4  # noqa: E731
     close(grad(grad(grad(f)))(2.0), array(48.0))
     close(grad(lambda x: grad(lambda y: x * y**2)(x) * x)(3.0), array(54.0))
-    # The same tensor inside and outside is two variables.
+    # The same tensor is a separate variable inside and outside.
     close(grad(lambda x: grad(lambda y: x * y)(x))(3.0), array(1.0))
 
 
@@ -91,53 +91,53 @@ def test_compiled():
 
 
 @pytest.mark.parametrize("shape", [(2,), (1,), (2, 2)])
-def test_no_scalar(shape):
+def test_a_non_scalar_output_raises(shape):
     with pytest.raises(TypeError, match="must be a real scalar") as error:
         grad(lambda x: x * 2.0)(np.ones(shape, "float32"))
     assert str(shape) in str(error.value)
 
 
 @pytest.mark.parametrize("argument", [3, array([1, 2], dtype="int32"), "text", True, [1.0, 2]])
-def test_nothing_to_differentiate(argument):
+def test_non_floating_arguments_raise(argument):
     with pytest.raises(TypeError, match="floating or complex"):
         grad(lambda x: ops.sum(x))(argument)
 
 
-def test_argnums_out_of_range():
+def test_argnums_out_of_range_raise():
     with pytest.raises(TypeError, match="argnums 2"):
         grad(lambda x, y: x * y, 2)(1.0, 2.0)
 
 
-def test_argnums_that_are_none():
+def test_argnums_that_are_not_integers_raise():
     with pytest.raises(TypeError, match=r"argument: 'argnums'(.|\n)*got: float 0.5"):
         grad(lambda x: x, 0.5)
 
 
 @pytest.mark.parametrize("argnums", [(0, 0), (1, -1)])
 @pytest.mark.parametrize("of", [grad, value_and_grad, jacobian, hessian])
-def test_an_argument_twice(of, argnums):
-    """The gradient would be that of one of the two alone."""
+def test_a_duplicate_argnum_raises(of, argnums):
+    """The gradient would be the gradient of only one of the two."""
     with pytest.raises(TypeError, match="twice"):
         of(lambda x, y: x**3 * y, argnums)(2.0, 3.0)
 
 
 @pytest.mark.parametrize("output", [None, {"a": 1.0}, (1.0,), "text"])
-def test_no_tensor_at_all(output):
+def test_arguments_without_tensors(output):
     with pytest.raises(TypeError, match="must be a real scalar") as error:
         grad(lambda x: output)(1.0)
     assert f"got: {type(output).__name__}" in str(error.value)
 
 
-def test_nothing_to_differentiate_by():
-    """As the trainable variables of a model that is frozen."""
+def test_empty_argnums_and_variables():
+    """For example, the trainable variables of a frozen model."""
     value, gradients = value_and_grad(lambda x: x**2, variables=[])(3.0)
     close(value, array(9.0))
     assert gradients == []
     assert grad(lambda x: x**2, ())(3.0) == ()
 
 
-def test_nothing_to_differentiate_by_where_weights_are_trained():
-    """Whose gradient nobody asks for."""
+def test_empty_variables_in_a_function_with_weights():
+    """The gradient of the weights is not computed."""
     w = keras.Variable([2.0, 3.0])
     x = array(1.0, 1.0)
     value, gradients = value_and_grad(lambda x: ops.sum(x * w), variables=[])(x)
@@ -151,29 +151,29 @@ def test_nothing_to_differentiate_by_where_weights_are_trained():
     assert jacobian(lambda x: x * w, ())(x) == ()
 
 
-def test_variables_in_any_collection():
+def test_any_collection_of_variables():
     w = keras.Variable(2.0)
     close(grad(lambda x: x * w, variables={"w": w}.values())(3.0), [array(3.0)])
 
 
 @pytest.mark.parametrize("of", [grad, value_and_grad, vjp, jacobian, hessian, lambda f: jvp(f, (), ())])
-def test_no_function(of):
+def test_non_functions_raise(of):
     with pytest.raises(TypeError, match=r"multigrad: f cannot be used(.|\n)*got: float 2.0(.|\n)*fix"):
         of(2.0)
 
 
-def test_a_variable_that_is_in_no_list():
+def test_a_single_variable_raises():
     with pytest.raises(TypeError, match=r"variables=\[variable\]"):
         grad(lambda x: x, variables=keras.Variable([1.0, 2.0]))
 
 
-def test_no_pair_with_aux():
+def test_has_aux_without_a_pair_raises():
     with pytest.raises(TypeError, match="has_aux"):
         grad(lambda x: x, has_aux=True)(1.0)
 
 
 def test_a_gradient_inside_a_rule():
-    """Re-entrant: the rule runs another gradient, of an op."""
+    """The rule computes the gradient of an op."""
     inner = op_custom_gradient(lambda x: (x**2, lambda u: u * 5.0 * x))
 
     @op_custom_gradient
@@ -238,7 +238,7 @@ def _last_first(numbers):
     "given", [dict, OrderedDict, _last_first, lambda numbers: defaultdict(float, numbers)]
 )
 @pytest.mark.parametrize("own", [dict, OrderedDict, _last_first, lambda numbers: defaultdict(float, numbers)])
-def test_numbers_go_by_their_keys_and_not_by_their_order(own, given):
+def test_tangents_are_matched_by_key(own, given):
     ten = given({"a": 10.0, "b": 1.0})
     (gradient,) = vjp(lambda x: [own({"a": x * 3.0, "b": x * 2.0})], 1.0)[1]([ten])
     close(gradient, array(32.0))
@@ -254,30 +254,30 @@ def test_vjp_and_jvp_with_aux():
         jvp(lambda x: x, (ONES,), (ONES,), has_aux=True)
 
 
-def test_what_does_not_depend_has_zeros():
+def test_independent_outputs_have_zero_derivatives():
     constant = array(1.0, 2.0)
     close(vjp(lambda x, w: constant, ONES, 1.0)[1](ONES), (0 * ONES, array(0.0)))
     close(jvp(lambda x, w: (constant, w), (ONES, 1.0), (ONES, 1.0))[1], (0 * ONES, array(1.0)))
     assert jvp(lambda x: ops.argmax(x), (ONES,), (ONES,))[1] is None
 
 
-def test_an_output_that_is_an_input_or_comes_twice():
+def test_outputs_that_are_inputs_or_repeated():
     close(jvp(lambda x, w: (x, w, x), (ONES, 2.0), (3 * ONES, 5.0))[1], (3 * ONES, array(5.0), 3 * ONES))
     close(vjp(lambda x: (x, x), ONES)[1]((ONES, 2 * ONES)), (3 * ONES,))
 
 
-def test_vjp_and_jvp_nest():
+def test_nesting_vjp_and_jvp():
     cube = lambda x: x**3  # noqa: E731
     along = lambda f: lambda x: jvp(f, (x,), (1.0,))[1]  # noqa: E731
     close(along(along(along(cube)))(2.0), array(6.0))
     close(grad(along(grad(cube)))(2.0), array(6.0))
     close(along(lambda x: vjp(cube, x)[1](x)[0])(2.0), array(36.0))  # 3 x^3
-    # The same tensor inside and outside is two variables.
+    # The same tensor is a separate variable inside and outside.
     close(along(lambda x: along(lambda y: x * y)(x))(3.0), array(1.0))
     close(grad(lambda x: jvp(lambda y: x * y, (x,), (x,))[1])(3.0), array(6.0))
 
 
-def test_a_pullback_that_is_called_outside():
+def test_calling_a_pullback_outside():
     _, pullback, _ = vjp(lambda x: (x**3, None), array(2.0), has_aux=True)
     close(grad(lambda u: pullback(u)[0] * u)(5.0), array(120.0))
     close(jvp(pullback, (1.0,), (2.0,)), ((array(12.0),), (array(24.0),)))
@@ -305,7 +305,7 @@ def test_the_output_is_differentiated():
 
 
 def test_an_assigned_variable_in_a_rule():
-    """The rule sees the state that its function began with, and no gradient is taken with respect to it."""
+    """The rule sees the state before its function, and no gradient is computed with respect to it."""
     scale = keras.Variable(2.0, trainable=False)
 
     @op_custom_gradient
@@ -316,7 +316,7 @@ def test_an_assigned_variable_in_a_rule():
     close(grad(lambda x: ops.sum(op(x)))(array(1.0, 2.0)), array(14.0, 14.0))
 
 
-def test_what_is_assigned_is_kept():
+def test_assignments_persist():
     count = keras.Variable(0.0, trainable=False)
 
     def f(x):
@@ -330,7 +330,7 @@ def test_what_is_assigned_is_kept():
 
 
 def test_complex_numbers():
-    """The gradient of a real loss along the tangent is the real part of their product."""
+    """The gradient of a real loss along the tangent is the real part of the product of both."""
     z, along = array(1.0 + 2.0j, dtype="complex64"), array(0.5 - 1.0j, dtype="complex64")
     turn = op_custom_gradient(
         lambda z: (z * 1.0, lambda u: u * ops.conj(array(2.0 + 3.0j, dtype="complex64")))
@@ -351,7 +351,7 @@ def test_the_dtype_is_kept(dtype):
 
 
 @pytest.mark.parametrize("argument", [3, array([1, 2], dtype="int32"), "text", True])
-def test_no_primal(argument):
+def test_invalid_primals_raise(argument):
     with pytest.raises(TypeError, match="floating or complex"):
         vjp(lambda x: x, argument)
     with pytest.raises(TypeError, match="floating or complex"):
@@ -359,7 +359,7 @@ def test_no_primal(argument):
 
 
 @pytest.mark.parametrize("tangents", [(ONES,), (ONES, [ONES]), (ONES, 1.0, 1.0), None, 1.0])
-def test_other_tangents(tangents):
+def test_tangents_of_another_structure_raise(tangents):
     said = "the structures differ" if isinstance(tangents, tuple) else "the tangents must be a tuple or list"
     with pytest.raises(TypeError, match=said) as error:
         jvp(lambda x, w: x * w, (ONES, 1.0), tangents)
@@ -367,12 +367,12 @@ def test_other_tangents(tangents):
 
 
 @pytest.mark.parametrize("tangent", [array(1.0), array(1.0, 2.0, 3.0), np.ones((1, 2), "float32")])
-def test_a_tangent_of_another_shape(tangent):
+def test_tangents_of_another_shape_raise(tangent):
     with pytest.raises(ValueError, match="the shapes differ"):
         jvp(lambda x: x, (ONES,), (tangent,))
 
 
-def test_other_arguments_of_vjp_and_jvp():
+def test_invalid_arguments_of_vjp_and_jvp_raise():
     with pytest.raises(TypeError, match="must be a tuple or list"):
         jvp(lambda x: x, ONES, ONES)
     with pytest.raises(TypeError, match="not numeric"):
@@ -388,7 +388,7 @@ def test_other_arguments_of_vjp_and_jvp():
 
 
 @pytest.mark.parametrize("number", [1j, 1.0 + 0j, np.complex64(1j)])
-def test_nothing_complex_of_what_is_real(number):
+def test_complex_tangents_of_real_primals_raise(number):
     with pytest.raises(TypeError, match="imaginary part"):
         jvp(lambda x: x, (2.0,), (number,))
     with pytest.raises(TypeError, match="imaginary part"):
@@ -398,7 +398,7 @@ def test_nothing_complex_of_what_is_real(number):
 
 @pytest.mark.parametrize("rule", NOT_LINEAR.values(), ids=NOT_LINEAR)
 @pytest.mark.parametrize("x", [1.0, np.float32([0.5, 1.0, 2.5])], ids=["scalar", "vector"])
-def test_a_rule_that_is_not_linear(rule, x):
+def test_nonlinear_rules_raise(rule, x):
     op = op_custom_gradient(lambda x: (x * 2.0, rule))
     with pytest.raises(ValueError, match="not linear in its upstream"):
         jvp(op, (x,), (x,))
@@ -408,7 +408,7 @@ def test_a_rule_that_is_not_linear(rule, x):
 
 @pytest.mark.parametrize("rule", LINEAR.values(), ids=LINEAR)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_linear_rule_is_not_refused(rule, dtype):
+def test_linear_rules_are_accepted(rule, dtype):
     op = op_custom_gradient(lambda x: (x * 2.0, rule))
     x, along = array(1.0, 2.0, 4.0, dtype=dtype), array(1.0, -1.0, 3.0, dtype=dtype)
     wanted = rule(along)
@@ -423,20 +423,20 @@ def taking_a_gradient(change):
     return op_custom_gradient(f)
 
 
-def test_jvp_through_a_rule_that_takes_a_gradient():
+def test_jvp_through_a_rule_that_computes_a_gradient():
     x, along = array(1.0, 2.0), array(3.0, -1.0)
     close(jvp(taking_a_gradient(lambda u: u), (x,), (along,))[1], 6.0 * x * along)
     with pytest.raises(ValueError, match="not linear in its upstream"):
         jvp(taking_a_gradient(ops.tanh), (x,), (along,))
 
 
-def test_infinity_and_nan_are_passed_on():
+def test_infinity_and_nan_propagate():
     tangent = jvp(ops.sqrt, (array(0.0, 1.0),), (ONES,))[1]
     assert numpy(tangent).tolist() == [np.inf, 0.5]
     assert np.isnan(numpy(jvp(lambda x: x * np.nan, (1.0,), (1.0,))[1]))
 
 
-def test_a_rule_that_cannot_be_seen_to_be_linear_is_linearised_in_compiled_code():
+def test_nonlinear_rules_are_linearized_in_compiled_code():
     op = op_custom_gradient(lambda x: (x * 2.0, lambda u: 3.0 * ops.clip(u, -5.0, 5.0)))
     forward = compiled(lambda x: jvp(op, (x,), (10.0 * x,))[1])
     if BACKEND == "torch":
@@ -446,7 +446,7 @@ def test_a_rule_that_cannot_be_seen_to_be_linear_is_linearised_in_compiled_code(
         close(forward(array(1.0)), array(30.0))
 
 
-def test_how_often_the_function_and_the_rule_run():
+def test_number_of_runs_of_the_function_and_the_rule():
     counts = {"function": 0, "rule": 0}
 
     @op_custom_gradient
@@ -466,4 +466,4 @@ def test_how_often_the_function_and_the_rule_run():
     assert counts == {"function": 1, "rule": 2}
     counts.update(function=0, rule=0)
     close(jvp(op, (ONES,), (ONES,))[1], 7 * ONES)
-    assert counts == {"function": 1, "rule": 2}  # the second time to see that it is linear
+    assert counts == {"function": 1, "rule": 2}  # the second run checks that the rule is linear

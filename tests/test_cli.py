@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: what it prints, its exit status and what it never imports."""
+"""The command line: its output, its exit status, and the modules that it does not import."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def run(*words, **environment):
 
 
 def imported_by(program):
-    """Which of the heavy modules a program imports."""
+    """Return the heavy modules that a program imports."""
     ending = f"; import sys; print([m for m in {HEAVY} if m in sys.modules])"
     done = run("-c", program + ending)
     assert done.returncode == 0, done.stderr
@@ -63,7 +63,7 @@ def test_the_import_test_can_fail():
     assert "'keras'" in imported_by("import keras")
 
 
-def test_doctor_says_how_to_add_what_is_missing(monkeypatch, capsys):
+def test_doctor_prints_how_to_install_missing_backends(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "is_installed", lambda backend: backend != "torch")
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     assert doctor.doctor() == 1
@@ -73,7 +73,7 @@ def test_doctor_says_how_to_add_what_is_missing(monkeypatch, capsys):
 
 
 def test_doctor_without_keras():
-    """And without what comes with it, such as rich."""
+    """Also without the dependencies of Keras, such as rich."""
     hidden = (
         "import importlib.machinery as m; find = m.PathFinder.find_spec; "
         "m.PathFinder.find_spec = lambda name, *rest: "
@@ -87,7 +87,7 @@ def test_doctor_without_keras():
     assert done.stdout.endswith("Keras is not installed: pip install keras\n")
 
 
-def test_doctor_names_the_known_backends_for_an_unknown_one():
+def test_doctor_lists_the_backends_for_an_unknown_one():
     done = run("-m", "multigrad", "doctor", KERAS_BACKEND="theano")
     assert done.returncode == 1
     assert "theano, from the environment variable KERAS_BACKEND" in done.stdout
@@ -109,7 +109,7 @@ def test_doctor_names_the_known_backends_for_an_unknown_one():
 )
 def test_the_active_backend_without_the_variable(content, backend, origin, tmp_path, monkeypatch):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    monkeypatch.setenv("KERAS_BACKEND", "")  # Keras takes an empty one for none
+    monkeypatch.setenv("KERAS_BACKEND", "")  # Keras treats an empty value as unset
     path = tmp_path / "keras.json"
     if content is not None:
         path.write_text(content)
@@ -118,7 +118,7 @@ def test_the_active_backend_without_the_variable(content, backend, origin, tmp_p
     assert found[1].startswith(origin.format(path=path))
 
 
-def test_the_active_backend_is_the_one_that_keras_takes(tmp_path):
+def test_the_active_backend_is_the_backend_of_keras(tmp_path):
     (tmp_path / "keras.json").write_text(json.dumps({"backend": BACKEND}))
     names = (
         "import keras; from multigrad.cli.doctor import active_backend; "
@@ -158,7 +158,7 @@ def test_version(capsys):
         (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
     ],
 )
-def test_arguments_that_cannot_be_understood(words, said, capsys):
+def test_invalid_arguments(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert said in capsys.readouterr().err
@@ -185,9 +185,9 @@ def test_demo_without_scikit_learn(monkeypatch, capsys):
     assert "pip install scikit-learn" in capsys.readouterr().err
 
 
-def test_demo_shows_the_output_of_a_process_that_fails(monkeypatch, capfd):
-    # On NumPy the process starts as on any backend, and fails at the first gradient, or at importing
-    # JAX where that is missing.
+def test_demo_shows_the_output_of_a_failed_process(monkeypatch, capfd):
+    # On NumPy, the process starts as on any backend, and fails when it computes the first gradient, or when
+    # it imports JAX, if that is missing.
     monkeypatch.setattr(multigrad.cli.demo.command, "DIFFERENTIATING", ("numpy",))
     monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: True)
     monkeypatch.setattr(multigrad.cli.demo.command, "find_spec", lambda module: object())

@@ -1,4 +1,4 @@
-"""Lifting tensors out of closures, with a class of its own standing for tensors."""
+"""Lifting tensors out of closures, with a test class instead of tensors."""
 
 import enum
 import functools
@@ -28,7 +28,7 @@ Pair = namedtuple("Pair", "a b")
 
 
 def negated(function, owner=None):
-    """The function around tensors of the opposite sign, and how many there were."""
+    """Return the function with negated tensors, and the number of tensors."""
     tensors, template, _ = lift(function, TENSORS, owner)
     return restore(template, [Tensor(-t.value) for t in tensors]), len(tensors)
 
@@ -71,8 +71,8 @@ def test_partials_methods_and_inner_functions():
         assert (count, rule(3), lifted(3)) == (1, 6, -6)
 
 
-def test_one_tensor_in_two_places_is_a_residual_for_each():
-    """So that there are as many where a function runs again on tensors that are the same no more."""
+def test_a_tensor_that_occurs_twice_is_lifted_twice():
+    """So there are as many residuals if a second run has different tensors."""
     e = Tensor(2)
     both = [e, (e,)]
     lifted, count = negated(lambda: (both[0], both[1][0]))
@@ -80,7 +80,7 @@ def test_one_tensor_in_two_places_is_a_residual_for_each():
     assert [part.value for part in lifted()] == [-2, -2]
 
 
-def test_nothing_to_lift_leaves_the_object_itself():
+def test_functions_without_tensors_are_unchanged():
     class Mode(enum.Enum):
         A = 1
 
@@ -93,7 +93,7 @@ def test_nothing_to_lift_leaves_the_object_itself():
     assert (tensors, template, opaque) == ([], rule, False)
 
 
-def test_state_stays_where_it_is():
+def test_state_is_not_copied():
     def make():
         count, last, e = 0, Tensor(5), Tensor(2)
 
@@ -111,7 +111,7 @@ def test_state_stays_where_it_is():
     assert [rule(), lifted(), rule()] == [(1, 6, 2), (2, 7, -2), (3, 8, 2)]
 
 
-def test_the_cells_of_the_owner_keep_their_containers():
+def test_containers_in_cells_of_the_function_are_not_copied():
     seen, outer = [Tensor(1)], Tensor(2)
 
     def owner():
@@ -129,8 +129,8 @@ def test_the_cells_of_the_owner_keep_their_containers():
     assert seen[1:] == ["u"]
 
 
-def test_what_is_borrowed_keeps_its_containers():
-    """Somebody else may look for what is written there."""
+def test_borrowed_containers_are_not_copied():
+    """Other code may look for values that are written to them."""
     e, items, table = Tensor(1), [Tensor(2)], OrderedDict(a=Tensor(3))
 
     def helper(u):
@@ -156,7 +156,7 @@ def test_what_is_borrowed_keeps_its_containers():
             assert got is wanted or got[1] is items or got.__defaults__[0] is items
 
 
-def test_what_is_borrowed_and_holds_no_state_is_lifted():
+def test_borrowed_objects_without_state_are_lifted():
     e, pair, kept = Tensor(1), (Tensor(2), 3), [4]
 
     def helper(u, *, keyword=e):
@@ -205,7 +205,7 @@ def test_recursion_and_unbound_names():
         negated(unbound)[0]()
 
 
-def test_wrappers_are_lifted_with_what_they_wrap():
+def test_wrappers_are_lifted_with_the_wrapped_function():
     e = Tensor(2)
 
     def inner(u):
@@ -230,8 +230,8 @@ class Named(Pair):
     mark = 1
 
 
-def test_a_class_of_tuples_stays_what_it_is():
-    """Its own parts, and what else it holds, are its own."""
+def test_tuple_subclasses_keep_their_class():
+    """It keeps its elements and its other attributes."""
     named, marked = Named(Tensor(1), 2), Marked(Tensor(3), 4)
     named.mark = 5
     for held in (named, marked):
@@ -243,15 +243,15 @@ def test_a_class_of_tuples_stays_what_it_is():
     assert lift(lambda: shape, TENSORS)[2] is False
 
 
-def test_a_tuple_that_is_made_in_c():
-    """It is no class of the user's, and not tracked by the collector."""
+def test_a_tuple_from_c_code():
+    """Its class is not defined by the user, and the garbage collector does not track it."""
     parts = [Tensor(1), *range(os.stat_result.n_fields - 1)]
     made = os.stat_result(parts)
     assert lift(lambda: made, TENSORS)[2] is True
     assert may_hold_tensors(made)
 
 
-def test_wrappers_in_wrappers_are_looked_at_once():
+def test_nested_wrappers_are_visited_once():
     def wrapped(u):
         return u
 
@@ -312,7 +312,7 @@ class Holder:
 
 def test_reachable_tensors():
     holder, slotted = Holder(), Slotted()
-    slotted.held = slotted  # a circle
+    slotted.held = slotted  # a reference cycle
     slotted.other = {"its": (Tensor(4),)}
     holder.one, holder.more = Tensor(2), {"slotted": slotted}
 
@@ -330,7 +330,7 @@ def test_reachable_tensors():
     assert found(lambda u: u) == []
 
 
-def test_a_function_that_changes_its_own_attributes():
+def test_a_function_that_modifies_its_attributes():
     def make():
         e = Tensor(2)
 

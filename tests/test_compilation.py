@@ -10,7 +10,7 @@ from support import BACKEND, array, close, numpy
 
 from multigrad import grad, jit, jvp, op_custom_gradient, trace_gradients, value_and_grad
 
-# Inductor takes several seconds for each program.
+# Inductor takes several seconds per program.
 FAST = {"backend": "eager"} if BACKEND == "torch" else {}
 
 
@@ -24,7 +24,7 @@ def seven(x):
 
 
 class Batches:
-    """A small problem: inputs, labels, a model and an optimizer."""
+    """A small problem with inputs, labels, a model and an optimizer."""
 
     def __init__(self, optimizer="adam"):
         keras.utils.set_random_seed(7)
@@ -54,7 +54,7 @@ class Batches:
 
 
 @pytest.mark.forward
-def test_reads_and_assigns():
+def test_reads_and_assignments():
     count = keras.Variable(0.0, trainable=False)
     factor = keras.Variable(2.0)
 
@@ -70,7 +70,7 @@ def test_reads_and_assigns():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_training_step_is_the_eager_one(optimizer):
+def test_a_training_step_equals_the_eager_step(optimizer):
     eager, whole = Batches(optimizer), Batches(optimizer)
     step = compiled(whole.step)
     for _ in range(4):
@@ -79,7 +79,7 @@ def test_a_training_step_is_the_eager_one(optimizer):
         close(ours, theirs)
 
 
-def test_a_training_step_learns_as_fit_does():
+def test_a_training_step_equals_fit():
     ours, fitted = Batches(), Batches()
     fitted.model.compile(optimizer=fitted.optimizer, loss="mse", jit_compile=BACKEND == "jax")
     history = fitted.model.fit(
@@ -91,7 +91,7 @@ def test_a_training_step_learns_as_fit_does():
     assert losses[-1] < losses[0]
 
 
-def test_a_generator_of_seeds_advances():
+def test_seed_generators_advance():
     seeds = keras.random.SeedGenerator(3)
     dropout = keras.layers.Dropout(0.5, seed=4)
 
@@ -123,7 +123,7 @@ def test_metrics_and_moving_averages():
 
 
 @pytest.mark.forward
-def test_what_is_built_in_the_first_call():
+def test_layers_that_are_built_in_the_first_call():
     if BACKEND == "torch":
         pytest.skip("Dynamo (PyTorch 2.13) does not compile the making of parameters; it runs uncompiled")
     model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
@@ -144,7 +144,7 @@ def test_what_is_built_in_the_first_call():
 
 
 @pytest.mark.forward
-def test_an_exception_in_the_trace_leaves_the_variables():
+def test_an_exception_in_the_trace_does_not_change_the_variables():
     v = keras.Variable(1.0)
 
     @compiled
@@ -154,13 +154,13 @@ def test_an_exception_in_the_trace_leaves_the_variables():
 
     with pytest.raises(KeyError, match="missing"):
         f(array(1.0))
-    if BACKEND not in ("jax", "tensorflow"):  # elsewhere the function runs as it is up to the exception
+    if BACKEND not in ("jax", "tensorflow"):  # elsewhere the function runs uncompiled up to the exception
         return
     assert numpy(v) == 1.0
     close(v + 1.0, array(2.0))
 
 
-def test_losses_that_layers_add():
+def test_losses_of_layers():
     layer = keras.layers.Dense(1, activity_regularizer=keras.regularizers.L2(0.5), kernel_regularizer="l2")
     layer.build((None, 2))
 
@@ -206,7 +206,7 @@ def test_static_arguments():
 
 
 @pytest.mark.forward
-def test_one_name_as_a_string():
+def test_a_single_static_argname():
     f = compiled(lambda x, mode: x if mode == "same" else -x, static_argnames="mode")
     close([f(array(1.0), "same"), f(array(1.0), mode="other")], [array(1.0), array(-1.0)])
 
@@ -263,16 +263,16 @@ def test_nested():
     assert numpy(v) == 5.0
 
 
-def test_it_is_differentiated():
+def test_derivatives_of_a_compiled_function():
     w = keras.Variable(3.0)
     f = compiled(lambda x: seven(x) * w)
     close(grad(f)(2.0), array(21.0))
     close(grad(f, variables=[w])(2.0), [array(2.0)])
-    if BACKEND != "torch":  # where Dynamo (PyTorch 2.13) compiles no second derivative
+    if BACKEND != "torch":  # Dynamo (PyTorch 2.13) does not compile second derivatives
         close(grad(grad(compiled(lambda x: seven(x) * x)))(2.0), array(14.0))
 
 
-def test_gradients_inside():
+def test_gradients_in_a_compiled_function():
     w = keras.Variable(3.0)
 
     @compiled
@@ -284,7 +284,7 @@ def test_gradients_inside():
     close(f(array(2.0)), (array(28.0), [array(2.0)]))
 
 
-def test_in_a_trace_it_runs_uncompiled_and_once():
+def test_in_a_trace_the_function_runs_uncompiled_and_once():
     v = keras.Variable(0.0, trainable=False)
 
     @compiled
@@ -316,17 +316,17 @@ def test_threads():
 
 
 @pytest.mark.forward
-def test_what_cannot_be_compiled():
+def test_invalid_arguments_raise():
     with pytest.raises(TypeError, match=r"multigrad.jit: f cannot be used"):
         jit(3)
-    with pytest.raises(TypeError, match=r"(?s)f: multigrad.jit is given a static name.*'x', 'n'.*'m'"):
+    with pytest.raises(TypeError, match=r"(?s)f: a static name of multigrad.jit is not.*'x', 'n'.*'m'"):
 
         @jit(static_argnames="m")
         def f(x, n):
             return x
 
 
-def test_jvp_inside():
+def test_jvp_in_a_compiled_function():
     f = compiled(lambda x: jvp(lambda x: x**3, (x,), (1.0,)))
     if BACKEND != "torch":
         close(f(array(2.0)), (array(8.0), array(12.0)))

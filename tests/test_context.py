@@ -1,4 +1,4 @@
-"""What a rule meets of the layers around its function: their phase, and the dtype that they compute in."""
+"""The training mode and dtypes of the layers around a function, which its rule has, too."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ from multigrad.core.variables import Reads
 
 
 class Recomputed(keras.layers.Layer):
-    """A layer that keeps its input alone, and runs the layer within once more for the gradient."""
+    """A layer that keeps only its input, and runs the inner layer again for the gradient."""
 
     def __init__(self, lazy=False, **kwargs):
         super().__init__(**kwargs)
@@ -37,7 +37,7 @@ class Recomputed(keras.layers.Layer):
 
 @pytest.mark.parametrize("training", [True, False, None])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_the_phase(training, lazy):
+def test_training_mode(training, lazy):
     layer, x = Recomputed(lazy), array(1.0, 2.0)
     gradient = grad(lambda x: ops.sum(layer(x, training=training)))
     for run in (gradient, compiled(gradient)):
@@ -45,7 +45,7 @@ def test_the_phase(training, lazy):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_the_phase_in_fit(eager):
+def test_training_mode_in_fit(eager):
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
     model = keras.Sequential([keras.Input((1,)), dense, Recomputed()])
     model.compile(keras.optimizers.SGD(1.0), loss=lambda y, out: ops.mean(out), run_eagerly=eager)
@@ -54,7 +54,7 @@ def test_the_phase_in_fit(eager):
 
 
 class Squared(keras.layers.Layer):
-    """The square of what is normalized, which its rule uses."""
+    """The square of a normalized input. The rule uses the normalized input."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -73,7 +73,7 @@ class Squared(keras.layers.Layer):
 
 
 def test_a_second_derivative_through_a_layer_in_training():
-    """As the penalty of a critic is, by its gradient."""
+    """As in a gradient penalty of a critic."""
     layer, x = Squared(), array(np.random.default_rng(0).normal(size=(8, 3)), dtype="float32")
 
     def penalty(x):
@@ -105,7 +105,7 @@ class Scaled(keras.layers.Layer):
 
 
 def test_mixed_precision():
-    """A weight that is not trained is read as the function read it, by the rule and in a second run."""
+    """The rule and a second run read a non-trainable weight in the dtype in which the function read it."""
     layer, x = Scaled(dtype="mixed_bfloat16"), array([[0.0, 0.5, 1.0]])
 
     def gradient(x):
@@ -114,7 +114,7 @@ def test_mixed_precision():
     close(grad(gradient)(x), 14.0 * ops.cos(x), 5e-2)
 
 
-def test_a_layer_within_has_been_called_in_another_phase():
+def test_an_inner_layer_that_was_called_in_another_mode():
     layer, x = Recomputed(), array(1.0)
     inner = layer.inner
 
@@ -131,8 +131,8 @@ def test_a_layer_within_has_been_called_in_another_phase():
     close(grad(lambda x: both(x, training=True))(x), array(21.0))
 
 
-def test_a_gradient_inside_of_a_layer():
-    """A layer that a rule calls in another phase tells those behind the rule nothing of it."""
+def test_a_gradient_in_a_layer():
+    """A layer that the rule calls in another mode does not change the mode of layers after the rule."""
     phase = Phase()
 
     @op_custom_gradient
@@ -146,7 +146,7 @@ def test_a_gradient_inside_of_a_layer():
     close(Outer()(array(1.0), training=True), array(21.0))
 
 
-def test_it_ends_with_the_rule():
+def test_the_mode_ends_with_the_rule():
     layer, x = Recomputed(), array(1.0)
     grad(lambda x: layer(x, training=True))(x)
     assert current_context() is None
@@ -165,8 +165,8 @@ def test_it_ends_with_the_rule():
     assert current_context() is None
 
 
-def test_it_keeps_no_layer():
-    """As a graph that knew the model around its ops would keep it."""
+def test_the_call_context_is_not_kept_alive():
+    """A graph that referred to the call context would keep the model alive."""
     left = []
     for _ in range(2):
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), Recomputed()])
@@ -179,8 +179,8 @@ def test_it_keeps_no_layer():
     assert [model() for model in left] == [None, None]
 
 
-def test_it_is_found():
-    """By names that are private to Keras: where these are others, this fails."""
+def test_the_private_names_of_keras_exist():
+    """The test fails if a version of Keras renames them."""
     found = []
 
     class Asking(keras.layers.Layer):
@@ -195,8 +195,8 @@ def test_it_is_found():
     assert current_context() is None
 
 
-def test_a_scope_is_in_force_as_one_of_keras():
-    """As above, and behind a `clear_session`, which puts another state in the place of the one before."""
+def test_a_scope_is_active_as_a_scope_of_keras():
+    """Also after `clear_session`, which replaces the global state."""
     keras.utils.clear_session()
     with keras.StatelessScope() as around:
         with Reads() as reads, keras.StatelessScope() as within:

@@ -1,4 +1,4 @@
-"""What a call costs, by counts that are the same on every machine: no more than it did, and linear."""
+"""The cost of a call, as counts that are equal on every machine: within bounds, and linear."""
 
 import functools
 import itertools
@@ -24,12 +24,12 @@ def require_within_bounds(name, op):
 
 
 @pairs
-def test_no_more_than_it_did(name):
+def test_counts_are_within_their_bounds(name):
     require_within_bounds(name, PAIRS[name].op)
 
 
 @some
-def test_calls_do_not_grow(name):
+def test_counts_do_not_grow_with_calls(name):
     op, arguments = PAIRS[name].op, PAIRS[name].arguments()
     calls_of(op, arguments)
     assert len({calls_of(op, arguments) for _ in range(20)}) == 1
@@ -44,8 +44,8 @@ def define(factor):
     return op
 
 
-def test_calls_do_not_grow_with_the_ops_before():
-    """Nor where an op is defined anew in every call."""
+def test_counts_do_not_grow_with_earlier_ops():
+    """Also if an op is defined in every call."""
     x = [array(0.5, 1.0)]
     calls_of(define(1.0), x)
     one, first = log1pexp, calls_of(define(2.0), x)
@@ -59,7 +59,7 @@ def test_calls_do_not_grow_with_the_ops_before():
 @pytest.mark.parametrize(
     "op", [addition, log1pexp, lambda x: two_outputs(x)[0]], ids=["plain", "by e", "two"]
 )
-def test_a_chain_is_linear(op):
+def test_counts_are_linear_in_a_chain(op):
     def chain(length):
         def run(x):
             for _ in range(length):
@@ -84,7 +84,7 @@ def of_many(inputs):
     return [2.0 * leaf["x"] for leaf in inputs], rule
 
 
-def test_leaves_are_linear():
+def test_counts_are_linear_in_leaves():
     def calls_for(count):
         xs = [array(float(i), 1.0) for i in range(count)]
         calls_of(op, xs)
@@ -97,7 +97,7 @@ def test_leaves_are_linear():
 
 
 def require_linear(counts):
-    """Assert that steps of one length add one number of calls, and that they add some."""
+    """Assert that steps of equal length add an equal, positive number of calls."""
     steps = {tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(counts)}
     assert len(steps) == 1, counts
     assert min(steps.pop()) > 0, counts
@@ -109,8 +109,8 @@ def by_intermediate(x):
     return e * 1.0, lambda u: 3.0 * e * u
 
 
-def test_orders_are_linear():
-    """From the third on: a first derivative is not itself recorded, and PyTorch runs the function again."""
+def test_counts_are_linear_in_the_order():
+    """From the third order on: a first derivative is not recorded, and PyTorch runs the function again."""
 
     def counts():
         derivative, x = by_intermediate, array(0.5)
@@ -122,18 +122,18 @@ def test_orders_are_linear():
     require_linear(list(counts())[2:])
 
 
-def test_what_is_counted():
-    """The functions of the package, one by one, and those that they call."""
+def test_functions_of_the_package_are_counted():
+    """The functions of the package, and the functions that they call."""
     assert calls(lambda: keras.ops.exp(array(1.0)))[0] == 0
     forward, _ = calls(lambda: multigrad.core.call.is_plain(lambda u: u))
     assert forward == 1
 
 
-# ------------------------------------------------------------------ a guard that cannot fail guards nothing
+# ------------------------------------------------------------------ tests of the checks
 
 
 def planted(function):
-    """The function behind another one that calls it, which passes for one of the package."""
+    """Return the function after a wrapper that calls it and that counts as a function of the package."""
     scope = {"function": function}
     code = compile("def call(*args):\n    return function(*args)", PACKAGE + "planted.py", "exec")
     exec(code, scope)
@@ -141,7 +141,7 @@ def planted(function):
 
 
 def planted_deeper(function):
-    """The same, by one more call in each call."""
+    """The same, with one more call in each call."""
     chain = [function]
 
     def call(*args):
@@ -164,12 +164,12 @@ def test_one_more_call_exceeds_the_bound(place, what, monkeypatch):
 @pytest.mark.parametrize(
     "test",
     [
-        lambda: test_calls_do_not_grow("log1pexp"),
-        lambda: test_calls_do_not_grow_with_the_ops_before(),
-        lambda: test_a_chain_is_linear(log1pexp),
+        lambda: test_counts_do_not_grow_with_calls("log1pexp"),
+        lambda: test_counts_do_not_grow_with_earlier_ops(),
+        lambda: test_counts_are_linear_in_a_chain(log1pexp),
     ],
 )
-def test_calls_that_grow_are_found(test, monkeypatch):
+def test_growing_counts_are_found(test, monkeypatch):
     function = multigrad.core.call.is_plain
     monkeypatch.setattr(multigrad.core.call, "is_plain", planted_deeper(function))
     with pytest.raises(AssertionError):
@@ -190,7 +190,7 @@ def test_one_more_operation_or_residual_exceeds_the_bound():
         require_within_bounds("log1pexp", wasteful)
 
 
-def test_calls_that_grow_are_not_linear():
+def test_growing_counts_are_not_linear():
     with pytest.raises(AssertionError):
         require_linear([(n * n, n) for n in range(4)])
     with pytest.raises(AssertionError):

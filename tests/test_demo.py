@@ -1,4 +1,4 @@
-"""The demo's experiments on the active backend, and its judgement of what they measured."""
+"""The experiments of the demo on the active backend, and the check of their results."""
 
 import math
 
@@ -83,7 +83,7 @@ def test_weights_below_the_quantizer_learn_in_fit():
 
 
 def movement_below(layer):
-    """How far the weights below a layer move while a model with it is trained."""
+    """Return how far the weights below a layer move in training."""
     keras.utils.set_random_seed(3)
     dense = keras.layers.Dense(8)
     model = keras.Sequential([dense, layer, keras.layers.Dense(1)])
@@ -95,10 +95,10 @@ def movement_below(layer):
     return np.abs(dense.get_weights()[0] - before).max()
 
 
-# ----------------------------------------------------------------------------------------- judgement
+# ----------------------------------------------------------------------------------------- checks
 
 
-def test_every_row_is_judged_here():
+def test_every_row_has_a_wrong_measurement_here():
     assert RIGHT.keys() == ROWS.keys()
 
 
@@ -114,7 +114,7 @@ def test_a_wrong_measurement_is_caught(key, value):
     assert problem.endswith(f"expected {ROWS[key].expected}")
 
 
-def test_the_table_shows_what_was_measured_and_marks_what_is_wrong(capsys):
+def test_the_table_shows_measurements_and_marks_wrong_ones(capsys):
     print_table({"jax": RIGHT, "torch": RIGHT | {"chain.gradient": 7.0}})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["expected", "jax", "torch"]
@@ -123,7 +123,7 @@ def test_the_table_shows_what_was_measured_and_marks_what_is_wrong(capsys):
     assert max(map(len, lines)) <= 100
 
 
-def test_the_table_cuts_nothing_off(capsys):
+def test_the_table_truncates_nothing(capsys):
     long = [123456.0 + i for i in range(9)]
     print_table({name: RIGHT | {"chain.upstream": long} for name in ("tensorflow", "jax", "torch")})
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The examples in docstrings run, each for itself, and print what they say."""
+"""The examples in docstrings run, each separately, and print the documented output."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.package
 
 
 def modules(package=multigrad):
-    """Each module of multigrad that has a place on the active backend."""
+    """Yield each module of multigrad for the active backend."""
     yield package
     for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         name = info.name.rpartition(".")[2]
@@ -31,7 +31,7 @@ def modules(package=multigrad):
 
 
 def documented(owner, module):
-    """An object, and the functions and classes that are defined in it."""
+    """Yield an object, and the functions and classes that it defines."""
     yield owner
     for value in vars(owner).values():
         function = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
@@ -58,7 +58,7 @@ EXAMPLES = list(examples())
 
 
 def check_output(example, output):
-    """Compare what was printed with the comments: one of lines, or a number or list behind a `print`."""
+    """Compare the output with the comments of an example: lines, or a number or list after a `print`."""
     lines = re.findall(r"^# (.*)$", example, re.MULTILINE)
     assert not lines or output.splitlines() == lines
     check_numbers(example, output)
@@ -66,15 +66,15 @@ def check_output(example, output):
 
 @pytest.mark.parametrize(("module", "example"), EXAMPLES)
 def test_an_example(module, example, capsys, monkeypatch):
-    """One that imports something stands for itself. Others see what a reader of their module sees, Keras, and
-    a few tensors.
+    """An example with imports is self-contained. Others have the names of their module, Keras, and a few
+    tensors.
     """
     x, y, u, v = (ops.array([1.0, number]) for number in (2.0, 3.0, 4.0, 5.0))
     names = {"keras": keras, "ops": ops, "multigrad": multigrad, "np": np, "Tensor": type(x)}
     seen = vars(module) | names | {"x": x, "y": y, "u": u, "v": v}
     if re.search(r"^(import|from) ", example, re.MULTILINE):
         seen = {}
-    own = types.ModuleType("example")  # in which torch.compile looks for what the example defines
+    own = types.ModuleType("example")  # a module in which torch.compile finds names of the example
     monkeypatch.setitem(sys.modules, "example", own)
     vars(own).update(seen | {"__name__": "example"})
     exec(example, vars(own))

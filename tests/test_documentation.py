@@ -1,4 +1,4 @@
-"""The Python blocks of the README and of each page of `docs/` run on the backends that they name."""
+"""The Python blocks of the README and of each page of `docs/` run on their backends."""
 
 import pytest
 from markdown import ROOT, Block, blocks, pages, run, run_page
@@ -16,7 +16,7 @@ def case(page):
 
 @pytest.mark.parametrize("page", [case(page) for page in PAGES])
 def test_the_blocks_of_a_page_run(page, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # some of them save a model
+    monkeypatch.chdir(tmp_path)  # some blocks save a model
     run_page(page, capsys, monkeypatch)
 
 
@@ -43,7 +43,7 @@ def test_a_wrong_block_is_found(code, output, capsys):
         run(Block(code, ("jax",), output), ROOT / "README.md", {}, capsys)
 
 
-def test_both_commands_are_on_one_line_each():
+def test_each_install_command_is_on_one_line():
     common = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox"
     lines = (ROOT / "README.md").read_text().splitlines()
     assert lines.count(common) == 1

@@ -1,4 +1,4 @@
-"""Empty and 0-d tensors, every floating dtype, and complex numbers."""
+"""Empty and scalar tensors, every floating dtype, and complex numbers."""
 
 import keras
 import numpy as np
@@ -32,7 +32,7 @@ def test_floating_dtypes(dtype):
 
 
 def test_a_complex_gradient_is_the_same_everywhere():
-    """The gradient of |z|^2 by (a + ib) z is 2 (a - ib) (a + ib) z, as TensorFlow and PyTorch have it."""
+    """The gradient of |z|^2 times (a + ib) z is 2 (a - ib) (a + ib) z, as in TensorFlow and PyTorch."""
     factor = 2.0 + 1.0j
 
     @op_custom_gradient

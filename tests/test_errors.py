@@ -1,4 +1,4 @@
-"""Bad input: the op's name, what was required, what came, the argument, what to do."""
+"""Error messages: the name of the op, the requirement, the actual value, the argument and a fix."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ ONES = np.ones(3, "float32")
 
 
 def raises(kind, *texts):
-    """Expect an error whose message has all of these in it."""
+    """Expect an error whose message contains all of these texts."""
 
     class Expect:
         def __enter__(self):
@@ -39,7 +39,7 @@ def raises(kind, *texts):
 @pytest.mark.parametrize(
     "returned", [lambda x: x * 2.0, lambda x: (x, x), lambda x: (x,), lambda x: (x, None), lambda x: None]
 )
-def test_no_pair(returned):
+def test_a_function_that_returns_no_pair(returned):
     @op_custom_gradient
     def lonely(x):
         return returned(x)
@@ -61,7 +61,7 @@ def test_no_pair(returned):
         lambda *us, scale: us,
     ],
 )
-def test_a_signature_that_is_no_form(rule):
+def test_unsupported_rule_signatures(rule):
     @op_custom_gradient
     def odd(x):
         return x * 2.0, rule
@@ -72,7 +72,7 @@ def test_a_signature_that_is_no_form(rule):
 
 @pytest.mark.forward
 @pytest.mark.parametrize("decorated", [None, 3, "name"])
-def test_nothing_to_decorate(decorated):
+def test_decorating_a_non_function(decorated):
     if decorated is None:
         assert callable(op_custom_gradient(None))
         return
@@ -120,18 +120,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("answer", "kind", "texts"), WRONG)
-def test_a_wrong_answer(answer, kind, texts):
+def test_wrong_answers(answer, kind, texts):
     with raises(kind, "answers", "required: ", "fix: ", *texts):
         answering(answer)(ONES, ONES)
 
 
 @pytest.mark.parametrize(("answer", "kind", "texts"), WRONG[:8])
-def test_a_wrong_answer_compiled(answer, kind, texts):
+def test_wrong_answers_in_compiled_code(answer, kind, texts):
     with raises(kind, *texts):
         compiled(answering(answer))(array(ONES), array(ONES))
 
 
-def test_the_argument_is_named_by_its_path():
+def test_messages_name_the_path_of_an_argument():
     @op_custom_gradient
     def deep(tree, *others):
         return tree["a"][1] + others[0], lambda u: ({"a": (None, u[:2])}, u)
@@ -147,7 +147,7 @@ def test_the_argument_is_named_by_its_path():
         grad(lambda x: ops.sum(many(x, x, x)))(ONES)
 
 
-def test_a_structure_is_named_by_its_path():
+def test_messages_name_the_path_of_a_structure():
     @op_custom_gradient
     def deep(tree):
         return tree["a"] + tree["b"][0], lambda u: ({"a": u, "b": u},)
@@ -157,7 +157,7 @@ def test_a_structure_is_named_by_its_path():
 
 
 def test_entries_in_the_wrong_order_are_found():
-    """A gradient at the place of an integer is no zero, and None at the tensor's would be."""
+    """A gradient in the position of an integer is not zero. None for the tensor would be valid."""
 
     @op_custom_gradient
     def op(index, x):
@@ -171,7 +171,7 @@ class Special(Exception):
     pass
 
 
-def test_an_exception_in_the_function_arrives_once():
+def test_an_exception_in_the_function_is_raised_once():
     calls = []
 
     @op_custom_gradient
@@ -187,7 +187,7 @@ def test_an_exception_in_the_function_arrives_once():
     assert calls == [1, 1]
 
 
-def test_an_exception_in_the_rule_arrives_once():
+def test_an_exception_in_the_rule_is_raised_once():
     calls = []
 
     @op_custom_gradient
@@ -206,7 +206,7 @@ def test_an_exception_in_the_rule_arrives_once():
     gc.collect()
 
 
-def test_a_type_error_of_the_users_own_is_not_reworded():
+def test_a_type_error_of_the_user_is_unchanged():
     op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * None))
     with pytest.raises((TypeError, ValueError)) as error:
         grad(op)(1.0)
@@ -215,7 +215,7 @@ def test_a_type_error_of_the_users_own_is_not_reworded():
 
 @pytest.mark.forward
 @pytest.mark.parametrize("name", [3, b"name", object()])
-def test_a_name_that_is_no_string(name):
+def test_a_name_that_is_not_a_string(name):
     with raises(TypeError, "op_custom_gradient", "argument: 'name'", "required: a string"):
         op_custom_gradient(lambda x: (x, lambda u: u), name=name)
 
@@ -234,11 +234,11 @@ def test_an_unknown_argument_in_a_dict_is_named():
         grad(op)(1.0)
 
 
-# ------------------------------------------------------------------- what a newcomer sees first
+# ------------------------------------------------------------------- common mistakes
 
 
 @pytest.mark.forward
-def test_an_option_by_position():
+def test_positional_options():
     from multigrad.ops import clip_gradient
 
     with raises(TypeError, "clip_gradient: too many positional arguments", "got: 2 by position") as error:
@@ -248,7 +248,7 @@ def test_an_option_by_position():
 
 
 @pytest.mark.forward
-def test_arguments_that_do_not_fit():
+def test_arguments_that_do_not_fit_the_signature():
     op = op_custom_gradient(lambda x, y, *, scale: (x * y, lambda u: u), name="op")
     fix = "pass a value for each parameter that has no default"
     with raises(TypeError, "op: missing a required argument: 'y'", "got: 1 by position", fix):
@@ -258,7 +258,7 @@ def test_arguments_that_do_not_fit():
 
 
 class Forgetful(keras.layers.Layer):
-    """Its rule takes no `variables`."""
+    """A layer whose rule takes no `variables`."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
@@ -281,11 +281,11 @@ class Outer(keras.layers.Layer):
 
 @pytest.mark.forward
 @pytest.mark.parametrize("make", [Forgetful, lambda: Outer(Forgetful()), lambda: Outer(Outer(Forgetful()))])
-def test_the_cause_stands_before_what_keras_says_of_a_shape(make):
+def test_the_cause_is_before_the_text_of_keras_about_shapes(make):
     with pytest.raises(TypeError) as error:
         make()(keras.Input((3,)))
     said = str(error.value)
-    # Of layers around it, Keras says in one more line which one was called.
+    # Keras adds one more line for each layer around it, with its name.
     assert "op: the function reads trainable variables" in "\n".join(said.splitlines()[:3])
     assert said.index("def rule(upstream, variables)") < said.index("Could not automatically infer")
     assert "\x1b" not in said
@@ -307,7 +307,7 @@ def test_it():
 
 @pytest.mark.package
 def test_the_frames_of_the_package_are_hidden(tmp_path):
-    """pytest shows the user's line and the error, and what lies between with `--full-trace` alone."""
+    """pytest shows the line of the user and the error. `--full-trace` shows the frames between."""
     path = tmp_path / "test_user.py"
     path.write_text(PROGRAM)
     root = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""The examples run as a user runs them, and show what they say."""
+"""The examples run as users run them, and print what their text says."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.package
 
 
 def output_of(name, folder):
-    """What an example prints; `folder` is none of the repository's."""
+    """Return the output of an example. `folder` is outside of the repository."""
     command = [sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(command, check=False, capture_output=True, encoding="utf-8", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -21,7 +21,7 @@ def output_of(name, folder):
 
 
 def row(output, name):
-    """The cells of a table's row."""
+    """Return the cells of a row of a table."""
     return re.findall(rf"^│ {re.escape(name)} .*│$", output, re.MULTILINE)[0].split("│")[2:-1]
 
 
@@ -46,12 +46,12 @@ def test_sinkhorn(tmp_path):
     assert near < far < 0.6 < 0.9 < inner < outer < 1.0
 
 
-def test_the_readme_tells_of_each():
+def test_the_readme_lists_each_example():
     told = re.findall(r"^\| \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert told == sorted(path.name for path in [*EXAMPLES.glob("*.py"), *NOTEBOOKS])
 
 
-# A notebook runs in tests/notebooks.py. What it shows to somebody who only reads it is of an earlier run.
+# tests/notebooks.py runs the notebooks. The stored outputs, which readers see, are from an earlier run.
 
 
 def pictures_of(cells):
@@ -60,7 +60,7 @@ def pictures_of(cells):
 
 
 def flaws(notebook):
-    """What is wrong with the outputs that a notebook is stored with."""
+    """Return what is wrong with the stored outputs of a notebook."""
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     outputs = [output for cell in cells for output in cell["outputs"]]
     shown = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs]
@@ -78,7 +78,7 @@ def flaws(notebook):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_is_stored_with_the_outputs_of_its_code(path):
+def test_stored_outputs_belong_to_the_code_of_a_notebook(path):
     notebook = json.loads(path.read_text())
     assert flaws(notebook) == []
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -110,7 +110,7 @@ def spoil(notebook, flaw):
 @pytest.mark.parametrize(
     "flaw", ["of other code", "not run in order", "nothing shown", "an error", "a warning", "a path", "times"]
 )
-def test_a_flaw_is_seen(flaw):
+def test_flaws_are_found(flaw):
     notebook = json.loads(NOTEBOOKS[0].read_text())
     spoil(notebook, flaw)
     assert flaws(notebook) == [flaw]

@@ -1,4 +1,4 @@
-"""Each way in which a rule can be called, for one output and for several."""
+"""The signatures of a rule, for one output and for several."""
 
 import functools
 
@@ -10,12 +10,12 @@ from multigrad import grad, op_custom_gradient
 
 
 def one(rule):
-    """`3 x` of one argument with a rule made by `rule(x)`."""
+    """Return an op `3 x` of one argument, with the rule `rule(x)`."""
     return op_custom_gradient(lambda x: (3.0 * x, rule(x)))
 
 
 def two(rule):
-    """Two outputs, `x + y` and `x * y`, with a rule made by `rule(x, y)`."""
+    """Return an op with the outputs `x + y` and `x * y`, with the rule `rule(x, y)`."""
     return op_custom_gradient(lambda x, y: ((x + y, x * y), rule(x, y)))
 
 
@@ -90,7 +90,7 @@ def test_two_outputs(rule):
     close(grad(loss_of_two(two(rule)), (0, 1))(2.0, 3.0), (array(14.0), array(55.0)))
 
 
-def test_a_hybrid_rule_gets_the_positional_arguments_that_were_given():
+def test_a_hybrid_rule_gets_the_positional_arguments():
     seen = []
 
     @op_custom_gradient
@@ -108,7 +108,7 @@ def test_a_hybrid_rule_gets_the_positional_arguments_that_were_given():
     assert seen[1][1] == 0
 
 
-def test_unused_outputs_arrive_as_zeros():
+def test_unused_outputs_have_zero_upstream_gradients():
     seen = []
 
     @op_custom_gradient
@@ -125,7 +125,7 @@ def test_unused_outputs_arrive_as_zeros():
     assert w is None
 
 
-def test_variables_are_not_passed_where_none_were_read():
+def test_variables_are_not_passed_if_none_were_read():
     @op_custom_gradient
     def op(x):
         def rule(upstream, variables="untouched"):
@@ -137,7 +137,7 @@ def test_variables_are_not_passed_where_none_were_read():
     close(grad(op)(1.0), array(7.0))
 
 
-def test_a_hybrid_rule_gets_what_was_passed_behind_a_default():
+def test_a_hybrid_rule_gets_arguments_after_a_default():
     @op_custom_gradient
     def op(x, a=1.0, b=2.0):
         def rule(x, a=1.0, b=2.0, *, upstream):
@@ -161,7 +161,7 @@ def test_a_hybrid_rule_that_requires_a_default_gets_it():
     close(grad(lambda x: op(x, 3.0))(1.0), array(3.0))
 
 
-def test_a_rule_in_a_wrapper_has_the_signature_of_what_it_wraps():
+def test_a_wrapped_rule_has_the_signature_of_the_inner_rule():
     def twice(rule):
         @functools.wraps(rule)
         def wrapper(*args, **kwargs):
@@ -173,7 +173,7 @@ def test_a_rule_in_a_wrapper_has_the_signature_of_what_it_wraps():
     close(grad(one(lambda x: twice(lambda a, *, upstream: upstream * 7.0 * a)))(1.0), array(14.0))
 
 
-def test_rules_of_one_code_and_other_defaults():
+def test_rules_with_the_same_code_and_different_defaults():
     def make(defaults):
         def rule(u, v=None):
             return u * 7.0 if v is None else (u + v) * 5.0
@@ -198,14 +198,14 @@ def test_rules_of_one_code_and_other_defaults():
         (lambda x, *others, scale: x * 2.0, lambda *args, x=1.0, upstream: upstream * x, "x"),
     ],
 )
-def test_a_hybrid_rule_has_no_default_for_an_argument_that_it_is_not_handed(op, rule, name):
+def test_a_hybrid_rule_with_a_default_for_an_argument_that_is_not_passed_raises(op, rule, name):
     function = functools.wraps(op)(lambda x, **options: (op(x, **options), rule))
     scaled = op_custom_gradient(function, name="scaled")
     with pytest.raises(TypeError, match=rf"scaled: (.|\n)*argument: '{name}'\n(.|\n)*closes over"):
         scaled(array(3.0), scale=5.0)
 
 
-def test_a_hybrid_rule_may_have_other_defaults():
+def test_a_hybrid_rule_may_have_different_defaults():
     @op_custom_gradient
     def op(x, *, scale=2.0):
         def rule(x, *, upstream, factor=7.0, scale):

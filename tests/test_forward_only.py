@@ -1,4 +1,4 @@
-"""What every backend can: the forward pass, and saying that it has no gradients."""
+"""Every backend runs the forward pass, and a backend without gradients says so."""
 
 import pytest
 from keras import ops
@@ -40,10 +40,10 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_gradient(transform):
+def test_gradients_raise_on_a_backend_without_gradients(transform):
     function = transform(lambda x: ops.sum(double(x)["y"]))
     if DIFFERENTIATES:
-        function(array(1.0, 2.0))  # what comes out is for the other tests
+        function(array(1.0, 2.0))  # other tests check the result
         return
     with pytest.raises(NotImplementedError, match="tensorflow, jax, torch") as error:
         function(array(1.0, 2.0))

@@ -1,4 +1,4 @@
-"""Only the active backend's framework is imported, and nothing before it is used."""
+"""Only the framework of the active backend is imported, and only when it is used."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ LOADED = f"import sys; print(*sorted({FRAMEWORKS | {'keras'}!r} & set(sys.module
 
 
 def loaded(code):
-    """The frameworks that a fresh process has imported after `code`."""
+    """Return the frameworks that a new process has imported after running `code`."""
     command = [sys.executable, "-c", f"{code}\n{LOADED}"]
     return set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
 
@@ -22,23 +22,23 @@ def test_importing_multigrad_imports_nothing():
     assert loaded("import multigrad; multigrad.__version__, multigrad.__all__") == set()
 
 
-def test_using_it_imports_the_active_framework_alone():
+def test_using_multigrad_imports_only_the_active_framework():
     used = loaded("import multigrad; multigrad.op_custom_gradient(lambda x: (x, lambda u: u))(1.0)")
-    assert used == loaded("import keras")  # which may import more: its NumPy backend imports JAX
+    assert used == loaded("import keras")  # Keras may import more: its NumPy backend imports JAX
 
 
-def test_the_check_would_find_another_one():
+def test_the_check_finds_other_frameworks():
     assert loaded("import sys; sys.modules['torch'] = sys.modules['jax'] = sys") == {"jax", "torch"}
 
 
-def test_an_unknown_name():
+def test_an_unknown_name_raises():
     import multigrad
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         multigrad.nothing  # noqa: B018
 
 
-def test_an_unknown_backend(monkeypatch):
+def test_an_unknown_backend_raises(monkeypatch):
     import keras
 
     from multigrad import backend

@@ -1,4 +1,4 @@
-"""`jacobian` and `hessian`, beside the gradients of each number alone."""
+"""`jacobian` and `hessian`, against the gradients of the single elements."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, vjp
 
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# For what a framework traces anew in every call.
+# For functions that a framework traces in every call.
 SOME = pytest.mark.parametrize(
     "case", [CASES["intermediate"], CASES["output"]], ids=["intermediate", "output"]
 )
@@ -19,7 +19,7 @@ WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "
 
 
 def by_rows(function, argnums):
-    """The Jacobian of a function that returns a vector of three, number by number."""
+    """Return the Jacobian of a function that returns a vector of three, from the gradient of each element."""
 
     def rows(x, w):
         gradients = [grad(lambda *args, i=i: function(*args)[i], argnums)(x, w) for i in range(3)]
@@ -34,14 +34,14 @@ def weighted(function):
 
 @EACH
 @WRAPS
-def test_a_vector_by_two_vectors(case, wrap):
+def test_a_vector_with_respect_to_two_vectors(case, wrap):
     close(wrap(jacobian(case.op, (0, 1)))(X, W), by_rows(case.meant, (0, 1))(X, W), 1e-4)
 
 
 @SOME
 @WRAPS
 def test_second_derivatives(case, wrap):
-    """Of a gradient, of a Jacobian, and as the Hessian says."""
+    """By differentiating a gradient, by differentiating a Jacobian, and by `hessian`."""
     wanted = hessian(weighted(case.meant), (0, 1))(X, W)
     close(wrap(hessian(weighted(case.op), (0, 1)))(X, W), wanted, 1e-4)
     close(wrap(jacobian(grad(weighted(case.op), (0, 1)), (0, 1)))(X, W), wanted, 1e-4)
@@ -64,7 +64,7 @@ def test_derivatives_of_a_jacobian(case):
 
 
 @SOME
-def test_within_a_pullback(case):
+def test_a_jacobian_in_a_pullback(case):
     y, pullback = vjp(jacobian(case.op), X, W)
     wanted, meant = vjp(jacobian(case.meant), X, W)
     close(y, wanted, 1e-4)
@@ -98,7 +98,7 @@ def test_argnums(argnums):
     close(got, wanted[tuple(argnums) if isinstance(argnums, list) else argnums])
 
 
-def test_what_is_beside_it():
+def test_aux_and_outputs_without_a_gradient():
     def function(x):
         return x**2, {"z": ops.sum(x), "a": "text"}
 
@@ -111,7 +111,7 @@ def test_what_is_beside_it():
     close(aux, {"z": X, "a": X + 1.0})
 
 
-def test_by_variables():
+def test_variables():
     slope, count = keras.Variable(W), keras.Variable(0.0, trainable=False)
 
     @op_custom_gradient
@@ -142,7 +142,7 @@ def test_the_function_runs_once_and_the_rule_for_each_output():
 
     close(jacobian(op)(ops.ones(50)), 7.0 * ops.eye(50))
     assert runs.count("function") == 1
-    assert runs.count("rule") < 5  # not one for each of fifty numbers
+    assert runs.count("rule") < 5  # fewer than one per element of fifty
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -158,7 +158,7 @@ def test_scalars_and_numbers():
     close(jacobian(lambda x: x**3)(np.float32([1.0, 2.0])), ops.diag(array(3.0, 12.0)))
 
 
-def test_complex_numbers_are_refused():
+def test_complex_numbers_raise():
     z = ops.convert_to_tensor(np.complex64([1 + 2j]))
     with pytest.raises(TypeError, match="real arguments and outputs"):
         jacobian(lambda z: z * z)(z)

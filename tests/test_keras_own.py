@@ -1,4 +1,4 @@
-"""The plugin that runs Keras's own tests fails where these would prove nothing of multigrad."""
+"""The plugin that runs Keras's own tests fails if these tests would not run multigrad."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ def test():
 
 
 def run(test, folder):
-    """Run the source of a test with the plugin: the exit status, and what is printed."""
+    """Run the source of a test with the plugin, and return the exit status and the output."""
     (folder / "test_it.py").write_text(test)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -33,13 +33,13 @@ def run(test, folder):
     return done.returncode, done.stdout
 
 
-def test_multigrads_op_is_in_the_place_of_kerass(tmp_path):
+def test_the_op_replaces_the_function_of_keras(tmp_path):
     status, output = run(USES_KERAS_FUNCTION, tmp_path)
     assert "1 decorations and 1 calls, in 1 of 1 tests" in output
     assert status == pytest.ExitCode.OK, output
 
 
-def test_a_run_that_does_not_reach_it_fails(tmp_path):
+def test_a_run_that_does_not_call_the_op_fails(tmp_path):
     status, output = run("def test(): pass", tmp_path)
     assert "0 decorations and 0 calls, in 0 of 1 tests" in output
     assert "1 passed" in output
@@ -47,12 +47,12 @@ def test_a_run_that_does_not_reach_it_fails(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["keras.src.backend.core.gone", "keras.gone.custom_gradient"])
-def test_a_name_that_is_gone_ends_the_run(name):
+def test_a_missing_name_ends_the_run(name):
     with pytest.raises(pytest.UsageError, match=f"has no {name}"):
         keras_own._named(name)
 
 
-def test_a_name_that_leads_elsewhere_ends_the_run(monkeypatch):
+def test_a_name_of_another_object_ends_the_run(monkeypatch):
     monkeypatch.setattr(keras_own, "_replace", lambda own, replacement: None)
     config = SimpleNamespace(
         addinivalue_line=lambda name, line: None, option=SimpleNamespace(custom_gradient="multigrad")

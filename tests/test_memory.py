@@ -1,4 +1,4 @@
-"""What is kept between forward and backward, what outlives its graph, and threads."""
+"""What the forward pass keeps, what outlives its graph, and threads."""
 
 import gc
 import threading
@@ -27,7 +27,7 @@ def by_intermediate(x):
 
 
 class Marker:
-    """Something that the rule holds, whose end can be watched."""
+    """An object that the rule holds, and whose deletion can be observed."""
 
 
 def total_gradient(op):
@@ -57,7 +57,7 @@ def test_an_op_and_its_calls_are_freed_without_the_collector():
         op = define(marker)
         close(total_gradient(op), ONES)
         del op, marker
-        # JAX and TensorFlow keep traces and tapes in cycles of their own.
+        # JAX and TensorFlow keep traces and tapes in their own reference cycles.
         if BACKEND != "torch":
             gc.collect()
         assert watch() is None
@@ -66,7 +66,7 @@ def test_an_op_and_its_calls_are_freed_without_the_collector():
 
 
 @pytest.mark.parametrize("op", [by_output, by_intermediate])
-def test_many_calls_leave_nothing_behind(op):
+def test_many_calls_leave_no_objects(op):
     def step():
         return grad(lambda x: ops.sum(op(x)))(ONES)
 
@@ -80,7 +80,7 @@ def test_many_calls_leave_nothing_behind(op):
     assert len(gc.get_objects()) - before < 200
 
 
-def test_ops_defined_anew_leave_nothing_behind():
+def test_redefined_ops_leave_no_objects():
     def step(factor):
         op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * factor))
         close(grad(op)(1.0), array(factor))
@@ -95,7 +95,7 @@ def test_ops_defined_anew_leave_nothing_behind():
     assert len(gc.get_objects()) - before < 200
 
 
-def test_threads_do_not_disturb_each_other():
+def test_threads_are_independent():
     errors = []
 
     def work(factor):

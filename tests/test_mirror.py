@@ -1,4 +1,4 @@
-"""Every name of `keras.ops` is in `multigrad.ops`, and those of Keras for R are in `multigrad`."""
+"""`multigrad.ops` contains every name of `keras.ops`, and `multigrad` the names of Keras for R."""
 
 import importlib
 import subprocess
@@ -37,7 +37,7 @@ def test_every_name_is_the_same_object():
     assert {*names, *OWN} <= set(dir(ops))
 
 
-def test_what_is_ours():
+def test_added_names():
     assert ops.custom_gradient is multigrad.op_custom_gradient
     added = set(dir(ops)) - set(public(keras.ops))
     assert {"reverse_gradient", "scale_gradient"} <= added
@@ -50,7 +50,7 @@ def test_submodules(name):
     assert getattr(ops, name) is getattr(keras.ops, name)
 
 
-def test_every_way_to_import():
+def test_every_form_of_import():
     code = """
 import keras
 import multigrad.ops.nn
@@ -63,7 +63,7 @@ assert exp is other is keras.ops.exp
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_name_that_keras_does_not_have(monkeypatch):
+def test_an_unknown_name_raises(monkeypatch):
     with pytest.raises(
         AttributeError, match=r"neither multigrad.ops nor keras.ops has an attribute 'nothing'"
     ):
@@ -86,7 +86,7 @@ def test_names_of_r():
         assert found is wanted or name == "op_subset", name
 
 
-def test_dir_lists_the_api_and_no_names_of_r():
+def test_dir_lists_only_the_api():
     names = dir(multigrad)
     assert sorted({*multigrad.__all__, "layers", "ops", "testing"}) == names
     assert multigrad.op_exp is keras.ops.exp
@@ -99,6 +99,6 @@ def test_subset():
 
 
 @pytest.mark.parametrize("name", ["op_", "op_nothing", "op_nn", "op__exp", "op_image_", "op_image_nothing"])
-def test_no_such_name(name):
+def test_an_unknown_name_of_r_raises(name):
     with pytest.raises(AttributeError, match=name):
         getattr(multigrad, name)

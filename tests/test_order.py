@@ -1,4 +1,4 @@
-"""Second and third derivatives: through what the rule closes over, and by the rule."""
+"""Second and third derivatives, through the closure of a rule, and by the rule."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_inside_a_larger_graph(cube, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled])
-def test_the_rule_is_in_force_at_every_order(wrap):
+def test_the_rule_applies_at_every_order(wrap):
     """f = x + 10 with the rule -1.1 u: by the rule, d/dx f = -1.1."""
     op = op_custom_gradient(lambda x: (x + 10.0, lambda u: -1.1 * u))
     x, y, d = array(1.0), 11.0, -1.1
@@ -100,14 +100,14 @@ def test_the_rule_is_in_force_at_every_order(wrap):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled])
 def test_an_output_in_the_rule_is_differentiated_by_the_rule(wrap):
-    """f = exp with the rule 3 u f: each order has another factor of three."""
+    """f = exp with the rule 3 u f: each order adds a factor of three."""
     for order in (1, 2, 3):
         close(wrap(times(by_output, order))(array(0.0)), array(3.0**order))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled])
-def test_an_input_in_the_rule_is_the_input_even_as_an_output(wrap):
-    """f = x with the rule u x^2: the x of the rule has the derivative one, not the rule's."""
+def test_an_output_that_is_an_input_counts_as_the_input_in_the_rule(wrap):
+    """f = x with the rule u x^2: the derivative of x in the rule is one, not the derivative by the rule."""
     op = op_custom_gradient(lambda x: (x, lambda u: u * x**2))
     close(wrap(times(op, 2))(array(3.0)), array(6.0))
     # d/dx of 2 y x^2 = 2 x^2 x^2 + 4 y x
@@ -142,7 +142,7 @@ def test_a_closed_over_tensor_has_no_gradient_through_the_op():
     close(grad(outer)(np.float32([3.0, 4.0])), array(0.0, 0.0))
 
 
-def test_but_has_one_through_the_rule():
+def test_a_closed_over_tensor_has_a_gradient_through_the_rule():
     def outer(w):
         op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 7.0 * w))
         return grad(op)(1.0)
@@ -163,7 +163,7 @@ def test_first_order_runs_the_function_once():
     assert calls == [1]
 
 
-def test_mixed_orders_are_right_where_only_some_inputs_are_differentiated():
+def test_mixed_orders_with_some_differentiated_inputs():
     @op_custom_gradient
     def op(x, y):
         e = x * y
@@ -216,7 +216,7 @@ def test_an_output_and_an_intermediate_in_one_rule(wrap):
     close(wrap(times(op, 2))(array(x)), array(9 * y * e**2 + 6 * y * x), 1e-4)
 
 
-def test_an_output_that_is_returned_twice_is_the_first():
+def test_an_output_that_is_returned_twice_counts_as_the_first():
     @op_custom_gradient
     def op(x):
         y = ops.exp(x)
@@ -226,7 +226,7 @@ def test_an_output_that_is_returned_twice_is_the_first():
 
 
 def test_an_op_within_an_op_that_returns_its_argument():
-    """What the rule closes over is the inner op's output, and has the gradient of the inner rule."""
+    """The rule closes over the output of the inner op, which is differentiated by the inner rule."""
     same = op_custom_gradient(lambda x: (x, lambda u: u * 7.0))
 
     @op_custom_gradient
@@ -265,7 +265,7 @@ def by_inner_attribute(x):
 
 @op_custom_gradient
 def by_helpers_in_a_dict(x):
-    """Which find each other there."""
+    """The functions find each other in the dict."""
     e, helpers = ops.exp(x), {}
     helpers["even"] = lambda n: e if n == 0 else helpers["odd"](n - 1)
     helpers["odd"] = lambda n: helpers["even"](n - 1)
@@ -280,8 +280,8 @@ def by_a_list_in_itself(x):
 
 
 @pytest.mark.parametrize("op", [by_inner_attribute, by_helpers_in_a_dict, by_a_list_in_itself])
-def test_what_a_rule_reaches_through_its_closure(op):
-    """It has its history, which is the function's, in a second derivative."""
+def test_values_that_a_rule_reaches_through_its_closure(op):
+    """A second derivative goes through them and the function."""
     for x in (0.5, 1.5):
         close(times(op, 1)(x), array(7.0 * np.exp(x)), 1e-4)
         close(times(op, 2)(x), array(7.0 * np.exp(x)), 1e-4)

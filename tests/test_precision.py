@@ -1,4 +1,4 @@
-"""Ops inside layers of lower precision: the dtypes that the rule meets, and what `fit` makes of them."""
+"""Ops in layers of lower precision: the dtypes in the rule, and training with `fit`."""
 
 import keras
 import numpy as np
@@ -12,18 +12,18 @@ X = np.float32([[1.0, 0.5, 0.25], [-0.5, 1.0, 2.0], [0.125, 0.0, 1.0], [1.0, 1.0
 Y = np.zeros((4, 2), "float32")
 RATE = 0.25
 
-# The compute dtype of each policy, and how far a step may be from the exact one.
+# The compute dtype of each policy, and the tolerance of a step.
 POLICIES = {"mixed_float16": ("float16", 2e-3), "mixed_bfloat16": ("bfloat16", 2e-2)}
 MODES = {"eager": {"run_eagerly": True}, "compiled": {"jit_compile": False}, "jit": {"jit_compile": True}}
 if BACKEND == "torch":
-    del MODES["jit"]  # it needs a compiler of C++, and a quarter of a minute; see backends/test_torch.py
+    del MODES["jit"]  # needs a C++ compiler and 15 seconds, see backends/test_torch.py
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 modes = pytest.mark.parametrize("mode", MODES)
 
 
 class Product(keras.layers.Layer):
-    """The product with a kernel, which is passed to the op; its gradient is three times the true one."""
+    """A product with a kernel, which is an argument of the op. The gradient is three times the true one."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -51,7 +51,7 @@ class Product(keras.layers.Layer):
 
 def model_of(policy, optimizer=None, **compiling):
     layer = Product(dtype=policy)
-    # The policy of the model decides on loss scaling, so it has the layer's.
+    # The policy of the model, which decides on loss scaling, is the policy of the layer.
     model = keras.Sequential([layer])
     model.dtype_policy = keras.DTypePolicy(policy)
     model.compile(optimizer or keras.optimizers.SGD(RATE), loss="mse", **compiling)
@@ -59,13 +59,13 @@ def model_of(policy, optimizer=None, **compiling):
 
 
 def exact_step(kernel):
-    """The kernel after a step of gradient descent on the mean square, by the rule and not by calculus."""
+    """Return the kernel after a step of gradient descent on the mean square, according to the rule."""
     return kernel - RATE * 3.0 * X.T @ (2.0 * (X @ kernel - Y) / Y.size)
 
 
 @policies
 @modes
-def test_a_step_of_fit_is_by_the_rule(policy, mode):
+def test_a_step_of_fit_follows_the_rule(policy, mode):
     compute, tolerance = POLICIES[policy]
     model, layer = model_of(policy, **MODES[mode])
     scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -79,8 +79,8 @@ def test_a_step_of_fit_is_by_the_rule(policy, mode):
 
 
 @modes
-def test_a_step_that_overflows_is_left_out(mode):
-    """In float16 a scaled loss may overflow in the rule; then the scale is halved, and no weight moves."""
+def test_a_step_that_overflows_is_skipped(mode):
+    """In float16, a scaled loss may overflow in the rule. Then the scale is halved, and no weight moves."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE), initial_scale=2.0**24)
     model, layer = model_of("mixed_float16", optimizer, **MODES[mode])
     assert model.optimizer is optimizer
@@ -90,7 +90,7 @@ def test_a_step_that_overflows_is_left_out(mode):
 
 
 @policies
-def test_gradients_come_back_in_the_dtype_of_their_argument(policy):
+def test_gradients_have_the_dtype_of_their_argument(policy):
     compute, _ = POLICIES[policy]
     layer = Product(dtype=policy)
     layer.build(X.shape)
@@ -103,8 +103,8 @@ def test_gradients_come_back_in_the_dtype_of_their_argument(policy):
 
 
 @policies
-def test_a_rule_that_answers_in_another_precision(policy):
-    """Its answer is cast, whichever of the two is the wider."""
+def test_a_rule_that_returns_another_precision(policy):
+    """The gradient is cast, whether its dtype is wider or narrower."""
     compute, _ = POLICIES[policy]
     wide = op_custom_gradient(lambda x: (x * 2, lambda u: ops.cast(u, "float32") * 7))
     narrow = op_custom_gradient(lambda x: (x * 2, lambda u: ops.cast(u, compute) * 7))

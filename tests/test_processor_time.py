@@ -1,4 +1,4 @@
-"""A fast test that takes too long fails by its name, and no other one does."""
+"""A fast test that takes too long fails, and other tests do not."""
 
 import processor_time
 import pytest
@@ -44,11 +44,11 @@ class Clock:
 
 
 @pytest.mark.parametrize(("busy", "limit"), [(0.0, 5.0), (1000.0, 10.0)])
-def test_what_takes_too_long(busy, limit, pytester, monkeypatch):
+def test_a_slow_test_fails(busy, limit, pytester, monkeypatch):
     pytester.makeconftest("from processor_time import pytest_runtest_call, pytest_runtest_protocol")
     pytester.makepyfile(TESTS)
     pytester.makeini("[pytest]\nmarkers = slow")
-    with monkeypatch.context() as patched:  # whose clock is not that of this test
+    with monkeypatch.context() as patched:  # the patched clock must not affect this test
         patched.setattr(processor_time, "time", Clock())
         patched.setattr(processor_time.os, "getloadavg", lambda: (busy, 0.0, 0.0))
         ran = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider")

@@ -1,6 +1,6 @@
-"""What holds for every op, tried on random programs: `programs.py` draws them, `meanings.py` runs them.
+"""Properties of all ops, on random programs: `programs.py` draws them, `meanings.py` runs them.
 
-How many is told by the environment variable MULTIGRAD_EXAMPLES.
+The environment variable MULTIGRAD_EXAMPLES is the number of programs.
 """
 
 from random import Random
@@ -33,19 +33,19 @@ RANDOM = st.randoms(use_true_random=False)
 PROGRAMS = RANDOM.map(programs.draw)
 PRECISE = RANDOM.map(lambda random: programs.draw(random, ["float32", "float64"]))
 
-# How far the numbers of a program may be apart, relative to the largest. A rule may answer in float32.
+# The tolerance for the results of a program, relative to the largest. A rule may return float32.
 TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.05, "bfloat16": 0.2}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def eager():
-    """In double precision on JAX, too, which would compile most operations anew for each program."""
+    """Use double precision, and no compilation, because JAX would compile most operations separately."""
     with backend.active.wide(), backend.active.uncompiled():
         yield
 
 
 def agree(program: Program, got, wanted) -> None:
-    """Assert that tensors are alike in dtypes, shapes and numbers."""
+    """Assert that tensors have equal dtypes, shapes and values."""
     assert described(got) == described(wanted)
     tolerance = TOLERANCES[program.precision]
     got, wanted = numbers(got), numbers(wanted)
@@ -60,22 +60,24 @@ def test_a_true_rule_has_the_gradient_of_central_differences(program):
     program = made_true(program)
     function = function_of(program, with_ops)
 
-    def whole(*inputs):  # of what is near zero by chance, a difference has no digits
+    def whole(
+        *inputs,
+    ):  # the whole output, because differences have no precision for elements that are nearly zero
         return 10.0 + weighted([*inputs, *function(*inputs)], 0)
 
     check_gradients(whole, *inputs_of(program), compiled=False)
 
 
 @given(PROGRAMS)
-def test_a_false_rule_is_the_plain_function_that_means_the_same(program):
-    """In value and the first two derivatives, in dtypes and shapes; in low precision, in the first alone."""
+def test_a_false_rule_equals_a_plain_function_with_the_same_derivative(program):
+    """Compare values, two derivatives, dtypes and shapes. In low precision, compare only one derivative."""
     both = zip(gradients_of(program, with_ops), gradients_of(program, without_ops), strict=True)
     for got, wanted in both:
         agree(program, got, wanted)
 
 
 @given(PROGRAMS, RANDOM)
-def test_the_convention_makes_no_difference(program, random):
+def test_all_forms_of_a_rule_are_equivalent(program, random):
     otherwise = said_otherwise(random, program)
     both = zip(gradients_of(program, with_ops), gradients_of(otherwise, with_ops), strict=True)
     for got, wanted in both:
@@ -84,7 +86,7 @@ def test_the_convention_makes_no_difference(program, random):
 
 @given(PROGRAMS)
 def test_a_gradient_has_the_structure_and_the_dtypes_of_its_argument(program):
-    """What a function returns is looked at in `meanings.py` wherever an op is called."""
+    """`meanings.py` checks the outputs of every call of an op."""
     function = function_of(program, with_ops)
     argument = fill(program.structure, inputs_of(program))
 
@@ -101,10 +103,10 @@ def test_a_gradient_has_the_structure_and_the_dtypes_of_its_argument(program):
     "law",
     [
         test_a_true_rule_has_the_gradient_of_central_differences,
-        test_a_false_rule_is_the_plain_function_that_means_the_same,
+        test_a_false_rule_equals_a_plain_function_with_the_same_derivative,
     ],
 )
-def test_two_gradients_in_each_others_place_are_seen(law, monkeypatch):
+def test_exchanged_gradients_are_found(law, monkeypatch):
     read = call.read
 
     def swapped(*args):
@@ -113,6 +115,8 @@ def test_two_gradients_in_each_others_place_are_seen(law, monkeypatch):
         return gradients[::-1] if both and len(set(described(gradients))) == 1 else gradients
 
     monkeypatch.setattr(call, "read", swapped)
-    program = programs.draw(Random(64), ["float32"])  # with a call whose two arguments are of one shape
+    program = programs.draw(
+        Random(64), ["float32"]
+    )  # a program with a call whose two arguments have the same shape
     with pytest.raises(AssertionError, match=r"differs from the central differences|Not equal to tolerance"):
         law.hypothesis.inner_test(program)

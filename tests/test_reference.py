@@ -1,4 +1,4 @@
-"""The documents that custom gradients are known from: TensorFlow's, Keras's and R's."""
+"""The examples of custom gradients in the documentation of TensorFlow, Keras and Keras for R."""
 
 import math
 
@@ -19,13 +19,13 @@ def log1pexp(x):
     return ops.log(1.0 + e), rule
 
 
-def test_log1pexp_is_stable_where_autodiff_is_not():
+def test_log1pexp_is_stable():
     plain = grad(lambda x: ops.log(1.0 + ops.exp(x)))(100.0)
     assert math.isnan(numpy(plain))
     assert numpy(grad(log1pexp)(100.0)) == 1.0
 
 
-def test_upstream_goes_down_the_chain():
+def test_upstream_gradients_follow_the_chain_rule():
     upstreams = []
 
     @op_custom_gradient
@@ -41,17 +41,17 @@ def test_upstream_goes_down_the_chain():
     assert upstreams == [1.0, 32.0, 256.0]
 
 
-def test_a_rule_without_its_upstream_cuts_the_chain():
+def test_a_rule_that_ignores_upstream_breaks_the_chain_rule():
     @op_custom_gradient
     def forgetful(x):
         return x**2, lambda upstream: 2 * x
 
-    # The factor 5 and the outer square never arrive.
+    # The factor 5 and the outer square are lost.
     close(grad(lambda x: 5.0 * forgetful(x) ** 2)(3.0), array(6.0))
 
 
 def test_a_decorated_rule():
-    """The rule's own gradient is its own rule's: that of its upstream argument."""
+    """The gradient of the rule with respect to its upstream gradient is the gradient of its own rule."""
 
     @op_custom_gradient
     def op(x):

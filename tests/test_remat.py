@@ -1,4 +1,4 @@
-"""Rematerialization: the function runs again in the backward pass, and the rule stays in force."""
+"""Rematerialization: the backward pass runs the function again, and the rule still applies."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ RATE = 0.125
 
 
 class Runs:
-    """Counts how often a function runs; on JAX, where it is traced, how often the program does."""
+    """Counts the runs of a function. On JAX, which traces the function, it counts the runs of the program."""
 
     def __init__(self):
         self.count = 0
@@ -31,7 +31,7 @@ class Runs:
         self.count += 1
 
     def of(self, function, *args):
-        """What the function returns, and how many runs that took."""
+        """Return the result of the function, and the number of runs."""
         self.count = 0
         answer = function(*args)
         if BACKEND == "jax":
@@ -42,7 +42,7 @@ class Runs:
 
 
 def define(runs):
-    """exp(x w), whose gradients are three and seven times the true ones."""
+    """Return exp(x w), whose gradients are three and seven times the true ones."""
 
     @op_custom_gradient
     def op(x, w):
@@ -113,7 +113,7 @@ class Layer(keras.layers.Layer):
     def call(self, x):
         return self.op(x, self.kernel)
 
-    def compute_output_shape(self, shape):  # for "larger_than" on JAX; see backends/test_jax.py
+    def compute_output_shape(self, shape):  # for "larger_than" on JAX, see backends/test_jax.py
         return (shape[0], 2)
 
 
@@ -124,7 +124,7 @@ SCOPES = {
 }
 MODES = {"eager": {"run_eagerly": True}, "compiled": {"jit_compile": False}, "jit": {"jit_compile": True}}
 if BACKEND == "torch":
-    del MODES["jit"]  # it needs a compiler of C++, and a quarter of a minute
+    del MODES["jit"]  # needs a C++ compiler and 15 seconds
 
 
 def fit_once(layer, model, mode):
@@ -153,7 +153,7 @@ def test_a_layer(scope, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_activation(mode):
-    """The mode "activations" rematerializes what stands in a layer's `activation`."""
+    """The mode "activations" rematerializes the `activation` of a layer."""
     counts = []
     for scope in (None, "activations"):
         runs = Runs()
@@ -178,8 +178,8 @@ def test_an_activation(mode):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled_with_variables], ids=["eager", "compiled"])
 @pytest.mark.parametrize("calculus", [grad, jacobian])
-def test_by_variables(calculus, wrap):
-    """TensorFlow's `recompute_grad` knows arguments and what a tape watches: better an error than zero."""
+def test_variables(calculus, wrap):
+    """TensorFlow's `recompute_grad` supports arguments and watched variables. Other gradients raise."""
     scale = keras.Variable(3.0, name="scale")
 
     @op_custom_gradient

@@ -1,7 +1,7 @@
-"""A reversible network: its rule recomputes every block from the output of the network alone.
+"""A reversible network, whose rule recomputes every block from the output of the network.
 
-The blocks draw random numbers and move averages, so a block that is computed again must find the state with
-which the function began, and must not move it a second time.
+The blocks draw random numbers and update moving averages, so a recomputed block must find the state before
+the function, and must not update it a second time.
 
 References:
     [Gomez et al. 2017, The reversible residual network](https://arxiv.org/abs/1707.04585).
@@ -33,7 +33,7 @@ class Reversible(keras.layers.Layer):
         dense = keras.layers.Dense(WIDTH, kernel_initializer=initializer)
         layers = [dense, keras.layers.BatchNormalization(), keras.layers.Dropout(0.25, seed=seed)]
         branch = keras.Sequential([keras.Input((WIDTH,)), *layers])
-        setattr(self, f"branch_{seed}", branch)  # Keras tracks it
+        setattr(self, f"branch_{seed}", branch)  # so that Keras tracks it
         return branch
 
     def plain(self, x):
@@ -86,7 +86,7 @@ def gradients(layer, function):
 
 
 @pytest.mark.parametrize("depth", [3, pytest.param(20, marks=slow_on("jax", "tensorflow"))])
-def test_the_gradients_and_the_state_are_those_of_the_plain_network(depth):
+def test_gradients_and_state_equal_the_plain_network(depth):
     plain, reversible = Reversible(depth), Reversible(depth)
     wanted = gradients(plain, plain.plain)
     close(gradients(reversible, reversible.op), wanted, 1e-3)
@@ -94,8 +94,8 @@ def test_the_gradients_and_the_state_are_those_of_the_plain_network(depth):
     assert len(wanted[1]) == 8 * depth
 
 
-def test_it_is_fitted():
-    """Two steps of `fit` move weights and state as those of the plain network."""
+def test_training_in_fit():
+    """Two steps of `fit` change weights and state as in the plain network."""
     results = []
     for kind in ("plain", "op"):
         layer = Reversible(3)
@@ -110,7 +110,7 @@ def test_it_is_fitted():
 
 
 def kept(layer, function):
-    """Return how many activations are kept between the forward and the backward pass."""
+    """Return the number of activations that the forward pass keeps for the backward pass."""
     x = array(X)
     if BACKEND == "jax":
         import jax
@@ -137,7 +137,7 @@ def kept(layer, function):
         return sum(shape[:1] == (BATCH,) for shape in shapes)
     import tensorflow as tf
 
-    # Compiled, as in `fit`. Eagerly, the tape keeps what it recorded within the function, as it does for
+    # Compiled, as in `fit`. In eager code, the tape keeps the operations of the function, as it does for
     # `tf.custom_gradient`.
     compiled = tf.function(function)
     with tf.GradientTape() as tape:
@@ -157,4 +157,4 @@ def test_memory_does_not_grow_with_the_depth(kind, depth):
     if kind == "op":
         assert many == few
     else:
-        assert many >= few + (depth - 1) * 4  # so the measure sees what the plain network keeps
+        assert many >= few + (depth - 1) * 4  # the measure also sees the activations of the plain network

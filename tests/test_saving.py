@@ -1,4 +1,4 @@
-"""Saved models: what comes back, what is refused, and which ops a name stands for."""
+"""Saved models: loading, refusals, and the names of ops."""
 
 import copy
 import enum
@@ -37,7 +37,7 @@ def rule(u):
 
 
 def python(program, *words):
-    """The last line that a fresh process prints, or its error."""
+    """Return the last line that a new process prints, or its error."""
     command = [
         sys.executable,
         "-c",
@@ -55,15 +55,15 @@ def saved(tmp_path_factory):
     return path
 
 
-# ------------------------------------------------------------------------------------ what comes back
+# ------------------------------------------------------------------------------------ loading
 
 
 @pytest.mark.package
-def test_in_a_fresh_process(saved):
+def test_loading_in_a_new_process(saved):
     wanted = saved_ops.results(saved_ops.model())
     assert wanted[0] == [[2 * 2 * (0.5 * 2 + 4 + 12) * 2] * 2]
     if DIFFERENTIATES:
-        factor = -5 * 11 * -5 * 11 * 11 * -3 * 2  # of the rules, along the way, and 4 ways lead there
+        factor = -5 * 11 * -5 * 11 * 11 * -3 * 2  # of the rules on the path, and there are 4 paths
         assert wanted[2] == [[4.0 * factor] * 3]
     program = "import json, keras, saved_ops\nmodel = keras.models.load_model(sys.argv[1])\n"
     got = json.loads(
@@ -73,7 +73,7 @@ def test_in_a_fresh_process(saved):
 
 
 @pytest.mark.package
-def test_without_the_ops(saved):
+def test_loading_without_the_ops_raises(saved):
     program = """
 import keras, multigrad.core.op
 try:
@@ -86,14 +86,14 @@ except TypeError as error:  # as Keras says of any object that is not registered
     assert helpful == "True"
 
 
-def test_a_config(saved):
+def test_configs(saved):
     model = keras.models.load_model(saved)
     again = keras.Model.from_config(json.loads(json.dumps(model.get_config())))
     again.set_weights(model.get_weights())
     assert saved_ops.results(again) == saved_ops.results(model)
 
 
-def test_the_older_format(tmp_path):
+def test_the_h5_format(tmp_path):
     x = keras.Input((3,))
     model = keras.Model(x, saved_ops.bend(x))
     model.save(tmp_path / "model.h5")
@@ -111,7 +111,7 @@ def test_copies_and_pickles_of_a_model():
 @pytest.mark.parametrize("op", [saved_ops.bend, saved_ops.named_lambda])
 def test_a_serialized_function(op):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Keras warns where it saves the code of a lambda
+        warnings.simplefilter("error")  # Keras warns if it saves the code of a lambda
         config = json.loads(json.dumps(keras.saving.serialize_keras_object(op)))
     assert keras.saving.deserialize_keras_object(config) is op
     layer = keras.layers.Dense(3, activation=op)
@@ -132,7 +132,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
-def test_values(value):
+def test_static_values(value):
     got = decode(json.loads(json.dumps(encode(value))))
     assert repr(got) == repr(np.asarray(value) if isinstance(value, np.generic) else value)
 
@@ -146,7 +146,7 @@ def test_tensors(dtype):
     assert numpy(got).tolist() == numpy(value).tolist()
 
 
-# ------------------------------------------------------------------------------------ what is not saved
+# ------------------------------------------------------------------------------------ refusals
 
 
 def refused(model, tmp_path, *texts):
@@ -157,7 +157,7 @@ def refused(model, tmp_path, *texts):
             assert text in str(error.value), str(error.value)
 
 
-def test_an_op_without_a_registered_name(tmp_path):
+def test_an_op_without_a_registered_name_is_refused(tmp_path):
     @op_custom_gradient
     def plain(x):
         return x * 2.0, rule
@@ -186,7 +186,7 @@ Point = namedtuple("Point", "x y")
 
 
 class Forgetful:
-    """What its config tells comes back; what it was given to hold does not."""
+    """An object whose config omits an attribute that it was given."""
 
     __slots__ = ()
 
@@ -203,16 +203,16 @@ class Forgetful:
 
 @keras.saving.register_keras_serializable("saved")
 class Holder(Forgetful):
-    """It holds it as an attribute."""
+    """An object that holds its argument as an attribute."""
 
 
 @keras.saving.register_keras_serializable("saved")
 class Echo(Holder):
-    """Its config is all that it is."""
+    """An object whose config is complete."""
 
     def __init__(self, held):
         super().__init__(held)
-        self.itself = [self]  # as an object may lead back to itself
+        self.itself = [self]  # a reference cycle
 
     def get_config(self):
         return {"held": self.held}
@@ -229,7 +229,7 @@ class Broken(Holder):
 
 
 @pytest.mark.parametrize("held", [3, "text", None, [1.5, {"a": True}], (1, 2), float("nan")], ids=repr)
-def test_an_object_comes_back(held):
+def test_objects_are_restored(held):
     got = decode(json.loads(json.dumps(encode(Echo(held)))))
     assert type(got) is Echo
     assert repr(got.held) == repr(list(held) if type(held) is tuple else held)
@@ -241,7 +241,7 @@ STATEFUL = [
     keras.metrics.F1Score(),  # which has no variables yet
     keras.optimizers.SGD(0.1),
     keras.initializers.RandomNormal(seed=keras.random.SeedGenerator(1)),
-    keras.initializers.RandomNormal(),  # whose config has not the seed that was drawn
+    keras.initializers.RandomNormal(),  # whose config does not contain the seed
     keras.layers.Dense(2),
     Holder(keras.Variable(1.0)),
     Holder(keras.layers.Dense(2)),
@@ -254,7 +254,7 @@ STATEFUL = [
 
 
 @pytest.mark.parametrize("value", STATEFUL, ids=lambda value: type(value).__name__)
-def test_state_that_would_be_lost(value, tmp_path):
+def test_objects_whose_state_would_be_lost_are_refused(value, tmp_path):
     @op_custom_gradient(name="saved>takes_state")
     def takes_state(x, state=None):
         return x * 2.0, rule
@@ -281,7 +281,7 @@ class Private(Forgetful):
         self.__held = held
 
 
-def test_what_stands_in_slots_would_not_come_back():
+def test_objects_whose_slots_would_be_lost_are_refused():
     slotted = Slotted()
     slotted.other = 3
     for value in (slotted, SlottedAlone(3), Private(3)):
@@ -293,8 +293,8 @@ def test_what_stands_in_slots_would_not_come_back():
 @pytest.mark.parametrize(
     "value", [np.array([1.5, 2.5], ">f4"), np.longdouble(1.5), np.zeros(2, [("a", "i4")])]
 )
-def test_arrays_that_would_not_come_back(value):
-    """Not every backend takes them."""
+def test_arrays_that_would_not_be_restored_are_refused(value):
+    """Not every backend supports them."""
     with pytest.raises(Unsaved):
         encode(value)
 
@@ -317,7 +317,7 @@ def test_arrays_that_would_not_come_back(value):
         np.exp,
         np.dtype("float32"),
         Echo(object()),
-        Echo({1: 2}),  # JSON makes a text of the key
+        Echo({1: 2}),  # JSON converts the key to a string
         Broken(),
         np.array(["a"]),
         b"\xff",
@@ -325,7 +325,7 @@ def test_arrays_that_would_not_come_back(value):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_that_would_not_come_back(value, tmp_path):
+def test_values_that_would_not_be_restored_are_refused(value, tmp_path):
     @op_custom_gradient(name="saved>takes_any")
     def takes_any(x, *others, key=None):
         return x * 2.0, rule
@@ -343,12 +343,12 @@ class Tagged(np.ndarray):
 @pytest.mark.parametrize(
     "value", [np.ma.array([1.0, 2.0], mask=[True, False]), np.ones(2).view(Tagged)], ids=["masked", "tagged"]
 )
-def test_an_array_of_another_class(value):
+def test_array_subclasses_are_refused(value):
     with pytest.raises(Unsaved):
         encode(value)
 
 
-def test_a_variable(tmp_path):
+def test_variables_are_refused(tmp_path):
     @op_custom_gradient(name="saved>weigh")
     def weigh(x, w):
         return x * w, lambda u: (u, u)
@@ -358,11 +358,11 @@ def test_a_variable(tmp_path):
     refused(model, tmp_path, "saved>weigh", "argument: 'w'")
 
 
-# ------------------------------------------------------------------------------------ what a file says
+# ------------------------------------------------------------------------------------ files
 
 
 def by_repr(value):
-    """A parameter whose test is called the same in every process: by no address."""
+    """Return a parameter whose test id is equal in every process, because it contains no address."""
     return pytest.param(value, id=repr(value))
 
 
@@ -376,7 +376,7 @@ def no_op(*args):
 
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """A module that says so when it is imported."""
+    """A module that prints a line when it is imported."""
     (tmp_path / "multigrad_evil.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     del CALLED[:]
@@ -402,7 +402,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", [*map(by_repr, NAMES), pytest.param(a_lambda, id="a_lambda")])
-def test_a_file_that_names_no_op(name, evil):
+def test_a_file_that_names_no_op_is_refused(name, evil):
     def change(config):
         config["application"]["config"]["call"]["op"] = name() if callable(name) else name
 
@@ -414,9 +414,9 @@ def instance(module, name, registered=None, **config):
     return {"keras": {"module": module, "class_name": name, "config": config, "registered_name": registered}}
 
 
-BYTES = "AACAPwAAgD8="  # two ones of float32
+BYTES = "AACAPwAAgD8="  # two ones in float32
 ARGUMENTS = [
-    # what is not defined here, and what is no argument
+    # names that are not defined here, and objects that are not arguments
     {"keras": function("os", "system")},
     {"keras": function("builtins", "eval")},
     {"keras": function("multigrad_evil", "op")},
@@ -431,7 +431,7 @@ ARGUMENTS = [
     instance(None, "__tensor__", value=[1.0], dtype="float32"),
     instance(None, "__keras_tensor__", shape=[3], dtype="float32", keras_history=None),
     instance(None, "__slice__"),
-    # other forms than those that are written
+    # formats that are never written
     {"keras": "os.system"}, {"keras": [1]}, {"keras": {}}, {"keras": {"class_name": "Mode"}}, {"keras": None},
     {"input": -1}, {"input": 0.5}, {"input": True}, {"input": "0"}, {"input": [0]}, {"input": None},
     {"tuple": "abc"}, {"tuple": 3}, {"tuple": {}}, {"tuple": [], "list": []}, {"tuple": [], "dict": []},
@@ -454,7 +454,7 @@ UNREADABLE = "the arguments of an op in a saved model cannot be read"
 @pytest.mark.parametrize(
     "argument", [*map(by_repr, ARGUMENTS), pytest.param(lambda: {"keras": a_lambda()}, id="a_lambda")]
 )
-def test_a_file_with_other_arguments(argument, evil):
+def test_a_file_with_invalid_arguments_is_refused(argument, evil):
     argument = argument() if callable(argument) else argument
 
     def change(config):
@@ -467,7 +467,7 @@ def test_a_file_with_other_arguments(argument, evil):
         decode(argument)
 
 
-def test_a_file_with_an_object_that_is_not_registered_here(evil):
+def test_a_file_with_an_unregistered_object_is_refused(evil):
     def change(config):
         config["application"]["config"]["call"]["args"] = [instance("absent", "Absent", "absent>Absent")]
 
@@ -476,7 +476,7 @@ def test_a_file_with_an_object_that_is_not_registered_here(evil):
     assert "register missing objects" in str(error.value)
 
 
-def test_an_argument_that_is_nested_too_deep():
+def test_a_file_with_deeply_nested_arguments_is_refused():
     with pytest.raises(ValueError, match="recursion"):
         decode(functools.reduce(lambda nested, _: [nested], range(100_000), 1))
 
@@ -494,7 +494,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", [*map(by_repr, CONFIGS)])
-def test_a_file_with_another_call(config, evil):
+def test_a_file_with_an_invalid_call_is_refused(config, evil):
     def change(node):
         node["application"]["config"] = config
 
@@ -506,7 +506,7 @@ APPLICATIONS = [None, "saved>bend", [], {}, 3, function("saved", "no_op")]
 
 
 @pytest.mark.parametrize("application", [*map(by_repr, APPLICATIONS)])
-def test_a_file_with_another_application(application, evil):
+def test_a_file_with_an_invalid_application_is_refused(application, evil):
     def change(node):
         node["application"] = application
 
@@ -515,7 +515,7 @@ def test_a_file_with_another_application(application, evil):
 
 
 @pytest.mark.parametrize("part", ["name", "application"])
-def test_a_file_that_lacks_a_part(part, evil):
+def test_an_incomplete_file_is_refused(part, evil):
     with pytest.raises(ValueError, match=UNREADABLE):
         load(evil, lambda node: node.pop(part))
 
@@ -529,7 +529,7 @@ CLASSES = [
 
 
 @pytest.mark.parametrize(("module", "name"), CLASSES)
-def test_a_file_with_another_class(module, name, evil):
+def test_a_file_with_another_class_is_refused(module, name, evil):
     def change(config):
         layer.update(module=module, class_name=name, registered_name=None)
 
@@ -542,7 +542,7 @@ def test_a_file_with_another_class(module, name, evil):
 
 
 def load(folder, change):
-    """Load a model of which the config of the op's node was changed in the file."""
+    """Load a model after changing the config of the op's node in its file."""
     x = keras.Input((3,))
     keras.Model(x, saved_ops.bend(x)).save(folder / "model.keras")
     with zipfile.ZipFile(folder / "model.keras") as file:
@@ -568,7 +568,7 @@ def test_an_unchanged_file_loads(tmp_path):
 @pytest.mark.parametrize(
     "name", ["a>", ">b", "a>b>c", " > ", ">", "a>b/c", "a/b>c", "a >b", "a> b", " a>b", "a>b ", "a>\n", ">>"]
 )
-def test_a_name_that_is_none(name):
+def test_invalid_names_raise(name):
     with pytest.raises(ValueError, match="cannot be registered") as error:
         op_custom_gradient(lambda x: (x, rule), name=name)
     assert "got: " + repr(name) in str(error.value)
@@ -576,7 +576,7 @@ def test_a_name_that_is_none(name):
 
 
 def module(name, source):
-    """What a reloaded module or a cell of a notebook is: code that runs again in its namespace."""
+    """Run code in a namespace again, as a reloaded module or a cell of a notebook does."""
     made = sys.modules.get(name)
     if made is None:
         sys.modules[name] = made = types.ModuleType(name)
@@ -597,7 +597,7 @@ def cells(monkeypatch):
 
 
 @pytest.mark.usefixtures("cells")
-def test_a_cell_that_is_run_again():
+def test_rerunning_a_cell_replaces_the_op():
     first = module("cell_a", DEFINED.replace("FACTOR", "2.0")).op
     assert module("cell_a", DEFINED.replace("FACTOR", "2.0")).op is first
     second = module("cell_a", DEFINED.replace("FACTOR", "3.0")).op
@@ -605,11 +605,11 @@ def test_a_cell_that_is_run_again():
     assert keras.saving.get_registered_object("cell>op") is second
     close(second(array(1.0)), array(3.0))
     x = keras.Input((3,))
-    config = keras.Model(x, first(x)).get_config()  # a model from before can still be saved
+    config = keras.Model(x, first(x)).get_config()  # an earlier model can still be saved
     close(keras.Model.from_config(config)(np.ones((1, 3), "float32")), array([[3.0, 3.0, 3.0]]))
 
 
-def test_a_module_that_is_reloaded(tmp_path, monkeypatch):
+def test_reloading_a_module_replaces_the_op(tmp_path, monkeypatch):
     path = tmp_path / "multigrad_reloaded.py"
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -635,7 +635,7 @@ OTHERS = [
 
 @pytest.mark.usefixtures("cells")
 @pytest.mark.parametrize(("place", "source"), OTHERS)
-def test_two_ops_of_one_name(place, source):
+def test_two_ops_with_the_same_name_raise(place, source):
     first = module("cell_a", DEFINED.replace("FACTOR", "2.0")).op
     with pytest.raises(ValueError, match="cell>op: the name is registered for another") as error:
         module(place, source)
@@ -644,14 +644,14 @@ def test_two_ops_of_one_name(place, source):
     assert keras.saving.get_registered_object("cell>op") is first
 
 
-def test_two_lambdas_of_one_name():
+def test_two_lambdas_with_the_same_name_raise():
     op_custom_gradient(lambda x: (x * 2.0, rule), name="names>lambda")
     with pytest.raises(ValueError, match="registered for another object"):
         op_custom_gradient(lambda x: (x * 3.0, rule), name="names>lambda")
 
 
 @pytest.mark.parametrize("name", ["saved>no_op", "saved>Mode", NODE])
-def test_a_name_that_stands_for_something_else(name):
+def test_a_name_of_another_object_raises(name):
     before = keras.saving.get_registered_object(name)
     with pytest.raises(ValueError, match="registered for another object"):
         op_custom_gradient(lambda x: (x, rule), name=name)
@@ -715,7 +715,7 @@ SAME = list(enumerate([0.0, float("nan"), "text", (1, "a", None), 3, True, b"b",
 
 
 @pytest.mark.parametrize(("number", "value"), SAME)
-def test_values_that_are_the_same(number, value):
+def test_definitions_with_equal_values(number, value):
     name = f"names>same_{number}"
     assert make(copy.deepcopy(value), name) is make(copy.deepcopy(value), name)
 
@@ -728,7 +728,7 @@ def test_values_that_are_the_same(number, value):
         pytest.param((object(), object()), id="objects"),
     ],
 )
-def test_values_that_are_not_the_same(pair):
+def test_definitions_with_different_values_raise(pair):
     name = f"names>other_{id(pair)}"
     make(pair[0], name)
     with pytest.raises(ValueError, match="with other values in its closure"):
@@ -752,7 +752,7 @@ def test_a_counter_belongs_to_one_call():
         counting()
 
 
-def test_another_mode_is_another_op():
+def test_definitions_with_different_options_raise():
     def op(x):
         return x * 2.0, rule
 
@@ -761,7 +761,7 @@ def test_another_mode_is_another_op():
         op_custom_gradient(op, name="names>mode", forward_mode=True)
 
 
-def test_many_definitions_leave_nothing_behind():
+def test_many_definitions_leave_no_objects():
     def define():
         make(2.0, "names>many")
         make_nested(7.0)
@@ -816,7 +816,7 @@ def test_methods():
 
 @op_custom_gradient
 def tanh(x):
-    """It bears the name of an activation of Keras's own, and a false rule tells which one runs."""
+    """An op with the name of an activation of Keras. Its false rule shows which of the two runs."""
     return ops.tanh(x), lambda upstream: upstream * 7.0
 
 
@@ -836,8 +836,8 @@ HOLDERS = {
 
 @pytest.mark.parametrize("op", [tanh, unnamed], ids=["tanh", "unnamed"])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_an_unnamed_op_in_a_layer_is_not_written(holder, op, tmp_path):
-    """Else a file would load with Keras's `tanh` in its place, or not at all."""
+def test_an_unregistered_op_in_a_layer_is_refused(holder, op, tmp_path):
+    """Otherwise the file would load with `tanh` of Keras instead, or not at all."""
     shape = (3, 2) if holder == "inner" else (2,)
     layer = HOLDERS[holder](op)
     model = keras.Sequential([keras.Input(shape), layer])
@@ -854,7 +854,7 @@ def test_an_unnamed_op_in_a_layer_is_not_written(holder, op, tmp_path):
         assert f"@op_custom_gradient(name='my_package>{op.__name__}')" in str(e.value)
 
 
-def test_an_unnamed_op_as_a_loss_is_not_written(tmp_path):
+def test_an_unregistered_op_as_a_loss_is_refused(tmp_path):
     @op_custom_gradient
     def mean_squared_error(y, out):
         return ops.mean((y - out) ** 2), lambda upstream: None
@@ -865,7 +865,7 @@ def test_an_unnamed_op_as_a_loss_is_not_written(tmp_path):
         model.save(tmp_path / "model.keras")
 
 
-def test_an_op_that_is_registered_with_keras_alone_is_written(tmp_path):
+def test_an_op_that_is_registered_only_with_keras_is_saved(tmp_path):
     @keras.saving.register_keras_serializable("alone")
     @op_custom_gradient
     def tanh(x):
@@ -877,7 +877,7 @@ def test_an_op_that_is_registered_with_keras_alone_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["spike", "sign_straight_through", "log1pexp", "reverse_gradient"])
-def test_an_op_of_the_shelf_as_an_activation(name):
+def test_an_op_of_multigrad_as_an_activation(name):
     op = getattr(shelf, name)
     config = keras.layers.serialize(keras.layers.Activation(op))
     loaded, x = keras.layers.deserialize(json.loads(json.dumps(config))), array(0.25, -0.5)

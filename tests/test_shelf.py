@@ -1,8 +1,8 @@
-"""The acceptance table: what every op of `multigrad.ops` and every layer of `multigrad.layers` does.
+"""The acceptance table: every op of `multigrad.ops` and every layer of `multigrad.layers`.
 
-One row each. The columns are the tests: on every backend that differentiates, the gradient is what the row
-says it is, in eager and compiled code, and a model with it is saved and loaded; on NumPy and OpenVINO it has
-the same values. What is special about one of them stands in `tests/ops` and `tests/layers`.
+There is one row per op or layer, and one column per test. On every backend with gradients, the gradient is
+the documented one, in eager and compiled code, and a model with it can be saved and loaded. On NumPy and
+OpenVINO, the values are the same. `tests/ops` and `tests/layers` test the details.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ WEIGHTS = np.float32([[3.0, -5.0, 1.0], [2.0, 7.0, -4.0]])
 
 @keras.saving.register_keras_serializable("shelf")
 def heron(z, x):
-    """A step towards the square root of `1 + x**2`."""
+    """Return the next step of Heron's method for the square root of `1 + x**2`."""
     return 0.5 * (z + (1.0 + x * x) / z)
 
 
@@ -44,7 +44,7 @@ def surplus(z, x):
 
 @keras.saving.register_keras_serializable("shelf")
 class Half(keras.layers.Layer):
-    """The inputs, and half of what they are away from `z`."""
+    """A cell that returns the inputs plus half of their distance from `z`."""
 
     def call(self, inputs):
         z, x = inputs
@@ -70,7 +70,7 @@ def norms(u):
 floor = ops.straight_through(lambda x: ops.cast(ops.floor(x), x.dtype), name="shelf>floor")
 
 ROWS = {
-    # gradients that are routed
+    # ops that change gradients
     "scale_gradient": Row(lambda x: ops.scale_gradient(x, 0.5), lambda x: x, lambda x, u: 0.5 * u),
     "reverse_gradient": Row(lambda x: ops.reverse_gradient(x, 7.0), lambda x: x, lambda x, u: -7.0 * u),
     "stop_gradient_if": Row(
@@ -81,7 +81,7 @@ ROWS = {
     ),
     "print_gradient": Row(lambda x: ops.print_gradient(x, "shelf"), lambda x: x, lambda x, u: u),
     "prevent_gradient": Row(ops.prevent_gradient, lambda x: x, RuntimeError),
-    # few values
+    # quantizing ops
     "straight_through": Row(floor, np.floor, lambda x, u: u),
     "round_straight_through": Row(ops.round_straight_through, np.round, lambda x, u: u),
     "sign_straight_through": Row(ops.sign_straight_through, np.sign, lambda x, u: u * (abs(x) <= 1.0)),
@@ -97,7 +97,7 @@ ROWS = {
         lambda x: ops.vector_quantize(x, array(CODES))[0], lambda x: CODES[[2, 1]], lambda x, u: u
     ),
     "spike": Row(ops.spike, lambda x: x > 0.0, lambda x, u: u / (1.0 + 10.0 * abs(x)) ** 2),
-    # stable where autodiff is not
+    # stable ops
     "log1pexp": Row(ops.log1pexp, lambda x: np.log1p(np.exp(x))),
     "logcosh": Row(ops.logcosh, lambda x: np.log(np.cosh(x))),
     "safe_norm": Row(lambda x: ops.safe_norm(x, axis=-1), lambda x: np.linalg.norm(x, axis=-1)),
@@ -131,15 +131,19 @@ ROWS = {
     "FixedPoint": Row(layers.FixedPoint(Half(), shape=(3,)), lambda x: 2.0 * x / 3.0),
 }
 HALVES = {"float16": 1e-2, "bfloat16": 3e-2}
-DTYPES = [*HALVES, "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]  # JAX has none
+DTYPES = [
+    *HALVES,
+    "float32",
+    *(["float64"] if BACKEND in ("tensorflow", "torch") else []),
+]  # JAX has no float64
 
 every = pytest.mark.parametrize("name", ROWS)
-COSTLY = ("fixed_point", "implicit_root", "FixedPoint", "linear_cross_entropy")  # to compile
+COSTLY = ("fixed_point", "implicit_root", "FixedPoint", "linear_cross_entropy")  # expensive to compile
 
 
 @pytest.fixture(autouse=True)
 def built(request):
-    """A layer is built before it is compiled: what JAX's `jit` made of its weights would not outlive that."""
+    """Build a layer before it is compiled, because weights from `jax.jit` would be tracers."""
     name = getattr(request.node, "callspec", None) and request.node.callspec.params.get("name")
     if name in layers.__all__ and not ROWS[name].call.built:
         ROWS[name].call.build(X.shape)
@@ -147,12 +151,12 @@ def built(request):
 
 def test_every_op_and_layer_has_a_row():
     own = {name for name in ops.__all__ if not hasattr(keras.ops, name)}
-    own.remove("host_call")  # it has no derivative: tests/ops/test_host_call.py
+    own.remove("host_call")  # it has no derivative, see tests/ops/test_host_call.py
     assert {*ROWS} == own | {*layers.__all__}
 
 
 def weights_of(name):
-    """The upstream gradient: as many numbers as there are in the value."""
+    """Return the upstream gradient, with as many elements as the value."""
     return WEIGHTS[:, 0] if ROWS[name].value(X).ndim == 1 else WEIGHTS
 
 
@@ -166,7 +170,9 @@ def slope(name, call):
 def test_the_value(name):
     row = ROWS[name]
     if name == "implicit_root" and not DIFFERENTIATES:
-        with pytest.raises(NotImplementedError, match="tensorflow, jax, torch"):  # Newton's method has slopes
+        with pytest.raises(
+            NotImplementedError, match="tensorflow, jax, torch"
+        ):  # Newton's method needs gradients
             row.call(array(X))
     else:
         close(row.call(array(X)), array(row.value(X)))
@@ -187,10 +193,10 @@ def test_the_value(name):
         ],
     ],
 )
-def test_the_gradient_is_right_or_what_it_is_said_to_be(name, extent):
+def test_the_gradient_is_the_documented_one(name, extent):
     row = ROWS[name]
     if row.slope is None:
-        # Dynamo (PyTorch 2.13) warns that it runs as it is what looks through an object, such as a layer.
+        # Dynamo (PyTorch 2.13) warns that it runs functions uncompiled that use an object such as a layer.
         compiled = {"compiled": (BACKEND, name) != ("torch", "FixedPoint")}
         check_gradients(row.call, X, **compiled | extent)
     elif row.slope is RuntimeError:
@@ -210,7 +216,7 @@ def test_compiled(name):
         close(compiled(slope(name, row.call))(array(X)), slope(name, row.call)(array(X)))
 
 
-# A layer has a dtype of its own: tests/layers.
+# Layers have their own dtypes, see tests/layers.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in layers.__all__])
 def test_the_dtype(name, dtype):
@@ -227,7 +233,7 @@ def test_the_dtype(name, dtype):
 
 
 @every
-def test_in_a_model_that_is_saved(name, tmp_path):
+def test_saving_a_functional_model(name, tmp_path):
     x = keras.Input((3,), batch_size=2)
     model = keras.Model(x, ROWS[name].call(x))
     model.save(tmp_path / "model.keras")
@@ -238,7 +244,7 @@ def test_in_a_model_that_is_saved(name, tmp_path):
 
 
 class Around(keras.layers.Layer):
-    """A layer of a user, around an op or a layer."""
+    """A layer of a user, which calls an op or a layer."""
 
     def __init__(self, inner):
         super().__init__()
@@ -248,27 +254,27 @@ class Around(keras.layers.Layer):
         return self.inner(x)
 
 
-# These rows compute with Keras's ops first, which refuse a sparse placeholder themselves.
+# These rows first call ops of Keras, which do not accept a sparse placeholder.
 PREPARED = {"stop_gradient_if", "safe_sqrt", "safe_log", "safe_divide"}
 if not DIFFERENTIATES:
     PREPARED.add("implicit_root")  # see test_the_value
-if BACKEND == "openvino":  # where Keras runs no fixed_point on placeholders, see the README
+if BACKEND == "openvino":  # Keras does not run fixed_point on placeholders there, see the README
     PREPARED |= {"fixed_point", "FixedPoint"}
 
 
 @pytest.mark.forward
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in PREPARED])
-def test_in_a_layer_behind_a_product(name):
-    """Keras (3.15) says of such a product that it is sparse."""
+def test_a_layer_after_a_product(name):
+    """Keras (3.15) reports that such a product is sparse."""
     x = keras.Input((3,), batch_size=2)
     model = keras.Model(x, Around(ROWS[name].call)(2.0 * x))
     close(model(array(X / 2.0)), ROWS[name].call(array(X)))
 
 
-# A layer is fitted in tests/layers; the labels of the cross entropy are of two rows here.
+# tests/layers trains the layers. The labels of the cross entropy here are for two rows.
 @pytest.mark.parametrize("name", [n for n in ROWS if n not in {*layers.__all__, "linear_cross_entropy"}])
-def test_in_a_model_of_any_batch_size_that_is_fitted(name):
-    """One step of `fit`, in which TensorFlow knows no size of the batch, moves a weight before it."""
+def test_fit_with_an_unknown_batch_size(name):
+    """One step of `fit`, in which TensorFlow does not know the batch size, moves a weight before the op."""
     row = ROWS[name]
     dense = keras.layers.Dense(3, use_bias=False, kernel_initializer="identity")
 

@@ -1,4 +1,4 @@
-"""What an op takes and returns: structures, static objects, inputs that are outputs."""
+"""Arguments and outputs of ops: structures, static objects, and inputs that are outputs."""
 
 import dataclasses
 import enum
@@ -39,7 +39,7 @@ def total(structure):
     ],
 )
 def test_a_structure_in_and_out(structure):
-    """The rule multiplies each leaf's own upstream gradient, so a mix-up of leaves shows."""
+    """The rule multiplies the upstream gradient of each leaf by another factor, to find exchanged leaves."""
 
     @op_custom_gradient
     def op(tree):
@@ -64,8 +64,8 @@ def test_a_structure_in_and_out(structure):
 
 @pytest.mark.parametrize("keys", [("b", "a"), ("a", "b"), (2, 1), (True, 0), ("b", 1)], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_dict_reaches_the_function_as_it_is_and_is_answered_in_any_order(keys, turned):
-    """Equal keys of another kind, or in another order, are those of another dict."""
+def test_a_dict_is_passed_unchanged_and_answered_in_any_order(keys, turned):
+    """A dict with equal keys of another type, or in another order, is another dict."""
     given = []
 
     @op_custom_gradient
@@ -92,7 +92,7 @@ def test_a_dict_reaches_the_function_as_it_is_and_is_answered_in_any_order(keys,
 
 @pytest.mark.parametrize("count", [2, 12])
 def test_second_derivatives_of_many_tensors(count):
-    """By an input, by an output, and by what was computed on the way."""
+    """With respect to an input, an output and an intermediate result."""
 
     @op_custom_gradient
     def op(xs):
@@ -113,7 +113,7 @@ def test_second_derivatives_of_many_tensors(count):
 
     xs = [array(0.01 * i) for i in range(count)]
     close(gradients(*xs), meant(*xs), 1e-4)
-    # The derivative of `e` is the rule's, that of `s` the function's.
+    # The derivative of `e` is the derivative by the rule, and of `s` the derivative of the function.
     for place in (0, count - 1):
         got = grad(lambda *xs, place=place: gradients(*xs)[place])(*xs)
         total, x = sum(xs), xs[place]
@@ -122,7 +122,7 @@ def test_second_derivatives_of_many_tensors(count):
 
 
 class Unit(str):
-    """A key that knows more than its text."""
+    """A key with more information than its text."""
 
     def __new__(cls, text, scale):
         self = super().__new__(cls, text)
@@ -131,8 +131,8 @@ class Unit(str):
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: ({"c": x},)])
-def test_keys_of_a_class_of_their_own(wrap):
-    """They are equal to plain strings, and are not these."""
+def test_keys_of_a_string_subclass(wrap):
+    """They are equal to plain strings, but are passed unchanged."""
 
     @op_custom_gradient
     def op(x):
@@ -164,7 +164,7 @@ def test_keys_of_a_class_of_their_own(wrap):
 @pytest.mark.parametrize("wrap", [tuple, list])
 @pytest.mark.parametrize("count", [1, 2, 9, 30])
 def test_many_tensors_in_one_argument(wrap, count):
-    """Among them one that comes twice, one that is an output, and one that has no gradient."""
+    """One occurs twice, one is an output, and one has no gradient."""
     integer = np.array([1, 2])
 
     @op_custom_gradient
@@ -224,7 +224,7 @@ def test_an_output_in_the_rule():
     close(grad(lambda x: ops.sum(exp(x)))(np.zeros(2, "float32")), 3 * ONES)
 
 
-def test_a_constant_output_is_not_touched():
+def test_a_constant_output_is_unchanged():
     table = array(5.0, 6.0)
     op = op_custom_gradient(lambda x: ((table, x * 1.0), lambda u, v: u * 3.0 + v * 7.0))
 
@@ -266,7 +266,7 @@ def test_integers_have_no_gradient():
         lambda i: ops.zeros(2, "bfloat16"),
     ],
 )
-def test_zero_stands_for_an_integers_gradient(zero):
+def test_the_gradient_of_an_integer_may_be_zero(zero):
     @op_custom_gradient
     def op(index, x):
         return x * 2.0, lambda u: (zero(index) if callable(zero) else zero, u * 7.0)
@@ -275,7 +275,7 @@ def test_zero_stands_for_an_integers_gradient(zero):
 
 
 @pytest.mark.forward
-def test_what_is_no_tensor_passes_through():
+def test_other_outputs_are_unchanged():
     def function(x):
         return x
 
@@ -285,7 +285,7 @@ def test_what_is_no_tensor_passes_through():
     assert rest == ["name", None, 5, Mode.DOUBLE, function]
 
 
-def test_upstream_of_what_is_no_tensor_is_none():
+def test_upstream_gradients_of_other_outputs_are_none():
     seen = []
 
     @op_custom_gradient
@@ -303,7 +303,7 @@ def test_upstream_of_what_is_no_tensor_is_none():
 @pytest.mark.parametrize(
     "static", ["a string", Mode.DOUBLE, ops.exp, (2, 3), [0.5, 0.25], 3, True, None, 2.5, object(), 1j]
 )
-def test_static_arguments_reach_the_function_as_they_are(static):
+def test_static_arguments_are_unchanged(static):
     seen = []
 
     @op_custom_gradient
@@ -326,7 +326,7 @@ def test_static_values_among_tensors_in_a_structure():
 
 
 @pytest.mark.forward
-def test_numpy_arrays_reach_the_function_as_tensors():
+def test_numpy_arrays_are_passed_as_tensors():
     @op_custom_gradient
     def op(x, names):
         assert ops.is_tensor(x)
@@ -336,7 +336,7 @@ def test_numpy_arrays_reach_the_function_as_tensors():
     assert numpy(op(np.float32([1.0, 2.0]), np.array(["a", "b"]))).tolist() == [2.0, 4.0]
 
 
-def test_a_variable_is_an_argument_like_a_tensor():
+def test_variables_are_passed_as_tensors():
     variable = keras.Variable(np.float32([1.0, 2.0]), name="w")
 
     @op_custom_gradient
@@ -348,7 +348,7 @@ def test_a_variable_is_an_argument_like_a_tensor():
     close(op(ONES, variable), array(1.0, 2.0))
 
 
-def test_a_graph_without_gradients_is_left_alone():
+def test_a_graph_without_gradients_is_unchanged():
     calls = []
 
     @op_custom_gradient
@@ -365,7 +365,7 @@ def test_a_graph_without_gradients_is_left_alone():
     assert calls == []
 
 
-def test_compiled_with_structures_and_statics():
+def test_structures_and_static_arguments_in_compiled_code():
     @op_custom_gradient
     def op(tree, mode, *, scale=2.0):
         assert mode == "linear"
@@ -397,7 +397,7 @@ HIDDEN = [
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled])
 @pytest.mark.parametrize("op", HIDDEN)
-def test_what_is_reached_through_an_object_has_no_gradient_through_the_op(op, wrap):
+def test_tensors_in_objects_have_no_gradient_through_the_op(op, wrap):
     w, x = array(2.0), array(3.0)
     close(op(w, x), array(6.0))
     close(wrap(grad(op))(w, x), array(0.0))
@@ -407,7 +407,7 @@ def test_what_is_reached_through_an_object_has_no_gradient_through_the_op(op, wr
 
 
 class Unregistered(dict):
-    """A container that keras.tree does not take apart."""
+    """A container that keras.tree does not flatten."""
 
 
 @pytest.mark.parametrize("container", [lambda x: Unregistered(w=x), lambda x: [Unregistered(w=x)]])
@@ -429,7 +429,7 @@ class Named:
     "hide", [Named, lambda x: {"a": [x, Named(x)]}, lambda x: types.SimpleNamespace(x=x)]
 )
 def test_a_tensor_in_an_object_of_the_output(hide):
-    """For which no rule could answer; what is no tensor may stand there."""
+    """A rule could not return its gradient, so it raises. Other objects may contain anything."""
     op = op_custom_gradient(lambda x: (hide(x * 2.0), lambda u: 7.0), name="op")
     with pytest.raises(TypeError, match=r"op: (.|\n)*object of an unknown class(.|\n)*the output"):
         op(array(1.0, 2.0))
@@ -443,7 +443,7 @@ def test_the_pair_may_be_a_list():
 
 
 class OfWeights(keras.layers.Layer):
-    """With weights in tuples, for which TensorFlow has proxies as attributes."""
+    """A layer with weights in tuples, which TensorFlow wraps as attributes."""
 
     def __init__(self, form, **kwargs):
         super().__init__(**kwargs)
@@ -470,7 +470,7 @@ FORMS = [pair, Point, lambda a, b: (a, (b,)), lambda a, b: [(a,), b], lambda a, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_in_a_tuple_that_is_an_attribute_of_a_layer(form):
+def test_weights_in_a_tuple_of_a_layer(form):
     layer = OfWeights(form)
     layer.build((2,))
     gradient, of_weights = value_and_grad(lambda x: ops.sum(layer(x)), 0, variables=layer.weights)(
@@ -484,7 +484,7 @@ def test_weights_in_a_tuple_that_is_an_attribute_of_a_layer(form):
     close(grad(lambda v: ops.sum(keras.Model(x, layer(x))(v)))(array([[1.0, 2.0]])), array([[7.0, 7.0]]))
 
 
-def test_a_tensor_beside_a_weight_in_such_a_tuple():
+def test_a_tensor_and_a_weight_in_a_tuple_of_a_layer():
     class Layer(keras.layers.Layer):
         def build(self, shape):
             self.w = self.add_weight((), "ones", trainable=False)
@@ -503,7 +503,7 @@ def test_a_tensor_beside_a_weight_in_such_a_tuple():
     close(grad(lambda x: ops.sum(layer(x)))(array(3.0, 3.0)), array(162.0, 162.0))  # 7 * 7 * 3 + 5 * 3
 
 
-def test_an_op_of_numbers_alone_has_no_gradient_through_it():
+def test_an_op_of_python_numbers_has_no_gradient():
     def through_object(w):
         holder = Holder(w)
         return op_custom_gradient(lambda x: (x * holder.w, lambda u: u * 7.0))(2.0)

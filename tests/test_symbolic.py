@@ -1,4 +1,4 @@
-"""On a KerasTensor, an op is one node of a Functional model, which runs and trains by the rule."""
+"""Ops on KerasTensors: each is one node of a Functional model, which trains by the rule."""
 
 import enum
 import pickle
@@ -64,10 +64,10 @@ CALLS = [
 
 @pytest.mark.forward
 @pytest.mark.parametrize("call", CALLS)
-def test_the_function_receives_what_a_direct_call_would_give_it(call):
+def test_the_function_gets_the_same_arguments_as_in_a_direct_call(call):
     seen = []
 
-    def note(leaf):  # the values show in the output; on JAX a tracer must not be kept
+    def note(leaf):  # the values show in the output, because a tracer of JAX must not be kept
         return (type(leaf).__name__, leaf.shape, leaf.dtype) if ops.is_tensor(leaf) else leaf
 
     @op_custom_gradient
@@ -104,12 +104,12 @@ def test_the_output_spec():
 
 
 @pytest.mark.forward
-def test_an_output_that_is_static_alone():
+def test_an_output_without_tensors():
     assert op_custom_gradient(lambda x: (("text", 5), lambda u: None))(keras.Input((3,))) == ("text", 5)
 
 
 def step(model, **mode):
-    """The kernel after one step of size 1 on the mean of the output, from ones, with inputs 1 and 3."""
+    """Return the kernel after one step of size 1 on the mean output, from ones, with inputs 1 and 3."""
     model.compile(keras.optimizers.SGD(1.0), loss=lambda wanted, got: ops.mean(got, axis=-1), **mode)
     x = np.float32([[1.0], [3.0]])
     model.fit(x, x, batch_size=2, epochs=1, verbose=0)
@@ -120,11 +120,13 @@ def dense():
     return keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of PyTorch 2.13, by itself
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # a warning of PyTorch 2.13 itself
 @pytest.mark.parametrize("mode", FIT_MODES)
 def test_the_model_trains_by_the_rule(mode):
     x = keras.Input((1,))
-    # The mean of x is 2: plain autodiff would arrive at 1 - 2 * 2.
+    # The mean of x is 2. Plain autodiff would give 1 - 2 * 2.
     assert step(keras.Model(x, double(dense()(x))), **mode) == 1 + 3 * 2
 
 
@@ -189,7 +191,7 @@ def test_a_part_of_a_model():
 
 
 @pytest.mark.forward
-def test_names_are_unique_and_tell_the_op():
+def test_node_names_are_unique_and_contain_the_op():
     keras.utils.clear_session()
 
     def named(name):
@@ -198,7 +200,7 @@ def test_names_are_unique_and_tell_the_op():
     x = y = keras.Input((3,))
     for name in ("scale", "scale", "scale_1", "scale", "3 bits/x", ">", "scale_1"):
         y = named(name)(y) if name != ">" else double(y)
-    model = keras.Model(x, y)  # which raises for names that are not unique
+    model = keras.Model(x, y)  # raises if names are not unique
     got = [node.name for node in nodes(model)]
     assert got == ["scale", "scale_1", "scale_1_1", "scale_2", "3_bits_x", "double", "scale_1_2"]
 
@@ -231,7 +233,7 @@ def test_a_layer_that_calls_the_op():
 
 @pytest.mark.parametrize("scope", [{"mode": "full"}, {"mode": "larger_than", "output_size_threshold": 0}])
 def test_rematerialization(scope):
-    """Keywords and structures are no matter: the node itself gets flat, positional tensors."""
+    """With keyword arguments and structures: the node itself gets flat, positional tensors."""
     runs = []
 
     @op_custom_gradient
@@ -242,7 +244,7 @@ def test_rematerialization(scope):
     x = keras.Input((1,))
     z = dense()(
         x
-    )  # outside: compiled by TensorFlow, Keras (3.15) passes a layer in the scope a keyword too many
+    )  # outside the scope: when TensorFlow compiles it, Keras (3.15) passes a layer in it an extra keyword
     with keras.RematScope(**scope):
         y = op(z, extra=[x], mode="some")["y"]
     del runs[:]
@@ -290,8 +292,8 @@ PRODUCTS = {
 @pytest.mark.forward
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("inside", [lambda: sevenfold, Sevenfold, SevenfoldModel])
-def test_behind_a_product(product, inside):
-    """Keras (3.15) says that a product of a KerasTensor and anything else is sparse."""
+def test_an_op_after_a_product(product, inside):
+    """Keras (3.15) reports that a product of a KerasTensor is sparse."""
     x = keras.Input((3,))
     y = PRODUCTS[product](x)
     model = keras.Model(x, inside()(y))
@@ -329,7 +331,7 @@ def test_a_symbolic_tensor_as_a_default(define):
 
 @pytest.mark.forward
 def test_defaults_are_not_saved():
-    """Beside a symbolic one, all are; else the op's own hold, also where the model is loaded."""
+    """All are saved if one is symbolic. Otherwise the defaults of the op apply, also after loading."""
     op = op_custom_gradient(lambda x, n=2.0: (x * n, lambda u: u * 7.0), name="symbolic>defaults")
     (node,) = nodes(keras.Model(x := keras.Input((3,)), op(x)))
     assert node.application.get_config() == {
@@ -338,7 +340,7 @@ def test_defaults_are_not_saved():
 
 
 @pytest.mark.forward
-def test_symbolic_tensors_that_are_closed_over():
+def test_closed_over_symbolic_tensors():
     x = keras.Input((3,))
     op = op_custom_gradient(lambda y: (x * y, lambda u: u), name="op")
     for argument in (array(1.0), keras.Input((3,))):
@@ -367,14 +369,14 @@ def test_an_error_in_the_function_names_the_op():
 
 
 @pytest.mark.forward
-def test_arguments_that_do_not_fit():
+def test_arguments_that_do_not_fit_raise():
     with pytest.raises(TypeError, match="double: "):
         double(keras.Input((3,)), 2)
 
 
 @pytest.mark.forward
-def test_ops_stay_what_they_are():
-    """What a model is made of is not the op's: it is pickled by its name, and has no state."""
+def test_ops_have_no_state_and_can_be_pickled():
+    """The data of a model is not stored in the op, which is pickled by name."""
     before = dict(vars(double))
     double(keras.Input((3,)))
     assert vars(double) == before
@@ -383,7 +385,7 @@ def test_ops_stay_what_they_are():
 
 @pytest.mark.parametrize("mode", FIT_MODES[:2])
 def test_a_weight_that_the_function_reads(mode):
-    """It trains where the model has it, by what the rule answers for it."""
+    """It trains if the model contains it, by the gradient that the rule returns for it."""
     layer = dense()
 
     @op_custom_gradient
@@ -397,5 +399,5 @@ def test_a_weight_that_the_function_reads(mode):
     x = keras.Input((1,))
     layer.build((None, 1))
     model = keras.Model(x, op(x) + 0.0 * layer(x))
-    # The mean of x is 2, and the layer's own output counts for nothing.
+    # The mean of x is 2, and the output of the layer has no influence.
     assert step(model, **mode) == 1 + 3 * 2

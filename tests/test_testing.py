@@ -1,4 +1,4 @@
-"""check_gradients and compare_backends: planted faults are found where they are, and right ops pass."""
+"""check_gradients and compare_backends: they find planted faults, and accept correct ops."""
 
 import keras
 import numpy as np
@@ -17,12 +17,12 @@ W = np.array([[0.5, 2.0], [-1.5, 0.8]])
 
 
 def op(f, rule):
-    """An op of one argument, whose rule is also given the argument."""
+    """Return an op of one argument. Its rule is also passed the argument."""
     return op_custom_gradient(lambda x: (f(x), lambda upstream: rule(x, upstream)))
 
 
 def fails(*args, **options):
-    """What check_gradients says of a function; it does not compile it unless it is asked to."""
+    """Return the error of check_gradients. By default it does not check the compiled function."""
     with pytest.raises(AssertionError) as error:
         check_gradients(*args, **{"compiled": False, **options})
     return str(error.value)
@@ -39,7 +39,7 @@ def cube(factor=1.0):
 # ------------------------------------------------------------------------------------ planted faults
 
 
-def test_a_tenth_of_a_percent():
+def test_an_error_of_a_tenth_of_a_percent():
     said = fails(cube(1.001), X)
     assert said.startswith("lambda: the gradient differs from the central differences\n  argument: 'x'[")
     assert "4 of 4 elements disagree" in said
@@ -51,7 +51,7 @@ def test_a_tenth_of_a_percent():
 
 
 def weight(*element):
-    """The size of the weight of an element of the output."""
+    """Return the absolute weight of an element of the output."""
     function = op(lambda x: x * 1.0, lambda x, u: u * 7.0)  # its differences are the weights
     said = fails(function, X)
     text = f"[{', '.join(map(str, element))}]"
@@ -60,7 +60,7 @@ def weight(*element):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_factor_in_few_digits(dtype):
+def test_a_wrong_factor_in_half_precision(dtype):
     factor = 1.002 if dtype == "float32" else 2.0
     said = fails(cube(factor), X, dtype=dtype)
     assert f"from central differences in {dtype}" in said
@@ -114,7 +114,7 @@ def test_differences_that_are_not_finite():
 @pytest.mark.parametrize(
     "rule", [lambda x, u: u * ops.abs(u) * x, lambda x, u: ops.clip(u, -3.0, 3.0), lambda x, u: u * x + 1.0]
 )
-def test_a_rule_that_is_not_linear(rule):
+def test_a_nonlinear_rule(rule):
     said = fails(op(lambda x: x * x / 2.0, rule), X)
     assert said.startswith("lambda: the rule is not linear in its upstream gradient\n  argument: 'x'[")
 
@@ -123,7 +123,7 @@ def under_a_compiler(x, upstream):
     return upstream * 3.0 * x * x * (1.0 if backend.active.concrete(upstream) is not None else 1.001)
 
 
-def test_a_rule_that_is_wrong_under_a_compiler_alone():
+def test_a_rule_that_is_wrong_only_when_compiled():
     function = op(lambda x: x * x * x, under_a_compiler)
     passes(function, X)
     said = fails(function, X, compiled=True)
@@ -131,7 +131,7 @@ def test_a_rule_that_is_wrong_under_a_compiler_alone():
     assert "argument: gradient of 'x'[" in said
 
 
-def test_a_function_that_is_another_one_under_a_compiler():
+def test_a_function_that_differs_when_compiled():
     def changes(x):
         return x * x * (1.0 if backend.active.concrete(x) is not None else 1.001)
 
@@ -141,7 +141,7 @@ def test_a_function_that_is_another_one_under_a_compiler():
 
 
 def test_a_second_derivative():
-    """The rule's first derivative is right; what it is made of hides the second."""
+    """The first derivative of the rule is right. Its implementation makes the second one wrong."""
 
     def wrong_later(x, upstream):
         slope = op(lambda x: 3.0 * x * x, lambda x, u: u * 6.006 * x)
@@ -161,7 +161,7 @@ def test_a_third_derivative():
     assert "the derivative of order 3" in fails(function, X, order=3)
 
 
-def test_a_small_output_beside_a_large_one():
+def test_a_small_output_next_to_a_large_one():
     @op_custom_gradient
     def both(x):
         return {"large": 1e6 * x, "small": [1e-3 * x]}, lambda u: 1e6 * u["large"] + 1.001e-3 * u["small"][0]
@@ -179,7 +179,7 @@ def test_the_conjugate_of_a_complex_gradient():
     fails(op(lambda z: z * z, lambda z, u: right(z, u) + 0.001j * u), z)
 
 
-def test_the_place_is_named_in_a_structure():
+def test_messages_name_the_path_in_a_structure():
     @op_custom_gradient
     def layer(parameters, n, x):
         w, b = parameters["w"][0], parameters["b"]
@@ -223,13 +223,13 @@ def test_the_table_is_short():
     assert len(said.splitlines()) < 20
 
 
-def test_tolerances_are_obeyed():
+def test_tolerances_are_used():
     passes(cube(1.001), X, rtol=2e-3)
     passes(cube(1.001), X, atol=1.0)
     fails(cube(1.00001), X, rtol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------- right ones
+# ---------------------------------------------------------------------------------------- correct ops
 
 
 @op_custom_gradient
@@ -238,13 +238,13 @@ def log1pexp(x):
     return ops.log(1.0 + e), lambda upstream: upstream * (1.0 - 1.0 / (1.0 + e))
 
 
-def test_a_right_op_compiled():
+def test_a_correct_op_when_compiled():
     checked = check_gradients(log1pexp, X, order=3)
     assert checked.elements == 12
     assert checked.largest < 1e-3
 
 
-def test_a_right_op_with_a_variable_compiled():
+def test_a_correct_op_with_a_variable_when_compiled():
     scale = keras.Variable(3.0)
 
     @op_custom_gradient
@@ -263,7 +263,7 @@ def test_dtypes(dtype):
         assert passes(log1pexp, x).precision in ("float64", "float32")
 
 
-def test_float64_where_the_function_keeps_it():
+def test_float64_if_the_function_keeps_it():
     checked = passes(lambda x: ops.exp(x), X)
     assert checked.precision == "float64"
     assert checked.largest < 1e-9
@@ -277,7 +277,7 @@ def test_complex(dtype):
     passes(lambda z, x: {"z": z * ops.conj(z), "y": [ops.abs(z) * x]}, z, X, dtype=dtype)
 
 
-def test_structures_and_what_is_static():
+def test_structures_and_static_arguments():
     seen = []
 
     @op_custom_gradient
@@ -312,7 +312,7 @@ def test_a_layer():
     close([np.array(w) for w in layer.get_weights()], before)
 
 
-def test_what_a_function_assigns_is_lost():
+def test_assignments_are_discarded():
     count = keras.Variable(0.0, trainable=False)
 
     def function(x):
@@ -335,7 +335,7 @@ def test_a_large_tensor_is_sampled():
     assert passes(function, np.ones((50, 50)), max_elements=7).elements == 7
 
 
-def test_digits_lost_on_the_way_are_seen():
+def test_lost_precision_in_intermediate_results_is_detected():
     def rounded(x):
         return x * ops.cast(ops.cast(x * x, "float32"), x.dtype)
 
@@ -351,12 +351,12 @@ def test_empty_tensors():
 
 
 @pytest.mark.parametrize("arguments", [(3,), ("text",), (np.array([1, 2]),)])
-def test_nothing_to_differentiate(arguments):
+def test_nothing_to_differentiate_raises(arguments):
     with pytest.raises(TypeError, match="no argument is differentiable"):
         check_gradients(lambda x: x, *arguments)
 
 
-def test_nothing_that_has_a_gradient_comes_out():
+def test_no_differentiable_output_raises():
     with pytest.raises(TypeError, match="no output is differentiable"):
         check_gradients(lambda x: ops.argmax(x), X)
 
@@ -370,7 +370,7 @@ def test_an_error_of_the_function_has_a_note():
     assert "float64" in error.value.__notes__[0]
 
 
-def test_the_caller_keeps_its_precision():
+def test_the_precision_of_the_caller_is_unchanged():
     before = ops.convert_to_tensor(X.astype("float32")) * 1.0
     passes(cube(), X)
     after = ops.convert_to_tensor(X.astype("float32")) * 1.0
@@ -388,7 +388,7 @@ def test_a_backend_without_gradients():
         check_gradients(cube(), X)
 
 
-# -------------------------------------------------------------------------------------- compared
+# -------------------------------------------------------------------------------------- compare_backends
 
 CODE = """
     import keras
@@ -412,7 +412,7 @@ CODE = """
 
 @pytest.mark.package
 def test_installed_backends_are_compared(tmp_path):
-    """Where there is only one of them, that is said."""
+    """If only one is installed, the error says so."""
     others = [name for name in DIFFERENTIATING if name != BACKEND and is_installed(name)]
     path = tmp_path / "compared.py"
     path.write_text("if True:" + CODE.format(wrong=BACKEND))
@@ -431,13 +431,13 @@ def test_installed_backends_are_compared(tmp_path):
 
 
 @pytest.mark.package
-def test_a_process_measures(tmp_path):
+def test_measuring_in_a_process(tmp_path):
     path = tmp_path / "compared.py"
     path.write_text("if True:" + CODE.format(wrong="none"))
     measured = measure(BACKEND, path, tmp_path)
     assert measured.arrays["output['y']"].tolist() == [-6.0, 3.0, 12.0]
     assert measured.arrays["output['most']"] == 2
-    assert np.abs(measured.arrays["gradient of 'x'"]).min() >= 6.0  # 6 and a weight between 1 and 2
+    assert np.abs(measured.arrays["gradient of 'x'"]).min() >= 6.0  # 6 times a weight between 1 and 2
     assert measured.precisions == {
         "output['most']": "exact",
         "output['y']": "float32",
@@ -449,7 +449,7 @@ def test_a_process_measures(tmp_path):
 
 @pytest.mark.package
 @pytest.mark.forward
-def test_a_process_that_fails(tmp_path):
+def test_a_failed_process_raises(tmp_path):
     said = "does not define args" if DIFFERENTIATES else "computes no gradients"
     path = tmp_path / "compared.py"
     path.write_text("fn = abs")
@@ -477,8 +477,8 @@ def test_agreement():
 
 
 @pytest.mark.forward
-def test_agreement_on_a_zero():
-    """Of which rounding leaves anything, as of the keys' bias; what is no gradient is what it is."""
+def test_agreement_on_gradients_that_are_zero_up_to_rounding():
+    """For example, the gradient of the keys' bias. Outputs that are not gradients must agree exactly."""
 
     def with_(number, name):
         own = {"output": np.ones(2), name: np.array([number])}
@@ -488,7 +488,7 @@ def test_agreement_on_a_zero():
     for name, number in (("gradient of 'b'", 1e-5), ("another", -3e-7)):
         with pytest.raises(AssertionError, match="the backends disagree"):
             compare({"jax": with_(1e-8, name), "torch": with_(number, name)}, ())
-    # Indices are no sizes.
+    # Indices do not count as magnitudes.
     one, other = with_(1e-8, "gradient of 'b'"), with_(1e-5, "gradient of 'b'")
     for own in (one, other):
         own.arrays["indices"], own.precisions["indices"] = np.array([10**6]), "exact"
@@ -520,13 +520,13 @@ def test_disagreement(other, said):
 
 @pytest.mark.forward
 @pytest.mark.parametrize("backends", [["jax"], ["jax", "jax"], ["jax", "numpy"], ["jax", "theano"]])
-def test_backends_that_cannot_be_compared(backends):
+def test_backends_that_cannot_be_compared_raise(backends):
     with pytest.raises(ValueError, match="these backends cannot be compared"):
         compare_backends("fn = abs\nargs = (1.0,)", backends=backends)
 
 
 @pytest.mark.forward
-def test_a_backend_that_is_not_installed(monkeypatch):
+def test_a_backend_that_is_not_installed_raises(monkeypatch):
     monkeypatch.setattr("multigrad.testing.comparison.is_installed", lambda name: name == "jax")
     with pytest.raises(ValueError, match="not installed: tensorflow, torch") as error:
         compare_backends("fn = abs\nargs = (1.0,)")
@@ -545,7 +545,7 @@ def test_a_file_and_code(tmp_path):
 
 @pytest.mark.package
 @pytest.mark.forward
-def test_importing_multigrad_does_not_import_it():
+def test_importing_multigrad_does_not_import_testing():
     import subprocess
     import sys
 
@@ -554,7 +554,7 @@ def test_importing_multigrad_does_not_import_it():
     assert done.stdout == "False\n"
 
 
-def test_it_hides_its_own_frames():
+def test_frames_of_testing_are_hidden():
     with pytest.raises(AssertionError) as error:
         check_gradients(cube(1.1), X, compiled=False)
     own = [entry for entry in error.traceback if "multigrad" in str(entry.path.parent)]
@@ -562,21 +562,21 @@ def test_it_hides_its_own_frames():
     assert all(entry.ishidden(error) for entry in own if "testing" in entry.path.parts)
 
 
-def test_the_gradient_is_that_of_grad():
-    """What is compared is what a user gets."""
+def test_the_checked_gradient_is_the_gradient_of_grad():
+    """The check compares the gradient that users get."""
     close(grad(lambda x: ops.sum(cube(7.0)(x)))(X.astype("float32")), (21.0 * X**2).astype("float32"))
     fails(cube(7.0), X)
 
 
 @pytest.mark.parametrize("x", [-20.0, -15.0, 0.0, 20.0])
-def test_a_function_that_loses_digits_on_the_way(x):
-    """In double precision it is as rough as single precision, and steep for the step of that."""
+def test_a_function_that_loses_precision_in_float64(x):
+    """In double precision it is as rough as in single precision, and too steep for a step of that size."""
     check_gradients(lambda x: ops.log(1.0 + ops.exp(x)), np.array([x]))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-6, 1e-9])
 def test_a_steep_function_close_to_zero(size):
-    """A step that is a share of 1 would leave its domain."""
+    """A step relative to 1 would leave the domain."""
     logarithm = op(lambda x: ops.log(x) * 3.0, lambda x, u: u * 3.0 / x)
     inverse = op(lambda x: 1.0 / x, lambda x, u: -u / (x * x))
     for right in (logarithm, inverse):
@@ -586,18 +586,18 @@ def test_a_steep_function_close_to_zero(size):
     )
 
 
-def test_what_is_smaller_than_what_rounding_leaves():
-    """Of something small, the rounding errors are those of where it is moved to."""
+def test_elements_smaller_than_the_rounding_error():
+    """The rounding errors at a small element are the errors at the moved element."""
     passes(op(lambda x: x**2, lambda x, u: u * 2.0 * x), 1e-7 * X.astype("float32"), dtype="own")
 
 
 def test_an_overflow_next_to_the_argument():
-    """An infinite difference is close to nothing."""
+    """Nothing is close to an infinite difference."""
     exponential = op(lambda x: 0.01 * ops.exp(x), lambda x, u: u * 0.07 * ops.exp(x))
     assert "the central differences are infinite" in fails(exponential, np.array([709.7767]))
 
 
-def test_an_order_that_is_no_number():
+def test_an_order_that_is_not_an_integer_raises():
     with pytest.raises(TypeError, match="order cannot be used"):
         check_gradients(log1pexp, X, order=None)
 
@@ -608,8 +608,8 @@ def test_infinities_that_agree():
         assert compare({"jax": measured(number), "torch": measured(number)}, ()) == {"output": 0.0}
 
 
-def test_two_variables_of_one_name():
-    """Neither hides the other."""
+def test_two_variables_with_the_same_name():
+    """Both are checked."""
     first, second = (keras.Variable(number, name="same") for number in (2.0, 3.0))
 
     def product(x):
@@ -622,24 +622,24 @@ def test_two_variables_of_one_name():
 
 
 @pytest.mark.parametrize("order", [0, -1])
-def test_no_order(order):
+def test_an_order_below_one_raises(order):
     with pytest.raises(ValueError, match="'order'"):
         check_gradients(cube(7.0), X, order=order)
 
 
 def test_a_conjugate_of_the_second_order():
-    """PyTorch has a view of the conjugate, which NumPy has not."""
+    """PyTorch has a lazy view of the conjugate, which NumPy does not have."""
     passes(lambda z: ops.exp(ops.conj(z)), np.array([0.1 + 0.2j, 0.3 - 0.1j]), order=2)
 
 
 @pytest.mark.parametrize("limit", [10.0, 1e3])
-def test_a_clip_far_out(limit):
+def test_a_rule_that_clips_large_gradients(limit):
     said = fails(op(lambda x: x * 2.0, lambda x, u: ops.clip(u, -limit, limit) * 2.0), X)
     assert "is not linear" in said
 
 
 @pytest.mark.parametrize("options", [{"order": 0}, {"max_elements": 0}, {"max_elements": -1}])
-def test_a_check_that_could_not_fail_is_refused(options):
+def test_max_elements_below_one_raises(options):
     with pytest.raises(ValueError, match="required: 1, or "):
         check_gradients(ops.exp, np.ones(3), **options)
 
@@ -654,8 +654,8 @@ def normalized(x, w):
 
 
 @pytest.mark.parametrize("dtype", ["own", pytest.param(None, marks=slow_on("jax", "tensorflow"))])
-def test_a_gradient_that_is_zero_but_for_rounding(dtype):
-    """Relative to itself alone, what rounding leaves of a zero is anything."""
+def test_a_gradient_that_is_zero_up_to_rounding(dtype):
+    """Relative to itself, the rounding error of a zero can be anything."""
     x = np.linspace(-1.0, 2.0, 12, dtype="float32").reshape(4, 3)
     check_gradients(shifted_softmax, x, np.float32([0.3]), dtype=dtype)
     check_gradients(lambda b: shifted_softmax(x, b), np.float32([0.3]), dtype=dtype)
@@ -664,7 +664,7 @@ def test_a_gradient_that_is_zero_but_for_rounding(dtype):
 
 @slow_on("jax", "torch")
 def test_a_weight_without_influence():
-    """The keys' bias shifts all scores of a query alike."""
+    """The bias of the keys shifts all scores of a query equally."""
     keras.utils.set_random_seed(1)
     attention = keras.layers.MultiHeadAttention(2, 3)
     x = np.random.default_rng(2).normal(size=(1, 4, 5)).astype("float32")
@@ -673,8 +673,8 @@ def test_a_weight_without_influence():
 
 
 @pytest.mark.parametrize("size", [10.0, 1e3, 1e5, 1e8])
-def test_a_steep_function_far_out(size):
-    """A step that is a share of the argument would lead across the pole."""
+def test_a_steep_function_at_a_large_argument(size):
+    """A step relative to the argument would cross the pole."""
 
     def pole(factor):
         return op(lambda x: 1.0 / (x - (size - 0.5)), lambda x, u: -factor * u / (x - (size - 0.5)) ** 2)
@@ -697,7 +697,7 @@ def test_a_steep_function_far_out(size):
     ],
     ids=["input", "mask", "sign", "place"],
 )
-def test_a_rule_that_uses_what_another_call_left(function, kept_of, rule):
+def test_a_rule_that_uses_state_of_another_call(function, kept_of, rule):
     kept = {}
 
     @op_custom_gradient
@@ -710,8 +710,8 @@ def test_a_rule_that_uses_what_another_call_left(function, kept_of, rule):
     assert "argument: 'x'[" in said
 
 
-def test_a_function_that_takes_some_numbers_alone():
-    """Of which the other call's are none, or are."""
+def test_a_function_that_rejects_some_arguments():
+    """The arguments of the second call are rejected, or are accepted."""
 
     def careful(x, total, within):
         if abs(float(ops.sum(x)) - total) > within:
@@ -735,8 +735,8 @@ def test_a_function_that_takes_some_numbers_alone():
 @pytest.mark.parametrize(
     "fault", [lambda u, b: 0.0 * b, lambda u, b: -2.0 * u * b, lambda u, b: 2.0 * u * b + 0.1]
 )
-def test_a_small_gradient_beside_a_large_one(ratio, dtype, fault):
-    """What rounding may leave of a zero hides no fault of another one."""
+def test_a_small_gradient_next_to_a_large_one(ratio, dtype, fault):
+    """The tolerance for rounding errors of a zero does not hide faults of another gradient."""
 
     @op_custom_gradient
     def both(a, b):
@@ -745,7 +745,7 @@ def test_a_small_gradient_beside_a_large_one(ratio, dtype, fault):
     assert "argument: 'b'[" in fails(both, X, X + 1.0, dtype=dtype)
 
 
-def test_a_wrong_sign_beside_another_in_half_precision():
+def test_a_wrong_sign_next_to_a_right_one_in_half_precision():
     @op_custom_gradient
     def both(a, b):
         return 30.0 * ops.sum(a) + ops.sum(b), lambda u: (30.0 * u + 0.0 * a, -u + 0.0 * b)
@@ -756,7 +756,7 @@ def test_a_wrong_sign_beside_another_in_half_precision():
 @pytest.mark.parametrize("size", [255.0, 1e4, 1e8])
 @pytest.mark.parametrize(("dtype", "factor"), [("float64", 1.01), ("float32", 1.01), ("float32", 0.0)])
 def test_a_wrong_rule_of_large_arguments(size, dtype, factor):
-    """With its step, the rounding error of a difference is smaller."""
+    """The step grows with the argument, so that the rounding error of the difference is smaller."""
     x = (size * np.array([1.0, -2.0])).astype(dtype)
     for f, rule in (
         (lambda x: x * x, lambda x, u: 2.0 * u * x),
@@ -793,20 +793,20 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=slow_on("jax", "tensorflow"))])
-def test_a_right_rule_at_any_scale(name, dtype):
+def test_a_correct_rule_at_any_scale(name, dtype):
     for size in (1e-8, 1e-3, 1.0, 100.0, 1e8):
         passes(RIGHT[name], (size * np.array([1.0, 0.7, 0.9])).astype(dtype), dtype="own")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
-def test_a_sum_of_many(dtype, size):
+def test_a_sum_of_many_elements(dtype, size):
     x = (size * np.random.default_rng(0).normal(size=5000)).astype(dtype)
     passes(lambda x: {"sum": ops.sum(x), "square": ops.sum(x * x)}, x, dtype="own", max_elements=5)
 
 
-def test_what_differences_cannot_tell():
-    """Next to a large output, a small derivative is nothing; the result says so."""
+def test_derivatives_that_differences_cannot_resolve():
+    """Next to a large output, a small derivative cannot be measured. The result counts it as zero."""
     for slope in (1.0, 0.0, -1.0):
         offset = op(lambda x: x + 1e8, lambda x, u, slope=slope: u * slope)
         checked = passes(offset, X.astype("float32"), dtype="own")
@@ -816,8 +816,8 @@ def test_what_differences_cannot_tell():
     assert passes(ops.square, np.array([1.0, 2.0]), order=3).zeros == 2
 
 
-def test_what_bends_close_to_zero_is_in_double_precision():
-    """It bends on a way of float32's resolution, and not by its rounding."""
+def test_a_curved_function_near_zero_is_in_double_precision():
+    """It is curved on the scale of float32's resolution, which is not rounding."""
     for size in (1e-3, 1e-6, 1e-9):
         assert passes(lambda x: ops.sqrt(x) + 1.0 / x, size * np.abs(X)).precision == "float64"
 
@@ -828,8 +828,8 @@ def test_what_bends_close_to_zero_is_in_double_precision():
 
 
 @pytest.mark.parametrize("order", [2, 3])
-def test_a_derivative_by_the_upstream_gradient(order):
-    """It is that of all that comes behind the op."""
+def test_a_derivative_with_respect_to_the_upstream_gradient(order):
+    """It is the derivative of everything after the op."""
     hidden = op(lambda x: x**2, lambda x, u: ops.stop_gradient(u) * 2.0 * x)
     passes(hidden, X)
     said = fails(hidden, X, order=order)
@@ -841,7 +841,7 @@ def test_a_derivative_by_the_upstream_gradient(order):
 
 
 def test_a_mixed_derivative_of_the_third_order():
-    """Of what the rule is made of, that by the upstream gradient is right, and its own is not."""
+    """The derivative of the rule is right with respect to its upstream gradient, and wrong to x."""
 
     @op_custom_gradient
     def slope(x, u):
@@ -852,7 +852,7 @@ def test_a_mixed_derivative_of_the_third_order():
     assert "the derivative of order 3 of upstream of output differs" in fails(function, X, order=3)
 
 
-def test_a_derivative_by_a_complex_upstream_gradient():
+def test_a_derivative_with_respect_to_a_complex_upstream_gradient():
     slope = op_custom_gradient(lambda z, u: (u * ops.conj(2.0 * z), lambda v: (ops.conj(v) * u * 2.0, v * z)))
     z = X + 1j * W
     passes(op(lambda z: z * z, slope), z)
@@ -869,6 +869,6 @@ def stale(x):
     return x * x, lambda u: 2.0 * u * LEFT["x"]
 
 
-def test_a_rule_that_reads_what_its_function_left_in_a_global():
+def test_a_rule_that_reads_a_global_of_its_function():
     with pytest.raises(AssertionError, match="changes when the function is called again"):
         check_gradients(stale, np.array([1.0, 2.0]), compiled=False)

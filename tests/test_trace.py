@@ -1,4 +1,4 @@
-"""`trace_gradients`: what is recorded of the ops in a context, and what is not."""
+"""`trace_gradients`: the records of ops in a context."""
 
 import contextvars
 import json
@@ -54,7 +54,7 @@ def traced(function, *args, **options):
 
 
 def flow(trace):
-    """The steps of scalars: op, number, upstream and downstream."""
+    """Return the steps of scalars: op, number, upstream and downstream."""
     return [
         (
             step.call.op,
@@ -65,14 +65,14 @@ def flow(trace):
     ]
 
 
-# ------------------------------------------------------------------------------- what is recorded
+# ------------------------------------------------------------------------------- records
 
 
 def test_the_table_of_a_chain():
     assert str(traced(grad(chain), 2.0)) == CHAIN
 
 
-def test_what_a_call_and_a_step_have():
+def test_attributes_of_calls_and_steps():
     trace = traced(grad(seven), 3.0)
     (call,), (step,) = trace.calls, trace.steps
     assert (call.op, call.number, call.within) == ("seven", 1, None)
@@ -88,7 +88,7 @@ def test_what_a_call_and_a_step_have():
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled])
 @pytest.mark.parametrize("op", [square, seven, within])
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_gradients_are_what_they_are_outside(op, order, wrap):
+def test_gradients_are_the_same_as_outside_of_a_trace(op, order, wrap):
     f = op
     for _ in range(order):
         f = grad(f)
@@ -105,7 +105,7 @@ def test_gradients_are_what_they_are_outside(op, order, wrap):
 
 def test_each_run_of_a_rule_is_a_step():
     trace = traced(grad(grad(lambda x: square(square(x)))), 2.0)
-    # Down once, and once more by the output of the first, which the rule of the second uses.
+    # One step for the first order, and another one for the output of the first op in the rule of the second.
     assert flow(trace) == [("square", 2, 1.0, 8.0), ("square", 1, 8.0, 32.0), ("square", 1, 8.0, 32.0)]
     assert len(trace.calls) == 2
 
@@ -132,11 +132,11 @@ def test_a_function_runs_once_in_a_trace():
 def test_ops_in_ops():
     trace = traced(grad(within), 2.0)
     assert [(call.op, call.within) for call in trace.calls] == [("square", "within"), ("within", None)]
-    assert flow(trace) == [("within", 2, 1.0, 6.0)]  # the rule of the outer one answers alone
+    assert flow(trace) == [("within", 2, 1.0, 6.0)]  # only the rule of the outer op runs
     assert str(trace).splitlines()[2].split() == ["1", "square,", "in", "within", "2", "4", "no", "gradient"]
 
 
-def test_ops_in_ops_at_second_order_are_the_same_on_every_backend():
+def test_second_order_of_nested_ops_is_the_same_on_every_backend():
     trace = traced(grad(grad(within)), 2.0)
     assert [(call.op, call.within) for call in trace.calls] == [("square", "within"), ("within", None)]
     assert flow(trace) == [("within", 2, 1.0, 6.0), ("square", 1, 1.5, 6.0)]
@@ -175,7 +175,7 @@ def test_structures_static_arguments_integers_and_none():
     assert "none" in str(trace)
 
 
-def test_variables_that_a_rule_answers_for():
+def test_variables():
     w = keras.Variable(3.0, name="w")
     op = op_custom_gradient(lambda x: (x * w, lambda u, variables: (u * 7.0 * w, [u * -5.0 * x])))
     trace = traced(lambda: grad(op, 0, variables=[w])(2.0))
@@ -187,25 +187,25 @@ def test_variables_that_a_rule_answers_for():
     }
 
 
-def test_variables_of_one_name_stay_apart():
+def test_variables_with_the_same_name_are_separate():
     one, other = keras.Variable(3.0, name="w"), keras.Variable(4.0, name="w")
     op = op_custom_gradient(lambda x: (x * one * other, lambda u, variables: (u, [u * 5.0, u * 7.0])))
     (step,) = traced(lambda: grad(op, 0, variables=[one, other])(2.0)).steps
     assert [float(v) for v in step.downstream.values()] == [1.0, 5.0, 7.0]
 
 
-def test_what_is_changed_later_was_recorded_before():
+def test_records_do_not_change_with_the_arrays():
     x = keras.Variable(2.0)
     trace = traced(lambda: square(x))
     x.assign(5.0)
     assert float(trace.calls[0].inputs["x"]) == 2.0
 
 
-# ------------------------------------------------------------------------------- where and when
+# ------------------------------------------------------------------------------- contexts
 
 
 @pytest.mark.forward
-def test_outside_nothing_is_asked():
+def test_no_overhead_outside_of_a_trace():
     assert core_op.apply is backend.active.apply
     with trace_gradients() as trace:
         assert core_op.apply is not backend.active.apply
@@ -236,7 +236,7 @@ def test_a_trace_without_calls():
     assert str(traced(lambda: None)) == wanted
 
 
-def test_what_was_called_before_or_comes_back_later_is_not_recorded():
+def test_calls_before_and_gradients_after_the_trace_are_not_recorded():
     from multigrad import vjp
 
     _, before = vjp(square, 3.0)
@@ -260,7 +260,7 @@ def test_nested_traces_both_record():
     assert flow(outer) == [("square", 1, 1.0, 4.0), ("seven", 2, 1.0, 28.0), ("square", 3, 1.0, 6.0)]
 
 
-def test_an_exception_passes_and_what_was_recorded_remains():
+def test_an_exception_propagates_and_the_records_remain():
     failing = op_custom_gradient(lambda x: (x, lambda u: {}["missing"]))
 
     def both(x):
@@ -275,7 +275,7 @@ def test_an_exception_passes_and_what_was_recorded_remains():
     assert flow(traced(grad(seven), 1.0)) == [("seven", 1, 1.0, 7.0)]
 
 
-def test_another_thread_has_a_context_of_its_own():
+def test_other_threads_are_not_recorded():
     def run(target):
         thread = threading.Thread(target=target)
         thread.start()
@@ -293,7 +293,7 @@ def test_another_thread_has_a_context_of_its_own():
 
 
 @pytest.mark.forward
-def test_what_threads_share_ends_with_the_last():
+def test_a_shared_context_ends_with_the_last_thread():
     on = []
 
     class Switch:
@@ -315,13 +315,13 @@ def test_what_threads_share_ends_with_the_last():
     with shared:
         thread.start()
         assert first.wait(10)
-    assert on == [1]  # the other is within, and nobody entered twice
+    assert on == [1]  # the second context is nested, so that it is entered once
     second.set()
     thread.join()
     assert on == []
 
 
-def test_a_function_that_was_compiled_before_is_seen():
+def test_a_function_that_was_compiled_before_is_recorded():
     f = compiled(grad(chain))
     close(f(array(2.0)), array(1024.0))
     with trace_gradients() as trace:
@@ -331,7 +331,7 @@ def test_a_function_that_was_compiled_before_is_seen():
     assert len(trace.calls) == 3
 
 
-def test_a_trace_inside_a_compiled_function():
+def test_a_trace_in_a_compiled_function_raises():
     def inside(x):
         with trace_gradients():
             return square(x)
@@ -345,7 +345,7 @@ def test_a_trace_inside_a_compiled_function():
     assert core_op.apply is backend.active.apply
 
 
-def test_symbolic_calls_are_not_recorded_and_those_of_the_model_are():
+def test_calls_of_a_model_are_recorded_but_not_symbolic_calls():
     inputs = keras.Input((3,))
     with trace_gradients() as trace:
         model = keras.Model(inputs, seven(inputs))
@@ -364,7 +364,7 @@ def test_fit(eagerly):
     model = keras.Sequential([keras.layers.Dense(2), Sevens()])
     model.compile("sgd", "mse", run_eagerly=eagerly)
     with warnings.catch_warnings():
-        # TensorFlow (2.21) says that tf.data is not affected.
+        # TensorFlow (2.21) warns that tf.data is not affected.
         warnings.filterwarnings("ignore", "Even though the `tf.config.experimental_run_functions_eagerly`")
         x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
         trace = traced(lambda: model.fit(x, y, batch_size=2, epochs=1, verbose=0))
@@ -379,7 +379,7 @@ def test_fit(eagerly):
 
 
 def flags(*gradients, **options):
-    """The flags of steps, of which the rule of each gives such an answer."""
+    """Return the flags of steps whose rules return these gradients."""
     op = op_custom_gradient(lambda x, answer: (x * 1.0, lambda u: (answer * 1.0, None)), name="op")
 
     def f(x):
@@ -391,7 +391,7 @@ def flags(*gradients, **options):
     return [step.flags for step in trace.steps]
 
 
-def test_flags_of_what_is_not_finite():
+def test_flags_of_nan_and_infinity():
     found = flags([1.0, math.nan, math.nan], [math.inf, 1.0, 1.0])
     assert found == [
         ["NaN: 2 of 3 in downstream of x"],
@@ -432,12 +432,12 @@ def test_flags_of_values():
     assert str(trace).splitlines()[-2:] == ["1 log: NaN: 1 of 3 in output", "1 log: Inf: 1 of 3 in output"]
 
 
-def test_flags_stand_below_the_table():
+def test_flags_follow_the_table():
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * math.nan), name="op")
     assert str(traced(grad(op), 2.0)).splitlines()[-2:] == ["", "1 op: NaN: 1 of 1 in downstream of x"]
 
 
-# ------------------------------------------------------------------------------- text, data, picture
+# ------------------------------------------------------------------------------- text, data, figure
 
 
 def test_the_table_of_tensors():
@@ -458,7 +458,7 @@ def test_the_table_of_tensors():
         (np.array([0, 0, -3, 1], "int32"), -0.5, 3.0, 0.5),
         (np.array([True, False]), 0.5, 1.0, 0.5),
         (np.array([3 + 4j, 0]), 1.5 + 2j, 5.0, 0.5),
-        (np.array([6e4, 6e4], "float16"), 6e4, 6e4, 0.0),  # whose sum float16 has not
+        (np.array([6e4, 6e4], "float16"), 6e4, 6e4, 0.0),  # whose sum overflows float16
         (np.zeros((0, 2)), None, None, None),
         (np.array(["a"]), None, None, None),
     ],
@@ -498,7 +498,7 @@ def test_to_dict():
     }
 
 
-def test_to_dict_of_what_json_has_no_number_for():
+def test_to_dict_of_nan_infinity_and_complex_numbers():
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 0.0 - math.inf))
     data = json.loads(json.dumps(traced(grad(op), 2.0).to_dict(), allow_nan=False))
     (step,) = data["steps"]
@@ -521,7 +521,7 @@ def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
 
-def test_the_picture(plt, tmp_path):
+def test_the_figure(plt, tmp_path):
     figure = traced(grad(chain), 2.0).plot()
     shown = texts(figure)
     assert [text for text in shown if text.endswith("square")] == ["1 square", "2 square", "3 square"]
@@ -531,12 +531,12 @@ def test_the_picture(plt, tmp_path):
         patch.get_extents().width for patch in figure.axes[0].patches if type(patch).__name__ == "FancyArrow"
     ]
     gradients = widths[1::2]
-    assert gradients == sorted(gradients, reverse=True)  # the larger, the wider
+    assert gradients == sorted(gradients, reverse=True)  # larger gradients are wider
     figure.savefig(tmp_path / "chain.png")
     assert (tmp_path / "chain.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_leaves_inner_ops_out_and_shows_those_that_are_asked_for(plt):
+def test_the_figure_omits_inner_ops_unless_they_are_selected(plt):
     trace = traced(grad(within), 2.0)
     assert "1 square" not in texts(trace.plot())
     assert "2 within" in texts(trace.plot())
@@ -546,7 +546,7 @@ def test_the_picture_leaves_inner_ops_out_and_shows_those_that_are_asked_for(plt
             trace.plot(calls=wrong)
 
 
-def test_the_picture_says_what_is_wrong_and_where_ops_are_not_neighbours(plt):
+def test_the_figure_shows_flags_and_gaps(plt):
     nan = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * math.nan), name="nan")
     shown = texts(traced(grad(lambda x: square(nan(x) * 3.0)), 2.0).plot())
     assert "NaN: 1 of 1 in downstream of x" in shown
@@ -554,14 +554,14 @@ def test_the_picture_says_what_is_wrong_and_where_ops_are_not_neighbours(plt):
 
 
 @pytest.mark.forward
-def test_a_picture_without_calls_or_gradients(plt):
+def test_a_figure_without_calls_or_gradients(plt):
     assert "1 square" in texts(traced(lambda: square(array(2.0))).plot())
     with pytest.raises(ValueError, match="a trace in which an op was called"):
         Trace(1.0).plot()
 
 
 @pytest.mark.forward
-def test_a_picture_without_matplotlib(monkeypatch):
+def test_a_figure_without_matplotlib_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r"pip install matplotlib"):
@@ -576,8 +576,8 @@ def test_complex_gradients():
     assert numpy(trace.steps[0].downstream["x"]).dtype.kind == "c"
 
 
-def test_a_gradient_stands_at_its_own_end_of_a_gap():
-    """That of the call below is what leaves it, and that of the call above what arrives there."""
+def test_gradients_are_at_the_right_end_of_a_gap():
+    """The arrow starts with the gradient of the call below, and ends with the gradient of the call above."""
     seven = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 7.0))
     three = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * 3.0))
     shown = texts(traced(grad(lambda x: three(seven(x) * 2.0)), 5.0).plot())

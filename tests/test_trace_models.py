@@ -1,4 +1,4 @@
-"""`trace_gradients(model)`: layers in the trace, and the line that says where NaN first appears."""
+"""`trace_gradients(model)`: layers in the trace, and the line about the first NaN."""
 
 import threading
 
@@ -28,7 +28,7 @@ def spoiled(x):
 
 
 class Block(keras.layers.Layer):
-    """A layer with a layer in it, and code of its own."""
+    """A layer that contains a layer and other code."""
 
     def __init__(self, code=lambda x: x, **kwargs):
         super().__init__(**kwargs)
@@ -63,7 +63,7 @@ def lines_of(trace):
     return diagnose(trace.calls, trace.steps)
 
 
-# ------------------------------------------------------------------------------- what is recorded
+# ------------------------------------------------------------------------------- records
 
 
 def test_outputs_and_gradients_of_layers():
@@ -84,7 +84,7 @@ def test_outputs_and_gradients_of_layers():
 
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config")
 @pytest.mark.parametrize("mode", FIT_MODES)
-def test_in_fit(mode):
+def test_fit(mode):
     model = model_of(dense("a"), dense("b"))
     model.compile("sgd", "mse", **mode)
     model.fit(X, X, verbose=0)
@@ -97,7 +97,7 @@ def test_in_fit(mode):
 
 
 @pytest.mark.forward
-def test_the_model_is_as_before():
+def test_the_model_is_unchanged():
     model = model_of(dense("a"), Block(name="b"))
     before = {layer.name: dict(vars(layer)) for layer in model.layers}
     outputs = model(X)
@@ -122,13 +122,13 @@ def test_the_model_is_as_before():
 
 
 @pytest.mark.forward
-def test_outside_of_a_trace_of_a_model_nothing_is_replaced():
+def test_methods_of_keras_are_restored():
     with trace_gradients():
         assert keras.Operation.__call__ is CALL
     assert keras.Operation.__call__ is CALL
 
 
-def test_a_layer_alone_several_and_others():
+def test_one_layer_several_layers_and_other_layers():
     one, two, other = dense("one"), dense("two"), dense("other")
     with trace_gradients(one) as single, trace_gradients(one, two) as both:
         other(two(one(array(X))))
@@ -142,7 +142,7 @@ def test_a_layer_alone_several_and_others():
 
 
 @pytest.mark.forward
-def test_layers_that_a_model_calls_past_its_call():
+def test_layers_that_a_model_calls_outside_of_its_call():
     class Gan(keras.Model):
         def __init__(self):
             super().__init__()
@@ -157,7 +157,7 @@ def test_layers_that_a_model_calls_past_its_call():
     assert calls_of(trace) == ["generator/g", "generator"]
 
 
-def test_shared_layers_and_recurrent_ones():
+def test_shared_and_recurrent_layers():
     shared = dense("shared")
     inputs = keras.Input((3,))
     model = keras.Model(inputs, shared(shared(inputs)))
@@ -233,14 +233,14 @@ def test_other_threads_are_not_recorded():
 
 
 @pytest.mark.forward
-def test_what_is_no_layer():
+def test_other_objects_raise():
     text = r"(?s)trace_gradients: only layers can be traced.*got: float 2.0"
     with pytest.raises(TypeError, match=text), trace_gradients(2.0):
         pass
     assert keras.Operation.__call__ is CALL
 
 
-# ------------------------------------------------------------------------------- where it goes wrong
+# ------------------------------------------------------------------------------- the first bad value
 
 
 BAD = {
@@ -250,7 +250,7 @@ BAD = {
     ),
     "code of a layer": (
         (dense("a"), Block(lambda x: ops.log(x - 50.0), name="b"), dense("c")),
-        "NaN first appears in the code of 3 b (Block), behind the output of 2 b/inner (Dense).",
+        "NaN first appears in the code of 3 b (Block), after the output of 2 b/inner (Dense).",
     ),
     "infinite": (
         (dense("a"), keras.layers.Activation(lambda x: x / (x - x), name="div"), dense("c")),
@@ -272,7 +272,7 @@ def test_the_first_bad_value(case):
 
 
 @pytest.mark.forward
-def test_nan_that_comes_in_or_appears_between_layers():
+def test_nan_in_the_input_or_between_layers():
     class Between(keras.Model):
         def __init__(self):
             super().__init__(name="between")
@@ -283,7 +283,7 @@ def test_nan_that_comes_in_or_appears_between_layers():
 
     with trace_gradients(model := model_of(dense("a"))) as trace:
         model(X * np.nan)
-    assert lines_of(trace) == ["Forward: NaN comes in with the input of 1 a (Dense)."]
+    assert lines_of(trace) == ["Forward: NaN is in the input of 1 a (Dense)."]
     model = Between()
     model(array(X))
     with trace_gradients(model) as trace:
@@ -339,7 +339,7 @@ def test_repeated_flags_are_grouped():
 
 
 @pytest.mark.forward
-def test_statistics_of_the_finite():
+def test_statistics_of_finite_elements():
     summary = summarize(np.array([1.0, np.nan, 3.0, np.inf]))
     assert (summary.mean, summary.nans, summary.infinities) == (2.0, 1, 1)
     text = format_value({"x": np.array([1.0, np.nan, 3.0, np.inf])}, "x")
@@ -347,7 +347,7 @@ def test_statistics_of_the_finite():
     assert summarize(np.array([np.nan])).mean is None
 
 
-# ------------------------------------------------------------------------------- the picture
+# ------------------------------------------------------------------------------- the figure
 
 
 @pytest.fixture
@@ -364,7 +364,7 @@ def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
 
-def test_the_picture_of_a_model(plt):
+def test_the_figure_of_a_model(plt):
     model = model_of(dense("a"), Block(lambda x: ops.log(x - 50.0), name="b"), dense("c"))
     with trace_gradients(model) as trace:
         loss_of(model, X)
@@ -380,7 +380,7 @@ def test_the_picture_of_a_model(plt):
     assert any("NaN" in text for text in bold)
 
 
-def test_the_picture_of_fifty_layers_is_legible(plt):
+def test_the_figure_of_fifty_layers_is_legible(plt):
     model = model_of(*[dense(f"d{i}") for i in range(50)])
     with trace_gradients(model) as trace:
         value_and_grad(lambda: ops.mean(model(X * 0.1)), variables=model.trainable_variables)()

@@ -1,4 +1,4 @@
-"""Trainable variables that a function reads without being given them."""
+"""Trainable variables that a function reads and does not get as arguments."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ SCALE = keras.Variable([2.0, 3.0], name="scale")
 
 
 def native_gradients(function: Any, variables: Any, *tensors: Any) -> list[Any]:
-    """The gradients of `function(*tensors)` by each backend's own gradient function."""
+    """Return the gradients of `function(*tensors)` by the backend's own gradient function."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
@@ -37,7 +37,7 @@ def native_gradients(function: Any, variables: Any, *tensors: Any) -> list[Any]:
 
 @op_custom_gradient
 def linear_poly(x):
-    """That of TensorFlow's documentation, with a Keras Variable."""
+    """The function of TensorFlow's documentation, with a Keras Variable."""
     poly = SCALE[1] * x + SCALE[0]
 
     def rule(upstream, variables):
@@ -71,14 +71,14 @@ FORMS = {
 
 
 @pytest.mark.parametrize("rule", FORMS.values(), ids=FORMS)
-def test_each_form_of_a_rule_takes_variables(rule: Any) -> None:
+def test_every_form_of_a_rule_takes_variables(rule: Any) -> None:
     weight = keras.Variable(2.0)
     op = op_custom_gradient(lambda x: (x * weight, rule))
     close(grad(op, 0, variables=[weight])(3.0), (1.0, [7.0]))
     close(native_gradients(op, [weight], array(3.0)), [array(7.0)])
 
 
-def test_variables_come_in_the_order_in_which_they_are_first_read() -> None:
+def test_variables_are_in_the_order_of_first_use() -> None:
     first, second, third = (keras.Variable(float(i), name=f"v{i}") for i in range(3))
     seen = []
 
@@ -96,7 +96,7 @@ def test_variables_come_in_the_order_in_which_they_are_first_read() -> None:
     assert seen == [["v2", "v0", "v1"]]
 
 
-def test_a_weight_is_read_by_a_function_that_the_function_calls() -> None:
+def test_a_weight_that_an_inner_function_reads() -> None:
     def helper(x):
         return x * SCALE[0]
 
@@ -115,7 +115,7 @@ def test_an_argument_and_a_weight_that_are_the_same_variable() -> None:
     close(native_gradients(lambda: op(weight), [weight]), [array(10.0)])
 
 
-def test_an_integer_argument_beside_a_weight() -> None:
+def test_an_integer_argument_and_a_weight() -> None:
     table = keras.Variable(np.eye(3, dtype="float32"))
 
     @op_custom_gradient
@@ -126,7 +126,7 @@ def test_an_integer_argument_beside_a_weight() -> None:
     close(native_gradients(lambda i: ops.sum(lookup(i)), [table], i), [np.full((3, 3), 7.0, "float32")])
 
 
-def test_no_gradient_is_asked_for_what_is_frozen() -> None:
+def test_frozen_variables_have_no_gradient() -> None:
     layer = keras.layers.Dense(1, kernel_initializer="ones")
     layer.build((None, 2))
     layer.trainable = False
@@ -145,7 +145,7 @@ def test_no_gradient_is_asked_for_what_is_frozen() -> None:
     assert handed == [[]]
 
 
-def test_a_rule_with_a_default_is_handed_nothing_when_nothing_was_read() -> None:
+def test_variables_are_not_passed_if_none_were_read() -> None:
     op = op_custom_gradient(lambda x: (x * 1, lambda u, variables=None: u * 7 if variables is None else 0))
     close(grad(op)(1.0), 7.0)
 
@@ -169,7 +169,8 @@ def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass() -> None:
         weight.assign(100.0)
         (got,) = tape.gradient(value, [weight.value])
     else:
-        # PyTorch lets nobody change a leaf before the backward pass, and JAX has no backward pass apart.
+        # PyTorch raises if a leaf is modified before the backward pass, and JAX has no separate backward
+        # pass.
         with keras.StatelessScope([(weight, array(2.0))]):
             got = grad(op, variables=[weight])(array(3.0))[0]
     close(got, array(42.0))
@@ -190,7 +191,7 @@ def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
     close(compiled(grad(stateless, (0, 1)))(array(3.0), array(2.0), array(5.0)), (array(14.0), array(10.0)))
 
 
-def test_the_rule_meets_a_weight_in_the_dtype_in_which_the_function_met_it() -> None:
+def test_the_rule_reads_a_weight_in_the_dtype_of_the_function() -> None:
     met = []
 
     class Scale(keras.layers.Layer):
@@ -218,7 +219,7 @@ def test_the_rule_meets_a_weight_in_the_dtype_in_which_the_function_met_it() -> 
     close(gradients, [array(14.0)])
 
 
-def test_second_derivatives_go_through_what_the_rule_reads() -> None:
+def test_second_derivatives_go_through_variables_in_the_rule() -> None:
     weight = keras.Variable(2.0)
 
     @op_custom_gradient
@@ -246,7 +247,7 @@ def test_an_op_in_an_op() -> None:
 # ---------------------------------------------------------------------------------------- errors
 
 
-def test_a_rule_that_takes_no_variables() -> None:
+def test_a_rule_without_variables_raises() -> None:
     first, second = keras.Variable(1.0, name="first"), keras.Variable(1.0, name="second")
     ran = []
 
@@ -271,7 +272,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("answer", "text"), ANSWERS.values(), ids=ANSWERS)
-def test_a_wrong_answer_for_variables(answer: Any, text: str) -> None:
+def test_wrong_answers_for_variables_raise(answer: Any, text: str) -> None:
     a, b = keras.Variable(1.0, name="a"), keras.Variable(np.ones((2, 2), "float32"), name="b")
     op = op_custom_gradient(lambda x: (x * a * ops.sum(b), lambda u, variables: answer(u)), name="product")
     with pytest.raises((TypeError, ValueError), match="product: ") as caught:
@@ -279,7 +280,7 @@ def test_a_wrong_answer_for_variables(answer: Any, text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_gradients_by_something_that_is_no_variable() -> None:
+def test_gradients_with_respect_to_other_objects_raise() -> None:
     with pytest.raises(TypeError, match=r"'variables'\[0\](.*\n)*.*Keras Variables"):
         grad(lambda x: x, variables=[1.0])
     with pytest.raises(TypeError, match=r"'variables'\[1\](.*\n)*.*second time"):
@@ -288,7 +289,7 @@ def test_gradients_by_something_that_is_no_variable() -> None:
         grad(lambda x: x, variables=[keras.Variable(1, dtype="int32", trainable=False, name="counter")])(1.0)
 
 
-def test_a_loss_that_a_layer_adds_inside() -> None:
+def test_a_layer_that_adds_a_loss_raises() -> None:
     layer = keras.layers.Dense(1, activity_regularizer="l2", kernel_initializer="ones")
     layer.build((None, 1))
     op = op_custom_gradient(lambda x: (layer(x), lambda u, variables: (u, [None, None])))
@@ -299,7 +300,7 @@ def test_a_loss_that_a_layer_adds_inside() -> None:
 # ----------------------------------------------------------------------------------- assignments
 
 
-def test_what_a_function_assigns_is_kept() -> None:
+def test_assignments_persist() -> None:
     average = keras.Variable(1.0, trainable=False)
 
     @op_custom_gradient
@@ -315,7 +316,7 @@ def test_what_a_function_assigns_is_kept() -> None:
     close((value, gradient, average.value), (array(14.5), [array(7.25, 0.0)], array(3.625)))
 
 
-def test_what_a_function_assigns_is_kept_in_a_stateless_scope() -> None:
+def test_assignments_persist_in_a_stateless_scope() -> None:
     average = keras.Variable(1.0, trainable=False)
 
     @op_custom_gradient
@@ -329,7 +330,7 @@ def test_what_a_function_assigns_is_kept_in_a_stateless_scope() -> None:
     close(average.value, array(1.0))
 
 
-def test_a_seed_generator_moves_on() -> None:
+def test_seed_generators_advance() -> None:
     seed = keras.random.SeedGenerator(1)
 
     @op_custom_gradient
@@ -344,7 +345,7 @@ def test_a_seed_generator_moves_on() -> None:
     close(array(second), keras.random.normal((3,), seed=again))
 
 
-def test_a_second_derivative_assigns_nothing_twice() -> None:
+def test_a_second_derivative_does_not_assign_again() -> None:
     count = keras.Variable(0.0, trainable=False)
 
     @op_custom_gradient
@@ -385,7 +386,7 @@ def test_a_weight_that_is_assigned_and_read() -> None:
     close((value, dx, dweight), (array(10.0), array(5.0), array(7.0)))
 
 
-def test_a_weight_that_is_assigned_alone() -> None:
+def test_a_weight_that_is_only_assigned() -> None:
     weight = keras.Variable(1.0)
 
     @op_custom_gradient
@@ -397,7 +398,7 @@ def test_a_weight_that_is_assigned_alone() -> None:
     close(weight.value, array(5.0))
 
 
-def test_an_assignment_within_an_op_within_an_op() -> None:
+def test_an_assignment_in_a_nested_op() -> None:
     count, weight = keras.Variable(0.0, trainable=False), keras.Variable(2.0, name="w")
 
     @op_custom_gradient
@@ -411,12 +412,12 @@ def test_an_assignment_within_an_op_within_an_op() -> None:
 
     with pytest.raises(TypeError, match="'w'"):
         outer(array(2.0))
-    count.assign(7.0)  # no scope is left behind
+    count.assign(7.0)  # no scope is left active
     close(count.value, array(7.0))
 
 
-def test_a_rule_assigns_no_variable_that_its_function_leaves_alone() -> None:
-    """Under some transformations it could not, and elsewhere as often as a gradient is asked for."""
+def test_a_rule_that_assigns_another_variable_raises() -> None:
+    """Some transformations do not support it, and the value would depend on the number of gradients."""
     count, noise = keras.Variable(0.0, trainable=False, name="count"), keras.random.SeedGenerator(1)
 
     def counts(u):
@@ -434,8 +435,8 @@ def test_a_rule_assigns_no_variable_that_its_function_leaves_alone() -> None:
     close(count.value, array(0.0))
 
 
-def test_a_rule_sees_the_state_that_its_function_began_with() -> None:
-    """And what it assigns is dropped, so that a rule which computes the function again computes the same."""
+def test_a_rule_sees_the_state_before_its_function() -> None:
+    """Its assignments are discarded, so that a rule that runs the function again has the same result."""
     average, seeds = keras.Variable(1.0, trainable=False), keras.random.SeedGenerator(3)
 
     def step(x):
@@ -463,7 +464,7 @@ def test_a_rule_sees_the_state_that_its_function_began_with() -> None:
         assert state() == after_one_step
 
 
-def test_a_weight_that_is_met_in_two_dtypes() -> None:
+def test_a_weight_that_is_read_in_two_dtypes() -> None:
     weight = keras.Variable(1.001)
     seen = []
 
@@ -488,7 +489,7 @@ def test_a_weight_that_is_met_in_two_dtypes() -> None:
     assert set(seen) == {"float32"}
 
 
-def test_a_second_derivative_of_what_moves_an_average_and_draws() -> None:
+def test_a_second_derivative_with_moving_averages_and_random_numbers() -> None:
     average = keras.Variable(1.0, trainable=False)
     seeds = keras.random.SeedGenerator(3)
 
@@ -511,7 +512,7 @@ def test_a_second_derivative_of_what_moves_an_average_and_draws() -> None:
 
 
 class Scaled(keras.layers.Layer):
-    """Its own weight, a layer inside, and a counter: with gradients that no framework would find."""
+    """A layer with a weight, an inner layer and a counter, and false gradients."""
 
     def build(self, shape: Any) -> None:
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
@@ -544,7 +545,7 @@ def test_fit_moves_the_weights_by_the_rule(mode: Any) -> None:
     before = [numpy(v) for v in model.trainable_variables]
     model.fit(np.ones((4, 3), "float32"), np.zeros((4, 2), "float32"), batch_size=4, verbose=0)
     moved = {v.name: numpy(v) - old for v, old in zip(model.trainable_variables, before, strict=True)}
-    # Upstream is 1 for each of 4 x 2 outputs, and the rate 0.01.
+    # The upstream gradient is 1 for each of 4 x 2 outputs, and the learning rate 0.01.
     assert sorted(moved) == ["bias", "kernel", "scale"]
     close(moved["scale"], np.full((3,), -0.56, "float32"))
     close(moved["kernel"], np.full((3, 2), 0.24, "float32"))
@@ -553,7 +554,7 @@ def test_fit_moves_the_weights_by_the_rule(mode: Any) -> None:
 
 
 class Fixed(keras.layers.Layer):
-    """Its rule answers for its one weight without a look at `variables`."""
+    """A layer whose rule returns the gradient of its one weight without using `variables`."""
 
     def build(self, shape: Any) -> None:
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
@@ -605,7 +606,7 @@ def test_a_training_loop_is_the_same_on_every_backend() -> None:
     close(layer.calls.value, array(1.0))
 
 
-def test_a_layer_that_is_built_inside() -> None:
+def test_a_layer_that_is_built_in_an_op() -> None:
     layer = keras.layers.Dense(2, name="late")
     op = op_custom_gradient(lambda x: (layer(x), lambda u, variables: (u, [None, None])))
     x = array(np.ones((1, 3)))
@@ -628,7 +629,7 @@ def test_the_forward_pass_reads_and_assigns() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled_with_variables], ids=["eager", "compiled"])
 @pytest.mark.parametrize("convert", [lambda v: v, ops.convert_to_tensor], ids=["itself", "converted"])
-def test_a_variable_that_is_an_output_itself(convert, wrap):
+def test_a_variable_as_an_output(convert, wrap):
     @op_custom_gradient
     def op(x):
         def rule(upstream, variables):
@@ -645,7 +646,7 @@ def test_a_variable_that_is_an_output_itself(convert, wrap):
     close(by_scale, array([5.0, 5.0]))
 
 
-def test_a_variable_that_is_an_output_needs_a_rule_that_takes_it():
+def test_a_variable_as_an_output_needs_a_rule_with_variables():
     op = op_custom_gradient(lambda x: ((x, SCALE), lambda upstream: upstream[0]))
     with pytest.raises(TypeError, match="reads trainable variables"):
         op(array([1.0, 1.0]))
@@ -653,8 +654,8 @@ def test_a_variable_that_is_an_output_needs_a_rule_that_takes_it():
 
 @pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("answer", [lambda u: [u, u, u], lambda u: [u], lambda u: u])
-def test_another_number_of_gradients_than_of_variables(trainable, answer):
-    """The error speaks of variables, of which a frozen layer has none."""
+def test_a_wrong_number_of_gradients_of_variables_raises(trainable, answer):
+    """The error names the variables. A frozen layer has none."""
     layer = keras.layers.Dense(1, trainable=trainable)
     layer.build((None, 2))
 

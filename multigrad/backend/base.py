@@ -41,7 +41,7 @@ class HostFunction(Protocol):
         """Call the function in eager code."""
 
     def in_program(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Call the function from a compiled program, which passes on only the text of an error."""
+        """Call the function from a compiled program, which reports only the text of an error."""
 
 
 class Options(NamedTuple):
@@ -147,10 +147,10 @@ class Call(Protocol):
 
 
 class Backend(abc.ABC):
-    """The answers of one framework.
+    """The implementation for one framework.
 
-    Each framework has one subclass, and the process has one instance. Abstract methods come first. The
-    others return the answer that most frameworks share.
+    Each framework has one subclass, and the process has one instance. Abstract methods come first. The other
+    methods implement the most common behavior.
     """
 
     TENSORS: ClassVar[TypeSet]
@@ -296,7 +296,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     def is_constant(tensor: Any) -> bool:
-        """Return whether the value of a variable, this tensor, is a constant of the program compiled here."""
+        """Return whether this value of a variable is a constant of the program that is being compiled."""
         return False
 
     @staticmethod
@@ -306,7 +306,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     def extend_reads(reads: type[Any]) -> type[Any]:
-        """Return the class of the scope in which a function runs: `reads`, or a subclass of it.
+        """Return the class of the scope around a function: `reads`, or a subclass of it.
 
         `reads` is `multigrad.core.variables.Reads`.
         """
@@ -321,11 +321,11 @@ class Backend(abc.ABC):
         Tensors in `rows` and `upstream` have one row per token. So do those in the first of the two lists
         that the function returns. With `in_place=True` the function runs in a compiled program, in which
         `keras.ops.fori_loop` updates its carry in place. The program is cached by the shapes of the tensors.
-        With `in_place=False` the function runs as it is: where there is no compiler, or where the gradient
-        may be differentiated again.
+        With `in_place=False` the function runs uncompiled: if there is no compiler, or if the gradient may be
+        differentiated again.
 
-        A program may be given copies of the last row as padding, with an upstream gradient of zero. They must
-        not change the second list. They are cut from the first.
+        A program may get copies of the last row as padding, with an upstream gradient of zero. They must not
+        change the second list, and they are removed from the first.
         """
         return functools.partial(function, False, *static)
 
@@ -361,7 +361,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     def snapshot(tensor: Any) -> Any:
-        """Return a tensor with the present value of `tensor`, which may be changed in place later."""
+        """Return a tensor with the current value of `tensor`, which may be modified in place later."""
         return tensor
 
     @staticmethod

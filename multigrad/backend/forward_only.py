@@ -1,4 +1,4 @@
-"""NumPy and OpenVINO, which compute no gradients: an op runs, and asking for its gradient raises an error."""
+"""NumPy and OpenVINO. Ops run without gradients, and computing a gradient raises an error."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -12,15 +12,15 @@ from multigrad.frameworks import DIFFERENTIATING
 
 
 class ForwardOnlyBackend(Backend):
-    """The backend of NumPy and OpenVINO. No rule is ever called, so no gradient is ever conformed."""
+    """The backend of NumPy and OpenVINO. It never calls a rule."""
 
-    # NumPy's arrays, or a class of Keras that has no public name.
+    # NumPy arrays, or a class of Keras without a public name.
     TENSORS = TypeSet(type(keras.ops.convert_to_tensor(0.0)))
 
     @staticmethod
     def apply(call: Call, tensors: Sequence[Any]) -> Any:
-        outputs, _, _, back = call.run(tensors)
-        return back.output.join(outputs)
+        outputs, _, _, pullback = call.run(tensors)
+        return pullback.output.join(outputs)
 
     @staticmethod
     def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any], variables: int) -> NoReturn:

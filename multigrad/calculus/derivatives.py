@@ -42,7 +42,7 @@ def grad(
         f: a function of tensors, NumPy arrays, Python floats, Keras Variables and nested structures of
             them. It returns a real scalar tensor.
         argnums: the position of the argument to differentiate with respect to, or a sequence of positions.
-            The default is the first argument, or no argument if `variables` is given.
+            The default is the first argument, or no argument if `variables` is argument.
         has_aux: whether `f` returns a pair `(scalar, aux)`. Only the scalar is differentiated.
         variables: Keras Variables that `f` reads and that it is differentiated with respect to.
 
@@ -198,14 +198,14 @@ def jvp(
         NotImplementedError: on the NumPy and OpenVINO backends.
     """
     name = name_of(f)
-    for role, given in (("primal", primals), ("tangent", tangents)):
-        if not isinstance(given, (tuple, list)):
+    for role, argument in (("primal", primals), ("tangent", tangents)):
+        if not isinstance(argument, (tuple, list)):
             raise TypeError(
                 message(
                     name,
                     f"the {role}s must be a tuple or list",
                     required=f"a tuple or list with one {role} for each argument",
-                    got=describe(given),
+                    got=describe(argument),
                     fix="call jvp(f, (x,), (tangent,))",
                 )
             )

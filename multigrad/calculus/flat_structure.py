@@ -94,8 +94,8 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 fix=f"pass a tensor of shape {shape_text(tensor.shape)}",
             )
         )
-    given = backend.active.as_tensor(leaf)
-    if is_complex(given) and not is_complex(tensor):
+    converted = backend.active.as_tensor(leaf)
+    if is_complex(converted) and not is_complex(tensor):
         raise TypeError(
             message(
                 name,
@@ -106,8 +106,8 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 fix="pass the real part",
             )
         )
-    given = ops.cast(given, tensor.dtype)
-    required, got = backend.active.sizes(tensor.shape), backend.active.sizes(given.shape)
+    converted = ops.cast(converted, tensor.dtype)
+    required, got = backend.active.sizes(tensor.shape), backend.active.sizes(converted.shape)
     if required is not None and got is not None and not _is_compatible(required, got):
         raise ValueError(
             message(
@@ -115,14 +115,14 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 "the shapes differ",
                 argument=argument,
                 required=shape_text(required),
-                got=describe(given),
+                got=describe(converted),
                 fix="pass one number per element",
             )
         )
-    return given
+    return converted
 
 
 def _is_compatible(left: Sequence[int | None], right: Sequence[int | None]) -> bool:
     """Return whether two shapes may be equal. None is a size that is unknown while TensorFlow traces."""
-    known = [(a, b) for a, b in zip(left, right, strict=False) if a is not None and b is not None]
-    return len(left) == len(right) and all([a == b for a, b in known])
+    static = [(a, b) for a, b in zip(left, right, strict=False) if a is not None and b is not None]
+    return len(left) == len(right) and all([a == b for a, b in static])

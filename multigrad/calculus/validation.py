@@ -42,7 +42,7 @@ def require_real(name: str, tensors: Sequence[Any]) -> None:
                     "complex functions have no Jacobian matrix",
                     required="real arguments and outputs",
                     got=describe(tensor),
-                    fix="pass and return the real and the imaginary part as two tensors",
+                    fix="pass and return the real and imaginary parts as two tensors",
                 )
             )
 
@@ -78,7 +78,7 @@ def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -
 
 
 def require_not_constant(name: str, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
-    """Raise if a compiler would take the values of the variables for constants."""
+    """Raise if a compiler would treat the values of the variables as constants."""
     if in_scope():
         return
     constant = [
@@ -88,12 +88,12 @@ def require_not_constant(name: str, variables: Sequence[keras.Variable], values:
         raise TypeError(
             message(
                 name,
-                "variables are differentiated in a jax.jit, which takes their values for constants, so later "
+                "variables are differentiated in jax.jit, which treats their values as constants, so later "
                 "calls would not see new values",
                 argument="'variables'",
                 required="multigrad.jit, or a keras.StatelessScope, in which variables are inputs",
                 got=", ".join([f"variable {path!r}" for path in constant]),
-                fix="compile with multigrad.jit in place of jax.jit",
+                fix="compile with multigrad.jit instead of jax.jit",
             )
         )
 

@@ -51,7 +51,7 @@ def doctor() -> int:
 
 
 def _supported(name: str, backend: str) -> str:
-    """The end of a row: the supported versions, or what a backend without gradients is for."""
+    """Return the end of a row: the supported versions, or that a backend has no gradients."""
     if name in FORWARD_ONLY:
         return "; forward only, no gradients"
     return f"; supported: {oldest_supported(name, backend)} or newer, tested up to {SUPPORTED[name].newest}"

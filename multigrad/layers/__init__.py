@@ -1,5 +1,4 @@
-"""Layers of the ops that belong in a model: with a config, with weights where something is learned, for
-Functional and Sequential models, saving, masks and mixed precision.
+"""Keras layers for the ops of `multigrad.ops`, with config, weights, saving, masks and mixed precision.
 
 ```python
 import keras

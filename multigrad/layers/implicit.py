@@ -1,4 +1,4 @@
-"""The layer of a fixed point."""
+"""The layer for `fixed_point`."""
 
 import copy
 from collections.abc import Sequence
@@ -8,13 +8,14 @@ import keras
 from keras import ops
 
 from multigrad.core.errors import describe, message, shape_text
-from multigrad.ops.arguments import plain
-from multigrad.ops.implicit import check_options, fixed_point
+from multigrad.ops.arguments import to_python
+from multigrad.ops.implicit import fixed_point
+from multigrad.ops.implicit_solvers import check_options
 
 
 @keras.saving.register_keras_serializable("multigrad")
 class FixedPoint(keras.layers.Layer):
-    """The fixed point of another layer: a deep equilibrium layer, as deep as it takes.
+    """Compute the fixed point of another layer: a deep equilibrium layer.
 
     ```python
     import keras
@@ -26,27 +27,26 @@ class FixedPoint(keras.layers.Layer):
     print(layer(keras.ops.ones((2, 4))).shape)  # (2, 8)
     ```
 
-    It returns the `z` with `z = cell([z, inputs])`, for each input, found from zeros by calling the cell
-    again and again. The gradient is that of the solution, by `multigrad.ops.fixed_point`: the memory that it
-    takes does not grow with the number of calls.
+    It returns `z = cell([z, inputs])`, starting from zeros and calling the cell repeatedly. The gradient is
+    the gradient of the solution, by `multigrad.ops.fixed_point`. Its memory does not grow with the number of
+    calls.
 
     Arguments:
         cell: a layer or model that is called with a list of `z` and the inputs, and returns the next `z`. It
-            is to be a contraction, and to give the same for the same: without dropout, or statistics of the
-            batch.
-        shape: the shape of `z`, without the dimension of the batch: that of the inputs if not given.
-        tolerance: how far `z` may move in the last call, as in `multigrad.ops.fixed_point`.
-        max_iterations: how often the cell is called at most, and the same on the way back.
+            must be a contraction, and deterministic: without dropout or batch statistics.
+        shape: the shape of `z`, without the batch dimension. The default is the shape of the inputs.
+        tolerance: the largest change of `z` in the last call, as in `multigrad.ops.fixed_point`.
+        max_iterations: the largest number of calls of the cell, and of iterations in the backward pass.
 
     Input and output:
-        A floating tensor of shape `(batch, ...)`, to one of shape `(batch, *shape)`.
+        The input is a floating tensor of shape `(batch, ...)`, the output one of shape `(batch, *shape)`.
 
     Raises:
-        RuntimeError: when `z`, or the equation of the gradient, still moves after `max_iterations`. In
-            compiled code, such as that of `fit`, the result is NaN then.
-        TypeError: when `cell` is no layer.
-        ValueError: when the cell's output has another shape than its `z`, or `tolerance` or `max_iterations`
-            is not positive.
+        RuntimeError: if `z`, or the adjoint equation, has not converged after `max_iterations`. In compiled
+            code, for example in `fit`, the result is NaN instead.
+        TypeError: if `cell` is not a layer.
+        ValueError: if the output of the cell has another shape than `z`, or if `tolerance` or
+            `max_iterations` is not positive.
 
     References:
         Bai, Kolter and Koltun 2019, Deep Equilibrium Models, arXiv:1909.01377.
@@ -65,58 +65,58 @@ class FixedPoint(keras.layers.Layer):
             raise TypeError(
                 message(
                     "FixedPoint",
-                    "what is to be repeated is no layer, so that its weights would not be this layer's",
+                    "the cell is not a layer, so that its weights would not be tracked",
                     argument="'cell'",
                     required="a layer or model that is called with a list of `z` and the inputs",
                     got=describe(cell),
-                    fix="write it as a layer, or call multigrad.ops.fixed_point",
+                    fix="write the cell as a layer, or call multigrad.ops.fixed_point",
                 )
             )
         self.supports_masking = True
-        self.cell, self.tolerance, self.max_iterations = cell, plain(tolerance), plain(max_iterations)
+        self.cell, self.tolerance, self.max_iterations = cell, to_python(tolerance), to_python(max_iterations)
         check_options("FixedPoint", self.tolerance, self.max_iterations)
-        self._given = None if shape is None else plain(tuple(shape))
+        self._shape = None if shape is None else to_python(tuple(shape))
 
     def build(self, input_shape: Any) -> None:
-        # By a call, which builds a cell of any kind, and says what comes out of it.
+        # A symbolic call builds any kind of cell, and returns the shape of its output.
         z = keras.KerasTensor(self.compute_output_shape(input_shape), self.cell.compute_dtype)
-        following = self.cell([z, keras.KerasTensor(input_shape, self.compute_dtype)])
-        if tuple(following.shape[1:]) != tuple(z.shape[1:]):
+        output = self.cell([z, keras.KerasTensor(input_shape, self.compute_dtype)])
+        if tuple(output.shape[1:]) != tuple(z.shape[1:]):
             raise ValueError(
                 message(
                     "FixedPoint",
-                    "the cell's output has another shape than its first input, and cannot be the next one",
+                    "the output of the cell has another shape than `z`",
                     argument="'cell'",
                     required=f"an output of shape {shape_text(z.shape)}",
-                    got=f"one of shape {shape_text(following.shape)}",
-                    fix="pass the shape of the cell's output, without the batch, as `shape`",
+                    got=f"an output of shape {shape_text(output.shape)}",
+                    fix="pass the shape of the cell's output, without the batch dimension, as `shape`",
                 )
             )
 
     def call(self, inputs: Any) -> Any:
         dtype = self.cell.compute_dtype
-        if self._given is None:
-            start = ops.zeros_like(inputs, dtype=dtype)  # whose sizes may be known only now
+        if self._shape is None:
+            start = ops.zeros_like(inputs, dtype=dtype)  # not `ops.zeros`, because sizes may be dynamic
         else:
-            start = ops.zeros((ops.shape(inputs)[0], *self._given), dtype=dtype)
+            start = ops.zeros((ops.shape(inputs)[0], *self._shape), dtype=dtype)
         z = fixed_point(
             lambda z, x: self.cell([z, x]),
             start,
-            inputs * 1,  # which has no mask: `z` has none, and the cell would get it on some backends
+            inputs * 1,  # drops the mask, which the cell would get on some backends, although `z` has none
             tolerance=self.tolerance,
             max_iterations=self.max_iterations,
         )
         return ops.cast(z, self.compute_dtype)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        return tuple(input_shape) if self._given is None else (input_shape[0], *self._given)
+        return tuple(input_shape) if self._shape is None else (input_shape[0], *self._shape)
 
     def get_config(self) -> dict[str, Any]:
-        own = {"shape": self._given, "tolerance": self.tolerance, "max_iterations": self.max_iterations}
+        options = {"shape": self._shape, "tolerance": self.tolerance, "max_iterations": self.max_iterations}
         cell = keras.saving.serialize_keras_object(self.cell)
-        return {**super().get_config(), "cell": cell, **own}
+        return {**super().get_config(), "cell": cell, **options}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        cell = copy.deepcopy(config["cell"])  # Keras takes apart what it is given
+        cell = copy.deepcopy(config["cell"])  # because Keras modifies the config
         return cls(**{**config, "cell": keras.saving.deserialize_keras_object(cell)})

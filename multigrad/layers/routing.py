@@ -1,4 +1,4 @@
-"""Layers that pass their input on as it is, and something else than the upstream gradient back."""
+"""Layers that return their input unchanged, and change its gradient."""
 
 import numbers
 from typing import Any
@@ -7,15 +7,15 @@ import keras
 from keras import ops
 
 from multigrad.core.errors import describe, message
-from multigrad.ops.arguments import plain
-from multigrad.ops.routing import bound_of, clip_gradient, reverse_gradient, scale_gradient
+from multigrad.ops.arguments import to_python
+from multigrad.ops.routing import clip_bound, clip_gradient, reverse_gradient, scale_gradient
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 
 @keras.saving.register_keras_serializable("multigrad")
 class GradientScale(keras.layers.Layer):
-    """Passes its input on, and the gradient multiplied by a factor.
+    """Return the inputs, and multiply the gradient by a factor.
 
     ```python
     import keras
@@ -28,22 +28,21 @@ class GradientScale(keras.layers.Layer):
     ```
 
     Arguments:
-        scale: the factor. A number is what the weight `scale`, which is not trained, begins with: it can be
-            assigned to between two steps, also those of a compiled `fit`, and is saved with the model. A
-            `keras.optimizers.schedules.LearningRateSchedule` gives the factor by the number of steps, which
-            are the calls with `training=True`, and which the weight `steps` counts. Where the layer is called
-            twice in a step, as `keras.RematScope` does on PyTorch for the way back, it counts both. In
-            `keras.layers.TimeDistributed` it counts each of `T` time steps, so that a schedule runs `T` times
-            as fast: call it on the whole sequence.
+        scale: the factor: a number, or a `keras.optimizers.schedules.LearningRateSchedule`. A number is the
+            initial value of the non-trainable weight `scale`, which is saved with the model. Assign to it
+            between steps, also in a compiled `fit`. A schedule computes the factor from the weight `steps`,
+            which counts the calls with `training=True`. It counts every call: both calls of a step with
+            `keras.RematScope` on PyTorch, and one per time step in `keras.layers.TimeDistributed`. So call
+            the layer on the whole sequence.
 
     Input and output:
         A tensor of any shape, of a floating dtype.
 
     Raises:
-        TypeError: when `scale` is neither.
+        TypeError: if `scale` is neither a number nor a schedule.
 
     References:
-        Those of `multigrad.ops.scale_gradient`.
+        See `multigrad.ops.scale_gradient`.
     """
 
     _op = staticmethod(scale_gradient)
@@ -56,28 +55,28 @@ class GradientScale(keras.layers.Layer):
             raise TypeError(
                 message(
                     type(self).__name__,
-                    "the factor of the gradient is no number",
+                    "the factor of the gradient is not a number",
                     argument="'scale'",
                     required="a number, or a keras.optimizers.schedules.LearningRateSchedule",
                     got=describe(scale),
-                    fix="pass a number, and assign to the layer's weight `scale` what comes later",
+                    fix="pass the initial number, and assign later values to the weight `scale` of the layer",
                 )
             )
-        self._given: Any = scale if scheduled else float(scale)
-        # In float32 whatever the layer computes in: a slow schedule has steps that are lost in half of it.
+        self._initial: Any = scale if scheduled else float(scale)
+        # In float32 for every dtype policy, because half precision loses the small steps of a slow schedule.
         self.scale = self.steps = None
         if scheduled:
             self.steps = self.add_weight((), "zeros", "int32", trainable=False, autocast=False, name="steps")
         else:
-            constant = keras.initializers.Constant(self._given)
+            initializer = keras.initializers.Constant(self._initial)
             self.scale = self.add_weight(
-                (), constant, "float32", trainable=False, autocast=False, name="scale"
+                (), initializer, "float32", trainable=False, autocast=False, name="scale"
             )
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         if self.steps is None:
             return self._op(inputs, self.scale)
-        factor = ops.cast(self._given(self.steps.value), "float32")
+        factor = ops.cast(self._initial(self.steps.value), "float32")
         if training:
             self.steps.assign_add(1)
         return self._op(inputs, factor)
@@ -86,7 +85,7 @@ class GradientScale(keras.layers.Layer):
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
-        scale = self._given
+        scale = self._initial
         if isinstance(scale, _Schedule):
             scale = keras.saving.serialize_keras_object(scale)
         return {**super().get_config(), "scale": scale}
@@ -99,9 +98,9 @@ class GradientScale(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable("multigrad")
 class GradientReversal(GradientScale):
-    """Passes its input on, and the negative of the gradient, times a factor.
+    """Return the inputs, and multiply the gradient by a negative factor.
 
-    What precedes it is trained against what follows: features that a classifier of domains cannot tell apart.
+    It is for adversarial training, for example of features that a domain classifier cannot distinguish.
 
     ```python
     import keras
@@ -112,14 +111,14 @@ class GradientReversal(GradientScale):
     ```
 
     Arguments:
-        scale: the factor, lambda in the paper, as in `GradientScale`: a number that can be assigned to, or a
-            schedule.
+        scale: the factor without its sign, lambda in the paper: a number or a schedule, as in
+            `GradientScale`.
 
     Input and output:
         A tensor of any shape, of a floating dtype.
 
     Raises:
-        TypeError: when `scale` is neither a number nor a schedule.
+        TypeError: if `scale` is neither a number nor a schedule.
 
     References:
         Ganin and Lempitsky 2015, Unsupervised Domain Adaptation by Backpropagation, arXiv:1409.7495.
@@ -130,7 +129,7 @@ class GradientReversal(GradientScale):
 
 @keras.saving.register_keras_serializable("multigrad")
 class GradientClip(keras.layers.Layer):
-    """Passes its input on, and the gradient clipped.
+    """Return the inputs, and clip the gradient.
 
     ```python
     import keras
@@ -142,21 +141,20 @@ class GradientClip(keras.layers.Layer):
 
     Arguments:
         value: the largest absolute value of an element of the gradient.
-        norm: the largest Euclidean norm of the gradient, of which a larger one is scaled down to it.
-        axis: the axes along which the norm is taken: all of them, that of the batch included, if not given.
+        norm: the largest Euclidean norm of the gradient. A gradient with a larger norm is scaled down.
+        axis: the axes over which the norm is computed. The default is all axes, with the batch axis.
 
-    What is clipped is the gradient of what is differentiated: of a loss times the scale of a
-    `keras.optimizers.LossScaleOptimizer`, which is that of `compile` under the policy "mixed_float16", it is
-    the scaled gradient.
+    With a `keras.optimizers.LossScaleOptimizer`, which `compile` uses under the policy "mixed_float16", the
+    layer clips the gradient of the scaled loss.
 
     Input and output:
-        A tensor of any shape, of a real floating dtype. Something complex is a TypeError.
+        A tensor of any shape, of a real floating dtype. A complex tensor raises TypeError.
 
     Raises:
-        ValueError: unless one of `value` and `norm` is given, and is positive.
+        ValueError: unless exactly one of `value` and `norm` is given and positive.
 
     References:
-        Those of `multigrad.ops.clip_gradient`.
+        See `multigrad.ops.clip_gradient`.
     """
 
     def __init__(
@@ -164,8 +162,8 @@ class GradientClip(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.value, self.norm, self.axis = map(plain, (value, norm, axis))
-        bound_of(self.value, self.norm)  # raises where there is none
+        self.value, self.norm, self.axis = map(to_python, (value, norm, axis))
+        clip_bound(self.value, self.norm)  # raises if it is invalid
 
     def call(self, inputs: Any) -> Any:
         return clip_gradient(inputs, value=self.value, norm=self.norm, axis=self.axis)

@@ -1,17 +1,17 @@
-"""The layer of a spike."""
+"""The layer for `spike`."""
 
 from typing import Any
 
 import keras
 from keras import ops
 
-from multigrad.ops.arguments import plain
-from multigrad.ops.spiking import spike, surrogate_of
+from multigrad.ops.arguments import to_python
+from multigrad.ops.spiking import spike, surrogate_derivative
 
 
 @keras.saving.register_keras_serializable("multigrad")
 class Spike(keras.layers.Layer):
-    """1 where the input is above a threshold and 0 elsewhere, with the gradient of a smooth step.
+    """Return 1 where the input is above a threshold and 0 elsewhere, with the gradient of a smooth step.
 
     ```python
     from multigrad import layers, ops
@@ -20,19 +20,19 @@ class Spike(keras.layers.Layer):
     ```
 
     Arguments:
-        threshold: the number above which there is a spike.
-        surrogate: "fast_sigmoid" or "arctan", whose derivative stands in for that of the step.
-        slope: how steep the smooth step is, positive: 10 for a fast sigmoid and 2 for an arctangent if it is
-            not given.
+        threshold: the threshold, a number.
+        surrogate: the smooth step function, "fast_sigmoid" or "arctan".
+        slope: the steepness of the smooth step function, a positive number. The default is 10 for
+            "fast_sigmoid" and 2 for "arctan".
 
     Input and output:
         A tensor of any shape, of a real floating dtype.
 
     Raises:
-        ValueError: for another surrogate, or a slope that is not positive.
+        ValueError: if the surrogate is unknown, or the slope is not positive.
 
     References:
-        Those of `multigrad.ops.spike`.
+        See `multigrad.ops.spike`.
     """
 
     def __init__(
@@ -44,11 +44,12 @@ class Spike(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
-        self.threshold, self.surrogate, self.slope = plain(threshold), surrogate, plain(slope)
-        surrogate_of(self.surrogate, self.slope)  # raises where there is no such surrogate
+        self.threshold, self.surrogate, self.slope = to_python(threshold), surrogate, to_python(slope)
+        surrogate_derivative(self.surrogate, self.slope)  # raises if they are invalid
 
     def call(self, inputs: Any) -> Any:
-        # Keras (3.15) infers shapes with a sparse placeholder behind a product, which has no difference.
+        # Keras (3.15) infers shapes after a product with a sparse placeholder, which does not support
+        # subtraction.
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         return spike(inputs - self.threshold, self.surrogate, self.slope)
 
@@ -56,5 +57,5 @@ class Spike(keras.layers.Layer):
         return input_shape
 
     def get_config(self) -> dict[str, Any]:
-        own = {"threshold": self.threshold, "surrogate": self.surrogate, "slope": self.slope}
-        return {**super().get_config(), **own}
+        options = {"threshold": self.threshold, "surrogate": self.surrogate, "slope": self.slope}
+        return {**super().get_config(), **options}

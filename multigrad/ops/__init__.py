@@ -1,7 +1,7 @@
-"""`keras.ops`, and ops whose gradient is the point.
+"""`keras.ops`, and ops with custom gradients.
 
-Every public name of `keras.ops` is here, as the same object, looked up when it is asked for: a newer Keras
-needs no change. So changing one import line moves a file from `keras.ops` to `multigrad`:
+This module contains every public name of `keras.ops`, as the same object. Names are looked up on first use,
+so that new names of later Keras versions are included. Code that uses `keras.ops` only needs another import:
 
 ```python
 import keras
@@ -10,7 +10,7 @@ from multigrad import ops
 assert ops.exp is keras.ops.exp and ops.nn.relu is keras.ops.nn.relu
 ```
 
-What is added has a file of its own in this folder. `custom_gradient` is multigrad's in place of Keras's.
+Each added op is defined in a file of this folder. `custom_gradient` replaces the function of Keras.
 """
 
 import sys
@@ -46,7 +46,7 @@ from multigrad.ops.stable import log1pexp, logcosh, safe_divide, safe_log, safe_
 from multigrad.ops.vector_quantizing import vector_quantize
 
 if TYPE_CHECKING:
-    from keras.ops import *  # noqa: F403 - for completion and type checkers
+    from keras.ops import *  # noqa: F403  for completion and type checkers
 
 custom_gradient = op_custom_gradient
 
@@ -78,11 +78,11 @@ __all__ = [
 ]
 
 
-def _names_of_keras() -> list[str]:
+def _keras_names() -> list[str]:
     return [name for name in dir(_keras_ops) if not name.startswith("_")]
 
 
-__all__ += [name for name in _names_of_keras() if name not in __all__]
+__all__ += [name for name in _keras_names() if name not in __all__]
 
 
 def __getattr__(name: str) -> Any:
@@ -92,10 +92,10 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_names_of_keras()})
+    return sorted({*__all__, *_keras_names()})
 
 
-# Keras's own submodules, for `import multigrad.ops.nn` and `from multigrad.ops.nn import relu`.
+# The submodules of `keras.ops`, for `import multigrad.ops.nn` and `from multigrad.ops.nn import relu`.
 for _name, _value in vars(_keras_ops).items():
     if isinstance(_value, ModuleType):
         sys.modules[f"{__name__}.{_name}"] = _value

@@ -1,4 +1,4 @@
-"""What an op is given, as it computes with it: tensors of what can be one, and numbers of Python's own."""
+"""Convert and check the arguments of ops: tensors, numbers and axes."""
 
 import functools
 import inspect
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     Tensor = Any
 else:
     Tensor = NewType("Tensor", object)
-"""A tensor of the active backend, for readers of a signature: Keras (3.15) has no type for a checker."""
+"""A tensor of the active backend, in signatures. Keras (3.15) has no type that a checker understands."""
 
 Pair = tuple[Tensor, Callable[..., Any]]
-"""What the function of an op returns: the output, and the rule."""
+"""The result of an op's function: the output and the rule."""
 
 
 def as_tensor(value: Any) -> Any:
-    """A tensor, with its history, of what can be one; a symbolic tensor as it is.
+    """Convert to a tensor, differentiably. A symbolic tensor is returned unchanged.
 
-    `keras.ops.convert_to_tensor` (3.15) makes one without a history of a list of tensors, on PyTorch.
+    On PyTorch, `keras.ops.convert_to_tensor` (3.15) detaches the tensors of a list.
     """
     if isinstance(value, keras.KerasTensor):
         return value
@@ -40,18 +40,18 @@ def as_tensor(value: Any) -> Any:
 
 
 def tensor_of(op: str, argument: str, value: Any) -> Any:
-    """The argument as a tensor, and a Variable as it is; a TypeError for anything else, such as None.
+    """Return the argument as a tensor, or unchanged if it is a Variable. Raise TypeError for other objects.
 
-    Tensors in a list have gradients of their own inside of a custom gradient, and so are not one argument.
+    A list of tensors is refused, because an op computes a separate gradient for each tensor in it.
     """
     if isinstance(value, (list, tuple)) and any(hasattr(part, "dtype") for part in tree.flatten(value)):
-        fix = "write keras.ops.stack(...) around them, so that the gradient has their shapes"
+        fix = "pass keras.ops.stack(...) of them"
         raise unusable(TypeError, op, argument, required="one tensor, or numbers", got=value, fix=fix)
     return stacked(op, argument, value)
 
 
 def stacked(op: str, argument: str, value: Any) -> Any:
-    """The argument as a tensor, of what `tensor_of` takes and of tensors in a list: outside of an op."""
+    """Return the argument as a tensor, like `tensor_of`. Stack a list of tensors. For use outside ops."""
     if isinstance(value, keras.Variable):
         return value
     parts = tree.flatten(value) if isinstance(value, (list, tuple)) else [value]
@@ -61,7 +61,7 @@ def stacked(op: str, argument: str, value: Any) -> Any:
 
 
 def floating(op: str, argument: str, value: Any) -> Any:
-    """The argument as a tensor of a real floating dtype; a TypeError for any other."""
+    """Return the argument as a tensor. Raise TypeError unless its dtype is real and floating."""
     x = tensor_of(op, argument, value)
     if not keras.backend.is_float_dtype(dtype_of(x)):
         required, fix = "a real floating dtype", "cast it"
@@ -70,7 +70,7 @@ def floating(op: str, argument: str, value: Any) -> Any:
 
 
 def check_axes(op: str, x: Any, axis: Any) -> None:
-    """See that `axis` is None, or one or several axes of `x`."""
+    """Raise ValueError unless `axis` is None, or one or several axes of `x`."""
     sizes = backend.active.sizes(getattr(x, "shape", ()))
     axes = axis if isinstance(axis, (tuple, list)) else () if axis is None else (axis,)
     if sizes is None or all(is_integer(a) and -len(sizes) <= a < len(sizes) for a in axes):
@@ -80,46 +80,47 @@ def check_axes(op: str, x: Any, axis: Any) -> None:
     raise unusable(ValueError, op, "axis", required=required, got=axis, fix=fix)
 
 
-def may_be_alike(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
-    """Whether two shapes are the same, as far as TensorFlow knows them, which has None for other sizes."""
+def shapes_may_match(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
+    """Return whether two shapes may be equal. TensorFlow has None for unknown sizes."""
     if len(shape) != len(other):
         return False
     return all(None in pair or pair[0] == pair[1] for pair in zip(shape, other, strict=True))
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number of Python's."""
+    """Return whether a value is a Python float or integer."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer of Python's."""
+    """Return whether a value is a Python integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def plain(value: Any) -> Any:
-    """A number of NumPy's, or each in a tuple or list, as one of Python's; anything else as it is."""
+def to_python(value: Any) -> Any:
+    """Convert NumPy scalars to Python numbers, also in tuples and lists. Return other values unchanged."""
     if isinstance(value, (tuple, list)):
-        return (tuple if isinstance(value, tuple) else list)(map(plain, value))
+        return (tuple if isinstance(value, tuple) else list)(map(to_python, value))
     number = isinstance(value, (np.number, np.bool_)) or (isinstance(value, np.ndarray) and not value.shape)
     return value.item() if number else value
 
 
-def with_plain(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Give a function the numbers of NumPy's in these arguments as Python's own.
+def with_python_numbers(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Convert NumPy scalars to Python numbers in these arguments of a function.
 
-    In an op with a custom gradient a number of NumPy's is a tensor, which has a gradient; these are options.
+    An op treats a NumPy scalar as a tensor with a gradient, but these arguments are options.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
-        positional = itertools.takewhile(lambda p: p.kind is not p.VAR_POSITIONAL, parameters)
-        chosen = [p.name in names for p in positional]
+        before_args = itertools.takewhile(lambda p: p.kind is not p.VAR_POSITIONAL, parameters)
+        converted = [p.name in names for p in before_args]
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            own: Any = [plain(v) if i < len(chosen) and chosen[i] else v for i, v in enumerate(args)]
-            named: Any = {name: plain(v) if name in names else v for name, v in kwargs.items()}
-            return function(*own, **named)
+            pairs = itertools.zip_longest(args, converted[: len(args)], fillvalue=False)
+            positional: Any = [to_python(value) if convert else value for value, convert in pairs]
+            named: Any = {name: to_python(v) if name in names else v for name, v in kwargs.items()}
+            return function(*positional, **named)
 
         return functools.update_wrapper(backend.active.library_code(call), function)
 

@@ -1,8 +1,8 @@
-"""Loops over the chunks of something too large to be computed at once, in either of two ways.
+"""Loops over the chunks of a computation that is too large for memory.
 
-What a loop makes chunk by chunk is called a whole here: `Written`, in Python, keeps the chunks themselves,
-and joins them when they are all there; `InPlace`, in a compiled program, has one tensor from the beginning,
-of which it overwrites a part.
+A loop writes its results into buffers, chunk by chunk. `Unrolled` loops in Python. Its buffers are dicts of
+chunks, which are concatenated at the end. `InPlace` loops in a compiled program. Its buffers are tensors, of
+which each step overwrites a part.
 """
 
 from collections.abc import Callable
@@ -10,96 +10,99 @@ from typing import Any, Protocol
 
 from keras import ops
 
-from multigrad.ops.dtypes import dtype_of, exact
+from multigrad.ops.dtypes import dtype_of, wide_dtype
 
 State = Any
 Body = Callable[[Any, Any, State], State]
-"""`state = body(start, size, state)` for the chunk of this size, which starts there."""
+"""`state = body(start, size, state)` for the chunk of this size that begins at `start`."""
 
 
 class Loops(Protocol):
-    """What either way has. A chunk lies along the axis, `0` or `-1`."""
+    """The interface of both kinds of loops. A chunk lies along the axis `0` or `-1`."""
 
     def loop(self, length: Any, size: int, body: Body, state: State) -> State:
-        """The last state, after chunks of the size, and one of what is left of the length.
+        """Return the last state, after chunks of this size, and a smaller one for the rest of the length.
 
-        In place, the length may be a tensor that has its value when the program is compiled, as have the
-        sizes of the chunks then.
+        In place, the length may be a symbolic scalar tensor. The sizes of the chunks are then tensors, too.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """A whole of which no chunk is there yet. They are zero where that can be seen."""
+        """Return a new buffer. Chunks that are not written are zero where a tensor shows them."""
 
-    def chunk(self, whole: Any, axis: int, start: Any, size: int) -> Any:
-        """A chunk of a whole, which was put there."""
+    def read(self, buffer: Any, axis: int, start: Any, size: int) -> Any:
+        """Return a chunk that was written to the buffer."""
 
-    def put(self, whole: Any, axis: int, start: Any, part: Any) -> Any:
-        """The whole with `part` for the chunk."""
+    def write(self, buffer: Any, axis: int, start: Any, part: Any) -> Any:
+        """Return the buffer with `part` as the chunk."""
 
-    def add(self, whole: Any, axis: int, start: Any, part: Any) -> Any:
-        """The whole with `part` added to the chunk, or for it where there was none; in single precision."""
+    def add(self, buffer: Any, axis: int, start: Any, part: Any) -> Any:
+        """Return the buffer with `part` added to the chunk, in float32 for half precision."""
 
-    def joined(self, whole: Any, axis: int) -> Any:
-        """The tensor."""
+    def joined(self, buffer: Any, axis: int) -> Any:
+        """Return the tensor of a buffer."""
 
 
-class Written:
+class Unrolled:
+    """Loops in Python, whose buffers map the starts of chunks to chunks."""
+
     def loop(self, length: Any, size: int, body: Body, state: State) -> State:
         for start in range(0, length, size):
             state = body(start, min(size, length - start), state)
         return state
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> dict[int, Any]:
-        return {}  # chunks, by where they start
+        return {}
 
-    def chunk(self, whole: dict[int, Any], axis: int, start: int, size: int) -> Any:
-        return whole[start]
+    def read(self, buffer: dict[int, Any], axis: int, start: int, size: int) -> Any:
+        return buffer[start]
 
-    def put(self, whole: dict[int, Any], axis: int, start: int, part: Any) -> dict[int, Any]:
-        whole[start] = part  # in the place of what was there, of which nobody holds another one then
-        return whole
+    def write(self, buffer: dict[int, Any], axis: int, start: int, part: Any) -> dict[int, Any]:
+        buffer[start] = part  # mutated, which releases the former chunk: nothing else refers to the buffer
+        return buffer
 
-    def add(self, whole: dict[int, Any], axis: int, start: int, part: Any) -> dict[int, Any]:
-        part = ops.cast(part, exact(dtype_of(part)))
-        return self.put(whole, axis, start, whole[start] + part if start in whole else part)
+    def add(self, buffer: dict[int, Any], axis: int, start: int, part: Any) -> dict[int, Any]:
+        part = ops.cast(part, wide_dtype(dtype_of(part)))
+        return self.write(buffer, axis, start, buffer[start] + part if start in buffer else part)
 
-    def joined(self, whole: dict[int, Any], axis: int) -> Any:
-        return ops.concatenate(list(whole.values()), axis=axis)
+    def joined(self, buffer: dict[int, Any], axis: int) -> Any:
+        return ops.concatenate(list(buffer.values()), axis=axis)
 
 
 class InPlace:
+    """Loops in a compiled program, whose buffers are tensors."""
+
     def loop(self, length: Any, size: int, body: Body, state: State) -> State:
-        known = isinstance(length, int)
-        smaller, larger = (min, max) if known else (ops.minimum, ops.maximum)
-        size = smaller(size, length)  # in a program no chunk may be too large, not even one that never comes
+        static = isinstance(length, int)
+        smaller, larger = (min, max) if static else (ops.minimum, ops.maximum)
+        size = smaller(size, length)  # a program must not contain a larger chunk, even if it never runs
         count = length // larger(size, 1)
         rest = length - count * size
         state = ops.fori_loop(0, count, lambda i, state: body(i * size, size, state), state)
-        if known:
+        if static:
             return body(length - rest, rest, state) if rest else state
-        # Where nothing is left, it does not run: a vectorized map cannot take what has no rows.
+        # A loop of at most one step, because a vectorized map does not accept an empty chunk.
         return ops.fori_loop(0, smaller(rest, 1), lambda i, state: body(length - rest, rest, state), state)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return ops.zeros(shape, dtype)
 
-    def chunk(self, whole: Any, axis: int, start: Any, size: int) -> Any:
-        shape = list(ops.shape(whole))
+    def read(self, buffer: Any, axis: int, start: Any, size: int) -> Any:
+        shape = list(ops.shape(buffer))
         shape[axis] = size
-        return ops.slice(whole, _corner(whole, axis, start), shape)
+        return ops.slice(buffer, _start_indices(buffer, axis, start), shape)
 
-    def put(self, whole: Any, axis: int, start: Any, part: Any) -> Any:
-        return ops.slice_update(whole, _corner(whole, axis, start), ops.cast(part, whole.dtype))
+    def write(self, buffer: Any, axis: int, start: Any, part: Any) -> Any:
+        return ops.slice_update(buffer, _start_indices(buffer, axis, start), ops.cast(part, buffer.dtype))
 
-    def add(self, whole: Any, axis: int, start: Any, part: Any) -> Any:
-        before = self.chunk(whole, axis, start, part.shape[axis])
-        return self.put(whole, axis, start, before + ops.cast(part, whole.dtype))
+    def add(self, buffer: Any, axis: int, start: Any, part: Any) -> Any:
+        previous = self.read(buffer, axis, start, part.shape[axis])
+        return self.write(buffer, axis, start, previous + ops.cast(part, buffer.dtype))
 
-    def joined(self, whole: Any, axis: int) -> Any:
-        return whole
+    def joined(self, buffer: Any, axis: int) -> Any:
+        return buffer
 
 
-def _corner(whole: Any, axis: int, start: Any) -> tuple[Any, ...]:
-    corner: list[Any] = [0] * len(whole.shape)
-    corner[axis] = start
-    return tuple(corner)
+def _start_indices(buffer: Any, axis: int, start: Any) -> tuple[Any, ...]:
+    indices: list[Any] = [0] * len(buffer.shape)
+    indices[axis] = start
+    return tuple(indices)

@@ -37,21 +37,20 @@ def host_call(
 
     The call works in eager code, in `jax.jit`, `tf.function`, `torch.compile` and `multigrad.jit`, in `fit`,
     and on a KerasTensor, where it is a node of the Functional model. The model can be saved if `function` is
-    registered with `keras.saving.register_keras_serializable`. `torch.compile` runs it between two programs.
+    registered with `keras.saving.register_keras_serializable`. `torch.compile` breaks the graph there.
 
     It has no derivative. Write a rule around it, as above. A second derivative needs a rule that calls an op
     with a rule of its own.
 
     Arguments:
-        function: a function of the arguments with NumPy arrays in the place of tensors. The arrays are
-            read-only. It returns arrays of exactly the shapes and dtypes of `output`, in its structure, or
-            Python numbers for scalars. It should depend on nothing but its arguments: a compiler may call it
-            less or more often than the program says.
+        function: a function of the arguments, with read-only NumPy arrays instead of tensors. It returns
+            arrays with the structure, shapes and dtypes of `output`, or Python numbers for scalars. It should
+            depend only on its arguments: compiled code may call it less or more often than written.
         args: tensors, arrays, Variables, other objects, and nested structures of them.
-        output: what the function returns: a tensor, a `keras.KerasTensor(shape, dtype)` or another object
-            with a shape and dtype, or a nested structure of them. One of the arguments stands for its own
-            shape and dtype. It can be a function as well, which is called with a KerasTensor in the place of
-            each tensor, and returns such a structure.
+        output: the shapes and dtypes of the result: a tensor, a `keras.KerasTensor(shape, dtype)` or another
+            object with a shape and dtype, or a nested structure of them. An argument stands for its own shape
+            and dtype. `output` can also be a function of the arguments, with a KerasTensor instead of each
+            tensor, that returns such a structure.
         vectorized: whether the function accepts further leading axes on each array and returns them. Under
             `jax.vmap` and `torch.func.vmap` it is then called once for the batch, with every array batched.
             Otherwise, and under `tf.vectorized_map`, it is called for each example.
@@ -61,23 +60,24 @@ def host_call(
         The output of the function, with tensors for arrays.
 
     Raises:
-        TypeError: if a gradient of the call is asked for; if `function` returns another structure or dtype.
+        TypeError: if a gradient of the call is needed, or if `function` returns another structure or dtype.
         ValueError: if `function` returns another shape, or a dimension of `output` is unknown.
-        Exception: what `function` raises, in eager code. In a compiled function it is an error of the
-            framework, whose text names the function and the exception. TensorFlow's XLA cannot call Python,
+        Exception: the exception of `function`, in eager code. In a compiled function, the framework raises
+        its
+            own error, whose text names the function and the exception. TensorFlow's XLA cannot call Python,
             and raises an error that names the node `host_call_cannot_run_with_jit_compile`.
     """
     require_function("host_call", "function", function)
     name = f"host_call of {name_of(function)!r}"
     if not callable(output) or hasattr(output, "shape"):
-        given = leaves_of((args, kwargs))
-        output = rebuild(output, lambda leaf: _spec_of_leaf(name, leaf, given))
+        leaves = leaves_of((args, kwargs))
+        output = rebuild(output, lambda leaf: _spec_of_leaf(name, leaf, leaves))
     return _host_call(function, output, bool(vectorized), args, kwargs)
 
 
 @keras.saving.register_keras_serializable("multigrad")
 class Spec:
-    """A shape and a dtype, or the place of an argument that has them."""
+    """A shape and a dtype, or the index of an argument that has them."""
 
     def __init__(self, shape: Sequence[int | None] = (), dtype: str = "", place: int | None = None) -> None:
         self.shape, self.dtype, self.place = list(shape), dtype, place
@@ -92,8 +92,8 @@ class Spec:
         return cls(**config)
 
 
-def _spec_of_leaf(name: str, leaf: Any, given: Sequence[Any]) -> Spec:
-    for place, argument in enumerate(given):
+def _spec_of_leaf(name: str, leaf: Any, leaves: Sequence[Any]) -> Spec:
+    for place, argument in enumerate(leaves):
         if leaf is argument and hasattr(leaf, "shape"):
             return Spec(place=place)
     return _spec(name, leaf)
@@ -122,8 +122,8 @@ def _spec(name: str, leaf: Any) -> Spec:
 def _host_call(function: Any, output: Any, vectorized: bool, args: Any, kwargs: Any) -> Any:
     name = f"host_call of {name_of(function)!r}"
     tensors, layout = split((args, kwargs))
-    of_output, specs = _resolve(name, output, args, kwargs)
-    host = HostFunction(name, function, layout, of_output, specs, [len(t.shape) for t in tensors])
+    output_layout, specs = _resolve(name, output, args, kwargs)
+    host = HostFunction(name, function, layout, output_layout, specs, [len(t.shape) for t in tensors])
     results = backend.active.host_call(
         host, tensors, [(spec.shape, spec.dtype) for spec in specs], vectorized
     )
@@ -133,14 +133,14 @@ def _host_call(function: Any, output: Any, vectorized: bool, args: Any, kwargs: 
             message(
                 name,
                 "the call has no derivative",
-                required="a rule around it, where a gradient is asked for",
+                required="a rule around the call, if a gradient is needed",
                 got="a gradient with respect to its arguments",
                 fix="call it in a function that op_custom_gradient decorates and that returns a rule, or on "
                 "keras.ops.stop_gradient(x)",
             )
         )
 
-    return of_output.join(results), rule
+    return output_layout.join(results), rule
 
 
 def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, list[Spec]]:
@@ -148,17 +148,17 @@ def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, li
     tensors = backend.active.TENSORS
     if callable(output) and not isinstance(output, Spec):
         described = rebuild((args, kwargs), lambda leaf: _described(leaf) if tensors[type(leaf)] else leaf)
-        wanted = output(*described[0], **described[1])
+        expected = output(*described[0], **described[1])
     else:
-        given = leaves_of((args, kwargs))
-        wanted = rebuild(output, lambda leaf: leaf if leaf.place is None else given[leaf.place])
+        leaves = leaves_of((args, kwargs))
+        expected = rebuild(output, lambda leaf: leaf if leaf.place is None else leaves[leaf.place])
     specs: list[Spec] = []
 
     def take(leaf: Any) -> Slot:
         specs.append(_spec(name, leaf))
         return Slot(len(specs) - 1)
 
-    of_output = Layout(rebuild(wanted, take))
+    output_layout = Layout(rebuild(expected, take))
     for spec in specs:
         if None in spec.shape and not _has_unknown_sizes((args, kwargs)):
             raise ValueError(
@@ -172,7 +172,7 @@ def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, li
                     "output=lambda x: keras.KerasTensor((x.shape[0], 3), x.dtype)",
                 )
             )
-    return of_output, specs
+    return output_layout, specs
 
 
 def _described(tensor: Any) -> keras.KerasTensor:
@@ -190,7 +190,7 @@ class HostFunction:
     """A function of flat NumPy arrays that checks its outputs.
 
     Arguments:
-        name: how messages call it.
+        name: the name in messages.
         function: the user's function.
         arguments: the layout of its arguments, `(args, kwargs)`.
         output: the layout of its output.
@@ -211,7 +211,7 @@ class HostFunction:
         self._output, self._specs, self._ranks = output, specs, ranks
 
     def __call__(self, arrays: Sequence[Any]) -> list[np.ndarray]:
-        """Call the function. What it raises passes."""
+        """Call the function, and let its exceptions pass."""
         try:
             result = self._call(arrays)
         except Exception as error:
@@ -274,7 +274,7 @@ class HostFunction:
                 )
             )
         fits = len(leaf.shape) == len(shape) and all(
-            wanted in (None, got) for got, wanted in zip(leaf.shape, shape, strict=True)
+            expected in (None, got) for got, expected in zip(leaf.shape, shape, strict=True)
         )
         if not fits:
             raise ValueError(
@@ -288,7 +288,7 @@ class HostFunction:
                     + (", or omit vectorized=True" if batch else ""),
                 )
             )
-        return np.array(leaf, order="C")  # a copy, because the function may keep and change its own
+        return np.array(leaf, order="C")  # a copy, because the function may keep and change the array
 
 
 def _numpy_dtype(name: str) -> np.dtype:

@@ -1,4 +1,4 @@
-"""Ops with few values, whose own gradient is zero: another one is passed through them."""
+"""Quantizing ops. Their derivative is zero almost everywhere, so they define another gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,21 @@ from keras import ops
 from multigrad.core.errors import describe, message, shape_text, unusable
 from multigrad.core.op import op_custom_gradient
 from multigrad.core.signature import name_of
-from multigrad.ops.arguments import Pair, Tensor, floating, is_number, may_be_alike, tensor_of, with_plain
-from multigrad.ops.dtypes import cast, dtype_of, exact, has_gradient
-from multigrad.ops.routing import fitting
+from multigrad.ops.arguments import (
+    Pair,
+    Tensor,
+    floating,
+    is_number,
+    shapes_may_match,
+    tensor_of,
+    with_python_numbers,
+)
+from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
+from multigrad.ops.routing import broadcastable
 
 
 def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Callable[[Any], Any]:
-    """The function with the gradient of the identity: a straight-through estimator.
+    """Return the function with the gradient of the identity: a straight-through estimator.
 
     ```python
     from keras import ops
@@ -27,16 +35,16 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
     ```
 
     Arguments:
-        fn: a function of one tensor to one of the same shape, of a floating dtype.
-        name: one of the form `package>name`, for a model with the op to be saved.
+        fn: a function of one tensor that returns a floating tensor of the same shape.
+        name: a name of the form `package>name`, so that a model with the op can be saved.
 
     Returns:
         A function with the values of `fn`. For an upstream gradient `u`, its gradient is `u`.
 
     Raises:
-        TypeError: on a call, where the input is no tensor, or the output is not floating: nothing could come
-            back to it.
-        ValueError: on a call, where the output has another shape than the input.
+        TypeError: in a call, if the input is not a tensor, or the output is not floating, so that it cannot
+            have a gradient.
+        ValueError: in a call, if the output has another shape than the input.
 
     References:
         Bengio, Léonard and Courville 2013, Estimating or Propagating Gradients Through Stochastic Neurons for
@@ -52,18 +60,18 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
             raise TypeError(
                 message(
                     title,
-                    "the function's output is not floating, and so no gradient can come back to it",
-                    required="an output of a floating dtype, such as the input's",
+                    "the output of the function is not floating, so that it cannot have a gradient",
+                    required="an output of a floating dtype, for example the dtype of the input",
                     got=describe(y),
-                    fix="cast the output inside of the function: keras.ops.cast(..., x.dtype)",
+                    fix="cast the output in the function: keras.ops.cast(..., x.dtype)",
                 )
             )
-        if not may_be_alike(x.shape, y.shape):
+        if not shapes_may_match(x.shape, y.shape):
             raise ValueError(
                 message(
                     title,
-                    "the function changes the shape, and so the upstream gradient is none of its input",
-                    required=f"an output of shape {shape_text(x.shape)}, the input's",
+                    "the function changes the shape, so that the upstream gradient does not fit its input",
+                    required=f"an output of shape {shape_text(x.shape)}, the shape of the input",
                     got=describe(y),
                     fix="change the shape outside of straight_through",
                 )
@@ -75,7 +83,7 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
 
 @op_custom_gradient(name="multigrad>round_straight_through")
 def round_straight_through(x: Tensor) -> Pair:
-    """`x` rounded to integers, half to even, with the gradient of the identity.
+    """Round `x` to integers, half to even, with the gradient of the identity.
 
     ```python
     from multigrad import grad, ops
@@ -90,7 +98,7 @@ def round_straight_through(x: Tensor) -> Pair:
         A tensor of the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u`.
 
     Raises:
-        TypeError: when `x` is not floating.
+        TypeError: if `x` is not floating.
 
     References:
         Bengio, Léonard and Courville 2013, arXiv:1308.3432.
@@ -98,10 +106,10 @@ def round_straight_through(x: Tensor) -> Pair:
     return ops.round(floating("round_straight_through", "x", x)), lambda upstream: upstream
 
 
-@with_plain("limit")
+@with_python_numbers("limit")
 @op_custom_gradient(name="multigrad>sign_straight_through")
 def sign_straight_through(x: Tensor, limit: float | None = 1.0) -> Pair:
-    """The sign of `x`, with the gradient of the identity up to a limit.
+    """Return the sign of `x`, with the gradient of the identity up to a limit.
 
     ```python
     from keras import ops as kops
@@ -112,15 +120,15 @@ def sign_straight_through(x: Tensor, limit: float | None = 1.0) -> Pair:
 
     Arguments:
         x: a tensor of any shape, of a real floating dtype.
-        limit: the largest absolute value of `x` at which there is a gradient; None for no limit.
+        limit: the largest absolute value of `x` with a gradient. None means no limit.
 
     Returns:
-        -1, 0 or 1 in the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u` where
-        `abs(x) <= limit`, and 0 elsewhere: that of a hard tanh.
+        -1, 0 or 1, with the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u` where
+        `abs(x) <= limit`, and 0 elsewhere, as for a hard tanh.
 
     Raises:
-        TypeError: when `x` is not floating, or the limit is no number.
-        ValueError: when the limit is negative.
+        TypeError: if `x` is not floating, or the limit is not a number.
+        ValueError: if the limit is negative.
 
     References:
         Hubara et al. 2016, Binarized Neural Networks, arXiv:1602.02830.
@@ -130,7 +138,7 @@ def sign_straight_through(x: Tensor, limit: float | None = 1.0) -> Pair:
         return ops.sign(x), lambda upstream: upstream
     if not is_number(limit) or not limit >= 0.0:
         kind = ValueError if is_number(limit) else TypeError
-        required, fix = "a number of Python's or NumPy's, 0 or more, or None", "write limit=1.0, for example"
+        required, fix = "a Python or NumPy number, 0 or more, or None", "write limit=1.0, for example"
         raise unusable(kind, "sign_straight_through", "limit", required=required, got=limit, fix=fix)
     within = ops.abs(x) <= limit
     return ops.sign(x), lambda upstream: ops.where(within, upstream, ops.zeros_like(upstream))
@@ -138,7 +146,7 @@ def sign_straight_through(x: Tensor, limit: float | None = 1.0) -> Pair:
 
 @op_custom_gradient(name="multigrad>clip_straight_through")
 def clip_straight_through(x: Tensor, low: float | Tensor, high: float | Tensor) -> Pair:
-    """`x` clipped to a range, with the gradient of the identity, so that what left the range may come back.
+    """Clip `x` to a range, with the gradient of the identity, so that elements outside can return to it.
 
     ```python
     from multigrad import grad, ops
@@ -148,35 +156,33 @@ def clip_straight_through(x: Tensor, low: float | Tensor, high: float | Tensor) 
 
     Arguments:
         x: a tensor of any shape, of a real floating dtype.
-        low, high: the ends of the range, numbers or tensors that broadcast to the shape of `x`. They have no
-            gradient.
+        low, high: the bounds, numbers or tensors that broadcast to the shape of `x`. They have no gradient.
 
     Returns:
         A tensor of the shape and dtype of `x`. For an upstream gradient `u`, the gradient is `u`.
 
     Raises:
-        TypeError: when `x` is not floating.
-        ValueError: when the shape of an end does not broadcast to that of `x`, or numbers are in the wrong
-            order.
+        TypeError: if `x` is not floating.
+        ValueError: if the shape of a bound does not broadcast to the shape of `x`, or if `low > high`.
 
     References:
         Bengio, Léonard and Courville 2013, arXiv:1308.3432.
     """
     x = floating("clip_straight_through", "x", x)
     if is_number(low) and is_number(high) and not low <= high:
-        required, fix = f"a number that is not less than low, {low!r}", "pass the smaller one first"
+        required, fix = f"a number that is not less than low={low!r}", "pass the smaller one first"
         raise unusable(ValueError, "clip_straight_through", "high", required=required, got=high, fix=fix)
-    ends = {"low": low, "high": high}
-    low, high = [fitting("clip_straight_through", name, end, x) for name, end in ends.items()]
-    # In the dtype of `x`: a wider end is an error on TensorFlow, and makes a wider output on JAX.
-    low, high = [cast(end, dtype_of(x)) for end in (low, high)]
+    bounds = {"low": low, "high": high}
+    low, high = [broadcastable("clip_straight_through", name, bound, x) for name, bound in bounds.items()]
+    # Cast to the dtype of `x`: TensorFlow raises for a wider bound, and JAX returns a wider output.
+    low, high = [cast(bound, dtype_of(x)) for bound in (low, high)]
     return ops.clip(x, low, high), lambda upstream: (upstream, None, None)
 
 
-@with_plain("bits", "signed")
+@with_python_numbers("bits", "signed")
 @op_custom_gradient(name="multigrad>fake_quantize")
 def fake_quantize(x: Tensor, step: float | Tensor, bits: int = 8, signed: bool = True) -> Pair:
-    """`x` in steps of a learned size, as learned step size quantization has it.
+    """Quantize `x` with a learned step size (LSQ).
 
     ```python
     from multigrad import ops
@@ -187,58 +193,60 @@ def fake_quantize(x: Tensor, step: float | Tensor, bits: int = 8, signed: bool =
 
     Arguments:
         x: a tensor of any shape, of a real floating dtype.
-        step: the positive size of a step: a number, or a tensor or Variable that broadcasts to the shape of
-            `x`, such as one with a step for each channel.
-        bits: how many bits a value has, 2 or more; 1 or more where it is not signed.
-        signed: whether values are `-2**(bits - 1)` to `2**(bits - 1) - 1` steps, or 0 to `2**bits - 1`.
+        step: the step size, which must be positive: a number, or a tensor or Variable that broadcasts to the
+            shape of `x`, for example with one step size per channel.
+        bits: the number of bits per value, at least 2 if signed and at least 1 if not.
+        signed: whether the range is `-2**(bits - 1)` to `2**(bits - 1) - 1` steps, or 0 to `2**bits - 1`.
 
     Returns:
-        `step * round(clip(x / step, low, high))`, in the shape and dtype of `x`. With `v = x / step` and an
-        upstream gradient `u`, the gradient by `x` is `u` where `low < v < high`, and 0 elsewhere. That by
-        `step` is the sum of `u * (round(v) - v)` there, of `u * low` below and of `u * high` above, divided
-        by `sqrt(n * high)` for the `n` elements of `x` that share a step.
+        `step * round(clip(x / step, low, high))`, with the shape and dtype of `x`. For `v = x / step` and an
+        upstream gradient `u`, the gradient with respect to `x` is `u` where `low < v < high`, and 0
+        elsewhere. The gradient with respect to `step` sums `u * (round(v) - v)` where `low < v < high`, `u *
+        low` below and `u * high` above, and divides by `sqrt(n * high)` for the `n` elements of `x` that
+        share a step.
 
     Raises:
-        TypeError: when `x` is not floating.
-        ValueError: for too few bits, a step that is a number and not positive, or steps whose shape does not
-            broadcast to that of `x`.
+        TypeError: if `x` is not floating.
+        ValueError: if there are too few bits, if `step` is a number that is not positive, or if its shape
+        does
+            not broadcast to the shape of `x`.
 
     References:
         Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153, equations 1 to 5 and section 2.2.
     """
-    low, high = map(float, levels(bits, signed))  # of which some are no integers of 32 bits
+    low, high = map(float, level_range(bits, signed))  # floats, because some exceed 32-bit integers
     if is_number(step) and not step > 0.0:
-        required, fix = "a positive number, or a tensor of such", "pass step=0.1, for example"
+        required, fix = "a positive number, or a tensor of positive numbers", "pass step=0.1, for example"
         raise unusable(ValueError, "fake_quantize", "step", required=required, got=step, fix=fix)
     x = floating("fake_quantize", "x", x)
     dtype = dtype_of(x)
-    # Half precision has no number for a small step, or for `n * high` of some hundred elements.
-    wide = exact(dtype)
-    learned, step = has_gradient(step), cast(fitting("fake_quantize", "step", step, x), wide)
+    # Half precision cannot represent a small step, or `n * high` for some hundred elements.
+    wide = wide_dtype(dtype)
+    differentiable, step = has_gradient(step), cast(broadcastable("fake_quantize", "step", step, x), wide)
     v = ops.cast(x, wide) / step
-    whole = ops.round(ops.clip(v, low, high))
+    rounded = ops.round(ops.clip(v, low, high))
     inside = ops.logical_and(v > low, v < high)
 
-    def by_step(upstream: Any) -> Any:
-        shared = ops.cast(ops.size(x) / ops.maximum(ops.size(step), 1), wide)
-        return ops.cast(upstream, wide) * ops.where(inside, whole - v, whole) / ops.sqrt(shared * high)
+    def step_gradient(upstream: Any) -> Any:
+        count = ops.cast(ops.size(x) / ops.maximum(ops.size(step), 1), wide)
+        return ops.cast(upstream, wide) * ops.where(inside, rounded - v, rounded) / ops.sqrt(count * high)
 
     def rule(upstream: Any) -> Any:
-        by_x = ops.where(inside, upstream, ops.zeros_like(upstream))
-        return by_x, by_step(upstream) if learned else None, None, None
+        x_gradient = ops.where(inside, upstream, ops.zeros_like(upstream))
+        return x_gradient, step_gradient(upstream) if differentiable else None, None, None
 
-    return ops.cast(step * whole, dtype), rule
+    return ops.cast(step * rounded, dtype), rule
 
 
-def levels(bits: int, signed: bool) -> tuple[int, int]:
-    """The lowest and the highest number of steps that a value of so many bits can have."""
+def level_range(bits: int, signed: bool) -> tuple[int, int]:
+    """Return the smallest and the largest number of steps for this number of bits."""
     if not is_number(bits) or bits % 1 or bits < (2 if signed else 1):
         raise ValueError(
             message(
                 "fake_quantize",
-                "there is no such number of bits",
+                "the number of bits is invalid",
                 argument="'bits'",
-                required="an integer, 2 or more; 1 or more with signed=False",
+                required="an integer of at least 2, or at least 1 with signed=False",
                 got=f"{bits!r}, signed={signed!r}",
                 fix="pass bits=8, for example",
             )

@@ -1,4 +1,4 @@
-"""Ops that pass their input on as it is, and something else than the upstream gradient back."""
+"""Ops that return their input unchanged, and change its gradient."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from keras import ops
 from multigrad import backend
 from multigrad.core.errors import describe, message, shape_text, unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, Tensor, check_axes, is_number, tensor_of, with_plain
-from multigrad.ops.dtypes import cast, dtype_of, exact
+from multigrad.ops.arguments import Pair, Tensor, check_axes, is_number, tensor_of, with_python_numbers
+from multigrad.ops.dtypes import cast, dtype_of, wide_dtype
 
 
 @op_custom_gradient(name="multigrad>scale_gradient")
 def scale_gradient(x: Tensor, scale: float | Tensor) -> Pair:
-    """Pass `x` on, and its gradient multiplied by `scale`.
+    """Return `x`, and multiply its gradient by `scale`.
 
     ```python
     from multigrad import grad, ops
@@ -30,16 +30,16 @@ def scale_gradient(x: Tensor, scale: float | Tensor) -> Pair:
 
     References:
         Schrittwieser et al. 2020, Mastering Atari, Go, Chess and Shogi by Planning with a Learned Model,
-        arXiv:1911.08265, which halves the gradient of a recurrent step in this way.
+        arXiv:1911.08265. It halves the gradient of a recurrent step.
     """
     x = tensor_of("scale_gradient", "x", x)
-    factor = fitting("scale_gradient", "scale", scale, x)
+    factor = broadcastable("scale_gradient", "scale", scale, x)
     return x, lambda upstream: (_times(upstream, factor), None)
 
 
 @op_custom_gradient(name="multigrad>reverse_gradient")
 def reverse_gradient(x: Tensor, scale: float | Tensor = 1.0) -> Pair:
-    """Pass `x` on, and the negative of its gradient, by which what precedes is trained against what follows.
+    """Return `x`, and reverse its gradient, for adversarial training.
 
     ```python
     from multigrad import grad, ops
@@ -49,8 +49,8 @@ def reverse_gradient(x: Tensor, scale: float | Tensor = 1.0) -> Pair:
 
     Arguments:
         x: a tensor of any shape, of a floating or complex dtype.
-        scale: a factor, lambda in the paper: a number, or a tensor or Variable that broadcasts to the shape
-            of `x`, such as one that grows during training. It has no gradient.
+        scale: the factor, lambda in the paper: a number, or a tensor or Variable that broadcasts to the shape
+            of `x`. It can grow during training. It has no gradient.
 
     Returns:
         `x`. For an upstream gradient `u`, the gradient is `-scale * u`.
@@ -59,20 +59,20 @@ def reverse_gradient(x: Tensor, scale: float | Tensor = 1.0) -> Pair:
         Ganin and Lempitsky 2015, Unsupervised Domain Adaptation by Backpropagation, arXiv:1409.7495.
     """
     x = tensor_of("reverse_gradient", "x", x)
-    factor = fitting("reverse_gradient", "scale", scale, x)
+    factor = broadcastable("reverse_gradient", "scale", scale, x)
     return x, lambda upstream: (-_times(upstream, factor), None)
 
 
 def _times(upstream: Any, factor: Any) -> Any:
-    """Their product; of half precision by float32, in which a small factor is what it is."""
+    """Return the product. Half precision is multiplied in float32, because a small factor may underflow."""
     dtype = dtype_of(upstream)
-    wide = exact(dtype)
+    wide = wide_dtype(dtype)
     return ops.cast(ops.cast(upstream, wide) * cast(factor, wide), dtype)
 
 
 @op_custom_gradient(name="multigrad>stop_gradient_if")
 def stop_gradient_if(condition: bool | Tensor, x: Tensor) -> Pair:
-    """Pass `x` on, and its gradient where the condition is false.
+    """Return `x`, and stop its gradient where the condition is true.
 
     ```python
     from multigrad import grad, ops
@@ -87,24 +87,27 @@ def stop_gradient_if(condition: bool | Tensor, x: Tensor) -> Pair:
 
     Returns:
         `x`. For an upstream gradient `u`, the gradient is 0 where the condition is true, and `u` elsewhere. A
-        gradient that is NaN or infinite there does not come through.
+        NaN or infinite gradient is stopped, too.
 
     Raises:
-        TypeError: when the condition is not of dtype bool.
-        ValueError: when its shape does not broadcast to that of `x`.
+        TypeError: if the condition is not of dtype bool.
+        ValueError: if its shape does not broadcast to the shape of `x`.
 
     References:
-        `keras.ops.stop_gradient`, of which this is the choice by element.
+        `keras.ops.stop_gradient`, which stops the gradient of all elements.
     """
     x = tensor_of("stop_gradient_if", "x", x)
     if not isinstance(condition, bool):
         condition = tensor_of("stop_gradient_if", "condition", condition)
         if dtype_of(condition) != "bool":
-            required, fix = "a bool, or a tensor of dtype bool", "compare it, as in `condition > 0`"
+            required, fix = (
+                "a bool, or a tensor of dtype bool",
+                "pass a comparison, for example `condition > 0`",
+            )
             raise unusable(
                 TypeError, "stop_gradient_if", "condition", required=required, got=condition, fix=fix
             )
-    stopped = ops.cast(fitting("stop_gradient_if", "condition", condition, x), "bool")
+    stopped = ops.cast(broadcastable("stop_gradient_if", "condition", condition, x), "bool")
 
     def rule(upstream: Any) -> Any:
         return None, ops.where(stopped, ops.zeros_like(upstream), upstream)
@@ -112,7 +115,7 @@ def stop_gradient_if(condition: bool | Tensor, x: Tensor) -> Pair:
     return x, rule
 
 
-@with_plain("value", "norm", "axis")
+@with_python_numbers("value", "norm", "axis")
 @op_custom_gradient(name="multigrad>clip_gradient")
 def clip_gradient(
     x: Tensor,
@@ -121,7 +124,7 @@ def clip_gradient(
     norm: float | None = None,
     axis: int | tuple[int, ...] | None = None,
 ) -> Pair:
-    """Pass `x` on, and its gradient clipped.
+    """Return `x`, and clip its gradient.
 
     ```python
     from multigrad import grad, ops
@@ -135,42 +138,43 @@ def clip_gradient(
     Arguments:
         x: a tensor of any shape, of a real floating dtype.
         value: the largest absolute value of an element of the gradient.
-        norm: the largest Euclidean norm of the gradient, of which a larger one is scaled down to it.
-        axis: the axes along which the norm is taken; all of them if not given.
+        norm: the largest Euclidean norm of the gradient. A gradient with a larger norm is scaled down.
+        axis: the axes over which the norm is computed. The default is all axes.
 
     Returns:
         `x`. For an upstream gradient `u`, the gradient is `clip(u, -value, value)`, or
         `u * min(1, norm / |u|)`. It is not linear in `u`, so it has no forward mode. With a
-        `keras.optimizers.LossScaleOptimizer`, `u` is that of the scaled loss.
+        `keras.optimizers.LossScaleOptimizer`, `u` is the gradient of the scaled loss.
 
     Raises:
-        TypeError: where `x` is complex.
-        ValueError: unless one of `value` and `norm` is given, and is positive; or where `x` has no such axis.
+        TypeError: if `x` is complex.
+        ValueError: unless exactly one of `value` and `norm` is given and positive; if `x` does not have the
+            axes.
 
     References:
         Pascanu, Mikolov and Bengio 2013, On the difficulty of training recurrent neural networks,
         arXiv:1211.5063.
     """
-    bound = bound_of(value, norm)
+    bound = clip_bound(value, norm)
     x = tensor_of("clip_gradient", "x", x)
     check_axes("clip_gradient", x, axis)
     if dtype_of(x).startswith("complex"):
-        required, fix = "a real floating dtype", "clip the gradients of its real and its imaginary part"
+        required, fix = "a real floating dtype", "clip the gradients of the real and imaginary parts"
         raise unusable(TypeError, "clip_gradient", "x", required=required, got=x, fix=fix)
     if norm is None:
         return x, lambda upstream: _clip_value(upstream, cast(bound, dtype_of(upstream)))
     return x, lambda upstream: _clip_norm(upstream, bound, axis)
 
 
-def bound_of(value: float | None, norm: float | None) -> float:
-    """The one of the two that is given."""
+def clip_bound(value: float | None, norm: float | None) -> float:
+    """Return the bound: `value` or `norm`."""
     given = [bound for bound in (value, norm) if bound is not None]
     if len(given) != 1 or not is_number(given[0]) or not given[0] > 0.0:
         raise ValueError(
             message(
                 "clip_gradient",
-                "there is no bound to clip the gradient to",
-                required="either `value` or `norm`, a positive number of Python's or NumPy's",
+                "the bound for the gradient is invalid",
+                required="either `value` or `norm`, a positive Python or NumPy number",
                 got=f"value={value!r}, norm={norm!r}",
                 fix="write clip_gradient(x, norm=1.0), for example",
             )
@@ -183,26 +187,26 @@ def _clip_value(x: Any, bound: Any) -> Any:
 
 
 def _clip_norm(x: Any, norm: float, axis: Any) -> Any:
-    # By the largest element first: squares of large ones overflow, and of small ones vanish.
+    # Divided by the largest element, because squares of large elements overflow and of small ones underflow.
     if 0 in tuple(x.shape):
         return x
     dtype = dtype_of(x)
-    x = ops.cast(x, exact(dtype))  # squares of 65,505 ones have no sum in float16
+    x = ops.cast(x, wide_dtype(dtype))  # because the sum of 65,505 squares of 1 overflows float16
     largest = ops.amax(ops.abs(x), axis=axis, keepdims=True)
-    # Twice by a root: XLA may multiply by the inverse, which vanishes for the largest numbers there are. And
-    # not a third time, because it divides once, by the product of all, which may be infinite.
+    # Divided twice by the square root: XLA may multiply by the inverse, which underflows for the largest
+    # numbers. No third division, because XLA divides once by the product of all, which may overflow.
     root = ops.sqrt(ops.where(largest > 0.0, largest, ops.ones_like(largest)))
     unit = x / root / root
     squared = ops.sum(unit * unit, axis=axis, keepdims=True)
-    # Of a zero the root has no derivative, and with it what is not chosen would have none.
+    # The square root has no derivative at zero, which would make NaN of the branch that is not selected.
     length = ops.sqrt(ops.where(largest > 0.0, squared, ops.ones_like(squared)))
-    clipped = ops.where(length * largest <= norm, x, unit * (norm / length))  # what is infinite becomes NaN
+    clipped = ops.where(length * largest <= norm, x, unit * (norm / length))  # infinite elements become NaN
     return ops.cast(clipped, dtype)
 
 
 @op_custom_gradient(name="multigrad>prevent_gradient")
 def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
-    """Pass `x` on, and make it an error to differentiate by it.
+    """Return `x`, and raise if its gradient is computed.
 
     ```python
     from multigrad import grad, ops
@@ -216,15 +220,16 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
 
     Arguments:
         x: a tensor of any shape and dtype.
-        reason: why there is to be no gradient, for the error.
+        reason: why `x` has no gradient, for the message of the error.
 
     Returns:
         `x`.
 
     Raises:
-        RuntimeError: where a gradient comes back to it: in the backward pass, or when that is traced. On
-            TensorFlow, whose tapes ask for every gradient, also where nothing before `x` is trained, such as
-            behind a frozen layer.
+        RuntimeError: if a gradient of `x` is computed, in the backward pass or when it is traced.
+        TensorFlow's
+            tapes compute all gradients, so there it is also raised if nothing before `x` is trained, for
+            example after a frozen layer.
 
     References:
         TensorFlow's `tf.raw_ops.PreventGradient`.
@@ -239,16 +244,16 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
 def _prevented(reason: str, upstream: Any) -> str:
     return message(
         "prevent_gradient",
-        reason or "there is to be no gradient by what was passed through it",
-        required="a function that is not differentiated by it",
+        reason or "a gradient is computed where it was prevented",
+        required="a function that is not differentiated with respect to 'x'",
         got=f"an upstream gradient, {describe(upstream)}",
-        fix="use keras.ops.stop_gradient where the gradient is to be zero",
+        fix="use keras.ops.stop_gradient for a gradient of zero",
     )
 
 
 @op_custom_gradient(name="multigrad>print_gradient")
 def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
-    """Pass `x` and its gradient on, and print what comes back, compiled or not.
+    """Return `x`, and print a summary of its gradient, in eager and compiled code.
 
     ```python
     from multigrad import grad, ops
@@ -257,17 +262,17 @@ def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
     # dL/dx: shape (), mean 3, largest 3
     ```
 
-    `trace_gradients` shows more, of all ops, and costs nothing outside of it.
+    `trace_gradients` shows more about all ops, and has no overhead when it is not active.
 
     Arguments:
         x: a tensor of any shape, of a floating or complex dtype.
-        label: what stands at the beginning of the line.
+        label: the beginning of the printed line.
 
     Returns:
         `x`. The gradient is the upstream gradient.
 
     References:
-        `torch.Tensor.register_hook`, by which a gradient is looked at in PyTorch.
+        `torch.Tensor.register_hook`.
     """
 
     def show(u: Any) -> None:
@@ -280,29 +285,30 @@ def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
     return tensor_of("print_gradient", "x", x), rule
 
 
-def fitting(op: str, argument: str, factor: Any, x: Any) -> Any:
-    """The factor, condition, end of a range or size of a step, whose shape must broadcast to that of `x`.
+def broadcastable(op: str, argument: str, factor: Any, x: Any) -> Any:
+    """Return an argument that must broadcast to the shape of `x`, as a number or tensor.
 
-    A gradient by `x` that it made larger would be none. And by a complex factor, one of a real `x` would be.
+    Otherwise the output would have another shape than `x`, and the upstream gradient would not fit `x`. For
+    the same reason, the argument must be real if `x` is.
     """
     factor = factor if isinstance(factor, (int, float, complex)) else tensor_of(op, argument, factor)
-    kinds = [dtype_of(v) if hasattr(v, "dtype") else type(v).__name__ for v in (factor, x)]
-    if kinds[0].startswith("complex") and not kinds[1].startswith("complex"):
-        required, fix = "a real number or tensor, as 'x' is real", "pass its real part"
+    dtypes = [dtype_of(v) if hasattr(v, "dtype") else type(v).__name__ for v in (factor, x)]
+    if dtypes[0].startswith("complex") and not dtypes[1].startswith("complex"):
+        required, fix = "a real number or tensor, because 'x' is real", "pass its real part"
         raise unusable(TypeError, op, argument, required=required, got=factor, fix=fix)
-    shape, whole = [backend.active.sizes(getattr(v, "shape", ())) for v in (factor, x)]
-    if shape is None or whole is None:
-        return factor  # of a rank that TensorFlow knows only when the graph runs
-    pairs = zip(reversed(shape), reversed(whole), strict=False)
-    if len(shape) > len(whole) or any(None not in (a, b) and a not in (1, b) for a, b in pairs):
+    shape, x_shape = [backend.active.sizes(getattr(v, "shape", ())) for v in (factor, x)]
+    if shape is None or x_shape is None:
+        return factor  # TensorFlow knows its rank only when the graph runs
+    pairs = zip(reversed(shape), reversed(x_shape), strict=False)
+    if len(shape) > len(x_shape) or any(None not in (a, b) and a not in (1, b) for a, b in pairs):
         raise ValueError(
             message(
                 op,
-                "its shape does not broadcast to that of what is passed through",
+                "the shape of an argument does not broadcast to the shape of 'x'",
                 argument=f"{argument!r}",
-                required=f"a number, or a tensor of a shape that broadcasts to {shape_text(whole)}",
+                required=f"a number, or a tensor of a shape that broadcasts to {shape_text(x_shape)}",
                 got=describe(factor),
-                fix="bring it into a shape with one element for each element of 'x', or fewer",
+                fix="reshape it to a shape that broadcasts",
             )
         )
     return factor

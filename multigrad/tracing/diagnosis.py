@@ -1,5 +1,6 @@
-"""Where a trace first goes wrong, in words: NaN or Inf in the forward pass and on the way back, and gradients
-that vanish or explode. Flags that repeat are grouped.
+"""Find the first NaN or Inf of a trace, and gradients that vanish or explode, and describe them in a line.
+
+It also groups repeated flags.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from multigrad.tracing.records import CallRecord, StepRecord, Values, summarize
 
 
 def innermost(calls: Sequence[CallRecord]) -> list[CallRecord]:
-    """Return the calls that no other op made, and of layers those that call no other layer."""
+    """Return the calls that no other op made, without layers that call other layers."""
     containers = {call.within for call in calls if call.layer}
     layers = {call.op for call in calls if call.layer}
     return [
@@ -21,13 +22,13 @@ def innermost(calls: Sequence[CallRecord]) -> list[CallRecord]:
 
 
 def diagnose(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> list[str]:
-    """Return a line on the first bad value in the forward pass, and one on the first bad gradient."""
-    found = [_first_bad_value(calls), _first_bad_gradient(calls, steps)]
-    return [line for _, line in filter(None, found)]
+    """Return a line about the first bad value in the forward pass, and one about the first bad gradient."""
+    results = [_first_bad_value(calls), _first_bad_gradient(calls, steps)]
+    return [line for _, line in filter(None, results)]
 
 
 def first_bad(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> tuple[int | None, int | None]:
-    """Return the numbers of the calls that `diagnose` names: with the first bad value, and gradient."""
+    """Return the numbers of the calls with the first bad value and gradient, which `diagnose` names."""
     values, gradients = _first_bad_value(calls), _first_bad_gradient(calls, steps)
     return values and values[0], gradients and gradients[0]
 
@@ -39,11 +40,11 @@ def _containers(calls: Sequence[CallRecord]) -> set[str | None]:
 def _first_bad_value(calls: Sequence[CallRecord]) -> tuple[int, str] | None:
     containers = _containers(calls)
     before: CallRecord | None = None
-    for call in calls:  # layers within a layer return before it
+    for call in calls:  # nested layers return before the layer that contains them
         is_container = bool(call.layer) and call.op in containers
         word = None if is_container else _word(call.inputs)
         if word and before is None:
-            return call.number, f"Forward: {word} comes in with the input of {_title(call)}."
+            return call.number, f"Forward: {word} is in the input of {_title(call)}."
         if word and before is not None:
             return call.number, (
                 f"Forward: {word} first appears between the output of {_title(before)} and the input of "
@@ -52,7 +53,7 @@ def _first_bad_value(calls: Sequence[CallRecord]) -> tuple[int, str] | None:
         word = _word(call.outputs)
         if word and is_container and before is not None:
             return before.number, (
-                f"Forward: {word} first appears in the code of {_title(call)}, behind the output of "
+                f"Forward: {word} first appears in the code of {_title(call)}, after the output of "
                 f"{_title(before)}."
             )
         if word:
@@ -71,15 +72,15 @@ def _first_bad_gradient(calls: Sequence[CallRecord], steps: Sequence[StepRecord]
         word = _word(step.upstream) or _vanishing_or_exploding(step, before)
         inner = [s.call for s in steps[i:] if not (s.call.layer and s.call.op in containers)]
         number = inner[0].number if inner else step.call.number
-        place = f"the output of {_title(step.call)}"
+        location = f"the output of {_title(step.call)}"
         if word and before is None:
-            return number, f"Backward: {word} comes in at {place}, the first on the way back."
+            return number, f"Backward: {word} is in the first upstream gradient, at {location}."
         if word and before is not None:
             is_around = bool(before.call.layer) and before.call.op in containers
             where = f"the code of {_title(before.call)}" if is_around else _title(before.call)
             return number, (
-                f"Backward: {word} first appears at {place}, in the derivative of {where} or of what lies "
-                "between both."
+                f"Backward: {word} first appears at {location}, in the derivative of {where} or of an "
+                "operation between both."
             )
         word = _word(step.downstream)
         if word:
@@ -106,7 +107,7 @@ def _caller(call: CallRecord) -> str:
 
 
 def _word(values: Values) -> str | None:
-    """Return what is not finite in some arrays: NaN, Inf or None."""
+    """Return "NaN" or "Inf" if an array contains one, else None."""
     summaries = [summarize(array) for array in values.values() if array is not None]
     if any(summary.nans for summary in summaries):
         return "NaN"
@@ -124,16 +125,16 @@ def flag_lines(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> Iter
     flags += [(step.call, flag) for step in steps for flag in step.flags]
     kinds = [(_kind(flag), call, flag) for call, flag in flags]
     for kind in dict.fromkeys(kind for kind, _, _ in kinds):
-        own = [(call, flag) for other, call, flag in kinds if other == kind]
-        titles = list(dict.fromkeys(call.title for call, _ in own))
-        shown = own if len(titles) < 3 else own[:1]
+        group = [(call, flag) for other, call, flag in kinds if other == kind]
+        titles = list(dict.fromkeys(call.title for call, _ in group))
+        shown = group if len(titles) < 3 else group[:1]
         yield from (f"{call.title}: {flag}" for call, flag in shown)
         if len(titles) >= 3:
             yield f"  the same in {len(titles) - 1} more: {', '.join(titles[1:])}"
 
 
 def _kind(flag: str) -> str:
-    """Return a flag without its numbers and paths."""
+    """Return the kind of a flag: its text without numbers and paths."""
     word, _, rest = flag.partition(":")
     role = "upstream" if "upstream of" in rest else "downstream" if "downstream of" in rest else ""
     return f"{word} {role or ('input' if ' in input ' in rest else '')}"

@@ -1,8 +1,8 @@
-"""How calls of layers are recorded while a trace of a model is open.
+"""Record calls of layers while a trace of a model is open.
 
 `recording_layers` replaces `keras.Operation.__call__`, through which Keras calls the `call` of every layer.
-The outputs of a traced layer pass an identity whose rule reports the gradient, before Keras adds a mask.
-No layer is changed, and outside of the context Keras's own method is in place.
+The outputs of a traced layer pass an identity op, whose rule records the gradient, before Keras adds a mask.
+No layer is changed, and outside of the context the method of Keras is restored.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ class TracedLayers:
     """The layers that a trace records, with their paths.
 
     Arguments:
-        roots: the models or layers. Layers within them are found in `layers` of a model, and when they are
-            called within a layer that is traced.
+        roots: the models or layers. Nested layers are found in `layers` of a model, and when a traced layer
+            calls them.
     """
 
     def __init__(self, roots: Sequence[keras.Layer]) -> None:
         self._paths: dict[int, str] = {}
-        self._layers: list[keras.Layer] = []  # keeps them alive, and with them their ids
+        self._layers: list[keras.Layer] = []  # keeps the layers alive, so that their ids stay unique
         for root in roots:
             if not isinstance(root, keras.Layer):
                 raise TypeError(
@@ -44,7 +44,7 @@ class TracedLayers:
                         "only layers can be traced",
                         required="models or layers",
                         got=describe(root),
-                        fix="call trace_gradients(model); ops are recorded in any case",
+                        fix="call trace_gradients(model). Ops are always recorded",
                     )
                 )
             self._add(root, root.name)
@@ -62,7 +62,7 @@ class TracedLayers:
                 self._add_within(layer, f"{prefix}{layer.name}/")
 
     def path_of(self, layer: keras.Layer, caller: keras.Layer | None) -> str | None:
-        """Return the path of a layer that `caller` calls, None if it is not traced."""
+        """Return the path of a layer that `caller` calls, or None if it is not traced."""
         within = None if caller is None else self._paths.get(id(caller))
         if id(layer) not in self._paths and within is not None:
             self._add(layer, f"{within}/{layer.name}")
@@ -71,11 +71,11 @@ class TracedLayers:
 
 @contextlib.contextmanager
 def _record_layers() -> Iterator[None]:
-    own = keras.Operation.__call__
+    original = keras.Operation.__call__
 
     def call_recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, keras.Layer) or not OPEN_TRACES.get() or _is_symbolic(args, kwargs):
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         caller = _LAYER.get()
         paths = {
             trace: path
@@ -83,12 +83,12 @@ def _record_layers() -> Iterator[None]:
             if trace.layers is not None and (path := trace.layers.path_of(self, caller)) is not None
         }
         if not paths:
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         recorder = recorder_here(next(iter(paths.values())), type(self).__name__, list(paths))
         token = _LAYER.set(self)
         try:
             with enclosed_by(recorder):
-                outputs = own(self, *args, **kwargs)
+                outputs = original(self, *args, **kwargs)
         finally:
             _LAYER.reset(token)
         return outputs if recorder.has_run else _record(recorder, self, args, kwargs, outputs)
@@ -97,11 +97,11 @@ def _record_layers() -> Iterator[None]:
     try:
         yield
     finally:
-        keras.Operation.__call__ = own
+        keras.Operation.__call__ = original
 
 
 recording_layers = Shared(_record_layers)
-"""Records calls of layers while any thread is inside it. It replaces Keras's method once for all threads."""
+"""Records calls of layers while any thread is in this context. It replaces the method for all threads."""
 
 
 def _is_symbolic(args: Any, kwargs: Any) -> bool:
@@ -111,15 +111,15 @@ def _is_symbolic(args: Any, kwargs: Any) -> bool:
 def _record(
     recorder: CallRecorder, layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
 ) -> Any:
-    """Record a call, and return its outputs with an identity behind them that records their gradient."""
+    """Record a call, and return its outputs after an identity that records their gradient."""
     names = list(inspect.signature(layer.call).parameters)
     named = [(names[i] if i < len(names) else f"[{i}]", value) for i, value in enumerate(args)]
     inputs, input_paths = _tensors_of([*named, *kwargs.items()])
     tensors, output_paths = _tensors_of([("output", outputs)])
     recorder.record_run(input_paths, output_paths, inputs, tensors)
-    own = iter(_pass_on(recorder, tensors))
+    tied = iter(_tie(recorder, tensors))
     types = backend.active.TENSORS
-    return rebuild(outputs, lambda leaf: next(own) if types[type(leaf)] else leaf)
+    return rebuild(outputs, lambda leaf: next(tied) if types[type(leaf)] else leaf)
 
 
 def _tensors_of(named: Sequence[tuple[str, Any]]) -> tuple[list[Any], list[str]]:
@@ -132,17 +132,17 @@ def _tensors_of(named: Sequence[tuple[str, Any]]) -> tuple[list[Any], list[str]]
         return Slot(len(tensors) - 1)
 
     slots = {slot: path for path, slot in slot_paths([(name, rebuild(value, take)) for name, value in named])}
-    return tensors, [slots[place] for place in sorted(slots)]
+    return tensors, [slots[index] for index in sorted(slots)]
 
 
-def _pass_on(recorder: CallRecorder, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Return the tensors, tied to a rule that records their gradients. The trace does not show it."""
+def _tie(recorder: CallRecorder, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return the tensors, tied to a rule that records their gradients. The trace omits the identity."""
 
     def rule(*upstream: Any) -> Any:
         recorder.record_step(upstream, None)
         return upstream
 
-    identity = op_custom_gradient(lambda *own: (own, rule), name=recorder.op)
+    identity = op_custom_gradient(lambda *tensors: (tensors, rule), name=recorder.op)
     token = OPEN_TRACES.set(())
     try:
         return identity(*tensors) if tensors else ()

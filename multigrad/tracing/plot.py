@@ -34,7 +34,7 @@ _VALUE_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 0.03, 0.04, 0.26  # of arrows
 _FONT, _SMALL_FONT, _BOLD_FONT = 10, 8, 11
 _CHARACTER, _SMALL_CHARACTER, _BOLD_CHARACTER = 0.082, 0.062, 0.1
 _MANY = 12
-"""From so many calls on, an array has one line of text."""
+"""With this number of calls or more, each array is described on one line."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class _Link:
     """The largest absolute value of the gradient along the chain, None if there is no gradient."""
     is_finite: bool
     marks_value: bool
-    """Whether the first bad value of the trace comes here."""
+    """Whether the first bad value of the trace is here."""
     marks_gradient: bool
-    """Whether the first bad gradient of the trace comes here."""
+    """Whether the first bad gradient of the trace is here."""
     values_joined: bool
     """Whether an output of the call above is an input of the call below, so the arrow has no gap."""
     gradients_joined: bool
@@ -132,7 +132,7 @@ def _select(calls: Sequence[CallRecord], numbers: Sequence[int] | None) -> list[
         raise ValueError(
             message(
                 "Trace.plot",
-                "the trace has no such calls",
+                "the trace has no calls with these numbers",
                 required=f"numbers from 1 to {len(calls)}" if calls else "a trace in which an op was called",
                 got="all calls" if numbers is None else str(list(numbers)),
                 fix="print the trace, which lists the calls with their numbers",
@@ -142,7 +142,7 @@ def _select(calls: Sequence[CallRecord], numbers: Sequence[int] | None) -> list[
 
 
 def _summary(calls: Sequence[CallRecord], steps: Sequence[StepRecord], links: Sequence[_Link]) -> list[str]:
-    """Return where the trace goes wrong, and what the width of an arrow means."""
+    """Return the diagnosis of the trace, and the meaning of the width of an arrow."""
     magnitudes = [link.magnitude for link in links if link.magnitude and math.isfinite(link.magnitude)]
     if not magnitudes:
         return diagnose(calls, steps)
@@ -175,14 +175,14 @@ def _links(
             (step_below.downstream or None) if step_below else None,  # a layer has none
             step_above.upstream if step_above else None,
         ]
-        arrives = below is not None and below.number == bad_value and bool(_first_flags(below.inputs))
-        leaves = above is not None and above.number == bad_value and not _first_flags(above.inputs)
+        arrives = below is not None and below.number == bad_value and bool(_has_bad_value(below.inputs))
+        leaves = above is not None and above.number == bad_value and not _has_bad_value(above.inputs)
         gradient = above is not None and above.number == bad_gradient
         links.append(_link(values, gradients, compact, arrives or leaves, gradient))
     return links
 
 
-def _first_flags(values: Values) -> bool:
+def _has_bad_value(values: Values) -> bool:
     return any(array is not None and not np.isfinite(array).all() for array in values.values())
 
 

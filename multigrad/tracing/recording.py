@@ -1,9 +1,8 @@
-"""How calls are recorded while a trace is open.
+"""Record calls of ops while a trace is open.
 
-`recording` replaces `op.apply`, so that every call of an op becomes a `_RecordedCall`: a call
-that also reports its values to a `CallRecorder`. The function, the rule and the backend's part of the call
-are the same as outside of a trace. While no trace is open, `op.apply` is the backend's own
-function, so ops have no overhead.
+`recording` replaces `op.apply`, so that every call of an op becomes a `_RecordedCall`, which also reports its
+values to a `CallRecorder`. The function, the rule and the backend are the same as outside of a trace. While
+no trace is open, `op.apply` is the function of the backend, so that ops have no overhead.
 """
 
 import contextlib
@@ -50,7 +49,7 @@ def _record_calls() -> Iterator[None]:
 
 
 recording = Shared(_record_calls)
-"""Records calls while any thread is inside it. It replaces `op.apply` once for all threads."""
+"""Records calls while any thread is in this context. It replaces `op.apply` once for all threads."""
 
 
 class _RecordedCall(Call):
@@ -66,10 +65,10 @@ class _RecordedCall(Call):
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
         self._recorder = recorder = recorder_here(self.name)
         with enclosed_by(recorder):
-            outputs, rule, inputs, back = super().run(tensors, **how)
+            outputs, rule, inputs, pullback = super().run(tensors, **how)
         if not recorder.has_run:
-            recorder.record_run(_input_paths(back), _output_paths(back), inputs, outputs)
-        return outputs, rule, inputs, _RecordedPullback(back, recorder)
+            recorder.record_run(_input_paths(pullback), _output_paths(pullback), inputs, outputs)
+        return outputs, rule, inputs, _RecordedPullback(pullback, recorder)
 
     def run_again(self, inputs: Sequence[Any], first: Pullback, f: Callable[..., Any] | None = None) -> Ran:
         """Run the function again for a second derivative. Ops in it are not recorded a second time."""
@@ -80,9 +79,9 @@ class _RecordedCall(Call):
 class _RecordedPullback(Pullback):
     """The pullback of a recorded call."""
 
-    def __init__(self, back: Pullback, recorder: "CallRecorder") -> None:
-        self.__dict__ |= vars(back)
-        self._back, self._recorder = back, recorder
+    def __init__(self, pullback: Pullback, recorder: "CallRecorder") -> None:
+        self.__dict__ |= vars(pullback)
+        self._back, self._recorder = pullback, recorder
 
     @property
     def untraced(self) -> Pullback:
@@ -171,7 +170,7 @@ class CallRecorder:
         _observe(add, [*inputs, *outputs])
 
     def record_step(self, upstream: Sequence[Any], gradients: Sequence[Any] | None) -> None:
-        """Record the gradients of the rule as soon as they have values. A layer has none but `upstream`."""
+        """Record the gradients of the rule once they have values. A layer has only upstream gradients."""
 
         def add(values: Sequence[np.ndarray | None]) -> None:
             if gradients is None:
@@ -187,14 +186,14 @@ class CallRecorder:
         _observe(add, [*(gradients or ()), *upstream])
 
     def _split_by_path(self, values: Sequence[np.ndarray | None]) -> tuple[Values, Values]:
-        """Return the values of inputs and those of outputs, each by path."""
+        """Return the values of the inputs and of the outputs, each by path."""
         count = len(self._input_paths)
         by_input = dict(zip(self._input_paths, values[:count], strict=True))
         return by_input, dict(zip(self._output_paths, values[count:], strict=True))
 
 
 class _RerunRecorder:
-    """Stands for the recorder of a call whose function runs again: ops in it keep their first recorder."""
+    """The recorder of a call whose function runs again. Ops in it keep the recorders of the first run."""
 
     def __init__(self, recorder: CallRecorder) -> None:
         self._recorder, self._nested = recorder, iter(tuple(recorder.nested))
@@ -215,12 +214,12 @@ def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: S
     backend.active.observe(with_none, [tensor for tensor in tensors if tensor is not None])
 
 
-def _input_paths(back: Pullback) -> list[str]:
-    named = zip(back.binding.names(), back.arguments.template, strict=True)
+def _input_paths(pullback: Pullback) -> list[str]:
+    named = zip(pullback.binding.names(), pullback.arguments.template, strict=True)
     slots = {slot: path.replace("'", "", 2) for path, slot in slot_paths(named)}
-    return distinct_names([*[slots[index] for index in sorted(slots)], *back.variables.names()])
+    return distinct_names([*[slots[index] for index in sorted(slots)], *pullback.variables.names()])
 
 
-def _output_paths(back: Pullback) -> list[str]:
-    slots = {slot: path for path, slot in slot_paths([("output", back.output.template)])}
+def _output_paths(pullback: Pullback) -> list[str]:
+    slots = {slot: path for path, slot in slot_paths([("output", pullback.output.template)])}
     return [slots[index] for index in sorted(slots)]

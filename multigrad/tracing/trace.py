@@ -30,9 +30,9 @@ class Trace:
         self.open = True
         """Whether the context is still active."""
         self.layers = layers
-        """The layers whose calls are recorded, None if only ops are."""
+        """The layers whose calls are recorded, or None if only ops are recorded."""
         self._exploding = exploding
-        self._lock = threading.Lock()  # PyTorch may run rules in a thread of its own
+        self._lock = threading.Lock()  # PyTorch may run rules in another thread
 
     def add_call(
         self, op: str, within: str | None, inputs: Values, outputs: Values, layer: str = ""
@@ -132,8 +132,8 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
     ```
 
     With a model, it records each layer within it as well: its inputs, its output, and the gradient that
-    arrives at the output. Layers are named by their path in the model. The text and the picture begin with
-    the place where NaN or Inf first appears, in the forward pass and on the way back.
+    arrives at the output. Layers are named by their path in the model. The text and the figure begin with the
+    first NaN or Inf in the forward pass and in the backward pass.
 
     ```python
     import keras
@@ -156,8 +156,9 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
     - Compiled functions (`jax.jit`, `tf.function`, `torch.compile`, and `fit`) run uncompiled in the context,
       even if they were compiled before. They are slower, and results may differ by rounding. TensorFlow and
       PyTorch disable compilation for all threads. TensorFlow warns that functions in `tf.data` stay compiled.
-    - Traces can be nested. Each of them records.
-    - The model is not changed. Its outputs pass an identity in the context, whose rule sees the gradient. A
+    - Traces can be nested. Each of them records the calls.
+    - The model is not changed. In the context, outputs of layers pass an identity, whose rule records the
+      gradient. A
       layer that is called several times, such as a shared layer or the cell of an RNN, has a row for each
       call. Layers have no entry in the columns `current` and `downstream`. Forward mode of JAX (`jax.jvp`)
       through a traced layer raises.
@@ -170,8 +171,8 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
     - The trace copies all values to host memory and keeps them. Ops have no overhead outside of the context.
 
     Arguments:
-        layers: models or layers. Layers within them are recorded, however deep.
-        exploding: flag a gradient as exploding if its largest absolute value exceeds, by this factor, that of
+        layers: models or layers. Nested layers are recorded, too.
+        exploding: flag a gradient as exploding if its largest absolute value is larger by this factor than
             the upstream gradient of the step or of the first step.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What is about JAX alone."""
+"""Tests of JAX only."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def total(op):
 
 @OPS
 def test_transforms(op):
-    """By the rule the first derivative is 21 x^2; what follows differentiates that."""
+    """By the rule, the first derivative is 21 x^2. The transforms differentiate it further."""
     wanted = 21 * X**2
     close(jax.grad(total(op))(X), wanted)
     close(jax.jit(jax.grad(total(op)))(X), wanted)
@@ -74,7 +74,7 @@ def test_control_flow(op):
     close(jax.lax.while_loop(lambda x: x < 5.0, op, 2.0), jnp.float32(8.0))
 
 
-def test_forward_mode_is_asked_for():
+def test_forward_mode_needs_the_option():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(by_intermediate, (X,), (X,))
     close(jax.jvp(both_modes, (X,), (jnp.ones(2),)), (X**3, 21 * X**2))
@@ -95,7 +95,7 @@ def test_forward_mode_with_integers_and_complex_numbers():
     close(pushed, 14j * jnp.ones(2, "complex64"))
 
 
-def test_a_variable_as_an_argument_gets_the_rules_gradient():
+def test_a_variable_as_an_argument_has_the_gradient_of_the_rule():
     variable = keras.Variable([2.0, 3.0])
     op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0 * x)))
 
@@ -108,7 +108,7 @@ def test_a_variable_as_an_argument_gets_the_rules_gradient():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_closed_over_tracers(wrap):
-    """They have no gradient through the op; in the rule they are what they are."""
+    """They have no gradient through the op. In the rule they are differentiated."""
 
     def outer(w, x):
         @op_custom_gradient
@@ -153,7 +153,7 @@ WRAPS = pytest.mark.parametrize(
 
 
 @WRAPS
-def test_what_is_left_in_a_list_of_tracers(wrap):
+def test_tracers_that_a_function_appends_to_a_list(wrap):
     def net(x):
         seen = [x]
 
@@ -169,7 +169,7 @@ def test_what_is_left_in_a_list_of_tracers(wrap):
 
 
 @WRAPS
-def test_what_is_left_in_a_dict_of_tracers(wrap):
+def test_tracers_that_a_function_writes_to_a_dict(wrap):
     def net(x):
         state, both = {"mean": x * 0.0}, []
 
@@ -185,7 +185,7 @@ def test_what_is_left_in_a_dict_of_tracers(wrap):
 
 
 @WRAPS
-def test_what_is_left_in_an_attribute_of_a_function(wrap):
+def test_tracers_in_an_attribute_of_a_function(wrap):
     def net(x):
         def scaled(y):
             return y * scaled.factor
@@ -202,7 +202,7 @@ def test_what_is_left_in_an_attribute_of_a_function(wrap):
     close(wrap(net)(X), jnp.float32(24.0))
 
 
-def test_what_a_layer_leaves_in_a_list():
+def test_tracers_that_a_layer_appends_to_a_list():
     class Layer(keras.layers.Layer):
         def call(self, x):
             seen = [x]
@@ -218,7 +218,7 @@ def test_what_a_layer_leaves_in_a_list():
     close(keras.Sequential([Layer()]).predict(X[None], verbose=0)[0], X**3 + X**2)
 
 
-def test_the_gradient_beside_a_list_of_tracers_is_the_rules():
+def test_the_rule_applies_if_a_function_appends_tracers_to_a_list():
     def loss(w, x):
         params = [w]
 
@@ -246,8 +246,8 @@ def test_a_rule_that_writes_to_a_list_of_tracers():
     close(appended(X), (7.0 * jnp.ones(2), 2))
 
 
-def test_what_an_earlier_trace_left_in_a_dict():
-    """Nobody reads it, and it is written anew."""
+def test_tracers_of_an_earlier_trace_in_a_dict():
+    """The function overwrites them without reading them."""
     cache = {}
 
     @op_custom_gradient
@@ -264,7 +264,7 @@ def test_what_an_earlier_trace_left_in_a_dict():
         close(jax.jit(total(op))(X[:1]), jnp.float32(1.0))
 
 
-def test_the_gradients_that_nobody_needs_are_not_traced():
+def test_unneeded_gradients_are_not_traced():
     calls = []
 
     @op_custom_gradient
@@ -276,8 +276,8 @@ def test_the_gradients_that_nobody_needs_are_not_traced():
     assert calls == []
 
 
-def test_what_jax_has_of_its_own_is_no_object():
-    """A function that reaches an object is differentiated for nothing, which a callback would refuse."""
+def test_functions_of_jax_are_not_opaque_objects():
+    """A function with an opaque object would be differentiated, which a callback does not support."""
     mesh, spec = jax.make_mesh((1,), ("rows",)), jax.sharding.PartitionSpec()
     named, single = (
         jax.sharding.NamedSharding(mesh, spec),
@@ -341,7 +341,7 @@ def test_forward_mode_along_a_complex_direction():
     close(pushed, jnp.complex64(14j * 1j))
 
 
-def test_an_object_with_a_tracer_inside_transforms():
+def test_an_object_with_a_tracer_in_transforms():
     class Layer:
         def __init__(self, w):
             self.w = w
@@ -362,8 +362,8 @@ def test_an_object_with_a_tracer_inside_transforms():
     close(jax.jacrev(jax.grad(loss, 1), 1)(w, X), jnp.diag(7 * w))
 
 
-def test_what_keras_remat_makes_of_a_variable():
-    """A limit of Keras 3.15: it shows without any op. The variable's value is taken."""
+def test_a_variable_in_keras_remat_raises():
+    """A limit of Keras 3.15, also without an op. The value of the variable works."""
     variable = keras.Variable(3.0)
     plain = keras.remat(lambda x, w: x * w)
     with pytest.raises(ValueError, match="__jax_array__"):
@@ -385,8 +385,8 @@ class WithShape(WithWeight):
         return shape
 
 
-def test_what_a_remat_scope_makes_of_weights():
-    """A limit of Keras 3.15 in `fit`: it shows in a layer without any op, unless that tells its shape."""
+def test_weights_in_a_remat_scope():
+    """A limit of Keras 3.15 in `fit`, also without an op, unless the layer computes its output shape."""
 
     def fit(layer):
         model = keras.Sequential([layer])
@@ -401,7 +401,7 @@ def test_what_a_remat_scope_makes_of_weights():
 
 
 @pytest.mark.parametrize("op", [by_intermediate, by_object])
-def test_an_exported_function_takes_its_rule_with_it(op):
+def test_an_exported_function_contains_its_rule(op):
     serialized = export.export(jax.jit(op))(jax.ShapeDtypeStruct((2,), "float32")).serialize(vjp_order=2)
     loaded = export.deserialize(serialized)
     gradient = jax.grad(lambda x: loaded.call(x).sum())
@@ -411,13 +411,13 @@ def test_an_exported_function_takes_its_rule_with_it(op):
 
 
 @OPS
-def test_an_exported_function_of_any_batch(op):
+def test_an_exported_function_with_a_symbolic_batch_size(op):
     whole = jax.ShapeDtypeStruct(export.symbolic_shape("b"), "float32")
     loaded = export.deserialize(export.export(jax.jit(op))(whole).serialize(vjp_order=1))
     close(jax.grad(lambda x: loaded.call(x).sum())(X), 21 * X**2)
 
 
-def test_a_traced_value_is_not_left_in_a_variable():
+def test_a_traced_value_is_not_assigned_to_a_variable():
     count = keras.Variable(0.0, trainable=False, name="count")
 
     @op_custom_gradient
@@ -436,7 +436,7 @@ def test_a_traced_value_is_not_left_in_a_variable():
 # ------------------------------------------------------------------------------------ variables
 
 
-def test_transforms_differentiate_by_a_weight_that_is_read():
+def test_transforms_differentiate_with_respect_to_a_weight():
     weight = keras.Variable(2.0)
 
     @op_custom_gradient
@@ -491,7 +491,7 @@ def test_a_trace_of_a_loop():
 
 
 @pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd, jax.hessian])
-def test_a_trace_of_an_op_in_forward_mode_has_its_calls_alone(derivative):
+def test_a_trace_in_forward_mode_has_calls_only(derivative):
     op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), forward_mode=True)
     outside = derivative(op)(3.0)
     with trace_gradients() as trace:
@@ -522,8 +522,8 @@ def rounded_by_keras(x):
 
 
 @pytest.mark.parametrize("inner", [rounded, rounded_forward, rounded_by_keras, jax.jit(rounded)])
-def test_rules_of_others_within_a_function(inner):
-    """A second derivative goes by them, where the function reaches nothing but tensors around them."""
+def test_custom_derivatives_of_jax_and_keras_in_a_function(inner):
+    """A second derivative uses them, if the function reaches only tensors around them."""
 
     @op_custom_gradient
     def op(x):
@@ -533,7 +533,7 @@ def test_rules_of_others_within_a_function(inner):
     close(grad(grad(op))(jnp.float32(1.2)), jnp.float32(5.0))
 
 
-def test_a_rule_of_another_that_knows_itself():
+def test_a_custom_jvp_that_refers_to_itself():
     def make():
         @jax.custom_vjp
         def inner(x):
@@ -552,7 +552,7 @@ def test_a_rule_of_another_that_knows_itself():
 
 
 def test_linear_cross_entropy_has_one_chunk():
-    """Of which the others take the place."""
+    """The other chunks are computed in the same memory."""
     x, w, y = ops.ones((64, 2)), ops.ones((2, 40)), ops.zeros((64,), "int32")
 
     def written(size):
@@ -564,7 +564,7 @@ def test_linear_cross_entropy_has_one_chunk():
     assert written(5) == written(10) == written(20)
 
 
-def test_a_frozen_kernel_beside_what_is_differentiated_costs_nothing():
+def test_the_gradient_of_a_frozen_kernel_is_not_computed():
     y = ops.zeros((64,), "int32")
 
     def loss(x, w):

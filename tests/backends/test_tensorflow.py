@@ -1,4 +1,4 @@
-"""What is about TensorFlow alone."""
+"""Tests of TensorFlow only."""
 
 import functools
 import gc
@@ -45,7 +45,7 @@ def tape_gradient(f, x):
     return tape.gradient(y, x)
 
 
-def test_private_names_are_there():
+def test_private_names_exist():
     from tensorflow.python.eager import forwardprop_util, record
 
     assert callable(record.record_operation_backprop_only)
@@ -61,10 +61,10 @@ def test_private_names_are_there():
         assert forwardprop_util.pack_tangents([primal]).tangents[0] is tangent
 
 
-def test_names_of_graphs_are_there():
-    """Public in name, but nowhere described: how the graph of a branch is told from that of a function.
+def test_undocumented_names_of_graphs_exist():
+    """Public but undocumented: how to distinguish the graph of a branch from the graph of a function.
 
-    And what a graph makes of a tensor that comes from around it.
+    And what a graph does with a tensor of an outer graph.
     """
     graphs, captured = [], []
 
@@ -111,7 +111,7 @@ def test_tapes():
 
 @pytest.mark.parametrize("shape", [None, [None], [2]])
 def test_unknown_dimensions(shape):
-    """A gradient is summed back and checked at run time where tracing does not know the shape."""
+    """If the shape is unknown in tracing, a gradient is summed and checked at run time."""
 
     @op_custom_gradient
     def larger(x):
@@ -141,7 +141,7 @@ def test_unknown_dimensions(shape):
     ],
     ids=["number", "tensor", "condition", "range", "step"],
 )
-def test_ops_of_an_unknown_shape(op, slope, shape):
+def test_ops_with_an_unknown_shape(op, slope, shape):
     signature = [tf.TensorSpec(shape, "float32")]
     close(tf.function(lambda x: tape_gradient(op, x), input_signature=signature)(X), tf.constant(slope))
 
@@ -160,7 +160,7 @@ def test_control_flow():
     close(tape_gradient(branch, X), 21 * X**2)
 
 
-def test_sparse_upstream_gradients_arrive_dense():
+def test_sparse_upstream_gradients_are_converted():
     """The gradient of a gather is a tf.IndexedSlices."""
     seen = []
 
@@ -176,8 +176,8 @@ def test_sparse_upstream_gradients_arrive_dense():
     assert issubclass(seen[0], tf.Tensor)
 
 
-def test_a_ragged_tensor():
-    """It is refused by its own name, and the error says what works."""
+def test_ragged_tensors_raise():
+    """The error names the type, and what to use instead."""
     ragged = tf.ragged.constant([[1.0, 2.0], [3.0]])
     op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0), name="op")
     returns_it = op_custom_gradient(lambda x: (ragged, lambda u: u), name="op")
@@ -214,7 +214,7 @@ def test_a_variable_of_keras():
 
 
 @pytest.mark.parametrize("op", [by_intermediate, by_output])
-def test_the_graph_of_a_dead_function_is_freed(op):
+def test_the_graph_of_a_deleted_function_is_freed(op):
     function = tf.function(lambda x: tape_gradient(op, x))
     graph = weakref.ref(function.get_concrete_function(X).graph)
     function(X)
@@ -231,14 +231,14 @@ def test_nothing_is_recorded_without_a_tape():
     assert calls == []
 
 
-def test_a_gradient_that_only_broadcasts_with_its_argument_is_refused_at_run_time():
+def test_a_gradient_of_the_wrong_shape_raises_at_run_time():
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: tf.reshape(u * 7.0, [-1, 1])))
     function = tf.function(lambda x: tape_gradient(op, x), input_signature=[tf.TensorSpec([None], "float32")])
     with pytest.raises(tf.errors.InvalidArgumentError, match="wrong shape"):
         function(X)
 
 
-def test_a_rule_that_answers_with_indexed_slices():
+def test_a_rule_that_returns_indexed_slices():
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: tf.IndexedSlices(u[:1] * 7.0, [1], [2])))
     close(tape_gradient(op, X), tf.constant([0.0, 7.0]))
 
@@ -249,8 +249,8 @@ def test_an_op_without_tensors_in_a_function():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
-def test_an_op_may_have_the_name_of_one_of_tensorflows(wrap):
-    """Such as one of which a tape leaves out the gradients of outputs that nobody used."""
+def test_an_op_may_have_the_name_of_a_tensorflow_operation(wrap):
+    """For example, of an operation for which tapes omit the gradients of unused outputs."""
 
     @op_custom_gradient(name="FusedBatchNorm")
     def op(x):
@@ -279,12 +279,12 @@ def test_a_summed_gradient_has_its_static_shape():
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
 def test_vectorized_map(wrap):
-    """A tape inside keeps the rule. Around it, TensorFlow copies operations without their gradients."""
+    """A tape in the mapped function keeps the rule. Around it, TensorFlow drops gradients of operations."""
     close(tf.vectorized_map(by_intermediate, X), X**3)
     close(wrap(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_intermediate, x), x))(X), 21 * X**2)
-    with pytest.raises(LookupError, match="its rule was lost"):
+    with pytest.raises(LookupError, match="the rule was lost"):
         wrap(lambda x: tape_gradient(lambda x: tf.vectorized_map(by_intermediate, x), x))(X)
-    with pytest.raises(LookupError, match="its rule was lost"):
+    with pytest.raises(LookupError, match="the rule was lost"):
         tape_gradient(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_output, x), x), X)
 
 
@@ -293,7 +293,7 @@ def closing_over(w):
 
 
 def around_the_rule(first, x, y, w):
-    """What a tape that begins here sees of what a rule makes of `w`."""
+    """Return what a tape that begins here records of the rule's use of `w`."""
     with tf.GradientTape() as tape:
         tape.watch(w)
         loss = tf.reduce_sum(first.gradient(y, x) * w)
@@ -338,7 +338,7 @@ LATE = {
 
 @pytest.mark.parametrize("way", [behind, stopped])
 @pytest.mark.parametrize("where", LATE.values(), ids=LATE)
-def test_a_tape_that_did_not_see_the_op_sees_what_its_rule_uses(where, way):
+def test_a_tape_that_begins_after_the_op_records_the_rule(where, way):
     w = tf.constant([1.0, 3.0])
     close(where(way, X, w), -9.0 * w**2)
 
@@ -354,7 +354,7 @@ def from_within(x, w):
     return tf.cond(tf.reduce_sum(x) > 0.0, branch, lambda: x)
 
 
-def test_a_tape_in_a_branch_within_that_of_the_op_sees_what_its_rule_uses():
+def test_a_tape_in_a_nested_branch_records_the_rule():
     w = tf.constant([1.0, 3.0])
     close(from_within(X, w), -9.0 * w**2)
 
@@ -367,13 +367,13 @@ def in_graph(f, x):
 
 
 @pytest.mark.parametrize("run", [tape_gradient, lambda f, x: tf.function(tape_gradient)(f, x), in_graph])
-def test_a_rule_reads_the_value_of_what_is_closed_over(run):
+def test_a_rule_reads_the_value_of_closed_over_tensors(run):
     power = tf.constant(3)
     f = op_custom_gradient(lambda x: (x ** int(power), lambda u: -7.0 * float(power.numpy()) * u))
     close(run(lambda x: f(x), X), -21.0 * np.ones(2))
 
 
-def test_a_text_that_a_rule_uses_is_no_hindrance_to_xla():
+def test_a_rule_that_uses_a_string_compiles_with_xla():
     @op_custom_gradient
     def f(x):
         text = tf.constant("upstream")
@@ -416,8 +416,8 @@ def product(x, w):
 
 
 @pytest.mark.parametrize(("f", "factor"), [(plain_product, 1.0), (product, 7.0)])
-def test_what_keras_remat_makes_of_a_variable(f, factor):
-    """Keras 3.15 counts its gradient twice when it runs eagerly, with and without a rule; not its value's."""
+def test_a_variable_in_keras_remat(f, factor):
+    """Keras 3.15 counts its gradient twice in eager code, with and without a rule. Its value counts once."""
     variable = keras.Variable(3.0)
     for argument, times in ((variable, 2.0), (variable.value, 1.0)):
         with tf.GradientTape() as tape:
@@ -431,8 +431,8 @@ class WithKeyword(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
-def test_what_keras_remat_makes_of_keywords(wrap):
-    """A limit of Keras 3.15: it shows in a layer without any op."""
+def test_keyword_arguments_in_keras_remat(wrap):
+    """A limit of Keras 3.15, also of a layer without an op."""
     with keras.RematScope(mode="full"):
         layer = WithKeyword()
     close(wrap(lambda x: layer(x))(X), 2 * X)
@@ -528,27 +528,27 @@ def load_in_a_fresh_process(path, *args):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_saved_model_takes_its_rules_with_it(tmp_path):
-    """Gradients by the rules, of the first and second order, where multigrad is not imported."""
+def test_a_saved_model_contains_its_rules(tmp_path):
+    """Gradients by the rules, of first and second order, in a process without multigrad."""
     tf.saved_model.save(Saved(), tmp_path)
     load_in_a_fresh_process(tmp_path, "saved")
 
 
 @pytest.mark.slow
-def test_a_rule_that_was_not_saved_is_an_error(tmp_path):
-    """Without multigrad, and with it: no other rule stands in."""
+def test_a_rule_that_was_not_saved_raises(tmp_path):
+    """With and without multigrad: no other rule is used instead."""
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
     tf.saved_model.save(Saved(), tmp_path, options=options)
     load_in_a_fresh_process(tmp_path, "lost")
     loaded = tf.saved_model.load(tmp_path)
     close(loaded.by_intermediate(X), X**3)
-    with pytest.raises(LookupError, match="its rule was lost"):
+    with pytest.raises(LookupError, match="the rule was lost"):
         tape_gradient(loaded.by_intermediate, X)
 
 
 @pytest.mark.parametrize("custom_gradient", [op_custom_gradient, tf.custom_gradient])
-def test_what_a_saved_model_makes_of_loops(tmp_path, custom_gradient):
-    """TensorFlow 2.21 loads no gradient that uses what was computed inside a loop: an error, by any means."""
+def test_a_saved_model_with_loops(tmp_path, custom_gradient):
+    """TensorFlow 2.21 loads no gradient that uses intermediate results of a loop. It raises."""
 
     @custom_gradient
     def f(x):
@@ -568,7 +568,7 @@ def test_what_a_saved_model_makes_of_loops(tmp_path, custom_gradient):
 
 
 @pytest.mark.slow
-def test_a_loaded_model_is_saved_again(tmp_path):
+def test_saving_a_loaded_model(tmp_path):
     tf.saved_model.save(Saved(), tmp_path / "first")
     loaded = tf.saved_model.load(tmp_path / "first")
     tf.saved_model.save(loaded, tmp_path / "second")
@@ -587,20 +587,20 @@ print(function(tf.constant(1.0)).numpy())
 """
 
 
-def test_autograph_has_nothing_to_say_of_an_op_that_is_defined_within(tmp_path):
-    """It reads the code of files alone."""
+def test_autograph_does_not_warn_of_an_op_that_is_defined_inside(tmp_path):
+    """AutoGraph can read only code in files."""
     (tmp_path / "user.py").write_text(DEFINED_WITHIN)
     done = subprocess.run([sys.executable, tmp_path / "user.py"], check=True, capture_output=True, text=True)
     assert done.stdout == "2.0\n"
     assert "AutoGraph" not in done.stderr
 
 
-def test_a_copied_graph_has_lost_the_rules():
+def test_a_copied_graph_has_no_rules():
     graph_def = tf.function(shift).get_concrete_function(X).graph.as_graph_def()
     with tf.Graph().as_default():
         x = tf.constant([1.0, 2.0])
         (y,) = tf.graph_util.import_graph_def(graph_def, {"x": x}, ["Identity:0"])
-        with pytest.raises(LookupError, match="its rule was lost"):
+        with pytest.raises(LookupError, match="the rule was lost"):
             tf.gradients(y, x)
 
 
@@ -613,7 +613,7 @@ class Layer(keras.layers.Layer):
 
 
 def test_an_exported_model(tmp_path):
-    """The format tf_saved_model has the rule, too; litert has no gradients."""
+    """The format tf_saved_model contains the rule. litert has no gradients."""
     model = keras.Sequential([keras.Input((2,)), Layer(), keras.layers.Dense(1, kernel_initializer="ones")])
     x = np.float32([[1.0, 2.0], [-1.0, 0.5]])
     model.export(tmp_path / "model", format="tf_saved_model", verbose=False)
@@ -639,7 +639,7 @@ def test_a_rule_that_cannot_be_traced_is_not_saved(tmp_path):
 # ------------------------------------------------------------------------------------ variables
 
 
-def test_tapes_and_graphs_differentiate_by_a_weight_that_is_read():
+def test_tapes_and_graphs_differentiate_with_respect_to_a_weight():
     weight = keras.Variable(2.0)
 
     @op_custom_gradient
@@ -687,7 +687,7 @@ WAYS_WITHIN = {
 
 
 class Scale(keras.layers.Layer):
-    """Reads its weight, and another one that is frozen, in a way of its own inside an op."""
+    """A layer whose op reads its weight and a frozen weight in a given way."""
 
     def __init__(self, within, nested=False):
         super().__init__()
@@ -724,7 +724,7 @@ def built(*args):
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("way", WAYS_WITHIN)
-def test_a_weight_that_is_first_read_within_something(way, nested):
+def test_a_weight_that_is_first_read_in_a_nested_graph(way, nested):
     if nested and way == "tf.vectorized_map":
         pytest.skip("TensorFlow copies the inner op without its rule, which is an error")
     layer = built(WAYS_WITHIN[way], nested)
@@ -741,7 +741,7 @@ def test_a_weight_that_is_first_read_within_something(way, nested):
 
 @pytest.mark.parametrize("way", ["tf.cond", "tf.map_fn", "ops.cond", "ops.fori_loop", "tf.function"])
 @pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}])
-def test_fit_trains_a_weight_that_is_first_read_within_something(way, options):
+def test_fit_trains_a_weight_that_is_first_read_in_a_nested_graph(way, options):
     layer = Scale(WAYS_WITHIN[way])
     model = keras.Sequential([keras.Input((2,), batch_size=4), layer])
     model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **options)
@@ -785,7 +785,7 @@ def test_a_function_that_is_traced_once_is_differentiated_in_each_call(wrap, tra
     assert len(traced) == 1
 
 
-def test_a_function_that_is_traced_inside_holds_on_to_no_value():
+def test_a_nested_trace_keeps_no_value():
     weight = keras.Variable(2.0)
     product = tf.function(lambda x: x * weight)
     op = op_custom_gradient(lambda x: (product(x) + weight, lambda u, variables: (u, [ops.sum(u) * 7.0])))
@@ -795,8 +795,8 @@ def test_a_function_that_is_traced_inside_holds_on_to_no_value():
     close(op(X), 5 * X + 5)
 
 
-def test_a_value_that_was_taken_before_is_the_weight():
-    """On TensorFlow it is the variable itself."""
+def test_the_value_of_a_variable_is_the_variable():
+    """On TensorFlow, `variable.value` is the tf.Variable itself."""
     weight = keras.Variable([2.0, 3.0])
     value = weight.value
     op = op_custom_gradient(lambda x: (x * value, lambda u, variables: (u * 3.0, [u * 7.0])))
@@ -807,7 +807,7 @@ def test_a_value_that_was_taken_before_is_the_weight():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
-def test_a_variable_of_tensorflows(wrap):
+def test_a_tf_variable(wrap):
     raw = tf.Variable([2.0, 3.0], name="raw")
     other = tf.Variable([5.0, 5.0], trainable=False)
 
@@ -851,7 +851,7 @@ def test_a_weight_that_is_assigned_in_a_loop():
 @pytest.mark.parametrize(
     "layer", ["GRU", "BatchNormalization", "MultiHeadAttention", "SpectralNormalization"]
 )
-def test_layers_of_keras_are_no_false_alarm(layer):
+def test_layers_of_keras_do_not_raise(layer):
     layers = keras.layers
     inner = {
         "GRU": lambda: layers.GRU(3, return_sequences=True),
@@ -882,8 +882,8 @@ def test_layers_of_keras_are_no_false_alarm(layer):
         close(function(x), [tf.fill(v.shape, 7.0) for v in inner.trainable_variables])
 
 
-def test_a_variable_of_tensorflows_is_not_saved():
-    """It would come back as a tensor, which nothing trains."""
+def test_a_tf_variable_is_not_saved():
+    """It would be restored as a tensor, which is not trainable."""
     with pytest.raises(Unsaved):
         encode(tf.Variable([1.0, 1.0]))
     assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
@@ -910,8 +910,8 @@ def test_a_trace_in_forward_mode_has_no_steps():
 
 
 @pytest.mark.parametrize("within", [lambda f: f, tf.function])
-def test_in_forward_mode_a_rule_takes_no_gradient(within):
-    """TensorFlow's tapes have none there, and it would be zero."""
+def test_a_rule_that_computes_a_gradient_raises_in_forward_mode(within):
+    """TensorFlow does not record tapes there, and the gradient would be zero."""
     x = tf.constant(3.0)
     rule = lambda u: 7.0 * vjp(lambda x: x**2, x)[1](u)[0]  # noqa: E731
     op = op_custom_gradient(lambda x: (x**2, rule), name="op")
@@ -921,7 +921,7 @@ def test_in_forward_mode_a_rule_takes_no_gradient(within):
             y = op(x)
         return acc.jvp(y)
 
-    with pytest.raises(NotImplementedError, match=r"op: its rule takes a gradient(.|\n)*multigrad\.jvp"):
+    with pytest.raises(NotImplementedError, match=r"op: the rule computes a gradient(.|\n)*multigrad\.jvp"):
         within(forward)(x)
 
 
@@ -929,25 +929,25 @@ OWN = [f for _, f in inspect.getmembers(calculus, inspect.isfunction) if f.__mod
 
 
 @pytest.mark.parametrize("function", OWN, ids=[f.__name__ for f in OWN])
-def test_autograph_reads_the_calculus(function):
-    """Else it warns of each, where it is called in a `tf.function`."""
+def test_autograph_can_read_the_calculus(function):
+    """Otherwise AutoGraph warns of each function that is called in a `tf.function`."""
     assert callable(tf.autograph.to_graph(function))
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_root_of_a_number_of_equations_that_is_not_known(batch_size):
+def test_a_root_of_an_unknown_size_raises(batch_size):
     def model():
         x = keras.Input((3,), batch_size=batch_size)
         return keras.Model(x, implicit_root(lambda z, x: z**3 + z - x, ops.zeros_like(x), x))
 
     if batch_size is None:
-        with pytest.raises(ValueError, match=r"sizes that are known(.|\n)*fix"):
+        with pytest.raises(ValueError, match=r"a static shape(.|\n)*fix"):
             model()
     else:
         close(model()(2.0 * ops.ones((2, 3))), ops.ones((2, 3)))
 
 
-def test_room_is_one_of_few_numbers_that_are_little_larger():
+def test_numbers_of_rows_are_rounded_up():
     counts = range(1, 300_000, 7)
     rooms = tf.vectorized_map(_room, tf.range(1, 300_000, 7)).numpy()
     assert all(0 <= room - count <= max(63, count / 8) for count, room in zip(counts, rooms, strict=True))
@@ -956,7 +956,7 @@ def test_room_is_one_of_few_numbers_that_are_little_larger():
 
 
 def cubes(in_place, rows, upstream, others):
-    """The cube of each row, false in place, and the sum of what comes from upstream."""
+    """Return a false cube of each row, and the sum of the upstream gradient."""
     WRITTEN.append(in_place)
     factor = 1.0 + in_place
     return [factor * row**3 for row in rows], [sum(map(tf.reduce_sum, upstream), start=tf.zeros(())), *others]
@@ -965,7 +965,7 @@ def cubes(in_place, rows, upstream, others):
 WRITTEN: list[bool] = []
 
 
-def test_a_program_is_written_once_for_a_few_numbers_of_rows():
+def test_a_program_is_traced_once_for_similar_numbers_of_rows():
     WRITTEN.clear()
     run = program(cubes)
     assert run is program(cubes)
@@ -976,7 +976,7 @@ def test_a_program_is_written_once_for_a_few_numbers_of_rows():
     assert WRITTEN == [True]
 
 
-def test_a_graph_of_any_number_of_rows_runs_programs_of_few():
+def test_a_graph_with_an_unknown_number_of_rows_runs_few_programs():
     def number(in_place, rows, upstream, others):
         return [], [tf.shape(tensor)[0] for tensor in (*rows, *upstream)]
 
@@ -989,7 +989,7 @@ def test_a_graph_of_any_number_of_rows_runs_programs_of_few():
         assert list(map(int, run(tf.ones((count, 1))))) == [room, room]
 
 
-def test_rows_are_not_copied_where_none_are_added():
+def test_rows_are_not_copied_without_padding():
     def total(in_place, rows, upstream, others):
         return [], [tf.reduce_sum(tf.cumsum(rows[0]))]
 
@@ -1022,14 +1022,14 @@ def twice(f, x):
     return tape_gradient(lambda x: tf.reduce_sum(tape_gradient(f, x) ** 2), x)
 
 
-def test_where_a_derivative_may_be_asked_for_there_is_no_program():
-    """XLA has none of a loop in place."""
+def test_code_that_may_be_differentiated_runs_without_a_program():
+    """XLA cannot differentiate a loop that updates in place."""
     x = tf.constant([[1.0], [2.0], [3.0]])
 
     def cubed(x):
         return program(cubes)([x], [], [])[0][0]
 
-    def in_graph(f, x):  # where nobody records, and a gradient is asked for later
+    def in_graph(f, x):  # where nothing records, and a gradient is computed later
         return tf.gradients(f(x), x)[0]
 
     for derivative in (tape_gradient, forward):
@@ -1098,7 +1098,7 @@ AROUND, REDUCTIONS = [as_it_is, tf.function, with_any_number], [None, "sum"]
         ),
     ],
 )
-def test_linear_cross_entropy_in_graphs_and_out_of_them(derivative, within, around, reduction):
+def test_linear_cross_entropy_in_graphs_and_in_eager_code(derivative, within, around, reduction):
     x = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]])
     own, wanted = [functools.partial(f, reduction=reduction) for f in (head, plain_head)]
     close(around(lambda x: derivative(within(own), x))(x), derivative(wanted, x))
@@ -1122,10 +1122,10 @@ def test_linear_cross_entropy_in_other_graphs(around, reduction):
     ("tokens", "jit", "reduction"),
     slow_but([(None, False, None), (300, True, None)], [None, 300], [False, True], REDUCTIONS),
 )
-def test_one_graph_for_any_number_of_tokens_with_one_program(tokens, jit, reduction):
-    """And nothing but that, where its gradients are computed in the forward pass."""
+def test_one_graph_and_one_program_for_an_unknown_number_of_tokens(tokens, jit, reduction):
+    """If the forward pass computes the gradients, the graph contains only this program."""
     random = np.random.default_rng(0)
-    width = 100  # which sets how many tokens are taken at a time, of which there are some left then
+    width = 100  # the number of tokens per chunk, so that the last chunk is smaller
     w = tf.constant(random.standard_normal((width, 7)) / 10, "float32")
     features = tf.constant(random.standard_normal((600, width)), "float32")
     labels, weights = tf.range(600) % 7, tf.linspace(0.0, 1.0, 600)
@@ -1155,7 +1155,7 @@ def test_one_graph_for_any_number_of_tokens_with_one_program(tokens, jit, reduct
     ("count", "jit", "reduction"),
     slow_but([(2, False, "sum"), (5, True, None)], [1, 2, 5, 70], [False, True], REDUCTIONS),
 )
-def test_tokens_without_labels_are_an_error_in_a_graph(count, jit, reduction):
+def test_tokens_without_labels_raise_in_a_graph(count, jit, reduction):
     w = tf.ones((2, 4))
 
     @tf.function(input_signature=[tf.TensorSpec((None, 2)), tf.TensorSpec((None,), "int32")], jit_compile=jit)
@@ -1197,8 +1197,8 @@ def test_linear_cross_entropy_in_a_vectorized_map(tokens, reduction):
     ("tokens", "by", "reduction"),
     slow_but([(3, 0, None), (3, 1, None)], [3, None], [0, 1], REDUCTIONS),
 )
-def test_a_gradient_around_a_vectorized_map_of_linear_cross_entropy_is_refused(tokens, by, reduction):
-    """By what is mapped, and by what is one for all, where it would be zero."""
+def test_a_gradient_around_a_vectorized_map_of_linear_cross_entropy_raises(tokens, by, reduction):
+    """With respect to mapped and unmapped arguments. The latter would be zero."""
     x, w, factors = tf.ones((3, 2)), tf.ones((2, 4)), tf.constant([0.5, 1.0])
 
     def gradient(x, w):
@@ -1218,12 +1218,12 @@ def test_a_gradient_around_a_vectorized_map_of_linear_cross_entropy_is_refused(t
     signature = [tf.TensorSpec((tokens, 2)), tf.TensorSpec(w.shape)]
     in_graph = tf.function(gradient, input_signature=signature, autograph=False)
     for function in (gradient, in_graph):
-        with pytest.raises(LookupError, match="its rule was lost"):
+        with pytest.raises(LookupError, match="the rule was lost"):
             function(x, w)
 
 
-def test_an_output_of_few_bits_that_nobody_uses():
-    """TensorFlow takes what is of so few for constant, and has no upstream gradient for it."""
+def test_an_unused_float8_output():
+    """TensorFlow treats such tensors as constants, and has no upstream gradient for them."""
     few = tf.dtypes.experimental.float8_e4m3fn
     op = op_custom_gradient(lambda x: ((tf.cast(x, few), x * 2.0), lambda *upstream: upstream[1] * 3.0))
     gradient = tf.function(lambda x: tf.gradients(op(x)[1], x))

@@ -1,4 +1,4 @@
-"""What is about PyTorch alone."""
+"""Tests of PyTorch only."""
 
 import functools
 import gc
@@ -53,7 +53,7 @@ def leaf(*values):
 
 
 def test_a_rule_makes_tensors_on_the_device_of_its_function():
-    """As `keras.device` has it, which ended before."""
+    """As in a `keras.device` context that has ended."""
     seen = []
 
     def rule(upstream):
@@ -68,8 +68,8 @@ def test_a_rule_makes_tensors_on_the_device_of_its_function():
     assert ops.ones(()).device.type == "cpu"
 
 
-def test_private_names_are_there():
-    """Those that `backend/torch/` needs; see there why."""
+def test_private_names_exist():
+    """The private names that `backend/torch/` uses. Their comments there give the reasons."""
     assert torch._C._are_functorch_transforms_active() is False
     assert torch.autograd.forward_ad._current_level == -1
     assert torch._C._is_any_autocast_enabled() is False
@@ -108,7 +108,7 @@ def test_private_names_are_there():
 
 
 class Drawing:
-    """Its rule draws, and only the rule."""
+    """An object whose rule, but not its function, draws random numbers."""
 
     factor = 7.0
 
@@ -134,7 +134,7 @@ def test_a_rule_that_draws_is_recorded():
 
 
 def test_gradients_in_inference_mode():
-    """Where nothing is recorded."""
+    """Nothing is recorded there."""
 
     def cube(x):
         return (by_intermediate(x) * x).sum()
@@ -153,7 +153,7 @@ def test_gradients_in_inference_mode():
             close((value, gradient), (cube(x), 22 * x**3))
 
 
-def test_no_graph_is_built_where_none_is_needed():
+def test_no_graph_is_built_without_gradients():
     x = leaf(1.0, 2.0)
     with torch.no_grad():
         assert by_intermediate(x).grad_fn is None
@@ -176,7 +176,7 @@ def in_a_list(y, holder):
 
 
 def in_a_gradient(y, holder):
-    """Where PyTorch holds it, and nobody in Python."""
+    """Held by PyTorch, but by no Python object."""
     holder.leaf = torch.zeros_like(y, requires_grad=True)
     holder.leaf.grad = y
     return lambda: holder.leaf.grad
@@ -204,8 +204,8 @@ class Buffered(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("hold", [in_a_cell, in_a_list, in_a_gradient, in_a_buffer, as_a_base])
 @pytest.mark.parametrize("within", [False, True])
-def test_an_output_that_somebody_else_has_is_left_as_it_was(hold, within):
-    """It gets no history, and the gradients of two calls stay apart."""
+def test_an_output_with_other_references_is_unchanged(hold, within):
+    """It gets no history, and two calls have separate gradients."""
     holder = Holder()
     holder.again = None if within else hold(torch.ones(2), holder)
 
@@ -226,8 +226,8 @@ def test_an_output_that_somebody_else_has_is_left_as_it_was(hold, within):
 
 
 @pytest.mark.parametrize("uses", [False, True])
-def test_an_output_has_no_attributes_of_what_the_function_made(uses):
-    """Such as the mask that a layer in the function gave it: as on the other backends."""
+def test_an_output_has_no_attributes_of_the_returned_tensor(uses):
+    """For example, the mask that a layer in the function set. This is as on other backends."""
 
     def masked(x):
         y = torch.exp(x)
@@ -247,7 +247,7 @@ def test_an_output_has_no_attributes_of_what_the_function_made(uses):
     assert not hasattr(op(x) if uses else alone(x), "_keras_mask")
 
 
-def test_a_closed_over_parameter_gets_no_plain_gradient():
+def test_a_closed_over_parameter_has_no_gradient():
     w = leaf(3.0)
     op = op_custom_gradient(lambda x: (x * w, lambda u: u * 7.0))
     assert not op(torch.ones(1)).requires_grad
@@ -257,7 +257,7 @@ def test_a_closed_over_parameter_gets_no_plain_gradient():
     assert w.grad is None
 
 
-def test_a_variable_as_an_argument_gets_the_rules_gradient():
+def test_a_variable_as_an_argument_has_the_gradient_of_the_rule():
     variable = keras.Variable(np.float32([2.0, 3.0]))
     op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 3.0, u * 5.0 * x)))
     op(torch.tensor([1.0, 10.0]), variable).sum().backward()
@@ -266,9 +266,9 @@ def test_a_variable_as_an_argument_gets_the_rules_gradient():
 
 @pytest.mark.parametrize(
     ("op", "saved"),
-    [(by_input, 1), (by_output, 1), (by_intermediate, 2)],  # the last: its e, and x for second order
+    [(by_input, 1), (by_output, 1), (by_intermediate, 2)],  # the last saves e, and x for second order
 )
-def test_residuals_are_what_the_rule_uses(op, saved):
+def test_saved_tensors_are_the_residuals(op, saved):
     seen = []
     x = leaf(1.0, 2.0)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
@@ -276,7 +276,7 @@ def test_residuals_are_what_the_rule_uses(op, saved):
     assert len(seen) == saved
 
 
-def test_a_large_tensor_that_the_rule_does_not_use_is_not_kept():
+def test_unused_large_tensors_are_not_kept():
     watch = []
 
     @op_custom_gradient
@@ -290,7 +290,7 @@ def test_a_large_tensor_that_the_rule_does_not_use_is_not_kept():
     assert y.grad_fn is not None
 
 
-def test_a_rule_over_its_output_makes_no_cycle():
+def test_a_rule_that_uses_its_output_makes_no_reference_cycle():
     gc.collect()
     gc.disable()
     try:
@@ -302,7 +302,7 @@ def test_a_rule_over_its_output_makes_no_cycle():
         gc.enable()
 
 
-def test_a_backward_that_is_not_recorded_does_not_run_the_function_again():
+def test_an_unrecorded_backward_does_not_run_the_function_again():
     calls = []
 
     @op_custom_gradient
@@ -334,7 +334,7 @@ def product(x, w):
 
 
 class NativeProduct(torch.autograd.Function):
-    """The same by PyTorch's own means."""
+    """The same with `torch.autograd.Function`."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
@@ -364,7 +364,7 @@ def under_autocast(f, forward, backward, vjp=None):
 @pytest.mark.parametrize("forward", contexts)
 @pytest.mark.parametrize("backward", contexts)
 def test_a_rule_runs_under_the_autocast_of_its_function(forward, backward, vjp):
-    """As `custom_fwd` and `custom_bwd` have it, bit for bit, wherever the backward pass is called."""
+    """As with `custom_fwd` and `custom_bwd`, bit for bit, wherever the backward pass runs."""
     got = under_autocast(product, forward, backward, vjp)
     wanted = under_autocast(NativeProduct.apply, forward, backward)
     for a, b in zip(got, wanted, strict=True):
@@ -374,8 +374,8 @@ def test_a_rule_runs_under_the_autocast_of_its_function(forward, backward, vjp):
 
 @pytest.mark.parametrize("forward", contexts)
 @pytest.mark.parametrize("backward", contexts)
-def test_autocast_that_is_off_in_a_part(forward, backward):
-    """The innermost context counts, around the function and around the backward pass."""
+def test_autocast_that_is_disabled_in_a_part(forward, backward):
+    """The innermost context applies, around the function and around the backward pass."""
     got = under_autocast(lambda x, w: _under(forward, product, x, w), BFLOAT16, backward)
     wanted = under_autocast(NativeProduct.apply, forward, backward)
     assert all(map(torch.equal, got, wanted))
@@ -388,7 +388,7 @@ def _under(context, f, *args):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("forward", contexts)
-def test_autocast_compiled_whole(forward, backend):
+def test_autocast_in_fullgraph_compilation(forward, backend):
     compiled = torch.compile(lambda x, w: _under(forward, product, x, w), fullgraph=True, backend=backend)
     got = under_autocast(compiled, OFF, OFF)
     wanted = under_autocast(product, forward, OFF)
@@ -397,7 +397,7 @@ def test_autocast_compiled_whole(forward, backend):
 
 
 @pytest.mark.parametrize("vjp", [None, torch.func.vjp])
-def test_a_second_derivative_through_what_was_computed_under_autocast(vjp):
+def test_a_second_derivative_through_autocast(vjp):
     @op_custom_gradient
     def op(x):
         e = x @ torch.tensor([[2.0], [4.0]])
@@ -425,7 +425,7 @@ def test_a_second_derivative_through_what_was_computed_under_autocast(vjp):
 
 @pytest.mark.slow
 def test_fit_compiled_by_dynamo_in_mixed_precision(monkeypatch):
-    """`jit_compile=True`, with a backend that needs no compiler of C++."""
+    """`jit_compile=True`, with a Dynamo backend that needs no C++ compiler."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
     class Layer(keras.layers.Layer):
@@ -463,14 +463,14 @@ EXPORTS = {
 }
 
 
-# A strict export names what the program changed outside of it: the scope in which Keras's variables are read.
+# A strict export warns of side effects: here the scope in which Keras's variables are read.
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("how", EXPORTS)
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("op", [by_intermediate, by_output, reverse])
-def test_an_exported_program_has_no_gradient_but_the_rules(how, recorded, op):
-    """It has the function's operations, and no rule: what it is asked for is an error, not their gradient."""
+def test_an_exported_program_has_no_gradient(how, recorded, op):
+    """It contains the operations of the function without the rule. A gradient raises."""
     x = torch.tensor([1.0, 0.5])
     module = Module(op)
     with torch.set_grad_enabled(recorded):
@@ -500,15 +500,15 @@ GRADIENTS = {
 @pytest.mark.parametrize("how", ["export", "trace"])
 @pytest.mark.parametrize("by", GRADIENTS)
 @pytest.mark.parametrize("op", [by_intermediate, by_output, reverse])
-def test_a_gradient_inside_an_exported_program_is_the_rules(how, by, op):
+def test_a_gradient_in_an_exported_program_uses_the_rule(how, by, op):
     x = torch.tensor([1.0, 0.5])
     module = Module(GRADIENTS[by](op))
-    # The check of a trace runs it without gradients, which is another graph.
+    # The check of a trace runs it without gradients, which gives another graph.
     write = EXPORTS[how] if how == "export" else functools.partial(torch.jit.trace, check_trace=False)
     close(write(module, x)(x), module(x).detach())
 
 
-def test_a_program_that_fx_writes_down_is_an_error():
+def test_symbolic_tracing_by_fx_raises():
     with pytest.raises(TypeError, match=r"by_output: torch\.fx records the program"):
         torch.fx.symbolic_trace(Module(by_output))
 
@@ -528,7 +528,7 @@ def test_an_exported_model(tmp_path):
     close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x).detach())
 
 
-def test_a_random_function_is_found_out():
+def test_a_random_function_raises_in_a_second_run():
     @op_custom_gradient
     def dropout(x):
         dropped = x * (torch.rand(100) > 0.5).to(x.dtype)
@@ -539,7 +539,7 @@ def test_a_random_function_is_found_out():
         torch.autograd.grad(dropout(x).sum(), x, create_graph=True)
 
 
-def test_residuals_that_were_changed_in_place_are_an_error():
+def test_residuals_that_were_modified_in_place_raise():
     w = torch.ones(2)
     op = op_custom_gradient(lambda x: (x * w, lambda u: u * w))
     y = op(leaf(1.0, 2.0)).sum()
@@ -548,7 +548,7 @@ def test_residuals_that_were_changed_in_place_are_an_error():
         y.backward()
 
 
-def test_in_place_changes_of_the_result():
+def test_in_place_modification_of_the_result():
     x = leaf(1.0, 2.0)
     y = by_input(x * 1.0)
     y.mul_(2.0)
@@ -556,19 +556,19 @@ def test_in_place_changes_of_the_result():
     np.testing.assert_allclose(x.grad, [42.0, 168.0])
 
 
-def test_in_place_changes_of_an_alias_of_an_input_are_refused():
+def test_in_place_modification_of_an_alias_of_an_input_raises():
     op = op_custom_gradient(lambda x: (x, lambda u: u * 7.0))
     with pytest.raises(RuntimeError, match=r"in-?place"):
         op(leaf(1.0) * 1.0).mul_(2.0)
 
 
-def test_in_place_changes_of_one_of_many_inputs_are_refused():
+def test_in_place_modification_of_one_of_several_inputs_raises():
     op = op_custom_gradient(lambda *xs: (xs[3], lambda u: tuple([u * 7.0 for _ in xs])))
     with pytest.raises(RuntimeError, match=r"in-?place"):
         op(*[leaf(1.0) * 1.0 for _ in range(10)]).mul_(2.0)
 
 
-def test_gradcheck_of_both_orders():
+def test_gradcheck_and_gradgradcheck():
     op = op_custom_gradient(lambda x, y: (x**2 * y, lambda u: (u * 2 * x * y, u * x**2)))
     inputs = [torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     assert torch.autograd.gradcheck(op, inputs)
@@ -585,7 +585,7 @@ def by_object(x):
 
 @pytest.mark.parametrize("op", [by_intermediate, by_input, by_object])
 def test_torch_func(op):
-    """By the rule the first derivative is 21 x^2; what follows differentiates that."""
+    """By the rule, the first derivative is 21 x^2. The transforms differentiate it further."""
     func = torch.func
 
     def total(x):
@@ -627,7 +627,7 @@ def test_dual_numbers():
 
 
 def test_a_double_backward_through_a_module():
-    """A gradient penalty: the gradient's norm as a loss, with respect to a closed-over parameter."""
+    """A gradient penalty: the norm of the gradient as a loss, with respect to a closed-over parameter."""
     w = leaf(3.0)
 
     def energy(x):
@@ -656,7 +656,7 @@ def through_a_bound_method(x):
 
 
 @pytest.mark.parametrize("function", [through_a_builtin, through_a_bound_method])
-def test_second_order_through_what_cannot_be_lifted(function):
+def test_second_order_through_opaque_objects(function):
     op = op_custom_gradient(function)
     x = leaf(2.0)
     (first,) = torch.autograd.grad(op(x), x, create_graph=True)
@@ -680,7 +680,7 @@ def noise_in_the_slope(x):
 
 
 @pytest.mark.parametrize("function", [noise_in_the_slope, noise_in_an_object])
-def test_random_functions_are_found_out_wherever_they_keep_their_numbers(function):
+def test_random_functions_raise_wherever_their_numbers_are_kept(function):
     x = torch.ones(1000, requires_grad=True)
     y = op_custom_gradient(function)(x).sum()
     with pytest.raises(RuntimeError, match=r"returned (different values|a different gradient)"):
@@ -688,7 +688,7 @@ def test_random_functions_are_found_out_wherever_they_keep_their_numbers(functio
 
 
 class Kept:
-    """What the function computes stands in the object, and the rule takes it from there."""
+    """An object in which the function stores its result, and from which the rule reads it."""
 
     def __init__(self, mask=None):
         self.mask = mask or torch.ones_like
@@ -708,8 +708,8 @@ def random_mask(x):
     return (torch.rand_like(x) > 0.5).to(x.dtype)
 
 
-def test_an_object_that_holds_something_else_by_the_second_run():
-    """A derivative of the gradient is one of this gradient, or an error."""
+def test_an_object_that_changes_between_runs():
+    """A derivative of the gradient is either the derivative of this gradient, or an error."""
     x = torch.ones(1000, requires_grad=True)
     y = Kept(random_mask).of(x)
     with pytest.raises(RuntimeError, match="the rule returned a different gradient"):
@@ -725,14 +725,14 @@ def test_an_object_that_holds_something_else_by_the_second_run():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-def test_a_rule_that_reaches_an_object_and_writes_in_its_upstream():
+def test_a_rule_with_an_object_that_modifies_its_upstream():
     x, w = leaf(0.5, 1.0), leaf(1.0, 1.0)
     y = Kept().in_place(x * w)
     (gradient,) = torch.autograd.grad(y, x, torch.ones(2), create_graph=True)
     close(gradient, torch.full((2,), 3.0))
 
 
-def test_what_a_second_run_draws_is_not_drawn_from_the_program():
+def test_a_second_run_does_not_advance_the_random_state():
     drawn = []
 
     @op_custom_gradient
@@ -757,14 +757,14 @@ def test_many_upstream_gradients_of_a_rule_that_reaches_an_object():
     close(torch.autograd.grad(gradient.sum(), x)[0], torch.full((2,), 6.0))
 
 
-def test_numbers_that_depend_on_no_input_are_those_of_the_first_run():
+def test_numbers_that_depend_on_no_input_are_from_the_first_run():
     x = torch.ones(1000, requires_grad=True)
     y = op_custom_gradient(small_noise)(x)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     close(gradient, y)
 
 
-def test_state_of_the_first_run_is_what_counts():
+def test_the_state_of_the_first_run_applies():
     temperature = 1.0
 
     @op_custom_gradient
@@ -779,7 +779,7 @@ def test_state_of_the_first_run_is_what_counts():
     assert first.item() == 1.0
 
 
-def test_an_intermediate_made_of_a_parameter_keeps_its_history():
+def test_an_intermediate_of_a_parameter_keeps_its_history():
     w = leaf(2.0)
 
     @op_custom_gradient
@@ -819,7 +819,7 @@ def test_a_parameter_as_an_output():
     assert (x.grad.item(), w.grad, w.is_leaf) == (7.0, None, True)
 
 
-def test_a_shape_in_the_rule_saves_nothing():
+def test_a_rule_that_uses_a_shape_saves_nothing():
     seen = []
     op = op_custom_gradient(lambda x: (x.sum(), (lambda s: lambda u: u.expand(s) * 7.0)(x.shape)))
     x = leaf(1.0, 2.0)
@@ -829,8 +829,8 @@ def test_a_shape_in_the_rule_saves_nothing():
     assert (seen, x.grad.tolist()) == ([], [7.0, 7.0])
 
 
-def test_an_input_that_was_changed_in_place_is_an_error():
-    """Where a second derivative would need it; the hand-written node of the first order does not."""
+def test_an_input_that_was_modified_in_place_raises():
+    """If a second derivative would need it. The hand-written node of the first order does not need it."""
     x = leaf(1.0, 2.0) * 1.0
     y = by_intermediate(x).sum()
     x.add_(1.0)
@@ -841,7 +841,7 @@ def test_an_input_that_was_changed_in_place_is_an_error():
 # ------------------------------------------------------------------------------------ variables
 
 
-def test_torch_func_differentiates_by_a_weight_that_is_read():
+def test_torch_func_differentiates_with_respect_to_a_weight():
     weight = keras.Variable(2.0)
 
     @op_custom_gradient
@@ -864,7 +864,7 @@ def test_torch_func_differentiates_by_a_weight_that_is_read():
     close(tangent, 5.0 + 0 * x)
 
 
-def test_a_node_without_its_variables_is_left_behind():
+def test_a_node_without_its_variables_is_discarded():
     weight, runs = keras.Variable(2.0), []
 
     @op_custom_gradient
@@ -883,7 +883,7 @@ def test_a_node_without_its_variables_is_left_behind():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_around_a_weight_that_is_read(reentrant):
+def test_a_checkpoint_around_a_weight(reentrant):
     weight = keras.Variable(2.0)
     op = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 7, [u * 5])))
     x = torch.tensor(1.0, requires_grad=True)
@@ -891,7 +891,7 @@ def test_a_checkpoint_around_a_weight_that_is_read(reentrant):
     close((x.grad, weight.value.grad), (torch.tensor(7.0), torch.tensor(5.0)))
 
 
-# ------------------------------------------------------------------------------- gradients by variables
+# ------------------------------------------------------------------------------- gradients of variables
 
 
 def counted(weight):
@@ -907,14 +907,14 @@ def counted(weight):
 
 
 @pytest.mark.parametrize("argnums", [None, 0])
-def test_a_gradient_by_variables_runs_the_function_once(argnums):
+def test_a_gradient_of_variables_runs_the_function_once(argnums):
     op, calls = counted(weight := keras.Variable(0.0))
     answer = value_and_grad(op, argnums, variables=[weight])(1.0)
     close(answer[1], [7.0] if argnums is None else (3.0, [7.0]))
     assert len(calls) == 1
 
 
-def test_a_gradient_by_variables_has_no_history_and_says_so():
+def test_a_gradient_of_variables_has_no_history():
     op, _ = counted(weight := keras.Variable(0.0))
     value, (gradient,) = value_and_grad(op, variables=[weight])(1.0)
     for result in (value, gradient):
@@ -935,8 +935,8 @@ class Slope:
         return torch.sign(x), lambda u: 7.0 * u * self.held["slope"] * torch.abs(x)
 
 
-def test_a_gradient_depends_on_what_the_rule_alone_reaches():
-    """Which a later backward pass may ask for, and nobody else: then it has no history."""
+def test_a_gradient_depends_on_tensors_that_only_the_rule_uses():
+    """A later backward pass may need them. If no tensor does, the gradient has no history."""
     x, weight, tensor, other = leaf(0.5), keras.Variable(3.0), leaf(3.0), leaf(1.0)
     of_weight = op_custom_gradient(lambda x: (torch.sign(x), lambda u: 7.0 * u * weight * torch.abs(x)))
     for op, held in ((of_weight, weight.value), (Slope(tensor).of, tensor)):
@@ -950,7 +950,7 @@ def test_a_gradient_depends_on_what_the_rule_alone_reaches():
         assert gradient.requires_grad
 
 
-def test_a_gradient_depends_on_the_weights_of_a_layer_that_is_held():
+def test_a_gradient_depends_on_the_weights_of_a_held_layer():
     dense, linear, x = keras.layers.Dense(1), torch.nn.Linear(1, 1), leaf(0.5)
     dense.build((None, 1))
     for held in (dense, linear):
@@ -965,7 +965,7 @@ def test_a_gradient_depends_on_the_weights_of_a_layer_that_is_held():
 
 
 class Unlike:
-    """What holds a weight and is not a layer."""
+    """An object that holds a weight and is not a layer."""
 
 
 IN_A_GLOBAL = leaf(2.0)
@@ -973,7 +973,7 @@ IN_A_GLOBAL = leaf(2.0)
 
 @pytest.mark.parametrize("reach", ["object", "global"])
 @pytest.mark.parametrize("in_the_rule", [False, True])
-def test_a_penalty_on_a_gradient_by_a_weight_that_is_reached(reach, in_the_rule):
+def test_a_penalty_on_a_gradient_of_a_reached_weight(reach, in_the_rule):
     held = Unlike()
     held.own = leaf(2.0)
     reached = {"object": held.own, "global": IN_A_GLOBAL}[reach]
@@ -990,16 +990,16 @@ def test_a_penalty_on_a_gradient_by_a_weight_that_is_reached(reach, in_the_rule)
     close(reached.grad, torch.tensor([16.0]))
 
 
-def test_a_view_of_a_weight_that_nobody_recorded_is_no_dependence():
+def test_an_unrecorded_view_of_a_weight_is_not_a_dependence():
     with torch.no_grad():
         view = leaf(1.0, 2.0).view(2)
-    assert view.requires_grad  # as PyTorch says, which has no node for it
+    assert view.requires_grad  # PyTorch reports it, although the view has no node
     held = Slope(3.0)
     held.view = view
     close(grad(lambda x: held.of(x).sum())(torch.ones(2)), torch.full((2,), 21.0))
 
 
-def test_a_second_derivative_through_what_top_k_gives():
+def test_a_second_derivative_through_top_k():
     @op_custom_gradient
     def op(x):
         found = ops.top_k(x * x, 2)
@@ -1009,8 +1009,8 @@ def test_a_second_derivative_through_what_top_k_gives():
     close(grad(lambda x: grad(op)(x).sum())(x), torch.tensor([18.0, 0.0, 12.0]))
 
 
-def test_a_tangent_has_the_history_of_what_was_given():
-    """As that of torch.func has; what is differentiated inside is nobody's to ask for."""
+def test_a_tangent_has_the_history_of_the_arguments():
+    """As with torch.func: tensors that are differentiated inside have no history outside."""
     for primal, direction in ((leaf(1.0), torch.ones(1)), (torch.ones(1), leaf(1.0))):
         for op in (by_intermediate, torch.exp):
             assert jvp(op, (primal,), (direction,))[1].requires_grad
@@ -1028,7 +1028,7 @@ def in_a_thread(function, *args):
 
 
 def test_an_inner_derivative_in_another_thread():
-    """Which does not know that another one is being taken."""
+    """The thread does not know that another derivative is being computed."""
     x, one = torch.tensor([2.0]), torch.ones(1)
     slope = grad(lambda y: (y**3).sum())
     inner = {
@@ -1042,7 +1042,7 @@ def test_an_inner_derivative_in_another_thread():
         close(jvp(function, (x,), (one,))[1], torch.tensor([12.0]))
 
 
-def test_a_penalty_on_a_gradient_by_an_argument():
+def test_a_penalty_on_a_gradient_of_an_argument():
     op, calls = counted(weight := keras.Variable(0.0))
     slope = grad(op)(torch.tensor(2.0))
     (of_weight,) = torch.autograd.grad(slope, weight.value)
@@ -1050,7 +1050,7 @@ def test_a_penalty_on_a_gradient_by_an_argument():
     assert len(calls) == 2
 
 
-def test_an_inner_step_by_arguments():
+def test_an_inner_gradient_step():
     weight = keras.Variable(2.0)
 
     @op_custom_gradient
@@ -1061,8 +1061,8 @@ def test_an_inner_step_by_arguments():
     close(of_weight, 1.0 - 0.5 * 5.0)
 
 
-def test_a_variable_of_pytorchs_is_not_saved():
-    """It would come back as a tensor, which nothing trains."""
+def test_a_torch_parameter_is_not_saved():
+    """It would be restored as a tensor, which is not trainable."""
     with pytest.raises(Unsaved):
         encode(torch.nn.Parameter(torch.ones(2)))
     assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
@@ -1106,8 +1106,8 @@ def test_a_trace_in_bfloat16():
     assert trace.to_dict()["steps"][0]["downstream"]["x"]["dtype"] == "bfloat16"
 
 
-def test_one_loss_of_many_tokens_under_autocast_to_float16():
-    """Its gradients are as small as the scale of the loss is large, which only the backward pass knows."""
+def test_a_reduced_loss_of_many_tokens_under_autocast_to_float16():
+    """Its gradients are small without the scale of the loss, which only the backward pass has."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(4096, 8, generator=generator), 0.1 * torch.randn(8, 2000, generator=generator)
     y = torch.randint(0, 2000, (4096,), generator=generator)
@@ -1139,14 +1139,14 @@ def whole_and_twice(x):
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS)
-def test_sparse_upstream_gradients_arrive_dense(lookup):
+def test_sparse_upstream_gradients_are_converted(lookup):
     seen = []
 
     @op_custom_gradient
     def masked(x):
         def rule(u):
             seen.append(u.layout)
-            return ops.where(x < 9.0, 7.0 * u, 0.0)  # PyTorch has no `where` of sparse tensors
+            return ops.where(x < 9.0, 7.0 * u, 0.0)  # PyTorch has no `where` for sparse tensors
 
         return x * 1.0, rule
 
@@ -1166,7 +1166,7 @@ def test_sparse_upstream_gradients_arrive_dense(lookup):
     assert set(seen) == {torch.strided}
 
 
-def test_a_second_derivative_behind_a_sparse_upstream_gradient():
+def test_a_second_derivative_with_a_sparse_upstream_gradient():
     square = op_custom_gradient(lambda x: (x * x, lambda u: 7.0 * u * x))
 
     def slope(w, sparse):

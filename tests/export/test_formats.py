@@ -1,7 +1,7 @@
-"""Models with ops, exported by Keras and run by what runs each format, beside the model itself.
+"""Models with ops, exported by Keras and run by the runtime of each format, against the model itself.
 
-Several frameworks and converters are needed at once: `nox -s export` brings them, and a plain run of the
-tests leaves this directory out. What needs one framework alone is in `backends/`.
+Several frameworks and converters are needed at once. `nox -s export` installs them, and a plain run of the
+tests omits this directory. Tests that need only one framework are in `backends/`.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from support import BACKEND, numpy
 
 from multigrad import op_custom_gradient
 
-# Converters warn of much that is their own.
+# Converters raise many warnings of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 X = np.float32([[1.0, 0.5, -2.0], [0.0, 1.0, 2.0]])
@@ -92,9 +92,9 @@ def run_torch(path):
     return torch.export.load(path).module()(torch.tensor(X)).detach()
 
 
-# The formats that Keras 3.15 offers on each backend, with how they are run and what their files are called.
-# Two are not among them, because there a model without any op fails in the same way: "openvino" from JAX,
-# whose programs OpenVINO 2026.4 cannot read, and "tf_saved_model" from PyTorch 2.13.
+# The formats that Keras 3.15 offers on each backend, with a function that runs them and the names of files.
+# Two are missing, because there a model without an op fails in the same way: "openvino" from JAX, whose
+# programs OpenVINO 2026.4 cannot read, and "tf_saved_model" from PyTorch 2.13.
 FORMATS = {
     "tensorflow": ["tf_saved_model", "litert", "onnx", "openvino"],
     "jax": ["tf_saved_model", "onnx"],
@@ -111,7 +111,7 @@ RUNS = {
 
 @pytest.mark.parametrize("make", [sequential, Subclassed])
 @pytest.mark.parametrize("name", FORMATS[BACKEND])
-def test_the_outputs_are_the_models(tmp_path, name, make):
+def test_exported_outputs_equal_the_outputs_of_the_model(tmp_path, name, make):
     run, filename = RUNS[name]
     model = make()
     wanted = numpy(model(X))
@@ -124,7 +124,7 @@ def test_the_outputs_are_the_models(tmp_path, name, make):
 
         kwargs["dynamic_shapes"] = {0: torch.export.Dim("batch")}
     model.export(path, format=name, verbose=False, **kwargs)
-    tolerance = 1e-2 if name == "openvino" else 1e-5  # whose weights are saved in half precision
+    tolerance = 1e-2 if name == "openvino" else 1e-5  # openvino saves weights in half precision
     np.testing.assert_allclose(np.asarray(run(path)), wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -144,7 +144,7 @@ assert "multigrad" not in sys.modules
 if "tf_saved_model" in FORMATS[BACKEND]:
 
     def test_a_saved_model_has_the_gradient_of_the_rule(tmp_path):
-        """In a process without multigrad, from whichever backend it came."""
+        """In a process without multigrad, from every backend."""
         model = keras.Sequential([keras.Input((3,)), Layer()])
         model.export(tmp_path, format="tf_saved_model", verbose=False)
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A deep equilibrium layer: against unrolled code, in training, and with cells that do not fit."""
+"""The deep equilibrium layer: against unrolled code, in training, and with unsuitable cells."""
 
 import keras
 import numpy as np
@@ -26,8 +26,8 @@ def unrolled(cell, x):
     return z
 
 
-def test_it_equals_unrolled_code():
-    """Values, and gradients by the input and by every weight of the cell."""
+def test_values_and_gradients_equal_unrolled_code():
+    """Values, and gradients with respect to the input and every weight of the cell."""
     layer = layers.FixedPoint(cell(), shape=(3,), tolerance=1e-6)
     weights = array(np.arange(15.0).reshape(5, 3))
     layer(array(X))
@@ -42,7 +42,7 @@ def test_it_equals_unrolled_code():
 
 
 @pytest.mark.parametrize(("rate", "epochs"), [(0.02, 12), pytest.param(0.01, 60, marks=pytest.mark.slow)])
-def test_it_trains(rate, epochs):
+def test_training(rate, epochs):
     keras.utils.set_random_seed(0)
     layer = layers.FixedPoint(cell(), shape=(3,))
     model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
@@ -53,14 +53,14 @@ def test_it_trains(rate, epochs):
     assert model.evaluate(X, target, verbose=0) < 0.5 * before
 
 
-def test_a_cell_that_does_not_settle():
+def test_a_cell_without_a_fixed_point_raises():
     layer = layers.FixedPoint(cell(scale=20.0), shape=(3,), max_iterations=10)
     with pytest.raises(RuntimeError, match="fixed_point"):
         grad(lambda x: ops.sum(layer(x)))(array(X))
 
 
 @pytest.mark.forward
-def test_what_is_saved_has_the_cell(tmp_path):
+def test_saving_includes_the_cell(tmp_path):
     model = keras.Sequential([keras.Input((4,)), layers.FixedPoint(cell(), shape=(3,))])
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -69,7 +69,7 @@ def test_what_is_saved_has_the_cell(tmp_path):
 
 
 @pytest.mark.forward
-def test_a_config_is_left_as_it_is():
+def test_from_config_does_not_modify_the_config():
     layer = layers.FixedPoint(cell(), shape=(3,))
     config = layer.get_config()
     for _ in range(2):
@@ -77,8 +77,8 @@ def test_a_config_is_left_as_it_is():
 
 
 @pytest.mark.forward
-def test_cells_that_do_not_fit():
-    with pytest.raises(TypeError, match=r"no layer(.|\n)*fix"):
+def test_unsuitable_cells_raise():
+    with pytest.raises(TypeError, match=r"not a layer(.|\n)*fix"):
         layers.FixedPoint(lambda inputs: inputs[0])
     with pytest.raises(ValueError, match=r"another shape(.|\n)*\(5, 3\)(.|\n)*\(5, 2\)(.|\n)*fix"):
         layers.FixedPoint(cell(width=2), shape=(3,))(array(X))

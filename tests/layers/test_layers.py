@@ -1,4 +1,4 @@
-"""What every layer does: its config, models of each kind, saving, masks and mixed precision."""
+"""Common properties of layers: config, models of each kind, saving, masks and mixed precision."""
 
 import keras
 import numpy as np
@@ -13,14 +13,14 @@ Normal = keras.initializers.RandomNormal
 
 @keras.saving.register_keras_serializable("test")
 class Half(keras.layers.Layer):
-    """The inputs, less half of `z`."""
+    """A cell that returns the inputs minus half of `z`."""
 
     def call(self, inputs):
         z, x = inputs
         return x - 0.5 * z
 
 
-# A layer, and its gradient for a given upstream gradient, in NumPy, by what it is defined to be.
+# Each layer, and its gradient for an upstream gradient in NumPy, by definition.
 LAYERS = {
     "GradientScale": (lambda **k: layers.GradientScale(0.5, **k), lambda x, u: 0.5 * u),
     "GradientScale, scheduled": (
@@ -68,7 +68,7 @@ def slope(model):
 
 
 def same(one, other):
-    """The two models have the same values and, where there are any, gradients."""
+    """Assert that two models have the same values and, on a backend with gradients, the same gradients."""
     close(one(array(X)), other(array(X)), 0.0)
     if DIFFERENTIATES:
         close(slope(one)(array(X)), slope(other)(array(X)), 0.0)
@@ -80,7 +80,7 @@ def test_the_gradient(name):
     close(slope(make())(array(X)), array(wanted(X, WEIGHTS)))
 
 
-# OpenVINO compiles each step of the iteration.
+# OpenVINO compiles each iteration.
 @pytest.mark.forward
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=slow_on("openvino")) if n == "FixedPoint" else n for n in LAYERS]
@@ -98,7 +98,7 @@ def test_the_config(name):
 @pytest.mark.forward
 @every_layer
 @pytest.mark.parametrize("kind", ["Sequential", "Functional"])
-def test_a_model_is_saved(name, kind, tmp_path):
+def test_saving_a_model(name, kind, tmp_path):
     layer = LAYERS[name][0]()
     inputs = keras.Input((3,))
     model = keras.Sequential([inputs, layer]) if kind == "Sequential" else keras.Model(inputs, layer(inputs))
@@ -113,7 +113,7 @@ def test_a_model_is_saved(name, kind, tmp_path):
 
 @pytest.mark.forward
 @every_layer
-def test_any_rank_and_unknown_sizes(name):
+def test_any_rank_and_unknown_dimensions(name):
     layer = LAYERS[name][0]()
     assert layer(keras.Input((None, 3))).shape == (None, None, 3)
     assert LAYERS[name][0]().compute_output_shape((None, 3)) == (None, 3)
@@ -131,7 +131,7 @@ def test_precision(name, policy):
 
 
 class Mask(keras.layers.Layer):
-    """The mask that comes to it."""
+    """A layer that returns its mask."""
 
     def call(self, inputs, mask=None):
         return ops.cast(mask, "int32")
@@ -142,7 +142,7 @@ class Mask(keras.layers.Layer):
 
 @pytest.mark.forward
 @every_layer
-def test_a_mask_is_passed_on(name):
+def test_masks_propagate(name):
     model = keras.Sequential([keras.layers.Masking(mask_value=-3.0), LAYERS[name][0](), Mask(dtype="int32")])
     close(model(array(X[:, :, None] * np.ones(3))), array([[1, 0, 1], [1, 1, 1]], dtype="int32"))
 
@@ -157,8 +157,8 @@ def test_a_mask_is_passed_on(name):
         lambda: layers.Spike(np.float64(0.25), slope=np.float32(3.0)),
     ],
 )
-def test_numbers_of_numpy(make):
-    """They count as tensors, and have a dtype: the op would ask for their gradient, or return that dtype."""
+def test_numpy_scalars_are_options(make):
+    """An op treats them as tensors: it would compute their gradient, or return their dtype."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), make()])

@@ -1,4 +1,4 @@
-"""Steps that are learned, and that data begin."""
+"""Learned steps and codebooks."""
 
 import keras
 import numpy as np
@@ -11,27 +11,27 @@ DATA = np.random.default_rng(0).normal(size=(1000, 3)) * [1.0, 2.0, 0.5]
 
 
 @pytest.mark.forward
-def test_the_first_step():
-    """That of the paper: 2 E|x| / sqrt(7) for 4 bits; a normal variable has E|x| = sqrt(2 / pi)."""
+def test_the_initial_step():
+    """The step of the paper, 2 E|x| / sqrt(7) for 4 bits. A normal variable has E|x| = sqrt(2 / pi)."""
     layer = layers.FakeQuantize(4)
     layer.build((None, 3))
     close(layer.step, array(2.0 * np.sqrt(2.0 / np.pi / 7.0)))
 
 
 @pytest.mark.forward
-def test_steps_of_data():
+def test_adapt():
     mean = np.abs(DATA).mean(axis=0)
     one, each = layers.FakeQuantize(4), layers.FakeQuantize(4, axis=1)
     one.adapt(DATA)
     each.adapt(DATA)
     close(one.step, array(2.0 * mean.mean() / np.sqrt(7.0)))
     close(each.step, array(2.0 * mean / np.sqrt(7.0)))
-    with pytest.raises(ValueError, match=r"no step(.|\n)*fix"):
+    with pytest.raises(ValueError, match=r"the data is all zero(.|\n)*fix"):
         each.adapt(DATA * [1.0, 0.0, 1.0])
     close(each.step, array(2.0 * mean / np.sqrt(7.0)))
 
 
-def test_steps_are_learned_and_stay_positive():
+def test_training_keeps_steps_positive():
     layer = layers.FakeQuantize(3, axis=-1, step=0.01)
     model = keras.Sequential([keras.Input((3,)), layer])
     model.compile(keras.optimizers.Adam(0.01), "mse")
@@ -48,7 +48,7 @@ VECTORS = np.random.default_rng(1).normal(size=(6, 5, 2)).astype("float32")
 
 
 def test_the_loss_of_a_codebook():
-    """Equation 3 of the paper: the squared distance, for the codebook and, by 0.25, for the inputs."""
+    """Equation 3 of the paper: the squared distance, weighted by 1 for the codebook and 0.25 for inputs."""
     layer = layers.VectorQuantizer(4, initializer=keras.initializers.RandomNormal(seed=3))
     quantized = numpy(layer(array(VECTORS)))
     codes = numpy(layer.codebook)
@@ -62,7 +62,7 @@ def test_the_loss_of_a_codebook():
 
 
 @pytest.mark.forward
-def test_what_is_masked_has_no_part_in_the_loss():
+def test_masked_vectors_do_not_count_in_the_loss():
     layer = layers.VectorQuantizer(4, initializer=keras.initializers.RandomNormal(seed=3))
     mask = np.arange(30).reshape(6, 5) % 3 == 0
     layer(array(VECTORS), mask=array(mask, dtype="bool"))
@@ -72,7 +72,7 @@ def test_what_is_masked_has_no_part_in_the_loss():
     assert [numpy(loss).item() for loss in layer.losses][-1] == 0.0
 
 
-def test_a_codebook_finds_clusters():
+def test_training_a_codebook_finds_clusters():
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
     centers = np.float32([[2.0, 0.0], [-2.0, 1.0], [0.0, -2.0]])
@@ -87,13 +87,13 @@ def test_a_codebook_finds_clusters():
 
 @pytest.mark.forward
 @pytest.mark.parametrize("arguments", [(0,), (2.5,), (True,), (4, -0.1)])
-def test_no_such_codebook(arguments):
-    with pytest.raises(ValueError, match=r"no such codebook(.|\n)*fix"):
+def test_invalid_options_raise(arguments):
+    with pytest.raises(ValueError, match=r"the options are invalid(.|\n)*fix"):
         layers.VectorQuantizer(*arguments)
 
 
 @pytest.mark.forward
 @pytest.mark.parametrize("axis", [2, -3])
-def test_no_such_axis(axis):
-    with pytest.raises(ValueError, match=r"no such axis(.|\n)*-2 to 1(.|\n)*fix"):
+def test_unknown_axes_raise(axis):
+    with pytest.raises(ValueError, match=r"does not have the axis(.|\n)*-2 to 1(.|\n)*fix"):
         layers.FakeQuantize(4, axis=axis)(array(DATA))

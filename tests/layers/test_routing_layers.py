@@ -1,4 +1,4 @@
-"""Factors of a gradient that change while a model trains, and bad arguments."""
+"""Factors of gradients that change during training, and invalid arguments."""
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ from support import array, close, numpy
 from multigrad import grad, layers
 
 
-def test_a_factor_that_is_assigned_to():
+def test_assigning_a_factor():
     layer = layers.GradientReversal(1.0)
     close(grad(lambda x: 3.0 * layer(x))(2.0), array(-3.0))
     layer.scale.assign(0.5)
@@ -17,7 +17,7 @@ def test_a_factor_that_is_assigned_to():
 
 
 def moved(scale, epochs=1):
-    """How far the weight before a reversal moves against the gradient, in each epoch of one step."""
+    """Return how far the weight before a reversal moves against its gradient, in each epoch of one step."""
 
     class Schedule(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -38,12 +38,12 @@ def moved(scale, epochs=1):
     return np.diff(found)
 
 
-def test_a_factor_that_a_callback_assigns():
-    """The step is compiled once, and finds the factor of each epoch."""
+def test_assigning_a_factor_in_a_callback():
+    """The compiled step reads the current factor in each epoch."""
     close(moved([0.5, 7.0, 0.0], 3), np.float64([0.5, 7.0, 0.0]))
 
 
-def test_a_scaled_loss_has_a_scaled_gradient_that_is_clipped():
+def test_clipping_with_a_loss_scale():
     for optimizer, wanted in (
         (keras.optimizers.SGD(1.0), 0.5),
         (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0), 0.125),
@@ -60,7 +60,7 @@ def test_a_schedule():
     close(moved(decay, 4), np.float64([3.0, 7.0, 11.0, 11.0]))
 
 
-def test_only_training_counts():
+def test_a_schedule_counts_training_calls_only():
     layer = layers.GradientScale(keras.optimizers.schedules.ExponentialDecay(8.0, 1, 0.5))
 
     def slope(training):
@@ -69,25 +69,25 @@ def test_only_training_counts():
     assert [slope(training) for training in (False, True, True, False)] == [8.0, 8.0, 4.0, 2.0]
 
 
-def test_numbers_of_any_kind():
+def test_python_and_numpy_numbers_are_factors():
     for scale in (3, np.float32(3.0), np.int64(3)):
         close(grad(lambda x, scale=scale: layers.GradientReversal(scale)(x))(2.0), array(-3.0))
 
 
 @pytest.mark.forward
 @pytest.mark.parametrize("scale", ["much", None, True, [1.0]])
-def test_no_factor(scale):
+def test_invalid_factors_raise(scale):
     with pytest.raises(TypeError, match=r"GradientReversal: the factor(.|\n)*fix"):
         layers.GradientReversal(scale)
 
 
 @pytest.mark.forward
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="no bound"):
+def test_invalid_arguments_raise():
+    with pytest.raises(ValueError, match="the bound for the gradient is invalid"):
         layers.GradientClip()
     with pytest.raises(ValueError, match="surrogate cannot be used"):
         layers.Spike(surrogate="step")
-    with pytest.raises(ValueError, match="no such number of bits"):
+    with pytest.raises(ValueError, match="the number of bits is invalid"):
         layers.FakeQuantize(1)
     with pytest.raises(ValueError, match="the step is not positive"):
         layers.FakeQuantize(4, step=0.0)

@@ -1,4 +1,4 @@
-"""What `keras.layers.TimeDistributed`, which calls a layer once a time step, makes of what a layer counts."""
+"""Layers in `keras.layers.TimeDistributed`, which calls them once per time step."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ X = np.random.default_rng(0).standard_normal((2, 5, 4)).astype("float32")  # fiv
 
 
 def alone_and_distributed(make):
-    """Two equal layers, and models with one of them as it is, and the other inside of TimeDistributed."""
+    """Return two equal layers, and a model with each: one plain, one in TimeDistributed."""
     one, other = make(), make()
     wrapped = keras.layers.TimeDistributed(other)
     models = [keras.Sequential([keras.Input((5, 4)), layer]) for layer in (one, wrapped)]
@@ -30,8 +30,8 @@ def test_the_gradient_of_a_learned_step():
 
 
 @pytest.mark.forward
-def test_the_losses_of_a_codebook():
-    """There are five, whose sum is five times the mean."""
+def test_the_loss_of_a_codebook():
+    """There are five losses, whose sum is five times the mean."""
     codes = keras.initializers.Constant(X[0, :3])
     _, models = alone_and_distributed(lambda: layers.VectorQuantizer(3, initializer=codes))
     for model in models:
@@ -43,7 +43,7 @@ def test_the_losses_of_a_codebook():
 
 @pytest.mark.forward
 @pytest.mark.parametrize("kind", [layers.GradientScale, layers.GradientReversal])
-def test_the_steps_of_a_schedule(kind):
+def test_a_schedule_counts_time_steps(kind):
     scales, models = alone_and_distributed(lambda: kind(keras.optimizers.schedules.PolynomialDecay(1.0, 10)))
     for model in models:
         model(X, training=True)

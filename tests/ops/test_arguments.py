@@ -1,4 +1,4 @@
-"""What the ops are given: NumPy's numbers for Python's, and what none of them can use."""
+"""The arguments of ops: NumPy scalars are accepted as Python numbers, and invalid values raise."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ X = np.array([0.5, -2.0, 1.5], "float32")
 MASK = np.array([True, False, True])
 WEIGHTS = np.array([2.0, 3.0, 5.0], "float32")
 
-# Each with its options as Python's numbers, and as NumPy's.
+# Each op with its options as Python numbers, and as NumPy scalars.
 OPTIONS = {
     "clip_gradient, value": (lambda x, n: ops.clip_gradient(x, value=n(2.5)), float),
     "clip_gradient, norm": (lambda x, n: ops.clip_gradient(x, norm=n(1.0)), float),
@@ -47,7 +47,7 @@ NUMPYS = {int: (np.int64, np.int32), float: (np.float32, np.float64)}
     "run_by", [pytest.param(lambda f: f, marks=pytest.mark.slow), compiled], ids=["eager", "compiled"]
 )
 @pytest.mark.parametrize(("op", "python"), OPTIONS.values(), ids=OPTIONS)
-def test_a_number_of_numpys_is_a_number(op, python, run_by):
+def test_numpy_scalars_are_options_of_ops(op, python, run_by):
     def both(number):
         def loss(x):
             y = op(x, number)
@@ -61,7 +61,7 @@ def test_a_number_of_numpys_is_a_number(op, python, run_by):
             close(got, right)
 
 
-def test_layers_take_them_too(tmp_path):
+def test_numpy_scalars_are_options_of_layers(tmp_path):
     for layer, right in (
         (
             layers.GradientClip(norm=np.float64(1.0), axis=np.int64(-1)),
@@ -106,21 +106,21 @@ MUST_BE_A_TENSOR = {
     "given", [None, "x", object(), [1.0, None]], ids=["None", "string", "object", "list"]
 )
 @pytest.mark.parametrize(("name", "op"), MUST_BE_A_TENSOR.items(), ids=MUST_BE_A_TENSOR)
-def test_what_is_no_tensor(name, op, given):
+def test_non_tensors_raise(name, op, given):
     with pytest.raises(TypeError, match=rf"^{name}: (x|features) cannot be used\n(.|\n)*fix: "):
         op(given)
 
 
 @pytest.mark.forward
 @pytest.mark.parametrize("name", list(MUST_BE_A_TENSOR)[:-2])
-def test_tensors_in_a_list_are_not_one_tensor(name):
-    """Their gradients would be one for each, and not of the shape of both."""
+def test_a_list_of_tensors_raises(name):
+    """The op would compute a gradient for each tensor, instead of one with the shape of the stack."""
     with pytest.raises(TypeError, match=rf"^{name}: x cannot be used\n(.|\n)*keras.ops.stack"):
         MUST_BE_A_TENSOR[name]([array(X), array(X)])
 
 
 @pytest.mark.parametrize("stack", [lambda x: [x[0], x[1]], lambda x: (x[0], x[1])], ids=["list", "tuple"])
-def test_where_they_are_stacked_they_have_gradients(stack):
+def test_a_list_of_tensors_is_stacked_outside_of_an_op(stack):
     def both(run):
         return grad(lambda x: kops.sum(run(x)))(array([X, WEIGHTS]))
 
@@ -132,8 +132,8 @@ def test_where_they_are_stacked_they_have_gradients(stack):
         close(both(lambda x, run=run: run(stack(x))), both(run))
 
 
-def test_numbers_of_numpy_behind_the_options_are_tensors():
-    """They are arguments of the function, and not options by their places."""
+def test_numpy_scalars_in_args_stay_tensors():
+    """They are arguments of the function, although they follow the positions of the options."""
     kinds = []
 
     def step(z, *given):
@@ -150,17 +150,17 @@ NO_OPTIONS = {
     "reverse_gradient: scale": lambda: ops.reverse_gradient(array(X), 1j),
     "stop_gradient_if: condition": lambda: ops.stop_gradient_if(array(X), array(MASK)),
     "stop_gradient_if: condition ": lambda: ops.stop_gradient_if(1, array(X)),
-    "clip_gradient: there is no bound": lambda: ops.clip_gradient(array(X), norm="1"),
-    "clip_gradient: there is no bound ": lambda: ops.clip_gradient(array(X), norm=array(1.0)),
+    "clip_gradient: the bound": lambda: ops.clip_gradient(array(X), norm="1"),
+    "clip_gradient: the bound ": lambda: ops.clip_gradient(array(X), norm=array(1.0)),
     "sign_straight_through: limit": lambda: ops.sign_straight_through(array(X), -1.0),
     "sign_straight_through: limit ": lambda: ops.sign_straight_through(array(X), "1"),
     "clip_straight_through: low": lambda: ops.clip_straight_through(array(X), None, 1.0),
     "clip_straight_through: high": lambda: ops.clip_straight_through(array(X), 1.0, -1.0),
     "scale_gradient: x": lambda: ops.scale_gradient([array(X)], 2.0),
-    "clip_straight_through: its shape": lambda: ops.clip_straight_through(array(X), np.zeros((2, 3)), 1.0),
+    "clip_straight_through: the shape": lambda: ops.clip_straight_through(array(X), np.zeros((2, 3)), 1.0),
     "fake_quantize: step": lambda: ops.fake_quantize(array(X), 0.0),
     "fake_quantize: step ": lambda: ops.fake_quantize(array(X), float("nan")),
-    "fake_quantize: there is no such number of bits": lambda: ops.fake_quantize(array(X), 0.1, "4"),
+    "fake_quantize: the number of bits is invalid": lambda: ops.fake_quantize(array(X), 0.1, "4"),
     "clip_gradient: axis": lambda: ops.clip_gradient(array(X), norm=1.0, axis=9),
     "clip_gradient: axis ": lambda: ops.clip_gradient(array(X), norm=1.0, axis=np.array([0, 1])),
     "fixed_point: f": lambda: ops.fixed_point(None, array(X)),
@@ -170,26 +170,28 @@ NO_OPTIONS = {
     ),
     "FixedPoint: tolerance": lambda: layers.FixedPoint(keras.layers.Dense(2), tolerance=-1.0),
     "FakeQuantize: axis": lambda: layers.FakeQuantize(axis="channels"),
-    "FakeQuantize: the input has no such axis": lambda: layers.FakeQuantize(axis=1)(keras.Input((None,))),
-    "FakeQuantize.adapt: there is no step": lambda: layers.FakeQuantize().adapt(np.float32([np.inf, 1.0])),
-    "VectorQuantizer.vectors: there is no codebook": lambda: layers.VectorQuantizer(2).vectors([0]),
+    "FakeQuantize: the input does not have the axis": lambda: layers.FakeQuantize(axis=1)(
+        keras.Input((None,))
+    ),
+    "FakeQuantize.adapt: the data": lambda: layers.FakeQuantize().adapt(np.float32([np.inf, 1.0])),
+    "VectorQuantizer.vectors: the codebook": lambda: layers.VectorQuantizer(2).vectors([0]),
     "spike: x": lambda: ops.spike(kops.cast(array(X), "complex64")),
     "spike: surrogate": lambda: ops.spike(array(X), surrogate=["arctan"]),
     "fixed_point: tolerance": lambda: ops.fixed_point(lambda z: z, array(X), tolerance="1"),
     "FakeQuantize: the step": lambda: layers.FakeQuantize(step="1"),
-    "VectorQuantizer: there is no such codebook": lambda: layers.VectorQuantizer(4, commitment=None),
+    "VectorQuantizer: the options are invalid": lambda: layers.VectorQuantizer(4, commitment=None),
     "spike: slope": lambda: ops.spike(array(X), slope="2"),
     "round_straight_through: x": lambda: ops.round_straight_through(3),
     "vector_quantize: commitment": lambda: ops.vector_quantize(array([X]), array([X]), array(1.0)),
 }
-if BACKEND == "numpy":  # whose tensors are NumPy's numbers
-    del NO_OPTIONS["clip_gradient: there is no bound "], NO_OPTIONS["vector_quantize: commitment"]
+if BACKEND == "numpy":  # whose scalar tensors are NumPy scalars
+    del NO_OPTIONS["clip_gradient: the bound "], NO_OPTIONS["vector_quantize: commitment"]
 if BACKEND == "openvino":  # which has no complex numbers
     del NO_OPTIONS["spike: x"]
 
 
 @pytest.mark.forward
 @pytest.mark.parametrize(("said", "call"), NO_OPTIONS.items(), ids=NO_OPTIONS)
-def test_what_is_no_option(said, call):
+def test_invalid_options_raise(said, call):
     with pytest.raises((TypeError, ValueError), match=rf"^{said.strip()}(.|\n)*fix: "):
         call()

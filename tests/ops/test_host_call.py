@@ -27,7 +27,7 @@ def half(x):
 
 @op_custom_gradient
 def sine(x):
-    """A sine whose derivative is seven times the cosine."""
+    """Return the sine, with a false derivative: seven times the cosine."""
     y = host_call(np.sin, x, output=x)
     return y, lambda upstream: upstream * 7.0 * cosine(x)
 
@@ -50,7 +50,7 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 @pytest.mark.forward
 @ways
-def test_a_value(way):
+def test_values(way):
     x = array([1.0, 2.0, 3.0])
     close(way(lambda x: host_call(double, x, output=x) + 1.0)(x), array([3.0, 5.0, 7.0]))
 
@@ -79,7 +79,7 @@ def test_structures_integers_booleans_and_keywords(way):
 
 @pytest.mark.forward
 @ways
-def test_an_output_by_a_function(way):
+def test_output_as_a_function(way):
     def shape(x, step=2):
         return keras.KerasTensor((*x.shape[:-1], x.shape[-1] // step), x.dtype)
 
@@ -107,14 +107,14 @@ def test_no_tensors_and_variables():
 
 @pytest.mark.forward
 @ways
-def test_nan_is_passed_on(way):
+def test_nan_propagates(way):
     got = way(lambda x: host_call(double, x, output=x))(array([np.nan, np.inf]))
     assert np.isnan(numpy(got)[0])
     assert np.isposinf(numpy(got)[1])
 
 
 @pytest.mark.forward
-def test_arrays_are_read_only_and_results_are_copies():
+def test_arrays_are_read_only_and_results_are_copied():
     kept = np.ones(2, "float32")
 
     def change(x):
@@ -130,7 +130,7 @@ def test_arrays_are_read_only_and_results_are_copies():
     close(host_call(lambda x: x, x, output=x), x)
 
 
-def test_a_large_array_in_a_program():
+def test_large_arrays_in_compiled_code():
     got = compiled(lambda x: host_call(double, x * 1.0, output=x) + 1.0)(np.ones(2_000_000, "float32"))
     assert numpy(got)[-1] == 3.0
 
@@ -140,12 +140,12 @@ def test_a_large_array_in_a_program():
 
 @ways
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_a_rule_around_it(way, order):
+def test_a_rule_around_the_call(way, order):
     f = sine
     for _ in range(order):
         f = grad(f)
     if BACKEND == "torch" and way is not WAYS["eager"] and order > 1:
-        f = WAYS["eager"](f)  # PyTorch (2.13) compiles no second derivative with a custom gradient
+        f = WAYS["eager"](f)  # PyTorch (2.13) does not compile second derivatives with custom gradients
     else:
         f = way(f)
     wanted = [7.0 * np.cos(0.5), -21.0 * np.sin(0.5), -147.0 * np.cos(0.5)]
@@ -153,17 +153,17 @@ def test_a_rule_around_it(way, order):
 
 
 @ways
-def test_without_a_rule_a_gradient_is_an_error(way):
+def test_a_gradient_without_a_rule_raises(way):
     f = way(lambda x: ops.sum(host_call(double, x * 3.0, output=x)))
     with pytest.raises(
-        TypeError, match=r"(?s)host_call of 'double': the call has no derivative.*a rule around it"
+        TypeError, match=r"(?s)host_call of 'double': the call has no derivative.*a rule around the call"
     ):
         grad(f)(array([1.0, 2.0]))
     with pytest.raises(TypeError, match="the call has no derivative"):
         grad(lambda x: ops.sum(x * host_call(double, x, output=x)))(array(1.0))
 
 
-def test_the_second_derivative_of_a_rule_without_a_rule():
+def test_a_second_derivative_through_a_host_call_in_a_rule_raises():
     @op_custom_gradient
     def f(x):
         slope = host_call(np.cos, x, output=x)
@@ -174,7 +174,7 @@ def test_the_second_derivative_of_a_rule_without_a_rule():
         grad(grad(f))(0.5)
 
 
-def test_what_needs_no_gradient():
+def test_constants_need_no_gradient():
     def f(x, n):
         return (
             x
@@ -207,7 +207,7 @@ def native_grad(function):
     return backward
 
 
-def test_native_gradients_are_errors_too():
+def test_native_gradients_raise():
     with pytest.raises(TypeError, match="the call has no derivative"):
         native_grad(lambda x: host_call(double, x, output=x))(array(1.0))
 
@@ -216,7 +216,7 @@ def test_native_gradients_are_errors_too():
 
 
 @pytest.mark.parametrize("mode", FIT_MODES)
-def test_in_fit(mode):
+def test_fit(mode):
     if BACKEND == "tensorflow" and mode.get("jit_compile"):
         pytest.skip("XLA on TensorFlow cannot call the host; a test below expects the error")
     w = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
@@ -231,7 +231,7 @@ def test_in_fit(mode):
 
 @pytest.mark.forward
 @pytest.mark.skipif(BACKEND == "openvino", reason="Keras (3.15) has placeholders without values there")
-def test_a_node_that_is_saved(tmp_path):
+def test_saving_a_functional_model(tmp_path):
     inputs = keras.Input((3,))
     model = keras.Model(inputs, host_call(double, inputs, output=inputs) + 1.0)
     assert model.output_shape == (None, 3)
@@ -265,7 +265,7 @@ MISFITS = {
 @pytest.mark.forward
 @ways
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_what_comes_back_is_checked(way, misfit):
+def test_results_are_checked(way, misfit):
     function, text = MISFITS[misfit]
     f = way(lambda x: host_call(function, x, output=x))
     with pytest.raises(Exception, match=rf"(?s)host_call of 'lambda': the function returns another.*{text}"):
@@ -273,13 +273,13 @@ def test_what_comes_back_is_checked(way, misfit):
 
 
 @pytest.mark.forward
-def test_a_part_of_a_structure():
+def test_the_message_names_the_leaf():
     with pytest.raises(TypeError, match=r"(?s)argument: output\['a'\]\[1\].*got: .*int64"):
         host_call(lambda x: {"a": [x, np.int64(1)]}, array(1.0), output={"a": [array(1.0), array(1.0)]})
 
 
 @pytest.mark.forward
-def test_an_exception_of_the_function():
+def test_exceptions_of_the_function():
     def fail(x):
         raise KeyError("missing")
 
@@ -294,7 +294,7 @@ def test_an_exception_of_the_function():
 
 
 @pytest.mark.forward
-def test_arguments_that_cannot_be():
+def test_invalid_arguments_raise():
     x = array(1.0)
     with pytest.raises(TypeError, match="host_call: function cannot be used"):
         host_call(3, x, output=x)
@@ -344,7 +344,7 @@ def mapped(function, *arrays, axes=0):
 
 
 @pytest.mark.parametrize("vectorized", [False, True])
-def test_maps(vectorized):
+def test_vmap(vectorized):
     shapes = []
 
     def add(x, y):
@@ -363,7 +363,7 @@ def test_maps(vectorized):
         close(mapped(lambda x, y: mapped(f, x, y), x[:, None], y[:, None]), np.full((4, 1, 3), 3.0))
 
 
-def test_a_map_of_a_gradient():
+def test_vmap_of_a_gradient():
     if BACKEND == "tensorflow":
         pytest.skip("README: TensorFlow maps a custom gradient by the loop that it falls back to")
     close(mapped(grad(sine), array([0.0, 0.5])), 7.0 * np.cos([0.0, 0.5]), 1e-4)
@@ -371,7 +371,7 @@ def test_a_map_of_a_gradient():
         mapped(grad(lambda x: host_call(double, x, output=x)), array([0.0, 0.5]))
 
 
-def test_a_vectorized_function_that_loses_the_batch():
+def test_a_vectorized_function_without_the_batch_axis_raises():
     if BACKEND == "tensorflow":
         pytest.skip("one call for each example there")
     f = lambda x: host_call(lambda x: x.sum(0), x, output=x, vectorized=True)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Solutions of equations: their gradients against unrolled code and closed forms, and what they cost."""
+"""Solutions of equations: gradients against unrolled code and closed forms, and the cost."""
 
 import math
 import types
@@ -40,7 +40,7 @@ def unrolled(a, b):
 
 
 def heron(z, a):
-    """A step to the square root."""
+    """Return the next step of Heron's method for the square root."""
     return 0.5 * (z + a / z)
 
 
@@ -60,7 +60,7 @@ def test_the_gradient_in_closed_form(wrap):
 
 @WRAPS
 @pytest.mark.parametrize("order", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_against_unrolled_code(order, wrap):
+def test_gradients_equal_unrolled_code(order, wrap):
     def derivative(f):
         for number in range(order):
             f = grad(f, argnums=number % 2)
@@ -75,8 +75,8 @@ def rational(a, b):
     return fixed_point(lambda z, a, b: 0.5 * a / (1.0 + z * z) + b, ops.zeros_like(a), a, b)
 
 
-# JAX compiles each solution anew, so the fast run checks one element. Dynamo (PyTorch 2.13) warns of
-# Keras's own caches, which is an error in tests.
+# JAX compiles each solution separately, so the fast run checks one element. Dynamo (PyTorch 2.13) warns about
+# caches of Keras, and warnings are errors in tests.
 FEW = {"max_elements": 1, "compiled": False}
 ALL = {"order": 2, "compiled": BACKEND != "torch"}
 
@@ -125,18 +125,18 @@ def test_structures():
 
 
 def test_forward_mode():
-    """By multigrad: the rule takes a gradient, which a framework's own has not everywhere."""
+    """With multigrad.jvp: not every framework's own forward mode can differentiate a gradient in a rule."""
     root = lambda a: fixed_point(heron, 1.0, a)  # noqa: E731
     close(jvp(root, (4.0,), (8.0,)), (array(2.0), array(2.0)), 1e-5)
     close(jvp(grad(root), (4.0,), (8.0,)), (array(0.25), array(-0.25)), 1e-4)
 
 
-def test_the_start_has_no_gradient():
+def test_the_initial_guess_has_no_gradient():
     close(grad(lambda z: fixed_point(heron, z, array(4.0)))(3.0), array(0.0))
 
 
 @WRAPS
-def test_a_tensor_that_is_closed_over(wrap):
+def test_closed_over_tensors_have_gradients(wrap):
     def inside(a, b):
         return fixed_point(lambda z: curved(z, a, b), 1.0)
 
@@ -152,7 +152,7 @@ def test_a_tensor_that_is_closed_over(wrap):
         pytest.param(compiled_with_variables, id="compiled"),
     ],
 )
-def test_a_variable_and_a_layer(wrap):
+def test_variables_have_gradients(wrap):
     layer = keras.layers.Dense(3, activation="tanh", kernel_initializer=keras.initializers.Orthogonal(0.5))
     layer.build((2, 3))
     x = array([[1.0, 2.0, -1.0], [0.5, 0.0, 1.0]])
@@ -174,7 +174,7 @@ def test_a_variable_and_a_layer(wrap):
         close(wrap(lambda x: got(x))(x), wanted(x), 1e-3)
 
 
-def test_a_layer_that_trains():
+def test_training_a_layer():
     class Equilibrium(keras.layers.Layer):
         def build(self, shape):
             self.cell = keras.layers.Dense(
@@ -197,17 +197,17 @@ def test_a_layer_that_trains():
 
 
 @WRAPS
-def test_a_tensor_behind_an_object(wrap):
+def test_tensors_reached_through_an_object_have_a_first_derivative(wrap):
     def behind(b, a):
         held = types.SimpleNamespace(b=b)
         return fixed_point(lambda z, a: curved(z, a, held.b), 1.0, a)
 
     close(wrap(grad(behind))(array(0.3), array(1.2)), grad(unrolled, 1)(array(1.2), array(0.3)), 1e-4)
-    with pytest.raises(Exception, match="second derivative goes through a tensor"):
+    with pytest.raises(Exception, match="second derivative would be incomplete"):
         wrap(grad(grad(behind)))(array(0.3), array(1.2))
 
 
-def test_a_function_with_a_gradient_of_its_own():
+def test_a_function_with_a_custom_gradient():
     def descent(z, a):
         return z - 0.2 * grad(lambda z: (z - a) ** 2 * (1.0 + z**2))(z)
 
@@ -217,7 +217,7 @@ def test_a_function_with_a_gradient_of_its_own():
 @pytest.mark.forward
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes(dtype):
-    # NumPy gives float32 for half of a bfloat16, and OpenVINO for half of a float64.
+    # On NumPy, half of a bfloat16 is a float32. On OpenVINO, half of a float64 is a float32.
     if (BACKEND, dtype) in (("jax", "float64"), ("openvino", "float64"), ("numpy", "bfloat16")):
         pytest.skip("JAX has float64 in a mode of its own, in which test_differences runs")
     z = fixed_point(heron, ops.ones((1,), dtype), ops.cast(array([4.0]), dtype))
@@ -246,12 +246,12 @@ def test_small_upstream_gradients():
 
 
 @pytest.mark.forward
-def test_no_fixed_point():
+def test_no_convergence_raises():
     with pytest.raises(RuntimeError, match=r"fixed_point: z did not converge(.|\n)*after 10 iterations"):
         fixed_point(lambda z: 2.0 * z + 1.0, 1.0, max_iterations=10)
 
 
-def test_no_fixed_point_in_compiled_code():
+def test_no_convergence_in_compiled_code_is_nan():
     if BACKEND == "torch":
         pytest.skip("`compiled` runs it as it is on PyTorch, where it is an error")
     f = compiled(lambda a: fixed_point(lambda z, a: 2.0 * z + a, 1.0, a, max_iterations=10))
@@ -260,16 +260,18 @@ def test_no_fixed_point_in_compiled_code():
 
 
 def expanding(z):
-    """A fixed point at 0 that is found at once from there, and from which everything else moves away."""
+    """Return a map with the fixed point 0, which is found only from 0 itself."""
     return 2.0 * z
 
 
-def test_a_gradient_that_does_not_converge():
+def test_no_convergence_of_the_adjoint():
     def f(a):
         return fixed_point(lambda z, a: expanding(z) + a, 0.0, a)
 
     close(f(array(0.0)), array(0.0))
-    with pytest.raises(RuntimeError, match="fixed_point: w, of which the gradient is made, did not converge"):
+    with pytest.raises(
+        RuntimeError, match="fixed_point: w, the solution of the adjoint equation, did not converge"
+    ):
         grad(f)(0.0)
     if BACKEND != "torch":
         assert np.isnan(numpy(compiled(grad(f))(array(0.0))))
@@ -283,7 +285,7 @@ class Counted:
         self.calls = 0
 
 
-def test_calls_of_the_function():
+def test_number_of_calls_of_the_function():
     counted = Counted()
 
     def f(z, a):
@@ -303,7 +305,7 @@ def test_calls_of_the_function():
 
 
 def kept(function, x):
-    """The sizes of what is kept between the passes."""
+    """Return the sizes of the tensors that are kept for the backward pass."""
     if BACKEND == "torch":
         return [tensor.numel() for tensor in saved(function, [x])]
     import jax
@@ -311,7 +313,7 @@ def kept(function, x):
     return [leaf.size for leaf in jax.tree.leaves(jax.vjp(function, x)[1])]
 
 
-def test_what_is_kept_is_independent_of_the_iterations():
+def test_memory_is_independent_of_the_number_of_iterations():
     if BACKEND == "tensorflow":
         pytest.skip("a tape does not tell what it keeps")
 
@@ -348,13 +350,13 @@ def test_what_is_kept_is_independent_of_the_iterations():
         (lambda: fixed_point(lambda z: z, 1.0, max_iterations=True), ValueError, "'max_iterations'"),
     ],
 )
-def test_bad_input(call, error, said):
+def test_invalid_arguments_raise(call, error, said):
     with pytest.raises(error, match=rf"fixed_point: (.|\n)*{said}(.|\n)*fix"):
         call()
 
 
 @pytest.mark.forward
-def test_a_function_that_assigns():
+def test_a_function_that_assigns_variables_raises():
     count = keras.Variable(0.0, trainable=False, name="count")
 
     def f(z):
@@ -373,7 +375,7 @@ def saved_step(z, x):
     return 0.5 * ops.cos(z) * x + 0.3
 
 
-def test_in_a_model_that_is_saved(tmp_path):
+def test_saving_a_functional_model(tmp_path):
     x = keras.Input((3,))
     model = keras.Model(x, fixed_point(saved_step, x, x, tolerance=1e-5))
     assert model.output_shape == (None, 3)
@@ -384,7 +386,7 @@ def test_in_a_model_that_is_saved(tmp_path):
         close((this(data), grad(lambda x, m=this: ops.sum(m(x)))(data)), wanted, 1e-4)
 
 
-def test_a_lambda_is_not_saved(tmp_path):
+def test_a_lambda_cannot_be_saved(tmp_path):
     x = keras.Input((3,))
     model = keras.Model(x, fixed_point(lambda z, x: 0.5 * z + x, x, x))
     with pytest.raises(NotImplementedError, match="'f'"):
@@ -431,7 +433,7 @@ def test_differences_of_a_root(extent):
     assert check_gradients(f, A, B, **extent).precision == "float64"
 
 
-def test_a_root_of_two_tensors():
+def test_a_root_with_two_tensors():
     def f(z, a, b):
         return {"x": z["x"] * z["y"] - a, "y": z["x"] + z["y"] - b}
 
@@ -445,7 +447,7 @@ def test_a_root_of_two_tensors():
         close(derivative(smaller)(array(2.0), array(3.5)), derivative(closed)(array(2.0), array(3.5)), 1e-4)
 
 
-def test_a_root_by_a_variable():
+def test_a_root_with_respect_to_a_variable():
     variable = keras.Variable(8.0)
 
     def f(x):
@@ -455,7 +457,7 @@ def test_a_root_by_a_variable():
 
 
 @slow_on("tensorflow")
-def test_no_root():
+def test_no_root_raises():
     with pytest.raises(RuntimeError, match=r"implicit_root: z did not converge(.|\n)*after 50 iterations"):
         implicit_root(lambda z: z**2 + 1.0, 0.5)
     with pytest.raises(Exception, match=r"singular|not invertible|did not converge"):
@@ -463,8 +465,8 @@ def test_no_root():
 
 
 @pytest.mark.forward
-def test_a_solver_that_finds_none():
-    with pytest.raises(RuntimeError, match="what the solver returned is no root"):
+def test_a_solver_without_a_root_raises():
+    with pytest.raises(RuntimeError, match="the result of the solver is not a root"):
         implicit_root(cubic, 1.0, 8.0, solver=lambda f, z, a: z)
     if BACKEND in ("jax", "tensorflow"):
         f = compiled(lambda a: implicit_root(cubic, ops.ones_like(a), a, solver=lambda f, z, a: z))
@@ -475,18 +477,18 @@ def test_a_solver_that_finds_none():
 
 
 def sinkhorn(potentials, costs):
-    """The potentials of the rows and columns of an entropic transport between uniform weights."""
+    """Return the next potentials of rows and columns, for entropic transport between uniform weights."""
     _, of_columns = potentials
     rows, columns = costs.shape
     of_rows = -ops.logsumexp(of_columns[None, :] - costs, axis=1) - math.log(rows)
     of_columns = -ops.logsumexp(of_rows[:, None] - costs, axis=0) - math.log(columns)
-    # A constant may move between them.
+    # The potentials are unique up to a constant.
     shift = ops.mean(of_columns)
     return of_rows + shift, of_columns - shift
 
 
 def transport(costs, solve):
-    """The dual value of the transport, and its plan."""
+    """Return the dual value of the transport, and the plan."""
     of_rows, of_columns = solve(costs)
     plan = ops.exp(of_rows[:, None] + of_columns[None, :] - costs)
     return ops.mean(of_rows) + ops.mean(of_columns), plan
@@ -506,7 +508,7 @@ def by_unrolling(costs, steps=60):
 
 
 @WRAPS
-def test_the_gradient_of_a_transport_is_its_plan(wrap):
+def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
     costs = array(RANDOM.uniform(0.0, 2.0, (4, 5)))
     _, plan = transport(costs, implicitly)
     close(ops.sum(plan, axis=1), array(np.full(4, 0.25)), 1e-4)
@@ -525,8 +527,8 @@ def test_the_gradient_of_a_plan(steps):
 
 @slow_on("tensorflow")
 @pytest.mark.parametrize("start", [1e-6, 1e8])
-def test_a_start_that_is_far_off_costs_no_digits(start):
-    """From 1e-6 the first step goes to 1e6 for a square root, from where each one halves what is left."""
+def test_a_distant_initial_guess_does_not_lose_precision(start):
+    """From 1e-6 the first step of the square root goes to 1e6. Each further step halves the distance."""
 
     def heron(a):
         return fixed_point(lambda z, a: 0.5 * (z + a / z), start, a)
@@ -539,8 +541,8 @@ def test_a_start_that_is_far_off_costs_no_digits(start):
         close(grad(root)(2.0), array(0.5 / math.sqrt(2.0)), 1e-5)
 
 
-def test_a_solver_that_returns_no_tensor():
-    """A number, as those of other libraries, is cast; what is no number is an error that names the solver."""
+def test_a_solver_may_return_numbers():
+    """Numbers, as other libraries return them, are cast. Other objects raise an error about the solver."""
 
     def root(a, found):
         return implicit_root(lambda z, a: z**3 + z - a, 0.5, a, solver=lambda f, z, a: found)
@@ -548,12 +550,14 @@ def test_a_solver_that_returns_no_tensor():
     for found in (1.0, 1, np.float64(1.0), np.ones(())):
         close(grad(lambda a, found=found: root(a, found))(2.0), array(0.25))
     for found, kind in ((None, TypeError), ("1", TypeError), ([1.0], TypeError), (np.ones(2), ValueError)):
-        with pytest.raises(kind, match=r"implicit_root: the solver returns(.|\n)*'solver'(.|\n)*fix"):
+        with pytest.raises(
+            kind, match=r"implicit_root: the result of the solver has another (.|\n)*'solver'(.|\n)*fix"
+        ):
             root(2.0, found)
 
 
 @pytest.mark.forward
-def test_numbers_of_a_solver_take_the_dtypes_of_the_start():
+def test_numbers_of_a_solver_are_cast_to_the_dtype_of_z0():
     start = array(1.0, dtype="float16"), array(1.0)
 
     def residual(z, a):
@@ -564,7 +568,7 @@ def test_numbers_of_a_solver_take_the_dtypes_of_the_start():
 
 
 @pytest.mark.forward
-def test_a_function_that_returns_no_tensor():
+def test_a_function_that_returns_no_tensor_raises():
     for returned in (None, 1.0):
-        with pytest.raises(TypeError, match=r"something else than tensors(.|\n)*'f'(.|\n)*fix"):
+        with pytest.raises(TypeError, match=r"another type(.|\n)*'f'(.|\n)*fix"):
             fixed_point(lambda z, returned=returned: returned, 1.0)

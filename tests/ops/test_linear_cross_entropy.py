@@ -1,4 +1,4 @@
-"""The cross entropy of a large vocabulary: against plain code, and that the logits never exist whole."""
+"""The cross entropy of a large vocabulary: against plain code, and without a tensor of all logits."""
 
 import keras
 import numpy as np
@@ -37,7 +37,7 @@ def plain(features, kernel, labels, bias=None):
 
 
 def reference(features, kernel, labels, bias=0.0):
-    """The loss in double precision."""
+    """Return the loss in double precision."""
     logits = np.asarray(features, "float64") @ np.asarray(kernel, "float64") + bias
     top = logits.max(-1, keepdims=True)
     target = np.take_along_axis(logits, labels[..., None], -1)
@@ -108,7 +108,7 @@ def test_dtypes(dtype):
     close([ops.cast(dx, "float32"), ops.cast(dw, "float32")], list(wanted), 0.1 if "16" in dtype else 1e-5)
 
 
-def test_a_nested_list_has_a_gradient():
+def test_nested_lists_have_gradients():
     kernel, labels = array(np.float32(np.arange(12.0).reshape(3, 4))), np.array([0, 1])
     rows = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
@@ -128,7 +128,7 @@ def test_no_tokens():
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX without x64 cuts labels to 32 bits before they come here")
 @pytest.mark.parametrize("reduction", [None, "sum"])
 @pytest.mark.parametrize("label", [2**32 + 1, -(2**32) + 1, 2**62, -(2**31)])
-def test_a_label_that_is_a_class_in_fewer_bits(label, reduction, monkeypatch):
+def test_invalid_64_bit_labels_stay_invalid_in_32_bits(label, reduction, monkeypatch):
     monkeypatch.setattr(backend.active, "concrete", lambda tensor: None)  # as in compiled code
     loss = linear_cross_entropy(X, W, array(Y - Y + label, dtype="int64"), reduction=reduction)
     assert np.isnan(numpy(loss)).all()
@@ -143,7 +143,7 @@ def test_a_label_that_is_a_class_in_fewer_bits(label, reduction, monkeypatch):
         [eager, compiled],
     ),
 )
-def test_a_token_of_no_weight_with_an_infinite_loss(reduction, wanted, run_by):
+def test_an_infinite_loss_with_weight_zero_is_ignored(reduction, wanted, run_by):
     bias = np.zeros(W.shape[1], "float32")
     bias[3] = -np.inf
     labels, weights = np.full(Y.shape, 2), np.ones(Y.shape, "float32")
@@ -217,25 +217,25 @@ def test_training_in_mixed_precision():
         ({"chunk_size": 2.0}, TypeError, "'chunk_size'"),
     ],
 )
-def test_bad_input(changes, error, said):
+def test_invalid_arguments_raise(changes, error, said):
     with pytest.raises(error, match=rf"linear_cross_entropy: (.|\n)*{said}"):
         linear_cross_entropy(**{"features": X, "kernel": W, "labels": Y, "bias": B} | changes)
 
 
 def largest(loss):
-    """The size of the largest tensor on the way to the gradients, of 64 tokens, 2 features and 40 classes."""
+    """Return the size of the largest tensor in the gradients, for 64 tokens, 2 features and 40 classes."""
     x, w, y = ops.ones((64, 2)), ops.ones((2, 40)), ops.zeros((64,), "int32")
     return max(sizes_made(grad(lambda x, w: ops.sum(loss(x, w, y)), argnums=(0, 1)), x, w))
 
 
-def test_the_logits_never_exist_whole():
+def test_no_tensor_has_the_size_of_all_logits():
     assert largest(plain) >= 64 * 40
     assert largest(lambda *args: linear_cross_entropy(*args, chunk_size=5)) <= 64 * 5
 
 
 @pytest.mark.parametrize("reduction", [None, "mean"])
 @pytest.mark.parametrize(("transform", "size"), [(lambda f: f, 5), (compiled, 6)])
-def test_which_backends_have_programs(monkeypatch, transform, size, reduction):
+def test_loops_in_compiled_programs(monkeypatch, transform, size, reduction):
     x, w, y, b = arguments()
     loop, loops = chunks.InPlace.loop, []
 
@@ -253,18 +253,18 @@ def test_which_backends_have_programs(monkeypatch, transform, size, reduction):
     first = len(loops)
     assert (first > 0) == (BACKEND in ("jax", "tensorflow"))
     run(w + 1.0)
-    assert len(loops) == first  # what is compiled is kept
+    assert len(loops) == first  # the compiled program is cached
 
 
 @pytest.mark.parametrize("count", slow_but([(65,)], [1, 63, 64, 65, 150]))
-def test_any_number_of_tokens(count):
+def test_an_unknown_number_of_tokens(count):
     x, y = np.float32(RANDOM.standard_normal((count, 4))), RANDOM.integers(0, 7, count)
     weights, w = array(RANDOM.standard_normal(count)), array(W)
 
     def gradients(loss, b):
         return grad(lambda x, w, b: ops.sum(weights * loss(x, w, y, b)), argnums=(0, 1, 2))(array(x), w, b)
 
-    # So large that the exponential of it alone is infinite.
+    # So large that its exponential overflows.
     for b in (array(B), array(100.0 + B)):
         got = gradients(lambda *args: linear_cross_entropy(*args, chunk_size=3), b)
         close(got, gradients(plain, b), 1e-4)
@@ -274,7 +274,7 @@ def test_any_number_of_tokens(count):
     ("reduction", "wanted"),
     [(None, {"": 1, "x": 3, "xw": 4, "w": 4}), ("mean", {"": 1, "x": 2, "xw": 3, "w": 3})],
 )
-def test_what_nobody_needs_costs_nothing(reduction, wanted):
+def test_unused_gradients_are_not_computed(reduction, wanted):
     if BACKEND == "tensorflow":
         pytest.skip("the tape asks for every gradient")
     given = {"x": ops.ones((64, 2)), "w": ops.ones((2, 40))}
@@ -292,11 +292,11 @@ def test_what_nobody_needs_costs_nothing(reduction, wanted):
 
 
 def products_in(function, *args):
-    """How many products of matrices a function computes."""
+    """Return the number of matrix products that a function computes."""
     if BACKEND == "jax":
         import jax
 
-        return str(jax.make_jaxpr(function)(*args)).count("dot_general[")  # drops nothing
+        return str(jax.make_jaxpr(function)(*args)).count("dot_general[")  # a jaxpr keeps unused operations
     from torch.utils._python_dispatch import TorchDispatchMode
 
     found = []
@@ -311,9 +311,9 @@ def products_in(function, *args):
     return sum(found)
 
 
-# ------------------------------------------------------------------------------- one loss of all
+# ------------------------------------------------------------------------------- reductions
 
-COUNT = 150  # tokens, of which 64 are taken at a time
+COUNT = 150  # tokens, in chunks of 64
 MANY = {
     "features": array(RANDOM.standard_normal((COUNT, 4))),
     "kernel": array(W),
@@ -340,7 +340,7 @@ def loss_of_all(features, kernel, bias=None, sample_weight=None, reduction="mean
 @pytest.mark.forward
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("without", [[], ["sample_weight"], ["bias", "sample_weight"]])
-def test_one_loss_of_all(reduction, without):
+def test_reduced_losses(reduction, without):
     given = {name: value for name, value in MANY.items() if name not in without}
     close(loss_of_all(**given, reduction=reduction), plain_loss(**given, reduction=reduction), 1e-5)
 
@@ -371,11 +371,11 @@ def test_weighted_losses(reduction):
         [[], ["sample_weight"], ["bias", "sample_weight"]],
     ),
 )
-def test_gradients_of_one_loss(transform, reduction, without):
+def test_gradients_of_reduced_losses(transform, reduction, without):
     names = [name for name in MANY if name not in without]
 
     def gradients(loss):
-        def scaled(*args):  # so that the upstream gradient is not one
+        def scaled(*args):  # for an upstream gradient other than one
             return 3.0 * ops.log(loss(**dict(zip(names, args, strict=True)), reduction=reduction))
 
         return transform(grad(scaled, argnums=tuple(range(len(names)))))(*[MANY[name] for name in names])
@@ -386,7 +386,7 @@ def test_gradients_of_one_loss(transform, reduction, without):
 @pytest.mark.parametrize(
     ("count", "size"), slow_but([(1, 1), (64, 7), (65, 3), (150, None)], [1, 63, 64, 65, 150], SIZES)
 )
-def test_any_number_of_tokens_in_one_loss(count, size):
+def test_an_unknown_number_of_tokens_in_a_reduced_loss(count, size):
     x, y, weights = MANY["features"][:count], LABELS[:count], MANY["sample_weight"][:count]
 
     def gradients(loss):
@@ -404,7 +404,7 @@ def test_any_number_of_tokens_in_one_loss(count, size):
 @pytest.mark.parametrize(
     "reduction", slow_but([("mean_with_sample_weight",)], ["sum", "mean_with_sample_weight"])
 )
-def test_differences_of_one_loss(reduction, extent):
+def test_differences_of_reduced_losses(reduction, extent):
     def loss(x, w, b, weights):
         return linear_cross_entropy(
             x, w, Y, b, sample_weight=weights, reduction=reduction, chunk_size=3
@@ -414,7 +414,7 @@ def test_differences_of_one_loss(reduction, extent):
     assert done.precision == "float64"
 
 
-def test_complex_weights():
+def test_complex_weights_raise():
     weights = ops.cast(array(np.ones((2, 3))), "complex64")
     with pytest.raises(TypeError, match="'sample_weight'"):
         linear_cross_entropy(X, W, Y, sample_weight=weights)
@@ -440,7 +440,7 @@ def of_the_slope(f):
         pytest.param(lambda f: grad(along(f)), id="reverse over forward", marks=slow_on("jax", "tensorflow")),
     ],
 )
-def test_further_derivatives_of_one_loss(derivative):
+def test_higher_derivatives_of_reduced_losses(derivative):
     def derivatives(loss):
         def f(w, b):
             return ops.square(loss(MANY["features"], w, b, MANY["sample_weight"]))
@@ -451,7 +451,7 @@ def test_further_derivatives_of_one_loss(derivative):
 
 
 @pytest.mark.parametrize("seen", [0, 1, 2])
-def test_a_gradient_that_was_not_expected_is_right(monkeypatch, seen):
+def test_unexpected_gradients_are_right(monkeypatch, seen):
     def expected(tensors):
         return [place == seen for place in range(len(tensors))]
 
@@ -465,9 +465,9 @@ def test_a_gradient_that_was_not_expected_is_right(monkeypatch, seen):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_dtypes_of_one_loss(dtype):
+def test_dtypes_of_reduced_losses(dtype):
     if (BACKEND, dtype) == ("jax", "float64"):
-        pytest.skip("JAX has float64 in a mode of its own, in which test_differences_of_one_loss runs")
+        pytest.skip("JAX has float64 in a mode of its own, in which test_differences_of_reduced_losses runs")
     x, w, b = [ops.cast(MANY[name], dtype) for name in ("features", "kernel", "bias")]
     loss = loss_of_all(x, w, b)
     assert keras.backend.standardize_dtype(loss.dtype) == ("float64" if dtype == "float64" else "float32")
@@ -478,8 +478,8 @@ def test_dtypes_of_one_loss(dtype):
 
 
 @pytest.mark.parametrize("narrow", [["features", "kernel", "bias"], ["features"], ["kernel"], ["bias"]])
-def test_a_scaled_loss_of_half_precision(narrow):
-    """What loss scaling is for: without it the gradient of a token is smaller than float16 has any."""
+def test_a_scaled_loss_in_half_precision(narrow):
+    """Loss scaling is needed, because the gradient of one token underflows float16."""
     given = {name: MANY[name] for name in ("features", "kernel", "bias")}
     cast = [ops.cast(value, "float16" if name in narrow else "float32") for name, value in given.items()]
     weights = 1e-6 * MANY["sample_weight"]
@@ -493,7 +493,7 @@ def test_a_scaled_loss_of_half_precision(narrow):
 
 
 def test_the_upstream_gradient_is_not_rounded():
-    """To bfloat16 it would be one."""
+    """In bfloat16 it would be rounded to one."""
     x, w = [ops.cast(MANY[name], "bfloat16") for name in ("features", "kernel")]
 
     def total(scale):
@@ -503,7 +503,7 @@ def test_the_upstream_gradient_is_not_rounded():
     assert abs(total(1.0035) / total(1.0) - 1.0035) < 1e-3
 
 
-def test_second_derivatives_where_a_chunk_is_masked():
+def test_second_derivatives_with_a_chunk_of_infinite_logits():
     mask = array([-np.inf] * 3 + [0.0, 1.0, 2.0, 3.0])
     x, y = MANY["features"], 3 + LABELS % 4
 
@@ -514,7 +514,7 @@ def test_second_derivatives_where_a_chunk_is_masked():
         return grad(steep)(MANY["kernel"])
 
     got = second(lambda w: linear_cross_entropy(x, w, y, mask, reduction="mean", chunk_size=3))
-    # The classes that are left out have no part in it.
+    # The masked classes have no influence.
     left = second(
         lambda w: linear_cross_entropy(x, w[:, 3:], y - 3, mask[3:], reduction="mean", chunk_size=4)
     )
@@ -522,7 +522,7 @@ def test_second_derivatives_where_a_chunk_is_masked():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_tokens_and_no_weights_in_one_loss(reduction):
+def test_no_tokens_and_no_weights_in_a_reduced_loss(reduction):
     def loss(x, w, weights):
         return linear_cross_entropy(
             x, w, LABELS[: len(x)], sample_weight=weights, reduction=reduction, chunk_size=3
@@ -535,7 +535,7 @@ def test_no_tokens_and_no_weights_in_one_loss(reduction):
         close(list(found), [0.0 * x, 0.0 * MANY["kernel"]])
 
 
-def test_one_loss_never_has_all_logits():
+def test_no_tensor_of_a_reduced_loss_has_the_size_of_all_logits():
     x, w, y = ops.ones((256, 2)), ops.ones((2, 40)), ops.zeros((256,), "int32")
 
     def largest(loss):
@@ -551,7 +551,7 @@ class Loss(Head):
         return features
 
 
-def test_training_by_one_loss():
+def test_training_with_a_reduced_loss():
     layer = Loss()
     inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
     model = keras.Model([inputs, labels], layer(inputs, labels))
@@ -562,7 +562,7 @@ def test_training_by_one_loss():
     assert model.evaluate(data, verbose=0) < first
 
 
-def test_a_functional_model_of_one_loss():
+def test_a_functional_model_with_a_reduced_loss():
     inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
     outputs = linear_cross_entropy(inputs, W.astype("float32"), labels, reduction="mean")
     assert outputs.shape == ()
@@ -573,8 +573,8 @@ def test_a_functional_model_of_one_loss():
     )
 
 
-def test_a_batch_of_heads():
-    """Under the backend's own map over a leading axis."""
+def test_vmap_over_a_batch():
+    """With the backend's own map over a leading axis."""
     x, w, y, _ = arguments()
     for own in (
         lambda x, y: ops.sum(linear_cross_entropy(x, w, y, chunk_size=3)),
@@ -584,7 +584,7 @@ def test_a_batch_of_heads():
 
 
 def padded(reduction, sample_weight=None):
-    """The same in plain code: of the tokens that are not padding alone."""
+    """Return the loss of the tokens that are not padding, in plain code."""
     labels, kept = np.where(PADDED == -100, 0, PADDED), array((PADDED != -100).astype("float32"))
     weights = kept if sample_weight is None else kept * sample_weight
 
@@ -621,7 +621,7 @@ def test_padding_is_ignored(reduction, weighted, labels):
     close(got[0][0, 1], array(np.zeros(4)))
 
 
-def test_nothing_but_padding_has_a_mean_of_zero():
+def test_the_mean_of_padding_only_is_zero():
     x, w, _, b = arguments()
 
     def loss(w):
@@ -632,17 +632,17 @@ def test_nothing_but_padding_has_a_mean_of_zero():
     close(grad(loss)(w), array(np.zeros((4, 7))))
 
 
-def test_labels_that_are_not_whole_numbers():
+def test_labels_that_are_not_whole_numbers_raise():
     x, w, _, _ = arguments()
     y = array(Y + 0.5)
     with pytest.raises(TypeError, match="labels cannot be used") as error:
         linear_cross_entropy(x, w, y)
     assert "whole numbers" in str(error.value)
-    if BACKEND != "torch":  # which runs as it is written
+    if BACKEND != "torch":  # PyTorch runs the function uncompiled
         assert np.isnan(numpy(compiled(linear_cross_entropy)(x, w, y))).all()
 
 
-def test_other_labels_than_the_ignored_one_are_checked():
+def test_labels_that_are_not_ignored_are_checked():
     x, w, _, _ = arguments()
     with pytest.raises(ValueError, match="a label is out of range") as error:
         linear_cross_entropy(x, w, array(PADDED, dtype="int32"))
@@ -659,7 +659,7 @@ def test_other_labels_than_the_ignored_one_are_checked():
 
 
 class TiedLoss(keras.losses.Loss):
-    """A loss whose kernel is the embedding of the model; Keras gives it the labels in float32."""
+    """A loss with the embedding of the model as its kernel. Keras passes the labels in float32."""
 
     def __init__(self, embedding, function):
         super().__init__(reduction="sum")
@@ -671,7 +671,7 @@ class TiedLoss(keras.losses.Loss):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_as_a_loss_in_fit_with_padding(eager):
+def test_a_keras_loss_with_padding_in_fit(eager):
     def fitted(function):
         keras.utils.set_random_seed(0)
         embedding = keras.layers.Embedding(7, 4)

@@ -1,4 +1,4 @@
-"""Straight-through estimators, learned steps and spikes, by their definitions."""
+"""Straight-through estimators, learned steps and spikes, against their definitions."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ from multigrad.testing import check_gradients
 
 X = np.float32([-2.6, -0.5, 0.25, 1.75])
 WEIGHTS = np.float32([3.0, -5.0, 7.0, 11.0])
-# JAX has no float64, and Keras on NumPy little.
+# JAX has no float64, and Keras supports it only partly on NumPy.
 DTYPES = ["float16", "bfloat16", "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]
 
 CASES = {
@@ -25,7 +25,7 @@ CASES = {
     "clip": (lambda x: ops.clip_straight_through(x, -1.0, 0.125), [-1.0, -0.5, 0.125, 0.125], WEIGHTS),
     "fake quantize": (
         lambda x: ops.fake_quantize(x, 0.5, bits=3),
-        [-2.0, -0.5, 0.0, 1.5],  # 0.25 is half a step, which goes to the even 0
+        [-2.0, -0.5, 0.0, 1.5],  # 0.25 is half a step, which rounds to the even number 0
         [0.0, -5.0, 7.0, 0.0],
     ),
     "unsigned": (lambda x: ops.fake_quantize(x, 0.5, 2, False), [0.0, 0.0, 0.0, 1.5], [0.0, 0.0, 7.0, 0.0]),
@@ -64,7 +64,7 @@ def test_the_gradient_of_a_step():
     close(grad(loss)(array(0.5)), array(terms.sum() / np.sqrt(4 * 3)))
 
 
-def test_a_step_for_each_channel():
+def test_one_step_per_channel():
     x, steps = np.float32([[0.3, 0.3], [-0.7, 9.0]]), np.float32([0.5, 0.25])
     got = grad(lambda steps: ops.sum(7.0 * ops.fake_quantize(array(x), steps, bits=3)))(array(steps))
     v = x / steps
@@ -72,8 +72,8 @@ def test_a_step_for_each_channel():
     close(got, array(terms.sum(axis=0) / np.sqrt(2 * 3)))
 
 
-def test_a_learned_step_trains():
-    """The step that is best for values on a grid is the grid's own."""
+def test_training_a_step():
+    """For values on a grid, the best step is the step of the grid."""
     values = array(np.random.default_rng(0).integers(-4, 4, 64) * 0.5)
     step = keras.Variable(0.35, name="step")
     optimizer = keras.optimizers.Adam(0.01)
@@ -88,7 +88,7 @@ def test_a_learned_step_trains():
     assert numpy(loss()) < 0.01 * before
 
 
-def test_the_surrogates_are_derivatives_of_smooth_steps():
+def test_surrogates_are_derivatives_of_smooth_steps():
     x = np.float64([-0.7, 0.2, 1.3])
     check_gradients(lambda x: x / (1.0 + 10.0 * ops.abs(x)), x)
     smooth = [
@@ -100,14 +100,14 @@ def test_the_surrogates_are_derivatives_of_smooth_steps():
         close(got, grad(lambda x, step=step: ops.sum(step(x)))(array(x)))
 
 
-def test_a_function_that_changes_the_shape():
+def test_a_function_that_changes_the_shape_raises():
     with pytest.raises(ValueError, match=r"changes the shape(.|\n)*fix"):
         ops.straight_through(ops.sum)(array(X))
 
 
 @pytest.mark.forward
-def test_straight_through_of_an_unknown_number_of_rows():
-    """TensorFlow knows it only when the graph runs."""
+def test_straight_through_with_an_unknown_number_of_rows():
+    """TensorFlow knows the number only when the graph runs."""
     x = keras.Input((3,))
     floor = ops.straight_through(lambda x: ops.cast(ops.floor(x), x.dtype))
     model = keras.Model(x, floor(x))
@@ -118,25 +118,25 @@ def test_straight_through_of_an_unknown_number_of_rows():
 
 
 @pytest.mark.forward
-def test_more_bits_than_an_integer_has():
+def test_more_bits_than_an_integer():
     close(ops.fake_quantize(array(0.26, -5.0), 0.5, bits=40), array(0.5, -5.0))
 
 
 @pytest.mark.forward
 @pytest.mark.parametrize(("bits", "signed"), [(1, True), (0, False), (2.5, True)])
-def test_too_few_bits(bits, signed):
-    with pytest.raises(ValueError, match="no such number of bits"):
+def test_too_few_bits_raise(bits, signed):
+    with pytest.raises(ValueError, match="the number of bits is invalid"):
         ops.fake_quantize(array(X), 0.5, bits=bits, signed=signed)
 
 
 @pytest.mark.forward
 @pytest.mark.parametrize(("arguments", "named"), [(("step",), "surrogate"), (("arctan", -1.0), "slope")])
-def test_no_such_surrogate(arguments, named):
+def test_unknown_surrogates_raise(arguments, named):
     with pytest.raises(ValueError, match=f"{named} cannot be used"):
         ops.spike(array(X), *arguments)
 
 
-def test_in_a_model_that_is_saved(tmp_path):
+def test_saving_a_functional_model(tmp_path):
     x = keras.Input((4,))
     y = ops.fake_quantize(ops.clip_straight_through(x, -1.5, 1.5), 0.5, bits=3)
     model = keras.Model(x, ops.round_straight_through(y) + ops.sign_straight_through(y) + ops.spike(y))
@@ -148,13 +148,13 @@ def test_in_a_model_that_is_saved(tmp_path):
 
 
 @pytest.mark.forward
-def test_a_number_is_quantized():
+def test_python_numbers_are_quantized():
     close(ops.fake_quantize(0.26, 0.1, bits=np.int64(4)), array(0.3))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_step_of_many_elements_in_half_precision(dtype):
-    """`n * high` is larger than the largest float16, and the step itself smaller than what float16 tells."""
+    """`n * high` overflows float16, and the step underflows it."""
     x, step = np.full(70000, 0.25), 0.1
     wanted = x.size * (2.0 - 2.5) / np.sqrt(x.size * 127.0)
 
@@ -168,15 +168,15 @@ def test_a_step_of_many_elements_in_half_precision(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("surrogate", ["fast_sigmoid", "arctan"])
-def test_far_from_the_step_in_half_precision(surrogate, dtype):
-    """The square of 301 is infinite in float16, and its inverse is not zero there."""
+def test_large_inputs_of_a_spike_in_half_precision(surrogate, dtype):
+    """The square of 301 overflows float16, but its inverse does not underflow."""
     wanted = 3e4 / (1 + 300.0) ** 2 if surrogate == "fast_sigmoid" else 3e4 / (1 + (np.pi * 30.0) ** 2)
     got = grad(lambda x: ops.spike(x, surrogate) * array(3e4, dtype=dtype))(array(30.0, dtype=dtype))
     np.testing.assert_allclose(numpy(ops.cast(got, "float32")), wanted, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_ends_of_another_dtype(dtype):
+def test_bounds_of_another_dtype(dtype):
     x, high = array([-3.0, 0.5, 5.0], dtype=dtype), keras.Variable(2.0)
     for ends in ((-1.0, high), (array(-1.0), array(2.0)), (np.float64(-1.0), np.float32(2.0))):
         got = ops.clip_straight_through(x, *ends)
@@ -185,7 +185,7 @@ def test_ends_of_another_dtype(dtype):
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has no float64 here")
-def test_numbers_have_the_digits_of_float64():
+def test_python_numbers_have_float64_precision():
     one = array(1.0, dtype="float64")
     for got, wanted in (
         (ops.fake_quantize(one, 0.1), 1.0),
@@ -200,7 +200,7 @@ def test_numbers_have_the_digits_of_float64():
 
 @pytest.mark.forward
 @pytest.mark.parametrize("dtype", ["int32", "bool"])
-def test_what_is_to_be_quantized_is_not_floating(dtype):
+def test_integers_raise(dtype):
     x = array([1, 0], dtype=dtype)
     for call in (lambda: ops.fake_quantize(x, 0.5), lambda: ops.clip_straight_through(x, -0.5, 0.5)):
         with pytest.raises(TypeError, match=r"a real floating dtype(.|\n)*fix"):
@@ -208,18 +208,18 @@ def test_what_is_to_be_quantized_is_not_floating(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool"])
-def test_straight_through_of_what_has_no_gradient(dtype):
+def test_straight_through_to_integers_raises(dtype):
     op = ops.straight_through(lambda x: ops.cast(x > 0.0, dtype))
     with pytest.raises(TypeError, match=r"not floating(.|\n)*fix"):
         op(array([1.0, -1.0]))
 
 
 @pytest.mark.forward
-def test_steps_of_another_shape():
+def test_steps_that_do_not_broadcast_raise():
     with pytest.raises(ValueError, match=r"does not broadcast(.|\n)*fix"):
         ops.fake_quantize(array(X), array(np.ones((2, 4))))
 
 
 @pytest.mark.parametrize("step", [1, True, np.int64(1), np.float32(1.0), 1.0])
-def test_a_step_that_is_not_learned(step):
+def test_a_constant_step(step):
     close(grad(lambda x: ops.sum(3.0 * ops.fake_quantize(x, step)))(array([1.2, 500.0])), array([3.0, 0.0]))

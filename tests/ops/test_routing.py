@@ -1,4 +1,4 @@
-"""Ops that pass their input on and route its gradient, by their definitions."""
+"""Ops that return their input and change its gradient, against their definitions."""
 
 import keras
 import numpy as np
@@ -8,9 +8,9 @@ from support import BACKEND, array, close, compiled, compiled_by_xla, numpy
 from multigrad import grad, ops
 
 X = np.float32([1.0, -2.0, 3.0])
-WEIGHTS = np.float32([3.0, 0.0, -4.0])  # the upstream gradient, of norm 5
+WEIGHTS = np.float32([3.0, 0.0, -4.0])  # the upstream gradient, with norm 5
 
-DTYPES = ["float16", "bfloat16", "float32", *(["float64"] if BACKEND != "jax" else [])]  # JAX has none
+DTYPES = ["float16", "bfloat16", "float32", *(["float64"] if BACKEND != "jax" else [])]  # JAX has no float64
 
 CASES = {
     "scale": (lambda x: ops.scale_gradient(x, 0.5), 0.5 * WEIGHTS),
@@ -45,7 +45,7 @@ def test_the_value(name):
     close(CASES[name][0](array(X)), array(X), 0.0)
 
 
-def test_rows_are_clipped_by_their_own_norm():
+def test_rows_are_clipped_separately():
     weights = array([[3.0, 4.0], [0.3, 0.4]])
     got = grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0, axis=-1) * weights))(array(np.ones((2, 2))))
     close(got, array([[0.6, 0.8], [0.3, 0.4]]))
@@ -58,13 +58,13 @@ def test_norms_of_any_size(size):
     np.testing.assert_allclose(numpy(got) * 1e31, [3.0, 4.0], rtol=1e-5)
 
 
-def test_a_zero_gradient_has_no_norm_to_divide_by():
+def test_clipping_a_zero_gradient():
     close(grad(lambda x: 0.0 * ops.sum(ops.clip_gradient(x, norm=1.0)))(array(X)), array(0 * X))
 
 
 @pytest.mark.parametrize("axis", [None, -1])
-def test_a_derivative_of_a_gradient_that_is_zero(axis):
-    """It is clipped by a factor of 1 there."""
+def test_the_derivative_of_clipping_a_zero_gradient(axis):
+    """There, clipping is the identity."""
 
     def loss(x):
         slopes = grad(lambda x: ops.sum(ops.square(ops.clip_gradient(x, norm=7.0, axis=axis))))(x)
@@ -74,20 +74,20 @@ def test_a_derivative_of_a_gradient_that_is_zero(axis):
     close(grad(loss)(array(rows)), array([[2.0, 4.0], [2.0, 4.0]]))
 
 
-def test_a_norm_that_overflows_in_compiled_code():
-    """By one division, by the product of all, everything would be zero."""
+def test_norms_that_overflow_in_compiled_code():
+    """A single division by the product of all factors would return zeros."""
     weights = np.float64([[2.25e38, 3e38], [0.0, 3.75e37]])
     slopes = compiled_by_xla(grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0) * array(weights))))
     close(slopes(array(np.zeros((2, 2)))), array(weights / np.linalg.norm(weights)))
 
 
-def test_nan_does_not_come_through_where_it_is_stopped():
+def test_stopped_gradients_hide_nan():
     mask = array([True, False], dtype="bool")
     got = grad(lambda x: ops.sum(ops.stop_gradient_if(mask, x) * array(np.nan, 7.0)))(array(1.0, 2.0))
     close(got, array(0.0, 7.0))
 
 
-def test_a_scale_that_changes():
+def test_a_variable_scale():
     scale = keras.Variable(1.0, trainable=False)
     slope = grad(lambda x: ops.reverse_gradient(x, scale))
     assert float(slope(2.0)) == -1.0
@@ -95,7 +95,7 @@ def test_a_scale_that_changes():
     assert float(slope(2.0)) == -3.0
 
 
-def test_a_gradient_that_is_prevented():
+def test_a_prevented_gradient_raises():
     def loss(x, y):
         return x * ops.prevent_gradient(y, "y is a label")
 
@@ -105,7 +105,7 @@ def test_a_gradient_that_is_prevented():
     assert "prevent_gradient" in str(error.value)
 
 
-def test_what_is_printed(capsys):
+def test_the_printed_line(capsys):
     grad(lambda x: ops.sum(ops.print_gradient(x, "here") * array(WEIGHTS)))(array(X))
     assert capsys.readouterr().out == "here: shape (3,), mean -0.333333, largest 4\n"
 
@@ -119,19 +119,19 @@ def test_what_is_printed(capsys):
         lambda x: ops.stop_gradient_if(array([True, False], dtype="bool"), x),
     ],
 )
-def test_a_factor_of_another_shape(call):
+def test_factors_that_do_not_broadcast_raise(call):
     with pytest.raises(ValueError, match=r"does not broadcast(.|\n)*fix"):
         call(array(X))
 
 
 @pytest.mark.forward
 @pytest.mark.parametrize("bounds", [{}, {"value": 1.0, "norm": 1.0}, {"value": 0.0}, {"norm": -1.0}])
-def test_no_bound(bounds):
-    with pytest.raises(ValueError, match="there is no bound"):
+def test_invalid_bounds_raise(bounds):
+    with pytest.raises(ValueError, match="the bound for the gradient is invalid"):
         ops.clip_gradient(array(X), **bounds)
 
 
-def test_in_a_model_that_is_saved(tmp_path):
+def test_saving_a_functional_model(tmp_path):
     x = keras.Input((3,))
     y = ops.clip_gradient(ops.reverse_gradient(ops.scale_gradient(x, 0.5), 2.0), value=2.0)
     model = keras.Model(x, ops.stop_gradient_if(False, y))
@@ -143,7 +143,7 @@ def test_in_a_model_that_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
-def test_the_largest_and_no_gradients_are_clipped(wrap):
+def test_clipping_the_largest_and_empty_gradients(wrap):
     def slope(upstream):
         return wrap(grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0) * array(upstream))))
 
@@ -154,7 +154,7 @@ def test_the_largest_and_no_gradients_are_clipped(wrap):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_norm_of_many_elements_in_half_precision(dtype):
-    """The squares of so many ones have no sum in float16."""
+    """The sum of the squares overflows float16."""
     x = array(np.ones(70000), dtype=dtype)
     got = grad(lambda x: ops.sum(ops.cast(ops.clip_gradient(x, norm=1.0), "float32")))(x)
     np.testing.assert_allclose(numpy(ops.cast(got, "float32")), 70000**-0.5, rtol=1e-2)
@@ -163,20 +163,20 @@ def test_a_norm_of_many_elements_in_half_precision(dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("op", [ops.scale_gradient, ops.reverse_gradient], ids=["scale", "reverse"])
 def test_a_small_factor_in_half_precision(op, dtype):
-    """That float16 alone has as 0, and an upstream gradient that makes up for it."""
+    """The factor underflows float16, and the upstream gradient compensates for it."""
     loss = grad(lambda x: ops.sum(op(x, 1.5e-8) * array(32768.0, dtype=dtype)))
     found = abs(numpy(ops.cast(loss(array(2.0, dtype=dtype)), "float32")))
     np.testing.assert_allclose(found, 1.5e-8 * 32768.0, rtol=1e-2)
 
 
-def test_an_infinite_gradient_is_not_let_through_as_a_clipped_one():
+def test_clipping_an_infinite_gradient_is_nan():
     weights = array(np.float32([3.0, np.inf]))
     got = grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0) * weights))(array(1.0, 1.0))
     assert np.isnan(numpy(got)).any()
 
 
 @pytest.mark.parametrize("bound", ["value", "norm"])
-def test_nothing_complex_is_clipped(bound):
+def test_clipping_complex_gradients_raises(bound):
     with pytest.raises(TypeError, match="clip_gradient: x cannot be used") as error:
         ops.clip_gradient(array(3.0 + 4.0j, dtype="complex64"), **{bound: 1.0})
     assert "a real floating dtype" in str(error.value)

@@ -1,4 +1,4 @@
-"""Functions at zero and at the ends of each dtype: against NumPy in more digits than they have."""
+"""Stable functions at zero and near the limits of each dtype, against NumPy with higher precision."""
 
 import itertools
 
@@ -21,7 +21,7 @@ from support import (
 from multigrad import grad, ops, value_and_grad
 from multigrad.testing import check_gradients
 
-# JAX has no float64, and Keras on NumPy little.
+# JAX has no float64, and Keras supports it only partly on NumPy.
 DTYPES = ["float16", "bfloat16", "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]
 WRAPS = {"eager": lambda f: f, "compiled": compiled}
 NAN, INF = float("nan"), float("inf")
@@ -43,7 +43,7 @@ def sech2(x):
     return 4 * e / (1 + e) ** 2
 
 
-# The op, and its value and first two derivatives in NumPy.
+# The op, followed by its value and its first two derivatives in NumPy.
 ELEMENTWISE = {
     "log1pexp": (
         ops.log1pexp, lambda x: np.logaddexp(x, np.longdouble(0)), sigmoid, lambda x: sigmoid(x) * sigmoid(-x)
@@ -55,18 +55,18 @@ ELEMENTWISE = {
 
 
 def total(op):
-    """A function of one tensor whose gradient is the op's derivative by elements."""
+    """Return a function of one tensor whose gradient is the elementwise derivative of the op."""
     return lambda x: ops.sum(ops.cast(op(x), "float64" if x.dtype == "float64" else "float32"))
 
 
 def exactly(tensor):
-    """A tensor's value in all digits that NumPy has, which is more than float64 on most machines."""
+    """Return the value of a tensor in NumPy's longest float, on most machines longer than float64."""
     half = keras.backend.standardize_dtype(tensor.dtype) in ("float16", "bfloat16")
     return numpy(ops.cast(tensor, "float32") if half else tensor).astype("longdouble")
 
 
 def numbers(dtype, both_signs):
-    """Numbers over the whole range of the dtype, from its smallest normal to its largest."""
+    """Return numbers over the whole range of the dtype, from the smallest to the largest normal number."""
     ends = ml_dtypes.finfo(dtype)
     low, high = float(ends.smallest_normal), float(ends.max)
     random = np.random.default_rng(0)
@@ -77,9 +77,9 @@ def numbers(dtype, both_signs):
 
 
 def largest_error(got, wanted, dtype):
-    """In units in the last place, of what the dtype has as normal numbers.
+    """Return the largest error in units in the last place.
 
-    The outermost numbers are left out: on the way to them, some backends flush what is below the smallest.
+    The outermost numbers are excluded, because some backends flush intermediate results that are subnormal.
     """
     ends = ml_dtypes.finfo(dtype)
     counted = (abs(wanted) >= 4 * float(ends.smallest_normal)) & (abs(wanted) <= float(ends.max) / 16)
@@ -97,14 +97,14 @@ def test_values_over_the_whole_range(name, dtype):
     got = op(array(x.astype("float64"), dtype=dtype))
     assert keras.backend.standardize_dtype(got.dtype) == dtype
     wanted = value(x.astype("longdouble"))
-    if BACKEND == "openvino":  # Keras (3.15) has log(1 + x) there for log1p, and exp(x) - 1 for expm1
+    if BACKEND == "openvino":  # Keras (3.15) computes log1p as log(1 + x) there, and expm1 as exp(x) - 1
         np.testing.assert_allclose(exactly(got), wanted, rtol=1e-2 if "16" in dtype else 1e-6, atol=1e-6)
         return
     assert largest_error(exactly(got), wanted, dtype) < (0.51 if "16" in dtype else 12.0)
 
 
 def case(name, dtype, wrap):
-    """The fast run has each op in float32, and each dtype for one op: JAX compiles anew for each."""
+    """Return a test case. The fast run has each op in float32, and one op in each dtype."""
     fast = (wrap == "compiled" and dtype == "float32") or (wrap == "eager" and name == "log1pexp")
     marks = () if fast else pytest.mark.slow
     return pytest.param(name, dtype, WRAPS[wrap], marks=marks, id=f"{name}-{dtype}-{wrap}")
@@ -113,7 +113,7 @@ def case(name, dtype, wrap):
 @pytest.mark.parametrize(
     ("name", "dtype", "wrap"), [case(*of) for of in itertools.product(ELEMENTWISE, DTYPES, WRAPS)]
 )
-def test_two_derivatives_over_the_whole_range(name, dtype, wrap):
+def test_derivatives_over_the_whole_range(name, dtype, wrap):
     op, _, first, second = ELEMENTWISE[name]
     x = numbers(dtype, both_signs=not name.startswith("safe"))
     slope = grad(total(op))
@@ -124,7 +124,7 @@ def test_two_derivatives_over_the_whole_range(name, dtype, wrap):
         assert error < (0.51 if "16" in dtype else 10.0)
 
 
-# Of x: the value, the derivative and, where it is given, the second one.
+# For each x: the value, the derivative and, if given, the second derivative.
 ENDS = {
     "log1pexp": [
         (0.0, np.log(2.0), 0.5, 0.25), (INF, INF, 1.0, 0.0), (-INF, 0.0, 0.0, 0.0), (NAN, NAN, NAN, NAN)
@@ -147,7 +147,7 @@ ENDS = {
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of -1
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ENDS)
-def test_the_ends(name, dtype):
+def test_special_values(name, dtype):
     op = ELEMENTWISE[name][0]
     x = array([row[0] for row in ENDS[name]], dtype=dtype)
     functions = [op, grad(total(op)), grad(total(grad(total(op))))] if DIFFERENTIATES else [op]
@@ -171,7 +171,7 @@ def test_the_logarithm_of_zero(dtype):
 
 
 def test_subnormal_numbers():
-    """Where the backend keeps them; in half precision they are normal in float32."""
+    """If the backend keeps them. In half precision, the op computes in float32, where they are normal."""
     kept = ["float16", *(["bfloat16", "float32", "float64"] if BACKEND == "torch" else [])]
     for dtype in kept:
         x = array(np.float64([7.0, 100.0]) * float(ml_dtypes.finfo(dtype).smallest_subnormal), dtype=dtype)
@@ -192,7 +192,7 @@ def test_differences(name, highest):
 
 
 @pytest.mark.parametrize("axis", [5, -3, (0, 2), 0.5, "a"])
-def test_no_such_axis(axis):
+def test_unknown_axes_raise(axis):
     with pytest.raises(ValueError, match="safe_norm: axis cannot be used"):
         ops.safe_norm(array(np.ones((2, 3))), axis)
     with pytest.raises(ValueError, match="the 0 axes of 'x'"):
@@ -226,7 +226,7 @@ def test_differences_of_a_norm(axis, keepdims, highest):
 
 @ORDERS
 def test_differences_of_a_quotient(highest):
-    """With broadcasting both ways."""
+    """With broadcasting of both arguments."""
     x, y = RANDOM.standard_normal((3, 1)), RANDOM.uniform(0.5, 2.0, (2, 1, 2))
     assert check_gradients(ops.safe_divide, x, y, order=highest or 2).precision == "float64"
 
@@ -246,7 +246,7 @@ def test_the_norm(axis, dtype):
 
 
 def sizes(dtype):
-    """The largest scale at which 5 is finite, the smallest at which 3 is normal, and 1e30 and 1e-30."""
+    """Return the largest scale at which 5 is finite, the smallest at which 3 is normal, 1e30 and 1e-30."""
     ends = ml_dtypes.finfo(dtype)
     found = [float(ends.max) / 5.1, float(ends.smallest_normal), 1e30, 1e-30, 1.0]
     return [size for size in found if found[1] <= size <= found[0]]
@@ -263,7 +263,7 @@ def test_norms_of_any_size(dtype):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_direction_where_the_norm_is_too_large(dtype, wrap):
+def test_the_gradient_of_a_norm_that_overflows(dtype, wrap):
     largest = float(ml_dtypes.finfo(dtype).max)
     value, slope = wrap(value_and_grad(ops.safe_norm))(array(largest, -largest, dtype=dtype))
     assert float(exactly(value)) == INF
@@ -271,7 +271,7 @@ def test_the_direction_where_the_norm_is_too_large(dtype, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
-def test_a_norm_at_the_singular_points(wrap):
+def test_norms_at_singular_points(wrap):
     rows = array([[0.0, 0.0], [INF, 1.0], [NAN, 1.0], [3.0, 4.0]])
     norms = numpy(wrap(lambda x: ops.safe_norm(x, -1))(rows))
     np.testing.assert_array_equal(norms, [0.0, INF, NAN, 5.0])
@@ -284,12 +284,12 @@ def test_a_norm_at_the_singular_points(wrap):
 
 
 @pytest.mark.forward
-def test_the_norm_of_nothing():
+def test_the_norm_of_an_empty_tensor():
     assert numpy(ops.safe_norm(ops.zeros((2, 0)), -1)).tolist() == [0.0, 0.0]
     assert numpy(ops.safe_norm(ops.zeros((0,)))) == 0.0
 
 
-# x, y, the quotient, and its derivatives by both.
+# x, y, the quotient, and its derivatives with respect to both.
 QUOTIENTS = [
     (3.0, 0.0, 0.0, 0.0, 0.0), (-3.0, -0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 0.0),
     (INF, 0.0, 0.0, 0.0, 0.0), (NAN, 0.0, NAN, 0.0, 0.0), (NAN, 2.0, NAN, 0.5, NAN),
@@ -311,7 +311,7 @@ def test_quotients():
 
 
 def test_quotients_in_compiled_code():
-    """Of two divisions by one number XLA makes one by its square, which overflows or vanishes."""
+    """XLA replaces two divisions by one number by a division by its square, which overflows or underflows."""
     x, y, _, _, by_y = np.float32([row for row in QUOTIENTS if np.isfinite(row).all()]).T
     slopes = compiled_by_xla(grad(lambda x, y: ops.sum(ops.safe_divide(x, y)), argnums=1))
     np.testing.assert_allclose(numpy(slopes(array(x), array(y))), by_y, rtol=1e-6)
@@ -319,7 +319,7 @@ def test_quotients_in_compiled_code():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_quotient_that_is_broadcast(dtype, wrap):
+def test_broadcast_quotients(dtype, wrap):
     x, y = array([[1.0], [2.0]], dtype=dtype), array([4.0, 0.0, 0.5], dtype=dtype)
     got = wrap(grad(lambda x, y: ops.sum(ops.safe_divide(x, y)), argnums=(0, 1)))(x, y)
     assert [keras.backend.standardize_dtype(g.dtype) for g in got] == [dtype, dtype]
@@ -333,8 +333,8 @@ def test_second_derivatives_of_a_quotient():
 
 
 @pytest.mark.parametrize("name", ["safe_sqrt", "safe_log", "safe_norm", "safe_divide"])
-def test_no_upstream_gradient_is_hidden(name):
-    """Where the derivative is zero by definition, NaN and Inf in what comes back stay to be seen."""
+def test_nan_in_an_upstream_gradient_is_not_hidden(name):
+    """If the derivative is defined as zero, NaN and Inf in the upstream gradient still propagate."""
     op = (lambda x: ops.safe_divide(x, x)) if name == "safe_divide" else getattr(ops, name)
     if name == "safe_norm":
         op = lambda x: ops.safe_norm(x[:, None], -1)  # noqa: E731
@@ -345,7 +345,7 @@ def test_no_upstream_gradient_is_hidden(name):
 
 
 @pytest.mark.forward
-def test_integers_as_keras_has_them():
+def test_integers_give_the_float_dtype_of_keras():
     whole = array([3, 4], dtype="int32")
     assert float(ops.safe_norm(whole)) == 5.0
     for got in (
@@ -361,7 +361,7 @@ def test_integers_as_keras_has_them():
     assert keras.backend.standardize_dtype(half.dtype) == "bfloat16"
 
 
-def test_gradients_beside_integers():
+def test_gradients_with_an_integer_argument():
     x, whole = array(3.0, 6.0), array([2, 0], dtype="int32")
     close(grad(lambda x: ops.sum(ops.safe_divide(x, whole)))(x), array(0.5, 0.0))
     close(grad(lambda x: ops.sum(ops.safe_divide(whole, x)))(x), array(-2.0 / 9.0, 0.0))
@@ -370,7 +370,7 @@ def test_gradients_beside_integers():
 
 @pytest.mark.forward
 @pytest.mark.parametrize("name", ["log1pexp", "logcosh", "safe_sqrt", "safe_log", "safe_norm", "safe_divide"])
-def test_complex_numbers(name):
+def test_complex_numbers_raise(name):
     args = (2.0, 1j) if name == "safe_divide" else (1j,)
     argument = "y" if name == "safe_divide" else "x"
     with pytest.raises(TypeError, match=rf"{name}: {argument} cannot be used(.|\n)*a real dtype(.|\n)*fix"):
@@ -378,14 +378,14 @@ def test_complex_numbers(name):
 
 
 @pytest.mark.parametrize("name", ["log1pexp", "logcosh", "safe_sqrt", "safe_log", "safe_norm", "safe_divide"])
-def test_a_batch(name):
+def test_vmap(name):
     op = (lambda x: ops.safe_divide(x[0], x)) if name == "safe_divide" else getattr(ops, name)
     x = array([[0.0, 2.0], [0.0, 0.0], [3.0, 4.0]])
     got = mapped_grad(lambda x: ops.sum(op(x)))(x)
     close(got, ops.stack([grad(lambda x: ops.sum(op(x)))(row) for row in x]))
 
 
-def test_in_a_model_that_is_saved(tmp_path):
+def test_saving_a_functional_model(tmp_path):
     x = keras.Input((2,))
     y = ops.safe_divide(x, ops.safe_norm(x, axis=-1, keepdims=True))
     y = ops.safe_log(ops.safe_sqrt(ops.log1pexp(y) + ops.logcosh(x)))

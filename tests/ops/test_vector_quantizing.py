@@ -10,7 +10,7 @@ from multigrad import grad, layers, ops
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((2, 3, 4))
 CODES = RANDOM.standard_normal((5, 4))
-WEIGHTS = RANDOM.standard_normal((2, 3, 4))  # of the quantized vectors
+WEIGHTS = RANDOM.standard_normal((2, 3, 4))  # for the quantized vectors
 OF_LOSS = RANDOM.standard_normal((2, 3))
 DTYPES = ["float16", "bfloat16", "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]
 
@@ -20,7 +20,7 @@ def closest(x, codes):
 
 
 def by_definition(x, codes, commitment=0.25):
-    """Equation 3 of the paper, as it stands there."""
+    """Return the result of equation 3 of the paper."""
     chosen = ops.take(codes, array(closest(numpy(X), numpy(CODES)), dtype="int32"), axis=0)
     stop = ops.stop_gradient
     to_codes = ops.sum(ops.square(stop(x) - chosen), axis=-1)
@@ -29,7 +29,7 @@ def by_definition(x, codes, commitment=0.25):
 
 
 def objective(quantize, **options):
-    """Both outputs that have a gradient, in one number that is curved in the quantized vectors."""
+    """Return a scalar that depends on both differentiable outputs, nonlinearly on the quantized vectors."""
 
     def total(x, codes):
         quantized, *_, loss = quantize(x, codes, **options)
@@ -64,7 +64,7 @@ def test_the_gradients(commitment, wrap):
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype in ("float32", "float64")])
-def test_the_digits_of_the_gradient_by_the_codebook(dtype):
+def test_precision_of_the_gradient_with_respect_to_the_codebook(dtype):
     got = grad(lambda codes: ops.sum(ops.vector_quantize(array(X, dtype=dtype), codes).loss))(
         array(CODES, dtype=dtype)
     )
@@ -75,7 +75,7 @@ def test_the_digits_of_the_gradient_by_the_codebook(dtype):
 
 @pytest.mark.parametrize("by", [0, 1])
 def test_second_derivatives(by):
-    """Of both gradients by both arguments: each term holds one argument fixed, at every order."""
+    """Second derivatives of both gradients. Each term of the loss treats one argument as a constant."""
 
     def second(quantize):
         slope = grad(objective(quantize), argnums=by)
@@ -103,7 +103,7 @@ def test_gradients_in_each_dtype(dtype):
     close(ops.cast(by_codes, "float32"), array(wanted), tolerance)
 
 
-def test_each_term_reaches_its_own_argument():
+def test_each_term_of_the_loss_moves_one_argument():
     def loss(x, codes, commitment):
         return ops.sum(ops.vector_quantize(x, codes, commitment).loss)
 
@@ -117,15 +117,15 @@ def test_each_term_reaches_its_own_argument():
 
 
 @pytest.mark.forward
-def test_ties_go_to_the_first():
+def test_ties_choose_the_first_vector():
     codes = array([[1.0, 0.0], [3.0, 3.0], [-1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     rows = array([[0.0, 0.0], [0.0, 5.0], [-2.0, 0.0], [2.0, 0.0]])
     assert numpy(ops.vector_quantize(rows, codes).indices).tolist() == [0, 1, 2, 0]
 
 
 @pytest.mark.forward
-def test_half_precision_has_no_products_of_its_own():
-    """300**2 is no number of float16, and 256 + 1 none of bfloat16."""
+def test_half_precision_is_computed_in_float32():
+    """300**2 overflows float16, and 256 + 1 is not a bfloat16."""
     for dtype, size in (("float16", 300.0), ("bfloat16", 16.0)):
         codes = array([[size, 1.0], [size, 0.0], [-size, 0.0]], dtype=dtype)
         found = ops.vector_quantize(array([[size, 0.25]], dtype=dtype), codes)
@@ -134,7 +134,7 @@ def test_half_precision_has_no_products_of_its_own():
 
 
 @pytest.mark.forward
-def test_one_vector_and_none():
+def test_one_vector_and_no_vectors():
     codes = array(CODES)
     one = ops.vector_quantize(codes[3], codes)
     assert (int(one.indices), float(one.loss)) == (3, 0.0)
@@ -142,8 +142,8 @@ def test_one_vector_and_none():
     assert [tuple(part.shape) for part in none] == [(0, 4), (0,), (0,)]
 
 
-def test_a_variable_learns_the_centers():
-    """A codebook as a layer's weight, trained by its own term alone: k-means."""
+def test_a_codebook_variable_learns_the_centers():
+    """Training a codebook variable with only its term of the loss is k-means."""
     points = array(np.concatenate([np.full((8, 2), 3.0), np.full((4, 2), -1.0)]))
     codebook = keras.Variable(np.float32([[1.0, 0.0], [0.0, -1.0]]), name="codebook")
     step = grad(lambda: ops.mean(ops.vector_quantize(points, codebook).loss), variables=[codebook])
@@ -163,7 +163,7 @@ class Quantizer(keras.layers.Layer):
         return quantized
 
 
-def test_a_layer_that_trains():
+def test_training_a_layer():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), Quantizer(), keras.layers.Dense(4)])
     before = [numpy(w) for w in model.trainable_variables]
@@ -174,7 +174,7 @@ def test_a_layer_that_trains():
     assert all(np.any(numpy(w) != b) for w, b in zip(model.trainable_variables, before, strict=True))
 
 
-def test_in_a_model_that_is_saved(tmp_path):
+def test_saving_a_functional_model(tmp_path):
     x = keras.Input((3, 4))
     quantized, indices, loss = ops.vector_quantize(x, CODES.astype("float32"), commitment=0.5)
     assert (quantized.shape, indices.shape, loss.shape) == ((None, 3, 4), (None, 3), (None, 3))
@@ -193,8 +193,8 @@ def test_in_a_model_that_is_saved(tmp_path):
         close(grad(lambda x: objective(parts)(x, None))(array(X)), slope)
 
 
-def test_a_batch():
-    """Under the backend's own map over a leading axis."""
+def test_vmap():
+    """With the backend's own map over a leading axis."""
     codes = array(CODES)
 
     def total(x):
@@ -204,8 +204,8 @@ def test_a_batch():
     close(mapped_grad(total)(array(X)), grad(total)(array(X)))
 
 
-def test_no_difference_of_each_with_each():
-    """Of 32 vectors and 16 of the codebook, with 8 elements."""
+def test_no_tensor_of_all_pairs():
+    """For 32 vectors, 16 codebook vectors, and 8 elements."""
     found = sizes_made(
         grad(lambda x, codes: ops.sum(ops.vector_quantize(x, codes).loss), argnums=(0, 1)),
         ops.ones((32, 8)),
@@ -228,14 +228,14 @@ def test_no_difference_of_each_with_each():
         ({"commitment": "a lot"}, TypeError, "'commitment'"),
     ],
 )
-def test_bad_input(changes, error, said):
+def test_invalid_arguments_raise(changes, error, said):
     with pytest.raises(error, match=rf"vector_quantize: (.|\n)*{said}(.|\n)*fix"):
         ops.vector_quantize(**{"x": X, "codebook": CODES} | changes)
 
 
 @pytest.mark.forward
-def test_a_given_initializer_leaves_the_global_seed_alone():
-    """An initializer without a seed draws one, so only the one that is used may be made."""
+def test_a_given_initializer_does_not_draw_a_global_seed():
+    """The default initializer draws a seed, so it must be created only if it is used."""
 
     def seed_after(make):
         keras.utils.set_random_seed(3)

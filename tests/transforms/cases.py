@@ -1,7 +1,7 @@
-"""The ops that every transform is tried on, each beside a plain function that has its derivatives.
+"""The ops for the tests of transforms, each with a plain function that has the same derivatives.
 
-The rules have false factors, so that no framework finds by itself what they say. A plain function that
-means the same takes its value from the one, and its derivatives, of any order, from another expression.
+The rules have false factors, so that plain differentiation cannot give the same result. The equivalent plain
+function takes its value from one expression, and its derivatives of any order from another one.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ stop = ops.stop_gradient
 
 
 class Case(NamedTuple):
-    """A function of two vectors to a vector, all of one length."""
+    """A function of two vectors that returns a vector, all of the same length."""
 
     op: Callable[[Any, Any], Any]
     """What an op makes of it."""
@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 def valued(value: Any, potential: Any) -> Any:
-    """The value of the one, and the derivatives of the other."""
+    """Return a function with the value of the first and the derivatives of the second expression."""
     return stop(value) + potential - stop(potential)
 
 
@@ -110,7 +110,7 @@ def by_view(x, w):
 
 @op_custom_gradient
 def of_one_for_all(x, w):
-    """Where `x` alone is mapped, the second output is one for all."""
+    """If only `x` is mapped, the second output is not mapped."""
     return [x * w, w**2], lambda u: (3.0 * u[0] * w, 3.0 * u[0] * x + 5.0 * u[1] * w)
 
 
@@ -125,7 +125,7 @@ def meant_one_for_all(x, w):
 
 @op_custom_gradient
 def stopped(x, w):
-    """There is no way back from its output but the rule."""
+    """The output depends on the input only through the rule."""
     return stop(x) ** 3 * stop(w), lambda u: (u * 21.0 * x**2 * w, u * 7.0 * x**3)
 
 
@@ -137,7 +137,7 @@ def slope(x, w):
 
 @op_custom_gradient
 def by_an_op(x, w):
-    """Its rule calls an op with a false rule of its own, which shows in the second derivative."""
+    """The rule calls an op with a false rule, which shows in the second derivative."""
     return (x * w) ** 3, lambda u: (u * slope(x, w) * w, u * x * slope(x, w))
 
 

@@ -1,4 +1,4 @@
-"""Rules with and without a derivative in forward mode."""
+"""Rules that forward mode can and cannot transpose."""
 
 from keras import ops
 

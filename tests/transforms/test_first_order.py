@@ -1,4 +1,4 @@
-"""`higher_order=False`: what a rule uses is all that is kept, and a second derivative is no silent zero."""
+"""`higher_order=False`: only the residuals are kept, and a second derivative raises instead of being zero."""
 
 import pytest
 from keras import ops
@@ -19,14 +19,14 @@ def test_the_first_derivative():
     close(grad(seven)(0.0), array(14.0))
 
 
-def test_what_needs_no_second_run_has_every_order():
-    """A rule that uses inputs alone: by it, the derivative of 7 x u is 7, and nothing was kept for that."""
+def test_rules_of_inputs_only_have_every_order():
+    """The rule uses inputs only. By the rule, the derivative of 7 x u is 7, and nothing is kept for it."""
     op = op_custom_gradient(lambda x: (x + 10.0, lambda upstream: 7.0 * upstream * x), higher_order=False)
     close(grad(grad(op))(3.0), array(7.0))
 
 
 @pytest.mark.parametrize("around", [lambda y: y, lambda y: y * y], ids=["alone", "inside"])
-def test_the_second_derivative(around):
+def test_a_second_derivative_raises(around):
     second = grad(grad(lambda x: around(seven(x))))
     if BACKEND == "torch":
         expected = r"(?s)seven: the gradient cannot be differentiated again.*higher_order=True"
@@ -37,8 +37,8 @@ def test_the_second_derivative(around):
         close(second(0.0), grad(grad(lambda x: around(usual(x))))(0.0))
 
 
-def test_beside_a_term_that_has_one():
-    """What is no derivative must not be taken for zero, where there is another term to differentiate."""
+def test_a_sum_with_a_differentiable_term_raises():
+    """The missing derivative must not count as zero in a sum with another term."""
     penalty = grad(lambda x: grad(seven)(x) + x**3)
     if BACKEND == "torch":
         with pytest.raises(RuntimeError, match="higher_order=True"):
@@ -47,7 +47,7 @@ def test_beside_a_term_that_has_one():
         assert float(penalty(2.0)) > 12.0
 
 
-def test_by_what_the_function_closes_over():
+def test_closed_over_tensors():
     def gradient(w):
         def with_rule(x):
             e = x * w

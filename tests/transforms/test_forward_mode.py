@@ -35,7 +35,7 @@ def reverse_over_forward(function):
 
 
 def forward_through_vjp(function):
-    """The pullback is a function of the primals, and of the upstream gradient."""
+    """The pullback is a function of the primals and of the upstream gradient."""
 
     def pulled(x, w):
         return vjp(function, x, w)[1](ops.sin(x))
@@ -71,8 +71,8 @@ def test_compiled(case, transform):
 
 
 @each_case
-def test_it_is_the_product_with_the_jacobian(case):
-    """The same number by one pass forward and one backward."""
+def test_jvp_agrees_with_vjp(case):
+    """One forward pass and one backward pass give the same number."""
     _, tangent = jvp(case.op, (X, W), ALONG)
     gradients = grad(weighted(case.op), (0, 1))(X, W)
     along = sum(ops.sum(g * a) for g, a in zip(gradients, ALONG, strict=True))

@@ -1,4 +1,4 @@
-"""Each framework's own forward mode: of a rule that is linear in its upstream gradient, or an error."""
+"""The forward mode of each framework: it transposes linear rules, and raises for others."""
 
 import pytest
 from keras import ops
@@ -31,7 +31,7 @@ def op_with(rule):
 
 
 @pytest.mark.parametrize("rule", NOT_LINEAR.values(), ids=NOT_LINEAR)
-def test_a_rule_that_is_not_linear_is_refused(rule):
+def test_nonlinear_rules_raise(rule):
     with pytest.raises(ValueError, match="not linear in its upstream"):
         native_jvp(op_with(rule))
     with pytest.raises(ValueError, match="not linear in its upstream"):
@@ -39,10 +39,10 @@ def test_a_rule_that_is_not_linear_is_refused(rule):
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_linear_rule_is_not(name):
+def test_linear_rules_are_accepted(name):
     rule = LINEAR[name]
     if (BACKEND, name) == ("jax", "guarded"):
-        # JAX transposes step by step, and a comparison has no transpose.
+        # JAX transposes each operation, and a comparison has no transpose.
         with pytest.raises(ValueError, match="a step that has no transpose"):
             native_jvp(op_with(rule))
         return
@@ -50,8 +50,8 @@ def test_a_linear_rule_is_not(name):
     close(native_jvp(op_with(rule)), 0.0 * ALONG if wanted is None else wanted)
 
 
-def test_a_projection_is_linear():
-    """Its gradients for ones are rounding errors."""
+def test_projections_are_linear():
+    """Its gradients at ones are rounding errors."""
 
     @op_custom_gradient(forward_mode=True)
     def softmax(x):
@@ -62,7 +62,7 @@ def test_a_projection_is_linear():
     close(native_jvp(softmax), 7.0 * y * (ALONG - ops.sum(ALONG * y)), 1e-4)
 
 
-def test_an_integer_beside_the_output():
+def test_an_additional_integer_output():
     @op_custom_gradient(forward_mode=True)
     def op(x):
         return (x * 2.0, ops.cast(x, "int32")), lambda u: 7.0 * u[0]

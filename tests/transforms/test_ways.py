@@ -1,8 +1,7 @@
-"""Random programs, differentiated twice in two of the framework's ways, which are drawn too.
+"""Random programs, differentiated twice, by two random ways of the framework.
 
-A way makes of a function of tensors, whose value is a number, the function of its gradients, which may be
-differentiated in another way. The tables of them are in `ways_on_jax.py` and its like, with the pairs that
-the framework itself is without.
+A way maps a scalar function of tensors to the function of its gradients, which another way can differentiate.
+The ways are listed in `ways_on_jax.py` and similar files, with the pairs that the framework does not support.
 """
 
 import importlib
@@ -31,7 +30,7 @@ PAIRS = [pair for pair in itertools.product(WAYS, WAYS) if pair not in own.LACKI
 
 
 def derivatives(program, made, outer, inner):
-    """The first derivatives by the inner way, and the second by the outer one."""
+    """Return the first derivatives by the inner way, and the second derivatives by the outer way."""
     function, inputs = function_of(program, made), inputs_of(program)
     first = inner(lambda *xs: weighted([*xs, *function(*xs)], 0))
     second = outer(lambda *xs: weighted([*xs, *first(*xs)], 1))
@@ -39,15 +38,15 @@ def derivatives(program, made, outer, inner):
 
 
 @given(PROGRAMS)
-def test_the_way_makes_no_difference(program):
-    # Of all pairs alike, where hypothesis would mostly draw the first.
+def test_all_ways_give_the_same_derivatives(program):
+    # Drawn uniformly from all pairs. hypothesis would mostly draw the first.
     outer, inner = Random(repr(program)).choice(PAIRS)
     event(f"{outer} of {inner}")
     with backend.active.wide():
         got = derivatives(program, with_ops, WAYS[outer], WAYS[inner])
         with backend.active.uncompiled():
             wanted = derivatives(program, without_ops, by_multigrad, by_multigrad)
-        # Not the dtypes: the gradient of a float64 value by forward mode is one itself.
+        # Without dtypes: in forward mode, the gradient of a float64 value is float64.
         assert [tuple(tensor.shape) for tensor in got] == [tuple(tensor.shape) for tensor in wanted]
         got, wanted = numbers(got), numbers(wanted)
     size = np.max(np.abs(wanted), initial=1.0)

@@ -1,4 +1,4 @@
-"""JAX's ways to take a gradient, forward mode aside; `test_ways.py` says what a way is."""
+"""The ways of JAX to compute a gradient, without forward mode, see `test_ways.py`."""
 
 import jax
 import jax.numpy as jnp

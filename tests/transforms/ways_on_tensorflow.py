@@ -1,4 +1,4 @@
-"""TensorFlow's ways to take a gradient; `test_ways.py` says what a way is."""
+"""The ways of TensorFlow to compute a gradient, see `test_ways.py`."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""PyTorch's ways to take a gradient; `test_ways.py` says what a way is."""
+"""The ways of PyTorch to compute a gradient, see `test_ways.py`."""
 
 import functools
 import itertools
@@ -71,7 +71,7 @@ TRANSFORMS = {
 }
 WAYS = {**RECORDED, **TRANSFORMS}
 
-# Inside of torch.func PyTorch records nothing, and has no hooks of what is saved, such as a checkpoint's.
+# In torch.func, PyTorch records nothing, and supports no hooks for saved tensors, as a checkpoint needs.
 LACKING = {
     *itertools.product(TRANSFORMS, RECORDED),
     *itertools.product(["a checkpoint", "tensors saved elsewhere"], TRANSFORMS),

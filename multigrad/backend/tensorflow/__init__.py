@@ -1,17 +1,18 @@
 """TensorFlow.
 
 The native way to bind a custom derivative is `tf.custom_gradient`, whose function returns an output and a
-closure. In a graph it registers each closure under a new name for the life of the process, so that the graph
-of every `tf.function` that calls it outlives the function. Here the registered function refers to the graph
-weakly, and finds the rule on it. The tapes record an op as they record `tf.custom_gradient`.
+closure. In a graph, it registers each closure under a new name for the life of the process, so that the graph
+of every `tf.function` that calls it is never freed. Here, the registered function has a weak reference to the
+graph, which holds the rule. The tapes record an op as they record `tf.custom_gradient`.
 
-A SavedModel contains each rule, traced, under a name that is unique across processes. A rule that was not
-saved raises an error and is never mistaken for another one.
+A SavedModel contains the trace of each rule, under a name that is unique across processes. A rule that was
+not saved raises an error and is never confused with another rule.
 
-The tapes record the function itself, too. A second derivative goes through the residuals of the rule. Where a
-residual is an output of the op, the rule is rebuilt around the tied output, so that it stays in force.
+The tapes also record the operations of the function. A second derivative goes through the residuals of the
+rule. If a residual is an output of the op, the rule is rebuilt with the tied output, so that the second
+derivative uses the rule, too.
 
-Files: `apply.py` for one call of an op, `graphs.py` for the operation that carries a rule in a graph,
+Files: `apply.py` for one call of an op, `graphs.py` for the operation that holds a rule in a graph,
 `tapes.py` for recording, `variables.py` for the variables that a function reads, `programs.py` for compiled
 programs, `tensors.py`, and `gradients.py` for `grad`, `vjp` and `jacobian`.
 """
@@ -24,7 +25,7 @@ from multigrad.backend.tensorflow.jit import jit
 
 
 class TensorFlowBackend(Backend):
-    """The answers of TensorFlow."""
+    """The implementation for TensorFlow."""
 
     TENSORS = tensors.TENSORS
     CONVERTIBLE = tensors.CONVERTIBLE

@@ -17,48 +17,49 @@ from multigrad.core.closure import lift, restore
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
     graph = graph_here()
     eager = graph is None
-    outputs, rule, tensors, back = call.run(tensors)
+    outputs, rule, tensors, pullback = call.run(tensors)
     if not outputs or (eager and not may_record()):
-        return back.output.join(outputs)
+        return pullback.output.join(outputs)
     specs = specs_of(captured(tensors, graph))
     if not any(specs):
-        return back.output.join([tf.stop_gradient(output) for output in outputs])  # of what it closes over
+        # Tensors that the function closes over have no gradient.
+        return pullback.output.join([tf.stop_gradient(output) for output in outputs])
     residuals, template, _ = lift(rule, TENSORS, call.f)
     carrier = None if eager else Carrier(call.name, outputs, tensors, residuals)
-    own = _own_eagerly(outputs) if carrier is None else carrier.outputs
-    # An output that the rule uses is differentiated by the rule; one that is an input is the input.
-    places: dict[int, Any] = {}
-    for output, replacement in zip(outputs, own, strict=True):
-        places.setdefault(id(output), replacement)
-    places.update(zip(map(id, tensors), tensors, strict=True))
-    tied = [places.get(id(residual), residual) for residual in residuals]
-    tied_rule = restore(template, tied)
-    # A gradient may be built in a graph beside the call's own, and finds in that what it takes: the gradient
-    # of a branch or a loop, or of a function that is the gradient of another one. What is finished takes in
-    # nothing more.
-    inside = captured(tied, graph)
+    tied_outputs = _copies(outputs) if carrier is None else carrier.outputs
+    # The rule differentiates the outputs that it uses. An output that is an input counts as the input.
+    replacements: dict[int, Any] = {}
+    for output, replacement in zip(outputs, tied_outputs, strict=True):
+        replacements.setdefault(id(output), replacement)
+    replacements.update(zip(map(id, tensors), tensors, strict=True))
+    tied_residuals = [replacements.get(id(residual), residual) for residual in residuals]
+    tied_rule = restore(template, tied_residuals)
+    # A gradient may be built in another graph than the call: the gradient of a branch or a loop, or the
+    # gradient of a gradient function. It uses tensors that the graph of the call has captured, so they are
+    # captured now: a finished graph captures no more tensors.
+    inside = captured(tied_residuals, graph)
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(tensors)
 
-    def backward(*upstream: Any, back: Pullback = back) -> Sequence[Any]:
-        own = zip(upstream, floating, strict=False)
-        whole = [tf.convert_to_tensor(u) if f else None for u, f in own]
+    def backward(*upstreams: Any, pullback: Pullback = pullback) -> Sequence[Any]:
+        pairs = zip(upstreams, floating, strict=False)
+        upstream = [tf.convert_to_tensor(u) if f else None for u, f in pairs]
         if eager or is_within(graph):
-            return back.pull(tied_rule, whole, needed, specs)
+            return pullback.pull(tied_rule, upstream, needed, specs)
         if not is_nested(graph):
-            # Taken in anew, which tells the tapes that began behind the op where it comes from.
-            return back.pull(restore(template, captured(tied, graph)), whole, needed, specs)
-        with back.reading(functools.partial(read_beside, graph)):
-            return back.pull(restore(template, inside), whole, needed, specs)
+            # Captured again, so that tapes that began after the op record the captured tensors.
+            return pullback.pull(restore(template, captured(tied_residuals, graph)), upstream, needed, specs)
+        with pullback.reading(functools.partial(read_beside, graph)):
+            return pullback.pull(restore(template, inside), upstream, needed, specs)
 
     if carrier is not None:
-        carrier.carry(backward)
-    forward = functools.partial(backward, back=back.untraced) if eager else backward
-    record_rule(call.name, own, list(tensors), tied, backward, forward)
-    return back.output.join(own)
+        carrier.bind(backward)
+    forward = functools.partial(backward, pullback=pullback.untraced) if eager else backward
+    record_rule(call.name, tied_outputs, list(tensors), tied_residuals, backward, forward)
+    return pullback.output.join(tied_outputs)
 
 
-def _own_eagerly(outputs: Sequence[Any]) -> list[Any]:
-    """Tensors that are this call's alone, so that they can be given its gradient."""
+def _copies(outputs: Sequence[Any]) -> list[Any]:
+    """Return tensors that no other operation returns, so that the tapes can record the rule for them."""
     with stop_recording():
         return [tf.raw_ops.Identity(input=output) for output in outputs]

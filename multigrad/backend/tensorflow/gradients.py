@@ -1,4 +1,4 @@
-"""Gradients of functions."""
+"""`value_and_grad`, `vjp` and `jacobian` of functions of flat tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +13,12 @@ def value_and_grad(
     function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
 ) -> tuple[tuple[Any, Any], list[Any]]:
     require_tapes()
-    own = [tf.identity(tensor) for tensor in tensors]  # apart from the same tensor closed over
+    # Copies, because the function may close over the same tensors.
+    sources = [tf.identity(tensor) for tensor in tensors]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(own)
-        value, aux = function(*own)
-    gradients = tape.gradient(value, own, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        tape.watch(sources)
+        value, aux = function(*sources)
+    gradients = tape.gradient(value, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     return (value, aux), [tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
@@ -25,15 +26,16 @@ def vjp(
     function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
 ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
     require_tapes()
-    own = [tf.identity(tensor) for tensor in tensors]
+    sources = [tf.identity(tensor) for tensor in tensors]
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(own)
-        outputs, aux = function(*own)
-        # Of these alone the tape is asked: an op that returns an output has another one in its rule.
-        ends = [tf.identity(output) for output in outputs]
+        tape.watch(sources)
+        outputs, aux = function(*sources)
+        # Copies, because the rule of an op may use an output as a residual, which has a gradient of its
+        # sources.
+        targets = [tf.identity(output) for output in outputs]
 
     def pull(upstream: Sequence[Any]) -> list[Any]:
-        gradients = tape.gradient(ends, own, list(upstream), tf.UnconnectedGradients.ZERO)
+        gradients = tape.gradient(targets, sources, list(upstream), tf.UnconnectedGradients.ZERO)
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     return (outputs, aux), pull
@@ -43,12 +45,12 @@ def jacobian(
     function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
 ) -> tuple[Any, list[list[Any]]]:
     require_tapes()
-    own = [tf.identity(tensor) for tensor in tensors]
+    sources = [tf.identity(tensor) for tensor in tensors]
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(own)
-        outputs, aux = function(*own)
+        tape.watch(sources)
+        outputs, aux = function(*sources)
     zero = tf.UnconnectedGradients.ZERO
-    return aux, [list(tape.jacobian(output, own, unconnected_gradients=zero)) for output in outputs]
+    return aux, [list(tape.jacobian(output, sources, unconnected_gradients=zero)) for output in outputs]
 
 
 def gradients_expected(tensors: Sequence[Any]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""The operation of a graph that carries a rule."""
+"""The operation that holds a rule in a graph."""
 
 import functools
 import itertools
@@ -18,126 +18,130 @@ _RULES = "_multigrad_rules"
 
 
 def graph_here() -> Any:
-    """The graph that is being built, None where none is."""
+    """Return the graph that is being built, or None in eager code."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def is_nested(graph: Any) -> bool:
-    """Whether it is the graph of a branch or a loop, which stands in another one."""
+    """Return whether a graph is the graph of a branch or a loop, within another graph."""
     return getattr(graph, "is_control_flow_graph", False)
 
 
 def is_within(graph: Any) -> bool:
-    """Whether the graph that is being built is this one, or that of a branch or a loop in it."""
+    """Return whether the graph that is being built is this graph, or a branch or loop in it."""
     here = graph_here()
     while here is not graph and is_nested(here):
         here = here.outer_graph
     return here is graph
 
 
-def _is_around(graph: Any, within: Any) -> bool:
+def _encloses(graph: Any, within: Any) -> bool:
+    """Return whether a graph is `within`, or an outer graph of it."""
     while within is not None and within is not graph:
         within = getattr(within, "outer_graph", None)
     return within is graph
 
 
 def brought(make: Callable[[], Any], graph: Any, here: Any) -> Any:
-    """What `make` gives in the innermost graph that is around this one and `here`, in `here`.
+    """Call `make` in the innermost graph that encloses `graph` and `here`, and capture its result in `here`.
 
-    The gradient of a branch or a loop is built in a graph beside, which takes tensors only from the graph
-    that it stands in, and no variables.
+    The gradient of a branch or a loop is built in a separate graph, which captures tensors only from its
+    outer graph, and captures no variables.
     """
-    if not _is_around(here, graph):
+    if not _encloses(here, graph):
         return here.capture(brought(make, graph, here.outer_graph))
     with here.as_default():
         return make()
 
 
 def captured(tensors: Sequence[Any], graph: Any) -> Sequence[Any]:
-    """The tensors as `graph` has them, where some come from around it.
+    """Return the tensors as `graph` captures them from outer graphs.
 
-    The gradient of a branch or a loop finds only what that has taken in. That of any other graph finds by
-    itself what has a value already. A plain `tf.Graph` has nothing around it.
+    The gradient of a branch or a loop can use only tensors that the branch or loop has captured. The gradient
+    of another graph can also use concrete tensors. A plain `tf.Graph` has no outer graph.
     """
     if not hasattr(graph, "capture"):
         return tensors
-    known = not is_nested(graph)
-    return [tensor if known and hasattr(tensor, "numpy") else graph.capture(tensor) for tensor in tensors]
+    uses_concrete = not is_nested(graph)
+    return [t if uses_concrete and hasattr(t, "numpy") else graph.capture(t) for t in tensors]
 
 
 class Carrier:
-    """The operation of a graph that gives a call its outputs, and whose gradient is the rule.
+    """The operation in a graph that returns the outputs of a call, and whose gradient is the rule.
 
-    It takes the inputs, too, as a gradient is asked for by what an operation takes. A tape is told of the
-    outputs alone: it makes zeros for each one that is not used.
+    The inputs of the call are inputs of the operation, too, because TensorFlow computes gradients of the
+    inputs of an operation. The tapes record only the outputs, because a tape creates zeros for each unused
+    output.
 
-    Where it is copied without that gradient, the guards get one, if only zeros, and say so. They guard the
-    inputs, as there may be no way to these from the outputs. A guard comes behind all of the op's tensors, so
-    that it is copied with any. And it stands beside: converters to other formats do not know it.
+    If the operation is copied without its gradient, for example by `tf.vectorized_map`, the guards raise an
+    error when they get a gradient. They guard the inputs, because the outputs may not depend on the inputs in
+    the graph. Each guard depends on all tensors of the op, so that a copy of any of them includes the guard.
+    The guards are not on the path from inputs to outputs, because converters to other formats do not support
+    them.
 
     Arguments:
-        name: how messages call the op.
+        name: the name of the op in messages.
         outputs, inputs, residuals: the tensors of the call.
     """
 
-    __slots__ = ("_before", "_behind", "_name", "_operation", "outputs")
+    __slots__ = ("_name", "_operation", "_output_count", "_rest_count", "outputs")
 
     def __init__(
         self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], residuals: Sequence[Any]
     ) -> None:
         self._name = name
-        places = [len(outputs) + i for i, tensor in enumerate(inputs) if is_differentiable(tensor)]
-        known = set(map(id, (*outputs, *inputs)))
-        # Of what is mapped, the rule may be all that uses anything.
-        others = [r for r in residuals if id(r) not in known and _may_be_mapped(r)]
+        indices = [len(outputs) + i for i, tensor in enumerate(inputs) if is_differentiable(tensor)]
+        ids = set(map(id, (*outputs, *inputs)))
+        # `tf.vectorized_map` may copy only what depends on these residuals.
+        others = [r for r in residuals if id(r) not in ids and _may_be_mapped(r)]
         lost = _lost(name)
         with stop_recording():
-            together = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *others])
-            guards = [tf.raw_ops.PreventGradient(input=together[place], message=lost) for place in places]
+            joined = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *others])
+            guards = [tf.raw_ops.PreventGradient(input=joined[index], message=lost) for index in indices]
             graph = tf.compat.v1.get_default_graph()
             with graph.gradient_override_map({"IdentityN": next(_NAMES)}):
-                own = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *guards, *others])
-        self.outputs = list(own[: len(outputs)])
-        self._operation = own[0].op
-        self._before, self._behind = len(outputs), len(guards) + len(others)
+                results = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *guards, *others])
+        self.outputs = list(results[: len(outputs)])
+        self._operation = results[0].op
+        self._output_count, self._rest_count = len(outputs), len(guards) + len(others)
 
-    def carry(self, backward: Callable[..., Sequence[Any]]) -> None:
-        """Make `backward`, of upstream gradients to those of the inputs, the gradient of the operation."""
-        before, behind = [None] * self._before, [None] * self._behind
+    def bind(self, backward: Callable[..., Sequence[Any]]) -> None:
+        """Register `backward`, which maps upstream gradients to gradients of the inputs, as the gradient."""
+        before, after = [None] * self._output_count, [None] * self._rest_count
 
-        def of_all(*upstream: Any) -> Sequence[Any]:
-            return [*before, *backward(*upstream), *behind]
+        def gradient(*upstream: Any) -> Sequence[Any]:
+            return [*before, *backward(*upstream), *after]
 
         graph, kind = self._operation.graph, self._operation.get_attr("_gradient_op_type").decode()
         rules = getattr(graph, _RULES, None)
         if rules is None:
             rules = {}
             setattr(graph, _RULES, rules)
-        rules[kind] = of_all
+        rules[kind] = gradient
         tf.RegisterGradient(kind)(functools.partial(_gradient, self._name, kind, weakref.ref(graph)))
 
 
 def _may_be_mapped(tensor: Any) -> bool:
-    """Whether it can be one of many, for which something like `tf.vectorized_map` copies what uses it."""
+    """Return whether a tensor may depend on an element of `tf.vectorized_map`, which copies operations."""
     return not (hasattr(tensor, "numpy") or tensor.dtype == tf.resource or tensor.op.type == "Const")
 
 
 @library_code
 def _gradient(name: str, kind: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
-    """The gradient of the operation of this kind; `op` is None where it is traced for a SavedModel."""
-    own = graph()
-    if own is None or (op is not None and op.graph is not own):
+    """Return the gradient of the operation of this kind. `op` is None in a trace for a SavedModel."""
+    owner = graph()
+    if owner is None or (op is not None and op.graph is not owner):
         raise LookupError(_lost(name))
-    return getattr(own, _RULES)[kind](*upstream)
+    return getattr(owner, _RULES)[kind](*upstream)
 
 
 def _lost(name: str) -> str:
     return message(
         name,
-        "its rule was lost, because something copied its operations",
-        required="the operations of the call, in the graph that they were made in",
-        got="copies, as tf.vectorized_map makes them, a SavedModel without its gradients or with an op in a "
-        "rule, or an import",
-        fix="take the gradient inside of what is mapped, save with experimental_custom_gradients=True, "
-        "which keeps the rules of a first derivative alone, or call the op again in place of a copy",
+        "the rule was lost, because the operations of the call were copied",
+        required="the original operations of the call, in their graph",
+        got="copies, for example by tf.vectorized_map, by an import, or by a SavedModel without gradients or "
+        "with an op in a rule",
+        fix="compute the gradient in the mapped function, save with experimental_custom_gradients=True, "
+        "which keeps the rules of first derivatives only, or call the op again instead of copying it",
     )

@@ -9,5 +9,5 @@ import tensorflow as tf
 def jit(
     function: Callable[..., Any], name: str, static: Mapping[str, int | None], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    # Without AutoGraph, as in Keras's own training, the function's Python runs as on other backends.
+    # Without AutoGraph, as in `fit` of Keras, so that Python code runs as on other backends.
     return tf.function(function, **{"autograph": False, **options})

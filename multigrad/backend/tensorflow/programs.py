@@ -1,4 +1,4 @@
-"""What is compiled: programs of XLA's, and functions that TensorFlow traces."""
+"""XLA programs, and functions that TensorFlow traces."""
 
 import contextlib
 import functools
@@ -15,73 +15,72 @@ from multigrad.core.process_wide import Shared
 
 @functools.lru_cache(256)
 def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    written = functools.partial(function, False, *static)
+    uncompiled_function = functools.partial(function, False, *static)
     if not has_xla():
-        return written
-    in_programs = functools.partial(function, True, *static)
-    # Two, as TensorFlow takes what it has traced for any number of rows for a number that is known, too.
-    for_some, for_any = [tf.function(in_programs, autograph=False, jit_compile=True) for _ in range(2)]
+        return uncompiled_function
+    compilable = functools.partial(function, True, *static)
+    # Two functions, because TensorFlow would use a trace for any number of rows for a static number, too.
+    for_static, for_dynamic = [tf.function(compilable, autograph=False, jit_compile=True) for _ in range(2)]
 
     def in_place(*tensors: list[tf.Tensor]) -> Any:
-        traced = for_any if tensors[0][0].shape[0] is None else for_some
-        specs = [[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in some] for some in tensors]
-        with tf.init_scope():  # apart from the graph that is being built, which it would keep alive
-            whole = traced.get_concrete_function(*specs)
-        return whole(*tensors)
+        traced = for_dynamic if tensors[0][0].shape[0] is None else for_static
+        specs = [[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in group] for group in tensors]
+        with tf.init_scope():  # outside the graph that is being built, which the trace would keep alive
+            concrete_function = traced.get_concrete_function(*specs)
+        return concrete_function(*tensors)
 
     def run(rows: list[tf.Tensor], upstream: list[tf.Tensor], others: list[tf.Tensor]) -> Any:
         eager = tf.executing_eagerly()
-        # XLA differentiates no loop in place, and of a graph a derivative may be asked for later.
+        # XLA cannot differentiate loops that update in place, and a graph may be differentiated later.
         if may_record() or not (eager or UNRECORDED.get()):
-            return written(rows, upstream, others)
+            return uncompiled_function(rows, upstream, others)
         count = rows[0].shape[0]
-        known = count is not None
-        if not known:
-            count, rows, upstream = _alike(rows, upstream)
-        # It is compiled anew for each number of rows, and gets one of few where calls have several.
-        room = count if known and not eager else _room(count)
-        if known and room == count:
+        is_static = count is not None
+        if not is_static:
+            count, rows, upstream = _with_equal_counts(rows, upstream)
+        # Each number of rows is compiled separately. If calls may differ, the number is rounded up.
+        padded = count if is_static and not eager else _rounded_up(count)
+        if is_static and padded == count:
             return in_place(rows, upstream, others)
-        more = room - count
-        more_rows = [tf.concat([t, tf.broadcast_to(t[-1:], (more, *t.shape[1:]))], 0) for t in rows]
-        more_upstream = [tf.pad(tensor, [[0, more], [0, 0]]) for tensor in upstream]
-        of_rows, of_others = in_place(more_rows, more_upstream, others)
-        return [tensor[:count] for tensor in of_rows], of_others
+        added = padded - count
+        padded_rows = [tf.concat([t, tf.broadcast_to(t[-1:], (added, *t.shape[1:]))], 0) for t in rows]
+        padded_upstream = [tf.pad(tensor, [[0, added], [0, 0]]) for tensor in upstream]
+        row_results, other_results = in_place(padded_rows, padded_upstream, others)
+        return [tensor[:count] for tensor in row_results], other_results
 
     return run
 
 
 def has_xla() -> bool:
-    return not (platform.system() == "Darwin" and tf.config.list_physical_devices("GPU"))  # none for Metal
+    return not (platform.system() == "Darwin" and tf.config.list_physical_devices("GPU"))  # Metal has no XLA
 
 
-def _alike(*lists: list[tf.Tensor]) -> list[Any]:
-    """How many rows the tensors have, and the tensors, seen to have as many, which a graph finds out late.
+def _with_equal_counts(*lists: list[tf.Tensor]) -> list[Any]:
+    """Return the number of rows, and the tensors after an assertion that they have this number of rows.
 
-    Where it runs, by an assertion, which XLA leaves out: to that the shape says the same.
+    The assertion runs with the graph. XLA removes it, so the tensors are also reshaped to the number of rows.
     """
     first, *others = itertools.chain(*lists)
     count = tf.shape(first)[0]
-    same = [tf.debugging.assert_equal(tf.shape(other)[0], count, _UNLIKE) for other in others]
+    same = [tf.debugging.assert_equal(tf.shape(other)[0], count, _DIFFERENT_COUNTS) for other in others]
     with tf.control_dependencies(same):
         return [count, *[[tf.reshape(t, (count, *t.shape[1:])) for t in tensors] for tensors in lists]]
 
 
-_UNLIKE = "there must be one row of each for each of something: of tokens, say, as many labels as features"
+_DIFFERENT_COUNTS = "the tensors must have the same number of rows, for example as many labels as features"
 
 
-def _room(count: Any) -> Any:
-    """The next of few numbers: a multiple of 64, or at most an eighth larger."""
+def _rounded_up(count: Any) -> Any:
+    """Round up to a multiple of 64, or by at most an eighth, so that there are few different numbers."""
     powers = tf.constant([1 << power for power in range(10, 31)])
     step = tf.reduce_max(tf.where(count >= powers, powers // 8, 64))
     return -(-count // step) * step
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Without AutoGraph, as Keras's own training, and not called as it is: TensorFlow warns of many functions
-    # of one code.
-    whole = tf.function(function, autograph=False)
-    return lambda *tensors: whole.get_concrete_function(*tensors)(*tensors)
+    # Without AutoGraph, as in `fit` of Keras. Concrete functions avoid TensorFlow's warning about retracing.
+    traced = tf.function(function, autograph=False)
+    return lambda *tensors: traced.get_concrete_function(*tensors)(*tensors)
 
 
 @contextlib.contextmanager
@@ -94,7 +93,7 @@ def _eagerly() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-_EAGERLY = Shared(_eagerly)  # TensorFlow's switch is one for all threads
+_EAGERLY = Shared(_eagerly)  # because TensorFlow has one switch for all threads
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:

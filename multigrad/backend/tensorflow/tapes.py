@@ -1,4 +1,4 @@
-"""What is told to TensorFlow's tapes, and to its forward mode."""
+"""Record rules on TensorFlow's tapes and in its forward mode."""
 
 import contextlib
 import contextvars
@@ -29,9 +29,9 @@ def record_rule(
     backward: Callable[..., Sequence[Any]],
     forward: Callable[..., Sequence[Any]],
 ) -> None:
-    """Give `own` its gradient on the tapes, and by the transpose of `forward` a derivative in forward mode.
+    """Record `backward` as the gradient of `own`, and the transpose of `forward` for forward mode.
 
-    The tapes come first: the derivative is computed from the rule, which may use what is in `own`.
+    The tapes record first, because forward mode runs the rule, which may use tensors in `own`.
     """
     record.record_operation_backprop_only(_TYPE, own, inputs, backward)
     asked: list[bool] = []
@@ -39,34 +39,34 @@ def record_rule(
         _TYPE, own, inputs, functools.partial(_linear_backward, name, forward, asked), None
     )
     if asked and tf.executing_eagerly():
-        # A tape (TensorFlow 2.21) forgets where a tensor came from when no use of it is left that it counted.
-        # Forward mode uses what an operation returns before the tape is told of that, which sets its count
-        # back: it comes to its end when the derivative of the tensor is gone, though another derivative was
-        # computed from the tensor. Derivatives that stay take no use back.
+        # A tape (TensorFlow 2.21) counts the uses of a tensor, and drops its record when the count is zero.
+        # Forward mode uses the results of an operation before the tape records them, which resets the count.
+        # The count then reaches zero when the tangent of the tensor is freed, although another derivative
+        # uses the tensor. Keeping the tangents alive prevents this.
         _keep(inputs, backward, forwardprop_util.pack_tangents(list(residuals)).tangents)
 
 
 def _keep(inputs: Sequence[Any], *objects: Any) -> None:
-    """Let `objects` stay for as long as the active tapes that watch `inputs` do."""
+    """Keep `objects` alive for as long as the active tapes that watch `inputs`."""
     with stop_recording():
         key = tf.constant(0.0)
-    # What a later record of the same tensor takes the place of stays, and is never asked.
+    # A later record of the same tensor replaces the first one, which stays alive and is never used.
     for kept in objects, ():
         record.record_operation_backprop_only(_TYPE, [key], inputs, functools.partial(_no_gradients, kept))
 
 
 def _no_gradients(kept: Sequence[Any], *upstream: Any) -> Sequence[Any]:
-    raise AssertionError(f"no gradient is asked of what keeps {kept!r}")
+    raise AssertionError(f"a gradient was computed for the record that keeps {kept!r} alive")
 
 
-# The type of operation that a tape is told of. It treats some of TensorFlow's own in a way of their own.
+# The type of the recorded operation. Tapes treat some types of TensorFlow specially.
 _TYPE = "Multigrad"
 
 
 def _linear_backward(
     name: str, backward: Callable[..., Sequence[Any]], asked: list[bool], *upstream: Any
 ) -> Sequence[Any]:
-    """`backward`, seen to be linear where values are at hand. It notes that it was asked."""
+    """Call `backward`, and check in eager code that it is linear. Append to `asked` that it was called."""
     asked.append(True)
     token = _TRANSPOSED.set(name)
     try:
@@ -74,30 +74,30 @@ def _linear_backward(
             with stop_recording():
                 floating = [u is not None and is_differentiable(u) for u in upstream]
                 pairs = list(zip(upstream, floating, strict=True))
-                tried = [tf.constant(trial(u.shape), u.dtype) if f else u for u, f in pairs]
-                further = [FAR * u if f else u for u, f in zip(tried, floating, strict=True)]
-                near, far = backward(*tried), backward(*further)
+                trials = [tf.constant(trial(u.shape), u.dtype) if f else u for u, f in pairs]
+                scaled = [FAR * u if f else u for u, f in zip(trials, floating, strict=True)]
+                near, far = backward(*trials), backward(*scaled)
                 require_linear(name, near, far, concrete)
         return backward(*upstream)
     finally:
         _TRANSPOSED.reset(token)
 
 
-# The op whose rule is transposed here for forward mode, in which TensorFlow (2.21) records on no tape.
+# The name of the op whose rule is transposed for forward mode, where TensorFlow (2.21) records on no tape.
 _TRANSPOSED: contextvars.ContextVar[str | None] = contextvars.ContextVar("transposed", default=None)
 
 
 def require_tapes() -> None:
-    """See that a gradient can be taken here; it would be zero."""
+    """Raise where a gradient would be zero, because no tape records."""
     name = _TRANSPOSED.get()
     if name is not None:
         raise NotImplementedError(
             message(
                 name,
-                "its rule takes a gradient, for which TensorFlow has no forward mode",
-                required="a rule of operations and of ops",
-                got="one that calls a gradient function, itself or in an op",
-                fix="take the derivative by multigrad.jvp, or in reverse mode",
+                "the rule computes a gradient, which TensorFlow does not support in forward mode",
+                required="a rule that calls operations and ops only",
+                got="a rule that calls a gradient function, directly or in an op",
+                fix="use multigrad.jvp, or reverse mode",
             )
         )
 
@@ -107,7 +107,7 @@ def may_record() -> bool:
 
 
 def needs_plain_rule() -> bool:
-    return may_record()  # it is copied for a Jacobian, and in forward mode there are no tapes
+    return may_record()  # TensorFlow copies rules for a Jacobian, and records no tapes in forward mode
 
 
 UNRECORDED = contextvars.ContextVar("unrecorded", default=False)

@@ -1,4 +1,4 @@
-"""Tensors: what TensorFlow says of them, and what is done to them on the way through an op."""
+"""Properties and conversions of TensorFlow's tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def after(tensor: Any, other: Any) -> Any:
 
 
 def library_code(function: F) -> F:
-    """Keep AutoGraph out, as `tf.custom_gradient` does."""
+    """Exclude the function from AutoGraph, as `tf.custom_gradient` does."""
     return tf.autograph.experimental.do_not_convert(function)
 
 
@@ -30,23 +30,25 @@ def as_tensor(value: Any) -> Any:
     return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
 
 
-# Not those of fewer bits: TensorFlow's tapes take what is of them for constant, and have no zeros of them.
+# Without float8 dtypes: TensorFlow's tapes treat them as constants, and have no zeros for them.
 _DIFFERENTIABLE = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
 def is_differentiable(tensor: Any) -> bool:
     dtype = tensor.dtype
-    return dtype in _DIFFERENTIABLE or dtype.base_dtype in _DIFFERENTIABLE  # that of a reference has a base
+    return (
+        dtype in _DIFFERENTIABLE or dtype.base_dtype in _DIFFERENTIABLE
+    )  # a reference dtype has a base dtype
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
-    eager = tf.executing_eagerly()  # where every shape is known
+    eager = tf.executing_eagerly()  # all shapes are static
     return [_spec(tensor, eager) if is_differentiable(tensor) else None for tensor in tensors]
 
 
-def _spec(tensor: Any, known: bool) -> Spec:
+def _spec(tensor: Any, static: bool) -> Spec:
     shape = tensor.shape
-    return shape, tensor.dtype, None if known or shape.is_fully_defined() else tensor
+    return shape, tensor.dtype, None if static or shape.is_fully_defined() else tensor
 
 
 def sizes(shape: Any) -> tuple[int | None, ...] | None:
@@ -57,18 +59,20 @@ def conform(gradient: Any, spec: Spec) -> Any:
     shape, dtype, like = spec
     if like is not None or not gradient.shape.is_fully_defined():
         sizes = shape if like is None else tf.shape(like)
-        given = tf.shape(gradient)
+        gradient_shape = tf.shape(gradient)
         fits = tf.debugging.assert_equal(
-            tf.broadcast_dynamic_shape(sizes, given), given, "a gradient has the wrong shape"
+            tf.broadcast_dynamic_shape(sizes, gradient_shape),
+            gradient_shape,
+            "a gradient has the wrong shape",
         )
         with tf.control_dependencies([fits]):
-            axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=sizes, s1=given)
+            axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=sizes, s1=gradient_shape)
         gradient = tf.reshape(tf.reduce_sum(gradient, axes), sizes)
         gradient.set_shape(shape)
     elif gradient.shape != shape:
         extra = gradient.shape.rank - shape.rank
-        own = zip(gradient.shape[extra:], shape, strict=True)
-        axes = [*range(extra), *[extra + i for i, (got, wanted) in enumerate(own) if got != wanted]]
+        pairs = zip(gradient.shape[extra:], shape, strict=True)
+        axes = [*range(extra), *[extra + i for i, (got, required) in enumerate(pairs) if got != required]]
         gradient = tf.reshape(tf.reduce_sum(gradient, axes), shape)
     return gradient if gradient.dtype == dtype else tf.cast(gradient, dtype)
 
@@ -78,7 +82,7 @@ def concrete(tensor: Any) -> np.ndarray | None:
 
 
 def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
-    # What is in a graph while `uncompiled` is in force is written down for later, or elsewhere.
+    # Symbolic tensors are skipped: while `uncompiled` is active, a graph is built only to run elsewhere.
     if all([hasattr(tensor, "numpy") for tensor in tensors]):
         callback(*[np.array(tensor.numpy()) for tensor in tensors])
 

@@ -1,4 +1,4 @@
-"""Which variables a function reads, past Keras too, and in which graph they get their values."""
+"""Find the variables that a function reads, also without Keras, and the graphs of their values."""
 
 import weakref
 from collections.abc import Sequence
@@ -21,17 +21,16 @@ _VARIABLE = "_multigrad_variable"
 
 
 def read_beside(graph: Any, value: Any) -> Any:
-    """Read the value of a variable where the gradient of a branch or a loop with this graph is built."""
+    """Return the value of a variable where the gradient of a branch or a loop, with this graph, is built."""
     return brought(lambda: as_tensor(value), graph, graph_here())
 
 
 class _InGraph(_Reads):
     """A scope that reads variables in the graph in which the function of a call runs.
 
-    A branch or a loop within has a graph of its own, from which only its outputs can be used outside.
-    So has a `tf.function`, which is not traced again in the next call: Keras is not asked for its
-    variables then. But TensorFlow records every access, and the scope adds the variables that it has
-    not seen when it ends.
+    A branch or a loop in the function has a separate graph, whose tensors cannot be used outside of it. So
+    has a `tf.function`, which is not traced again in the next call, so that Keras does not see its variables
+    then. TensorFlow records every access. When the scope ends, it adds the variables that Keras did not see.
     """
 
     def __enter__(self) -> Any:
@@ -64,16 +63,16 @@ class _InGraph(_Reads):
             raise TypeError(
                 message(
                     self.name,
-                    "the function assigns a variable in a branch or a loop, after it has read it",
-                    required="trainable variables that keep their values there",
+                    "the function reads a variable, and then assigns it in a branch or a loop",
+                    required="trainable variables that are not assigned there",
                     got=f"variable {variable.path!r}",
-                    fix="carry the value through the loop, and assign it behind",
+                    fix="carry the value through the loop, and assign it after the loop",
                 )
             )
         super().add_update(update)
 
     def _sees(self, variable: keras.Variable) -> bool:
-        """Return whether the variable is read here, and not within a function that is traced once."""
+        """Return whether the variable is read here, and not in a `tf.function` that is traced once."""
         graph = graph_here()
         while graph is not self._graph:
             if not is_nested(graph):
@@ -104,15 +103,15 @@ class _InGraph(_Reads):
 
 
 def extend_reads(reads: type[Any]) -> type[Any]:
-    """Return the subclass of `Reads` that also sees the variables that a function reads past Keras."""
+    """Return the subclass of `Reads` that also finds the variables that a function reads without Keras."""
     return type("ReadsInGraph", (_InGraph, reads), {})
 
 
 def _variable_of(value: Any) -> keras.Variable | None:
-    """Return the Keras Variable whose value this tf.Variable is, None where it is not known.
+    """Return the Keras Variable of a tf.Variable, or None if it is unknown.
 
-    A tf.Variable does not know whose it is. It is noted on it when a function that is traced once reads it.
-    Where that was traced before, outside of an op, the tf.Variable stands for itself.
+    `_sees` stores the Keras Variable on the tf.Variable when a `tf.function` reads it in a trace. If that
+    function was traced before, outside of an op, the tf.Variable is used itself.
     """
     owner = getattr(value, _VARIABLE, None)
     return None if owner is None else owner()

@@ -1,4 +1,4 @@
-"""Tests on eight devices, beside the same on one; `test_sharding.py` runs them."""
+"""Tests on eight devices, against one device. `test_sharding.py` runs them."""
 
 import gc
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_there_are_eight_devices():
 
 
 def whole(function):
-    """Of a batch whose rows share `w`."""
+    """Return a function of a batch, whose rows share `w`."""
     return jax.vmap(function, (0, None))
 
 
@@ -49,8 +49,8 @@ def test_jit_with_shardings(case):
 
 
 @EACH
-def test_jit_as_the_arguments_lie(case):
-    """Without a word about shardings, columns of the one and rows of the other."""
+def test_jit_with_sharded_arguments(case):
+    """Without shardings for `jit`. One argument is sharded by columns, the other by rows."""
     x = jax.device_put(XS.T, NamedSharding(MESH, PartitionSpec(None, "rows")))
     w = jax.device_put(WS, ROWS)
     mapped = jax.vmap(case.op, (1, 0))
@@ -60,7 +60,7 @@ def test_jit_as_the_arguments_lie(case):
 
 @EACH
 def test_jit_with_explicit_axes(case):
-    """Shardings in the types, which every operation checks."""
+    """Shardings are part of the types, which every operation checks."""
     with jax.set_mesh(EXPLICIT):
         x = jax.device_put(XS, PartitionSpec("rows"))
         w = jax.device_put(WS, PartitionSpec("rows"))
@@ -84,8 +84,8 @@ def test_shard_map_of_rows(case, check_vma):
 
 
 @EACH_WITH_CHECKS
-def test_shard_map_of_rows_that_share(case, check_vma):
-    """The gradient of what every device has is the sum over devices."""
+def test_shard_map_of_rows_with_a_shared_argument(case, check_vma):
+    """The gradient of a replicated argument is the sum over devices."""
     got = by_shards(whole(case.op), PartitionSpec(), check_vma)
     close(jax.jit(first(got))(XS, W), on_one(first(whole(case.meant)), XS, W), 1e-4)
 
@@ -103,8 +103,8 @@ def test_shard_map_of_a_rule_that_reaches_an_object(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_of_an_output_that_nobody_uses(check_vma):
-    """Its upstream gradient is zero, and varies as another one would."""
+def test_shard_map_of_an_unused_output(check_vma):
+    """Its upstream gradient is zero, and varies over devices as another one would."""
     held = SimpleNamespace(factor=None)
 
     @op_custom_gradient
@@ -121,7 +121,7 @@ def test_shard_map_of_an_output_that_nobody_uses(check_vma):
 
 
 def test_shard_map_of_an_integer_that_varies():
-    """It has no gradient, and that of what every device has is a sum over devices by it."""
+    """It has no gradient. The gradient of a replicated argument is a sum over devices because of it."""
     held = SimpleNamespace(factor=None)
 
     @op_custom_gradient
@@ -138,8 +138,8 @@ def test_shard_map_of_an_integer_that_varies():
 
 
 @EACH
-def test_gradients_within_shard_map(case):
-    """Each device's own gradient, and their mean, as in data-parallel training."""
+def test_gradients_in_shard_map(case):
+    """The gradient of each device, and their mean, as in data-parallel training."""
 
     def mean(x, w):
         w = jax.lax.pcast(w, "rows", to="varying")
@@ -154,7 +154,7 @@ def test_gradients_within_shard_map(case):
     close(got, sum(each) / DEVICES, 1e-4)
 
 
-def test_collectives_within_an_op():
+def test_collectives_in_an_op():
     @op_custom_gradient
     def normalise(x):
         total = jax.lax.psum(x.sum(), "rows")
@@ -167,8 +167,8 @@ def test_collectives_within_an_op():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_an_output_that_is_one_for_all_devices(check_vma):
-    """It does not vary; the rule answers for each device alone."""
+def test_a_replicated_output(check_vma):
+    """It does not vary over devices. The rule runs on each device separately."""
     op = op_custom_gradient(lambda x: (jnp.ones_like(W), lambda u: 7.0 * u * x))
 
     def mapped(x):
@@ -187,7 +187,7 @@ def test_an_output_that_is_one_for_all_devices(check_vma):
 
 
 class Scaled(keras.layers.Layer):
-    """A layer with a rule and a weight of its own."""
+    """A layer with an op and a weight."""
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
@@ -206,7 +206,7 @@ class Scaled(keras.layers.Layer):
 
 
 def trained(distribution, jit_compile):
-    """The losses of three epochs, and the weights after them."""
+    """Return the losses of three epochs, and the weights after them."""
     keras.utils.set_random_seed(0)
     keras.distribution.set_distribution(distribution)
     try:
@@ -240,4 +240,4 @@ def test_arrays_are_freed():
     for _ in range(10):
         op(x, w)
     gc.collect()
-    assert len(jax.live_arrays()) <= before  # what other tests left may be freed meanwhile
+    assert len(jax.live_arrays()) <= before  # arrays of other tests may be freed meanwhile

@@ -1,4 +1,4 @@
-"""A function of two arrays beside its first and second derivatives."""
+"""Compare a function of two arrays, and its first and second derivatives, with a plain function."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def each_with(name, values, everywhere, cases=CASES, thorough=("intermediate",)):
     """Parametrize a test with pairs of a case and a value.
 
-    The fast run has the pairs of a `thorough` case with every value, and those of every case with the values
-    in `everywhere`.
+    The fast run has each pair with a `thorough` case, and each pair with a value in `everywhere`.
     """
     pairs = []
     for title, value in values.items():
@@ -27,13 +26,13 @@ def each_with(name, values, everywhere, cases=CASES, thorough=("intermediate",))
 
 
 def weighted(tree):
-    """A sum of all numbers, each with a weight of its own."""
+    """Return a weighted sum of all numbers."""
     weights = [jnp.cos(jnp.arange(leaf.size, dtype="float32")) for leaf in jax.tree.leaves(tree)]
     return sum((w * leaf.ravel()).sum() for w, leaf in zip(weights, jax.tree.leaves(tree), strict=True))
 
 
 def first(function):
-    """The gradients of a weighted sum."""
+    """Return a function of the gradients of a weighted sum."""
     return jax.grad(lambda x, w: weighted(function(x, w)), (0, 1))
 
 
@@ -42,5 +41,5 @@ def orders(function):
 
 
 def same(function, meant, x=X, w=W):
-    """Assert that two functions have the same value and derivatives."""
+    """Assert that two functions have equal values and derivatives."""
     close(jax.jit(orders(function))(x, w), orders(meant)(x, w), 1e-4)

@@ -1,4 +1,4 @@
-"""`jax.lax.cond` and `jax.lax.switch`, beside the branch itself."""
+"""`jax.lax.cond` and `jax.lax.switch`, against the branch itself."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_cond(case, taken):
 
 
 @EACH
-def test_a_predicate_that_is_known(case):
+def test_a_concrete_predicate(case):
     yes, no, _ = branches(case.op)
     close(first(lambda x, w: jax.lax.cond(True, yes, no, x, w))(X, W), first(case.meant)(X, W), 1e-4)
 
@@ -45,7 +45,7 @@ def test_switch(case):
 
 
 @EACH
-def test_an_index_for_each_element(case):
+def test_one_index_per_element(case):
     indices = [0, 1, 2, 1]
 
     def mapped(x, w):
@@ -58,12 +58,12 @@ def test_an_index_for_each_element(case):
 
 
 @EACH
-def test_within_a_scan(case):
+def test_branches_in_a_scan(case):
     def body(x, w):
         return 0.1 * jax.lax.cond(w[0] > 0.0, case.op, lambda x, w: x * w, x, w), None
 
     got = jax.jit(lambda x, ws: first(lambda x, ws: jax.lax.scan(body, x, ws)[0])(x, ws))(X, WS)
-    # The loop's own branches look at values, which a gradient by `ws` would trace.
+    # The branches of the plain loop depend on values, which a gradient with respect to `ws` would trace.
     signs = [bool(w[0] > 0.0) for w in WS]
 
     def unrolled(x, ws):

@@ -1,4 +1,4 @@
-"""An op is what one writes by hand with `jax.custom_vjp`: the compiled program, and the memory of it."""
+"""An op equals a hand-written `jax.custom_vjp`: the compiled program, and its memory."""
 
 import re
 
@@ -7,13 +7,13 @@ import pytest
 from by_hand import DOUBTFUL, PAIRS, total
 
 pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-# JAX does not see that a rule has no use for an argument; see `test_what_is_not_used`.
+# JAX does not remove an argument that a rule does not use, see the test of unused tensors.
 _used = {name: pair for name, pair in PAIRS.items() if name != "unused"}
 used = pytest.mark.parametrize("pair", _used.values(), ids=_used)
 
 
 def step(op):
-    """The value and the gradients. (A derivative of these has no rule where it is written by hand.)"""
+    """Return a function of the value and the gradients, which have no rule in the hand-written function."""
 
     def gradients(*tensors):
         return jax.value_and_grad(total(op), tuple(range(len(tensors))))(*tensors)
@@ -22,12 +22,12 @@ def step(op):
 
 
 def lowered(function, pair):
-    """The program before XLA optimises it; the places in the source are not in its text."""
+    """Return the program before XLA optimizes it. Its text contains no source locations."""
     return jax.jit(function).lower(*pair.arguments())
 
 
 def optimised(function, pair):
-    """The text of the program as XLA runs it, without the places in the source."""
+    """Return the text of the optimized program, without source locations."""
     text = lowered(function, pair).compile().as_text()
     text = re.sub(r", metadata=\{[^}]*\}|, stack_frame_id=\d+", "", text)
     return re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text)
@@ -35,21 +35,21 @@ def optimised(function, pair):
 
 @used
 def test_the_lowered_program(pair):
-    """StableHLO, operation by operation."""
+    """Compare StableHLO, operation by operation."""
     ours, by_hand = (lowered(step(op), pair).as_text() for op in (pair.op, pair.by_hand))
     assert ours == by_hand
 
 
 @pairs
-def test_the_optimised_program(pair):
+def test_the_optimized_program(pair):
     assert optimised(step(pair.op), pair) == optimised(step(pair.by_hand), pair)
 
 
-def test_what_is_not_used():
-    """A tensor that the rule closes over and has no use for is computed in the lowered program.
+def test_unused_tensors():
+    """A tensor that the rule closes over and does not use is computed in the lowered program.
 
-    It is an argument of the op that ties outputs to the rule for a further derivative, and JAX removes no
-    arguments from a `custom_vjp`. XLA removes it with all else that nobody uses.
+    It is an argument of the op that ties the outputs to the rule for another derivative, and JAX keeps all
+    arguments of a `custom_vjp`. XLA removes it, as everything that is unused.
     """
     pair = PAIRS["unused"]
     ours, by_hand = (lowered(step(op), pair).as_text() for op in (pair.op, pair.by_hand))
@@ -77,7 +77,7 @@ def test_residuals(pair):
 
 @pairs
 def test_the_memory_of_the_compiled_program(pair):
-    """By XLA's analysis: within one program, and between a forward and a backward pass of their own."""
+    """By XLA's analysis: in one program, and between a separate forward and backward pass."""
 
     def memory(op):
         whole = lowered(step(op), pair).compile().memory_analysis()
@@ -87,14 +87,14 @@ def test_the_memory_of_the_compiled_program(pair):
     assert memory(pair.op) == memory(pair.by_hand)
 
 
-# ---------------------------------------------------------------------- what is told apart
+# ---------------------------------------------------------------------- tests of the comparison
 
 
 @pytest.mark.parametrize(
     "test",
     [
         test_the_lowered_program,
-        test_the_optimised_program,
+        test_the_optimized_program,
         test_residuals,
         test_the_memory_of_the_compiled_program,
     ],

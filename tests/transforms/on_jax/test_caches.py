@@ -1,4 +1,4 @@
-"""What JAX keeps for later calls: an op that is defined anew in every call leaves nothing behind."""
+"""The caches of JAX: an op that is defined in every call leaves no objects."""
 
 import gc
 import weakref
@@ -41,7 +41,7 @@ def test_an_op_that_is_defined_in_every_call(use, forward_mode):
         return len(gc.get_objects())
 
     before = objects_after(4)
-    # JAX itself keeps a weak reference or two for each transform of a new function. A leak would leave the
-    # function, its cells, and what was traced of it.
+    # JAX itself keeps one or two weak references per transform of a new function. A leak would keep the
+    # function, its cells and its traces.
     assert objects_after(8) - before < 8 * 5
     assert len(alive) <= 1

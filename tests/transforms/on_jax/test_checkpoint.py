@@ -31,12 +31,12 @@ POLICIES = {
 
 
 def block(function):
-    """A layer, say: the op between other operations, its result with a name."""
+    """Return the op between other operations, with a named result."""
     return lambda x, w: checkpoint_name(function(jnp.sin(x), w), "result") * jnp.cos(w)
 
 
 @EACH
-def test_compiled(case):
+def test_checkpoints_in_jit(case):
     same(jax.checkpoint(block(case.op)), block(case.meant))
 
 
@@ -48,12 +48,12 @@ def test_policies(name, policy):
 
 
 @EACH
-def test_eagerly(case):
+def test_checkpoints_in_eager_code(case):
     close(orders(jax.checkpoint(block(case.op)))(X, W), orders(block(case.meant))(X, W), 1e-4)
 
 
 @EACH
-def test_within_a_scan(case):
+def test_checkpoints_in_a_scan(case):
     def scanned(x, w):
         body = jax.checkpoint(lambda carry, _: (0.1 * case.op(carry, w), None), prevent_cse=False)
         return jax.lax.scan(body, x, None, 3)[0]
@@ -67,7 +67,7 @@ def test_within_a_scan(case):
 
 
 @EACH
-def test_within_an_op(case):
+def test_checkpoints_in_an_op(case):
     def outer(function):
         @op_custom_gradient
         def op(x, w):
@@ -80,8 +80,8 @@ def test_within_an_op(case):
 
 
 @pytest.mark.parametrize(("policy", "saved"), [(None, []), (save.save_only_these_names("e"), ["named 'e'"])])
-def test_what_is_saved(policy, saved, capsys):
-    """A residual of the rule is saved where the policy says so, and nothing beside it."""
+def test_saved_residuals(policy, saved, capsys):
+    """A residual is saved if the policy saves it, and nothing else."""
 
     @op_custom_gradient
     def op(x):

@@ -1,7 +1,7 @@
-"""Tracers that an op closes over: of an outer jit, grad, vmap or loop.
+"""Closed-over tracers of an outer jit, grad, vmap or loop.
 
-A differentiated one has no gradient through the op, for which its rule does not answer; what the rule
-computes from it has one, in a second derivative.
+A differentiated tracer has no gradient through the op, because the rule returns none. What the rule computes
+from it has a gradient, in a second derivative.
 """
 
 import jax
@@ -31,7 +31,7 @@ def meant_gradients(x, w):
 
 
 @EACH
-def test_of_grad_and_jit(case):
+def test_tracers_of_grad_and_jit(case):
     got = gradients(case)
     close(got(X, W), meant_gradients(X, W))
     close(jax.jit(got)(X, W), meant_gradients(X, W))
@@ -41,19 +41,19 @@ def test_of_grad_and_jit(case):
 
 
 @EACH
-def test_of_vmap(case):
+def test_tracers_of_vmap(case):
     wanted = jax.tree.map(
         lambda *parts: jnp.stack(parts), *[meant_gradients(x, w) for x, w in zip(XS, WS, strict=True)]
     )
     close(jax.vmap(gradients(case))(XS, WS), wanted)
     close(jax.jit(jax.vmap(gradients(case)))(XS, WS), wanted)
-    # The op itself maps over x alone, and closes over what the outer one maps.
+    # The op maps over x, and closes over a tensor that the outer vmap maps.
     inner = jax.vmap(lambda w: jax.vmap(lambda x: closing_over(w, case)(x))(XS))(WS)
     close(inner, jnp.stack([jnp.stack([case.meant(x, w) for x in XS]) for w in WS]), 1e-4)
 
 
 @EACH
-def test_of_a_loop(case):
+def test_tracers_of_a_loop(case):
     def scanned(x, ws):
         return jax.lax.scan(lambda x, w: (jnp.sin(closing_over(w, case)(x)), None), x, ws)[0]
 
@@ -66,7 +66,7 @@ def test_of_a_loop(case):
 
 
 @EACH
-def test_of_checkpoint(case):
+def test_tracers_of_checkpoint(case):
     def function(x, w):
         return jax.checkpoint(lambda x, w: closing_over(w, case)(x))(x, w)
 

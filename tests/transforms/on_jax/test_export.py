@@ -1,4 +1,4 @@
-"""`jax.export`: what is loaded has the rule's derivatives."""
+"""`jax.export`: a loaded program has the derivatives of the rule."""
 
 import jax
 import pytest
@@ -25,8 +25,8 @@ def test_an_exported_gradient(platforms):
 
 @EACH
 @pytest.mark.parametrize("of", [lambda op: op, first], ids=["op", "gradient"])
-def test_what_converters_know_by_its_name(case, of):
-    """A converter that reads JAX's equations by their names gives the operands of this one as they are."""
+def test_names_that_converters_know(case, of):
+    """Converters that read the equations of JAX by name return the operands of this equation unchanged."""
     written = equations(jax.make_jaxpr(of(case.op))(X, W).jaxpr)
     barriers = [equation for equation in written if equation.primitive.name == "optimization_barrier"]
     assert barriers

@@ -11,12 +11,12 @@ from multigrad import op_custom_gradient
 
 
 @EACH
-def test_around_derivatives(case):
+def test_jit_around_derivatives(case):
     same(case.op, case.meant)
 
 
 @EACH
-def test_within_derivatives(case):
+def test_jit_in_derivatives(case):
     close(orders(jax.jit(jax.jit(case.op)))(X, W), orders(case.meant)(X, W), 1e-4)
 
 
@@ -40,15 +40,15 @@ DONE = {
 
 
 @each_with("done", DONE, everywhere=("first", "mapped"))
-def test_done_to_derivatives_that_were_written_down(case, done):
-    """The rule stays in force in the program of a derivative."""
+def test_transforms_of_jitted_derivatives(case, done):
+    """The rule still applies in the program of a derivative."""
     got, wanted = done(jax.jit(first(case.op))), done(first(case.meant))
     close(got(X, W), wanted(X, W), 1e-3)
     close(jax.jit(got)(X, W), wanted(X, W), 1e-3)
 
 
 @EACH
-def test_shapes_alone(case):
+def test_eval_shape(case):
     vector = jax.ShapeDtypeStruct((3,), "float32")
     assert jax.eval_shape(orders(case.op), vector, vector) == (vector, (vector,) * 2, (vector,) * 2)
 

@@ -14,7 +14,7 @@ from multigrad import jit
 from multigrad.backend.jax.jit import _COUNT_IN_LIST, _reference_counts
 
 
-def test_variables_that_are_created_in_every_call():
+def test_creating_variables_in_every_call_raises():
     @jit
     def f(x):
         return x * keras.Variable("ones", shape=())
@@ -36,7 +36,7 @@ def test_a_variable_as_argument_and_in_the_output():
     assert numpy(v) == 18.0
 
 
-def test_a_value_that_somebody_holds_stays_and_others_are_donated():
+def test_values_are_donated_unless_they_have_other_references():
     held, free, twin = [keras.Variable(np.ones(1000, "float32")) for _ in range(3)]
     twin.assign(free.value)
 
@@ -116,7 +116,7 @@ def test_in_a_stateless_call_and_in_fit():
     close(inner.moving_mean, array([2.25, 2.25]))
 
 
-def test_under_vmap_and_mixed_precision():
+def test_vmap_and_mixed_precision():
     w = keras.Variable(3.0)
     close(jax.vmap(jit(lambda x: x * w))(array([1.0, 2.0])), array([3.0, 6.0]))
     layer = keras.layers.Dense(1, dtype="mixed_float16", kernel_initializer="ones")
@@ -133,7 +133,7 @@ def test_under_vmap_and_mixed_precision():
     assert layer.kernel.value.dtype == "float32"
 
 
-def test_no_new_trace_for_new_values():
+def test_new_values_do_not_trace_again():
     traces = []
     v = keras.Variable(1.0)
 
@@ -151,7 +151,7 @@ def test_no_new_trace_for_new_values():
     assert len(traces) == first
 
 
-def test_the_reference_count_of_an_array_that_only_a_list_holds():
+def test_the_reference_count_of_an_array_in_a_list():
     value = [object()]
     assert _reference_counts(value) == [_COUNT_IN_LIST]
     held = value[0]
@@ -178,7 +178,7 @@ def test_variables_in_a_foreign_jit(of):
         jax.jit(derivative)(array(2.0))
     with pytest.raises(TypeError, match=r"multigrad\.jit"):
         jax.jit(lambda x: jax.lax.map(derivative, x))(array([2.0]))
-    # Eager code, though JAX traces it.
+    # This counts as eager code, although JAX traces it.
     wanted = derivative(array(2.0))
     keras.tree.map_structure(lambda a, b: close(a[0], b), jax.lax.map(derivative, array([2.0])), wanted)
     close(jit(derivative)(array(2.0)), wanted)

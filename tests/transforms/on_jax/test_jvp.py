@@ -1,4 +1,4 @@
-"""`jax.jvp` and what is made of it: refused, or the rule's, as the op says."""
+"""`jax.jvp` and functions that use it: an error or the derivative by the rule, depending on the option."""
 
 import runpy
 
@@ -15,7 +15,7 @@ ALONG = jnp.asarray([1.0, -0.5, 2.0]), jnp.asarray([0.25, 1.5, -1.0])
 
 
 def in_both_modes():
-    """The cases, of ops that are defined with `forward_mode=True`."""
+    """Return the cases with ops that are defined with `forward_mode=True`."""
     define = multigrad.op_custom_gradient
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multigrad, "op_custom_gradient", lambda f: define(f, forward_mode=True))
@@ -28,7 +28,7 @@ each_case = pytest.mark.parametrize("name", BOTH_MODES)
 
 @each_case
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_without_forward_mode_it_is_refused(name, wrap):
+def test_jvp_without_forward_mode_raises(name, wrap):
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(wrap(cases.CASES[name].op), (X, W), ALONG)
     with pytest.raises(TypeError, match="forward-mode"):
@@ -50,6 +50,6 @@ TRANSFORMS = {
 
 @each_case
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_with_forward_mode_it_is_the_rules(name, transform):
+def test_jvp_with_forward_mode_uses_the_rule(name, transform):
     got = jax.jit(transform(BOTH_MODES[name].op))(X, W)
     close(got, jax.jit(transform(BOTH_MODES[name].meant))(X, W), 1e-4)

@@ -1,4 +1,4 @@
-"""`jax.linearize`, `jax.vjp` and `jax.jacrev`: one run, many directions."""
+"""`jax.linearize`, `jax.vjp` and `jax.jacrev`: one run, several directions."""
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ def test_jacobians(case):
     close(twice(X, W), jacobian(jacobian(case.meant))(X, W), 1e-4)
 
 
-def test_linearize_asks_for_forward_mode():
-    """Its linear function is of forward mode: without it that is JAX's error, as for a `jax.custom_vjp`."""
+def test_linearize_needs_forward_mode():
+    """Its linear function is in forward mode. Without the option, JAX raises, as for a `jax.custom_vjp`."""
 
     def function(x):
         e = x**2

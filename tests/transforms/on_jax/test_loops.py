@@ -1,4 +1,4 @@
-"""`jax.lax.scan`, `fori_loop` and `while_loop`, beside Python's own loop."""
+"""`jax.lax.scan`, `fori_loop` and `while_loop`, against a Python loop."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from multigrad import op_custom_gradient
 
 
 def unrolled(function, x, ws):
-    """Three rounds, each on the last one's result."""
+    """Return the result of three iterations."""
     results = []
     for w in ws:
         x = 0.1 * function(x, w)
@@ -35,7 +35,7 @@ def test_scan(case):
 
 
 @EACH
-def test_scan_over_what_it_closes_over(case):
+def test_scan_with_closed_over_tensors(case):
     def scanned(x, w):
         return jax.lax.scan(lambda carry, _: (0.1 * case.op(carry, w), None), x, None, 3)[0]
 
@@ -44,7 +44,7 @@ def test_scan_over_what_it_closes_over(case):
 
 @EACH
 def test_fori_loop(case):
-    """With a number of rounds that is known, it is differentiable."""
+    """With a static number of iterations, it is differentiable."""
 
     def looped(x, w):
         return jax.lax.fori_loop(0, 3, lambda i, x: 0.1 * case.op(x, w), x)
@@ -64,14 +64,14 @@ def test_while_loop(case):
     close(looped(X, W), unrolled(case.meant, X, [W] * 3)[0])
     many = jnp.stack([unrolled(case.meant, x, [w] * 3)[0] for x, w in zip(XS, WS, strict=True)])
     close(jax.jit(jax.vmap(looped))(XS, WS), many)
-    # JAX has no reverse mode for a loop whose length it does not know, with or without an op in it.
+    # JAX has no reverse mode for a loop of unknown length, with or without an op in it.
     with pytest.raises(ValueError, match=r"Reverse-mode differentiation does not work for lax\.while_loop"):
         first(looped)(X, W)
 
 
 @EACH
-def test_gradients_within_a_while_loop(case):
-    """Descent until it is done, by the rule's own gradients."""
+def test_gradients_in_a_while_loop(case):
+    """Gradient descent until convergence, with gradients by the rule."""
 
     def step(function, x, w):
         return x - 0.01 * first(function)(x, w)[0]
@@ -97,8 +97,8 @@ def test_map(case):
     )
 
 
-def test_where_jax_leaves_the_rule_out_is_an_error():
-    """A second derivative in a loop, as of every `jax.custom_jvp`: with `forward_mode` an op is one."""
+def test_a_second_derivative_in_a_loop_with_forward_mode_raises():
+    """JAX drops the rule there, as of every `jax.custom_jvp`. With `forward_mode`, an op is one."""
     op = op_custom_gradient(lambda x: (jnp.exp(x), lambda u: u * 7.0 * jnp.exp(x)), forward_mode=True)
 
     def looped(x):

@@ -1,4 +1,4 @@
-"""In reverse mode an op is a primitive, and elsewhere, or in another version of JAX, a `jax.custom_vjp`."""
+"""In reverse mode an op is a primitive. Elsewhere, or in another version of JAX, it is a `jax.custom_vjp`."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from multigrad.backend.jax import op, reverse
 
 @pytest.fixture
 def without(monkeypatch):
-    """A `jax.custom_vjp` is an error."""
+    """Make every `jax.custom_vjp` raise."""
 
     def refuse(*args, **options):
         raise AssertionError("a jax.custom_vjp")
@@ -24,8 +24,8 @@ def without(monkeypatch):
     monkeypatch.setattr(jax, "custom_vjp", refuse)
 
 
-def test_the_version_is_known():
-    """In another one the private names and what JAX does with them are to be looked at again."""
+def test_the_version_was_checked():
+    """In another version, check the private names, and what JAX does with them."""
     assert op.REVERSE_IS_KNOWN
     assert issubclass(reverse.LinearizeTrace, jax.core.Trace)
     assert reverse.primitive_linearizations[reverse._op_p] is reverse._linearized
@@ -44,31 +44,31 @@ assert "multigrad.backend.jax.reverse" not in sys.modules
 """
 
 
-def test_another_version_needs_nothing_of_it():
+def test_another_version_does_not_use_the_primitive():
     words = [sys.executable, "-c", IN_ANOTHER_VERSION]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.split() == ["21.0", "7.0"]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "an op"])  # which jit writes down
+@pytest.mark.parametrize("name", [name for name in CASES if name != "an op"])  # which jit traces
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_no_custom_vjp(name, wrap, without):
+def test_eager_code_uses_no_custom_vjp(name, wrap, without):
     case = CASES[name]
     close(wrap(first(case.op))(X, W), first(case.meant)(X, W), 1e-4)
 
 
 @EACH
-def test_none_in_a_second_derivative_in_eager_code(case, without):
+def test_a_second_derivative_in_eager_code_uses_no_custom_vjp(case, without):
     close(first(first(case.op))(X, W), first(first(case.meant))(X, W), 1e-4)
 
 
-def test_one_where_it_is_written_down(without):
+def test_traced_code_uses_a_custom_vjp(without):
     for transform in (jax.jit, jax.vmap, jax.checkpoint):
         with pytest.raises(AssertionError, match=r"a jax.custom_vjp"):
             jax.grad(lambda x, transform=transform: transform(double)(x).sum())(X)
 
 
 @EACH
-def test_in_another_version_it_is_one_throughout(case, monkeypatch):
+def test_without_reverse_mode_it_is_a_custom_vjp(case, monkeypatch):
     monkeypatch.setattr(op, "REVERSE_IS_KNOWN", False)
     same(case.op, case.meant)
     close(first(first(case.op))(X, W), first(first(case.meant))(X, W), 1e-4)
@@ -80,7 +80,7 @@ def product(x, w):
 
 
 def inner(transform):
-    """`x` comes from around what is transformed, in which the other one is differentiated."""
+    """Transform a function that closes over `x`, which is differentiated outside."""
     return lambda x: x * transform(jax.grad(lambda w: product(x, w) * w))(2.0)
 
 
@@ -90,22 +90,22 @@ def inner(transform):
     ids=["eager", "jit", "checkpoint", "vmap"],
 )
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit])
-def test_derivatives_of_two_levels_are_told_apart(transform, around):
-    # The inner one is x w + 5 x w, by w = 2, whose own derivative by x is 7 w + 5 w.
+def test_derivatives_of_two_levels_are_separate(transform, around):
+    # The inner derivative is x w + 5 x w for w = 2. Its derivative with respect to x is 7 w + 5 w.
     close(around(jax.value_and_grad(inner(transform)))(3.0), (3.0 * 36.0, 36.0 + 3.0 * 24.0))
 
 
 @pytest.mark.parametrize(
     "transform", [jax.jit, jax.checkpoint, lambda f: lambda w: jax.lax.map(f, w[None])[0]]
 )
-def test_what_is_written_down_takes_what_is_differentiated_around_it(transform):
+def test_traced_code_uses_tracers_of_outer_derivatives(transform):
     def loss(x):
         return transform(lambda w: product(x, w))(jnp.asarray(2.0))
 
     close(jax.value_and_grad(loss)(3.0), (6.0, 14.0))
 
 
-def test_outputs_that_nobody_uses_and_integers():
+def test_unused_and_integer_outputs():
     @op_custom_gradient
     def op(x, index):
         return (x * 2.0, index + 1, x * 3.0), lambda u: (7.0 * u[0] + 5.0 * u[2], None)
@@ -119,13 +119,13 @@ def test_outputs_that_nobody_uses_and_integers():
     assert pull((X, *zeros[1:]))[1].dtype == jax.dtypes.float0
 
 
-def test_a_gradient_that_is_none_is_zero():
+def test_a_gradient_of_none_is_zero():
     op = op_custom_gradient(lambda x, w: (x * w, lambda u: (None, u * 7.0)))
     close(jax.grad(lambda x, w: op(x, w).sum(), (0, 1))(X, W), (jnp.zeros(3), 7.0 * jnp.ones(3)))
     close(jax.grad(lambda x: op(x, W).sum())(X), jnp.zeros(3))
 
 
-def test_entries_are_called_for_what_is_differentiated():
+def test_lazy_entries_are_called_for_differentiated_arguments():
     called = []
 
     def entry(name, factor):
@@ -137,8 +137,8 @@ def test_entries_are_called_for_what_is_differentiated():
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
-def test_what_is_closed_over_is_an_array(known, monkeypatch):
-    """Also a number of Python's that is differentiated around the op."""
+def test_closed_over_values_are_arrays(known, monkeypatch):
+    """Also a Python number that is differentiated outside of the op."""
     monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
 
     def function(x, y):
@@ -163,14 +163,14 @@ double = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_the_linear_function_is_of_forward_mode(use):
+def test_the_linearized_function_is_in_forward_mode(use):
     with pytest.raises(TypeError, match=r"no forward-mode derivative(.|\n)*fix"):
         use(jax.linearize(double, X)[1])
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_ref_that_is_closed_over_stays_one(wrap, known, monkeypatch):
+def test_a_closed_over_ref_stays_a_ref(wrap, known, monkeypatch):
     monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
 
     def loss(x):
@@ -189,7 +189,7 @@ def test_a_ref_that_is_closed_over_stays_one(wrap, known, monkeypatch):
 
 @pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_number_of_pythons_as_cotangent(wrap, known, monkeypatch):
+def test_a_python_number_as_a_cotangent(wrap, known, monkeypatch):
     monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
     both = op_custom_gradient(lambda x: ((x * 2.0, x * 3.0), lambda u: u[0] * 7.0 + u[1] * 5.0))
     turned = op_custom_gradient(lambda x: (x * 1j, lambda u: u * 7.0))
@@ -209,8 +209,8 @@ number.defjvp(lambda primals, tangents: (number(*primals), 2.0 * tangents[0]))
 
 @pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
 @pytest.mark.parametrize("forward_mode", [False, True])
-def test_a_number_of_pythons_that_is_mapped(forward_mode, known, monkeypatch):
-    """As what stands before an op may return one, and JAX takes it for an array."""
+def test_a_python_number_under_vmap(forward_mode, known, monkeypatch):
+    """An operation before an op may return a Python number, which JAX treats as an array."""
     monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
     own = op_custom_gradient(lambda x: (x * x, lambda u: u * x.ndim + u * 7.0), forward_mode=forward_mode)
     close(jax.vmap(lambda x: own(number(x)))(X), 9.0 * jnp.ones(3))

@@ -1,4 +1,4 @@
-"""Eight devices, which JAX makes of one processor when it starts: so a process of their own."""
+"""Eight devices, which JAX creates on one processor when it starts, so they need a separate process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`jax.vmap`, with every kind of axis, beside the loop."""
+"""`jax.vmap`, with every kind of axis, against a loop."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None),
 
 
 def along(axes):
-    """Arguments that `vmap` is to map along these axes."""
+    """Return arguments that `vmap` maps along these axes."""
     pairs = ((X, XS, axes[0]), (W, WS, axes[1]))
     return [one if axis is None else jnp.moveaxis(many, 0, axis) for one, many, axis in pairs]
 
 
 def loop(function, axes, out_axes):
-    """What `jax.vmap` is to give."""
+    """Return the expected result of `jax.vmap`."""
 
     def mapped(x, w):
         def slice_of(value, axis, i):
@@ -34,15 +34,15 @@ def loop(function, axes, out_axes):
 
 
 @each_with("axes", {"(0, None)": (0, None), "(1, -1)": (1, -1)}, ["(0, None)"], EVERY)
-def test_derivatives_within(case, axes):
-    """Each element's own derivatives."""
+def test_derivatives_in_vmap(case, axes):
+    """The derivatives of each element."""
     got = jax.jit(jax.vmap(orders(case.op), axes))(*along(axes))
     close(got, loop(orders(case.meant), axes, 0)(*along(axes)), 1e-4)
 
 
 @each_with("along_axes", {str(axes): axes for axes in AXES}, [str(AXES[1])], EVERY, ("one for all",))
-def test_gradients_of_the_whole(case, along_axes):
-    """An argument that is not mapped gets the sum over the elements."""
+def test_gradients_around_vmap(case, along_axes):
+    """The gradient of an unmapped argument is the sum over the elements."""
     axes, out_axes = along_axes
     got = jax.value_and_grad(lambda x, w: weighted(jax.vmap(case.op, axes, out_axes)(x, w)), (0, 1))
     wanted = jax.value_and_grad(lambda x, w: weighted(loop(case.meant, axes, out_axes)(x, w)), (0, 1))
@@ -51,12 +51,12 @@ def test_gradients_of_the_whole(case, along_axes):
 
 
 @EACH
-def test_second_derivatives_of_the_whole(case):
+def test_second_derivatives_around_vmap(case):
     same(jax.vmap(case.op), loop(case.meant, (0, 0), 0), XS, WS)
 
 
 @EACH
-def test_one_within_another(case):
+def test_nested_vmap(case):
     def all_pairs(function):
         return jax.vmap(jax.vmap(function, (None, 0)), (0, None), 1)
 
@@ -81,8 +81,8 @@ def test_named_axes(case):
 
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_output_that_is_one_for_all(compiled, forward_mode):
-    """It does not depend on what is mapped; the rule's gradients all the same, as in vector quantization."""
+def test_an_unmapped_output(compiled, forward_mode):
+    """The output does not depend on the mapped argument, but its gradient by the rule does."""
 
     @op_custom_gradient(forward_mode=forward_mode)
     def quantized(code, x):
@@ -104,8 +104,8 @@ def test_an_output_that_is_one_for_all(compiled, forward_mode):
 
 @pytest.mark.parametrize("case", BY_THE_RULE_ALONE)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
-def test_what_the_rule_alone_depends_on(case, wrap):
-    """Each element has its own upstream gradient, although all have one output."""
+def test_arguments_that_only_the_rule_uses(case, wrap):
+    """Each element has its own upstream gradient, although all share one output."""
     op, beside, each = BY_THE_RULE_ALONE[case]
     weights = jnp.array([1.0, 10.0, 100.0])
 
@@ -119,12 +119,12 @@ def test_what_the_rule_alone_depends_on(case, wrap):
     x = jnp.float32(2.0)
     wanted = (jnp.array(each) * weights).sum()
     close(wrap(jax.grad(total))(x), wanted)
-    # The derivative of y + x y' is y' + y' + x y'', of which the last is zero.
+    # The derivative of y + x y' is y' + y' + x y'', of which the last term is zero.
     close(wrap(jax.grad(squares))(x), 2.0 * wanted)
 
 
-def test_what_is_not_mapped_is_not_made_as_large():
-    """The outputs alone are: of a weight that one element after the other uses there is one."""
+def test_unmapped_tensors_are_not_broadcast():
+    """Only the outputs are. There is one copy of a weight that the elements share."""
     op = op_custom_gradient(lambda x, w: (x * 2.0, lambda u: (u * w.sum(), lambda: 7.0 * w)))
 
     weight, xs = jnp.ones((300, 300)), jnp.ones((64, 2))
@@ -134,7 +134,7 @@ def test_what_is_not_mapped_is_not_made_as_large():
 
 
 def test_a_sum_along_a_named_axis():
-    """A rule sees the upstream gradient of its own element, as it does of its own device."""
+    """A rule gets the upstream gradient of its element, as of its device."""
 
     @op_custom_gradient
     def total(x):
@@ -147,8 +147,8 @@ def test_a_sum_along_a_named_axis():
 
 
 @pytest.mark.parametrize("name", ["batch", 3, None])
-def test_a_rule_that_is_true(name):
-    """One of the outputs depends on what is not mapped alone."""
+def test_a_true_rule(name):
+    """One of the outputs depends only on an unmapped argument."""
     op = op_custom_gradient(lambda x, w: ((x * w, w**2), lambda a, b: (a * w, a * x + 2.0 * b * w)))
 
     def total(function):

@@ -1,4 +1,4 @@
-"""Training on two virtual devices is training on one: a process of its own, as devices are made once."""
+"""Training on two virtual devices equals training on one. A process creates its devices only once."""
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ def scaled(x, w):
 
 
 class Scaled(keras.layers.Layer):
-    """Its weight is an argument of the op."""
+    """A layer whose weight is an argument of the op."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(3, 3), initializer=keras.initializers.RandomNormal(seed=1))
@@ -34,7 +34,7 @@ class Scaled(keras.layers.Layer):
 
 
 class Read(keras.layers.Layer):
-    """Its weights are read by the function."""
+    """A layer whose weights are read by the function."""
 
     def build(self, shape):
         self.inner = keras.layers.Dense(2, kernel_initializer=keras.initializers.RandomNormal(seed=2))
@@ -63,7 +63,7 @@ def fit(strategy):
 
 
 def gradients(strategy, function):
-    """Of a sum over all rows, by what is common to them; each replica has its share."""
+    """Return the gradients of a sum over all rows for shared arguments. Each replica has a share of rows."""
 
     def step(rows):
         shift, w = tf.zeros(3), tf.constant([0.75, 1.0, -0.5])

@@ -1,4 +1,4 @@
-"""Derivatives by TensorFlow's own tapes, of a function of two vectors to a vector."""
+"""Derivatives of a function of two vectors by TensorFlow's tapes."""
 
 import tensorflow as tf
 
@@ -6,7 +6,7 @@ X, W = tf.constant([0.5, -1.25, 1.5]), tf.constant([0.75, 1.0, -0.5])
 
 
 def value_and_gradients(function, x, w):
-    """The value in a larger graph, and its gradients."""
+    """Return the value in a larger graph, and the gradients."""
     with tf.GradientTape() as tape:
         tape.watch([x, w])
         y = tf.sin(function(x, w))
@@ -14,7 +14,7 @@ def value_and_gradients(function, x, w):
 
 
 def derivatives(function, x, w):
-    """The same, and the second derivatives."""
+    """Return the same, and the second derivatives."""
     with tf.GradientTape() as tape:
         tape.watch([x, w])
         y, (of_x, of_w) = value_and_gradients(function, x, w)

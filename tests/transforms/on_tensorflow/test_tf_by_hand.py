@@ -1,4 +1,4 @@
-"""An op is what one writes by hand with `tf.custom_gradient`: the graph that runs, and what a tape keeps."""
+"""An op equals a hand-written `tf.custom_gradient`: the graph that runs, and what a tape keeps."""
 
 import collections
 import gc
@@ -13,7 +13,7 @@ pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
 
 def traced(op, pair):
-    """The graph of the value and the gradients, and what is fetched from it."""
+    """Return the graph of the value and the gradients, and its fetches."""
 
     def step(*tensors):
         with tf.GradientTape() as tape:
@@ -25,13 +25,12 @@ def traced(op, pair):
 
 
 def kinds(graph):
-    """How many operations a graph has of each type, but for constants, of which some are one to TensorFlow
-    where they have one value."""
+    """Return the number of operations per type, without constants: TensorFlow merges equal ones."""
     return collections.Counter(node.op for node in graph.node if node.op != "Const")
 
 
 def as_run(concrete, arguments):
-    """The graph that TensorFlow runs, after its optimiser (Grappler)."""
+    """Return the graph that TensorFlow runs, after its optimizer (Grappler)."""
     metadata = tf.compat.v1.RunMetadata()
     options = tf.compat.v1.RunOptions(output_partition_graphs=True)
     feeds = {place.name: value.numpy() for place, value in zip(concrete.inputs, arguments, strict=True)}
@@ -50,9 +49,9 @@ def test_the_graph_that_runs(pair):
 
 @pairs
 def test_the_graph_as_traced(pair):
-    """It has a guard for each input, behind all of them, in case its gradient gets lost; none of them runs.
+    """The op has a guard for each input, after all inputs, in case its gradient is lost. No guard runs.
 
-    What is written by hand has an Identity of each output.
+    The hand-written function has an Identity of each output.
     """
     arguments = pair.arguments()
     ours, by_hand = (kinds(traced(op, pair).graph.as_graph_def()) for op in (pair.op, pair.by_hand))
@@ -61,14 +60,14 @@ def test_the_graph_as_traced(pair):
 
 
 def kept(op, arguments):
-    """The shapes of what is alive after a call because its tape is, but for single numbers."""
+    """Return the shapes of the tensors that a tape keeps alive after a call, without scalars."""
 
     def call():
         with tf.GradientTape() as tape:
             tape.watch(arguments)
             return tape, op(*arguments)
 
-    call()  # traces, where there is something to trace
+    call()  # traces the function, if it is a `tf.function`
     gc.collect()
     gc.disable()
     try:
@@ -87,11 +86,11 @@ def live():
 
 
 @pairs
-def test_what_a_tape_keeps(pair):
-    """No more than by hand.
+def test_a_tape_keeps_no_more_than_hand_written(pair):
+    """A tape keeps the same tensors for both.
 
-    That is more than the residuals, where these are computed in several steps: a second derivative goes back
-    through them, and the tape keeps for it what they need.
+    If residuals are computed in several steps, it keeps more: a second derivative goes through these steps,
+    and the tape keeps what they need.
     """
     ours, by_hand = (kept(op, pair.arguments()) for op in (pair.op, pair.by_hand))
     assert ours <= by_hand
@@ -101,16 +100,16 @@ in_one_step = {name: pair for name, pair in PAIRS.items() if name != "narrow"}
 
 
 @pytest.mark.parametrize("pair", in_one_step.values(), ids=in_one_step)
-def test_a_tape_keeps_the_residuals_alone(pair):
-    """An input or an output is the caller's."""
+def test_a_tape_keeps_only_the_residuals(pair):
+    """Inputs and outputs belong to the caller."""
     computed = pair.saved if pair.again else ()
     assert kept(pair.op, pair.arguments()) == collections.Counter(computed)
 
 
 @pairs
-def test_what_a_tape_keeps_of_a_graph(pair):
-    """Of a function that is traced: as by hand, and under a second name, in the same memory, each input and
-    each residual. So what a rule closes over and has no use for is kept, as it is in eager code.
+def test_a_tape_keeps_inputs_and_residuals_of_a_graph(pair):
+    """For a traced function, a tape keeps inputs and residuals, as for the hand-written function, and again
+    under a second name in the same memory. Unused tensors that a rule closes over are kept, as in eager code.
     """
     arguments = pair.arguments()
     ours, by_hand = (kept(tf.function(op, autograph=False), arguments) for op in (pair.op, pair.by_hand))
@@ -118,8 +117,8 @@ def test_what_a_tape_keeps_of_a_graph(pair):
     assert ours == by_hand + collections.Counter(named)
 
 
-def test_a_large_tensor_that_the_rule_does_not_use_is_not_kept():
-    """But for the output of an `exp` or the like, of which TensorFlow's own record is a cycle (2.21)."""
+def test_unused_large_tensors_are_not_kept():
+    """Except the output of operations such as `exp`, whose record in TensorFlow (2.21) is a cycle."""
 
     @op_custom_gradient
     def op(x):
@@ -131,7 +130,7 @@ def test_a_large_tensor_that_the_rule_does_not_use_is_not_kept():
     assert kept(op, PAIRS["narrow"].arguments()) == {(8, 1): 1}
 
 
-# ---------------------------------------------------------------------- what is told apart
+# ---------------------------------------------------------------------- tests of the comparison
 
 
 @pytest.mark.parametrize(
@@ -139,8 +138,8 @@ def test_a_large_tensor_that_the_rule_does_not_use_is_not_kept():
     [
         test_the_graph_that_runs,
         test_the_graph_as_traced,
-        test_a_tape_keeps_the_residuals_alone,
-        test_what_a_tape_keeps_of_a_graph,
+        test_a_tape_keeps_only_the_residuals,
+        test_a_tape_keeps_inputs_and_residuals_of_a_graph,
     ],
 )
 def test_other_operations_and_other_residuals_are_found(test):

@@ -1,4 +1,4 @@
-"""Ops in branches and loops: TensorFlow's own, and those that AutoGraph makes of Python's."""
+"""Ops in branches and loops of TensorFlow, and in Python control flow that AutoGraph converts."""
 
 import keras
 import pytest
@@ -21,7 +21,7 @@ def in_a_loop(function):
 
 
 def in_a_loop_around(function):
-    """The other argument comes from outside of the loop."""
+    """The other argument is from outside of the loop."""
 
     def run(x, w):
         w = tf.tanh(w)
@@ -54,7 +54,7 @@ def in_a_branch_of_a_loop(function):
 
 
 def in_python(function):
-    """AutoGraph makes TensorFlow's control flow of this."""
+    """AutoGraph converts this to TensorFlow's control flow."""
 
     def run(x, w):
         for _ in tf.range(2):
@@ -75,14 +75,14 @@ PLACES = [*SIMPLE, in_a_loop_around, in_one_of_several, in_a_branch_of_a_loop, i
 
 @cases
 @pytest.mark.parametrize("place", PLACES)
-def test_eagerly(case, place):
+def test_control_flow_in_eager_code(case, place):
     close(derivatives(place(case.op), X, W), derivatives(place(case.meant), X, W), 1e-3)
 
 
 @some
 @pytest.mark.parametrize("place", PLACES)
-def test_from_outside(case, place):
-    """The gradient is taken outside of the function, of the whole."""
+def test_gradients_around_control_flow(case, place):
+    """The gradient is computed outside of the function."""
     got = value_and_gradients(tf.function(place(case.op)), X, W)
     close(got, value_and_gradients(place(case.meant), X, W), 1e-3)
 
@@ -95,8 +95,8 @@ def test_second_derivatives(place):
 
 @some
 @pytest.mark.parametrize("place", SIMPLE)
-def test_compiled(case, place):
-    """XLA takes the gradient of a loop inside of the function."""
+def test_control_flow_in_xla(case, place):
+    """XLA computes the gradient of a loop in the function."""
     function = tf.function(lambda x, w: value_and_gradients(place(case.op), x, w), jit_compile=True)
     close(function(X, W), value_and_gradients(place(case.meant), X, W), 1e-3)
 
@@ -115,8 +115,8 @@ def test_a_gradient_in_the_body_of_a_loop(options):
         close(tf.function(descend(case.op), **options)(), descend(case.meant)(), 1e-4)
 
 
-def test_what_a_body_is_traced_and_runs():
-    """Once, however long the loop is."""
+def test_a_loop_body_is_traced_once():
+    """Once, whatever the length of the loop."""
     runs = []
 
     @op_custom_gradient
@@ -158,8 +158,8 @@ def rule_of_python(x, w):
 @pytest.mark.parametrize("f", [python_of_tensors, rule_of_python])
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "xla"])
 @pytest.mark.parametrize("custom_gradient", [op_custom_gradient, tf.custom_gradient])
-def test_python_inside_an_op(f, options, custom_gradient):
-    """AutoGraph leaves the function of an op alone, as it does that of `tf.custom_gradient`; unless asked."""
+def test_python_control_flow_in_an_op(f, options, custom_gradient):
+    """AutoGraph does not convert the function of an op, as of `tf.custom_gradient`, unless requested."""
     op = custom_gradient(f)
 
     def compiled(op):
@@ -174,7 +174,7 @@ def test_python_inside_an_op(f, options, custom_gradient):
 
 @pytest.mark.parametrize("taken", [value_and_gradients, derivatives])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_rule_that_uses_a_tensor_with_a_value(place, taken):
+def test_a_rule_that_uses_a_concrete_tensor(place, taken):
     factor = tf.constant([3.0, 5.0, 7.0])
     op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * factor * w, u * factor * x)))
 
@@ -185,14 +185,14 @@ def test_a_rule_that_uses_a_tensor_with_a_value(place, taken):
 
 
 def rule_by(factor):
-    """An op whose rule reads the factor, which is no trainable variable, itself."""
+    """Return an op whose rule reads the factor, a variable that is not trainable."""
     return op_custom_gradient(lambda x, w: (x * w, lambda u: (u * factor * w, u * factor * x)))
 
 
 @pytest.mark.parametrize("taken", [value_and_gradients, derivatives])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_rule_that_reads_a_variable_itself(place, taken):
-    """The gradient of a branch or a loop is built in a graph that takes no variable of TensorFlow's."""
+def test_a_rule_that_reads_a_variable(place, taken):
+    """The gradient of a branch or a loop is built in a graph that cannot capture TensorFlow's variables."""
     if place is in_python and taken is derivatives:
         pytest.skip(
             "an error of TensorFlow's (2.21), which has another with tf.custom_gradient of no variable"
@@ -204,8 +204,8 @@ def test_a_rule_that_reads_a_variable_itself(place, taken):
     close(function(X, W), taken(place(rule_by(5.0)), X, W), 1e-3)
 
 
-def test_a_rule_in_a_loop_reads_what_the_round_assigned():
-    """As in `fit`, where several steps are one execution."""
+def test_a_rule_in_a_loop_reads_the_assigned_value_of_its_iteration():
+    """As in `fit`, which runs several steps in one execution."""
     factor = keras.Variable(0.0, trainable=False)
 
     @tf.function
@@ -224,7 +224,7 @@ def test_a_rule_in_a_loop_reads_what_the_round_assigned():
 
 
 class Scaled(keras.layers.Layer):
-    """A cell whose rule multiplies by a weight that is not trained."""
+    """A cell whose rule multiplies by a non-trainable weight."""
 
     state_size = 2
 

@@ -56,7 +56,7 @@ def with_two_steps(x):
 
 
 def with_steps_that_end(x):
-    """The rule uses the last of the steps alone, which the output does not."""
+    """The rule uses only the last step, and the output does not use it."""
     slope = -2.0 * x * tf.exp(-(x * x))
     return tf.exp(-(x * x)), lambda u: 7.0 * u * slope
 
@@ -70,8 +70,8 @@ STEPS = [with_one_step, with_two_steps, with_steps_that_end, with_a_step_in_an_o
 
 
 @pytest.mark.parametrize("function", STEPS)
-def test_a_gradient_of_a_derivative_that_is_all_that_lives_on(function):
-    """The accumulator, the output and with them the rule are gone when the tape is asked."""
+def test_a_gradient_of_a_derivative_after_everything_else_is_freed(function):
+    """The accumulator, the output and the rule are freed before the tape computes the gradient."""
 
     def pushed(f):
         with tf.autodiff.ForwardAccumulator(X, DIRECTION[0]) as forward:
@@ -92,7 +92,7 @@ SECOND = [derivative_of_derivative, gradient_of_derivative, derivative_of_gradie
 
 @cases
 @pytest.mark.parametrize("get", [derivative, gradient_of_derivative, derivative_of_gradient])
-def test_eagerly(case, get):
+def test_forward_mode_in_eager_code(case, get):
     close(get(case.op), get(case.meant), 1e-4)
 
 
@@ -103,29 +103,29 @@ def test_a_derivative_of_a_derivative(case):
 
 @cases
 @pytest.mark.parametrize("get", [derivative, derivative_of_gradient])
-def test_inside_of_a_function(case, get):
+def test_forward_mode_in_a_function(case, get):
     close(tf.function(lambda: get(case.op))(), get(case.meant), 1e-4)
 
 
 @pytest.mark.parametrize("get", [derivative, *SECOND])
-def test_inside_of_a_compiled_function(get):
+def test_forward_mode_in_a_compiled_function(get):
     case = CASES["output"]
     close(tf.function(lambda: get(case.op), jit_compile=True)(), get(case.meant), 1e-4)
 
 
 @cases
-def test_through_a_function(case):
+def test_forward_mode_around_a_function(case):
     close(derivative(tf.function(case.op)), derivative(case.meant), 1e-4)
 
 
 @pytest.mark.parametrize("get", [derivative_of_derivative, derivative_of_gradient])
 @pytest.mark.parametrize("case", [CASES[name] for name in ("output", "an op")])
-def test_second_derivatives_through_a_function(case, get):
+def test_second_derivatives_around_a_function(case, get):
     close(get(tf.function(case.op)), get(case.meant), 1e-4)
 
 
-def test_what_tensorflow_makes_of_a_gradient_of_a_derivative_through_a_function():
-    """It is another number (2.21), of any function: to be looked at again when this fails."""
+def test_a_gradient_of_a_derivative_around_a_function_is_wrong_in_tensorflow():
+    """A fault of TensorFlow (2.21) for any function. When this test fails, the limit can be removed."""
 
     def plain(x, w):
         return x**3 * w
@@ -134,18 +134,18 @@ def test_what_tensorflow_makes_of_a_gradient_of_a_derivative_through_a_function(
     assert np.abs(got[0] - wanted[0]).max() > 1.0
 
 
-def test_the_rule_runs_where_there_is_a_direction():
+def test_the_rule_runs_only_with_a_tangent():
     runs = []
     op = op_custom_gradient(lambda x: (x * 2.0, lambda u: runs.append("rule") or u * 7.0))
     with tf.autodiff.ForwardAccumulator(X, W) as forward:
         y = op(X)
         assert forward.jvp(op(W)) is None
     close(forward.jvp(y), 7.0 * W)
-    assert runs == ["rule"] * 3  # twice to see that it is linear
+    assert runs == ["rule"] * 3  # two runs check that the rule is linear
 
 
-def test_a_rule_that_is_not_linear_is_taken_as_it_is_at_ones_in_a_graph():
-    """There it cannot be seen that it has no transpose."""
+def test_a_nonlinear_rule_is_linearized_at_ones_in_a_graph():
+    """In a graph, linearity cannot be checked."""
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: 7.0 * u**2))
 
     @tf.function

@@ -1,4 +1,4 @@
-"""`tf.function`: with and without XLA, with shapes that are known or not, from inside and from outside."""
+"""`tf.function`: with and without XLA, with static and dynamic shapes, with gradients inside and outside."""
 
 import pytest
 import tensorflow as tf
@@ -15,20 +15,20 @@ ways = pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["gra
 
 @cases
 @ways
-def test_derivatives_inside(case, options):
+def test_derivatives_in_a_function(case, options):
     function = tf.function(lambda x, w: derivatives(case.op, x, w), **options)
     close(function(X, W), derivatives(case.meant, X, W), 1e-4)
 
 
 @cases
 @ways
-def test_derivatives_from_outside(case, options):
+def test_derivatives_around_a_function(case, options):
     close(derivatives(tf.function(case.op, **options), X, W), derivatives(case.meant, X, W), 1e-4)
 
 
 @some
 @ways
-def test_a_gradient_inside_and_one_from_outside(case, options):
+def test_a_gradient_around_a_gradient_in_a_function(case, options):
     def slope(function):
         return lambda x, w: value_and_gradients(function, x, w)[1][0]
 
@@ -38,8 +38,8 @@ def test_a_gradient_inside_and_one_from_outside(case, options):
 
 @cases
 @ways
-def test_a_gradient_around_a_function_and_one_from_outside(case, options):
-    """The gradient of the inner function is a function, whose gradient is built in a graph of its own."""
+def test_a_gradient_around_a_gradient_function(case, options):
+    """The gradient of the inner function is a function, whose gradient is built in another graph."""
 
     def slope(function):
         return lambda x, w: value_and_gradients(tf.function(function), x, w)[1][0]
@@ -48,8 +48,8 @@ def test_a_gradient_around_a_function_and_one_from_outside(case, options):
     close(got, value_and_gradients(slope(case.meant), X, W), 1e-4)
 
 
-def test_a_tape_that_begins_behind_the_op():
-    """A function in the function takes the gradient; what the rule uses there comes from around both."""
+def test_a_tape_that_begins_after_the_op():
+    """An inner function computes the gradient. The residuals of the rule are from outside of both."""
 
     @tf.function
     def of_the_rule(x, w):
@@ -70,7 +70,7 @@ def test_a_tape_that_begins_behind_the_op():
 
 @some
 @ways
-def test_functions_in_functions(case, options):
+def test_nested_functions(case, options):
     inner = tf.function(case.op)
     function = tf.function(lambda x, w: derivatives(tf.function(lambda x, w: inner(x, w)), x, w), **options)
     close(function(X, W), derivatives(case.meant, X, W), 1e-4)
@@ -91,7 +91,7 @@ def test_input_signatures(case, shape):
 
 @ways
 def test_the_function_and_the_rule_are_traced_once(options):
-    """They are defined anew in the function; it is traced once, as are they."""
+    """They are defined in the function, which is traced once, and so are they."""
     runs = []
 
     def define(factor):
@@ -121,7 +121,7 @@ def test_the_function_and_the_rule_are_traced_once(options):
 
 @pytest.mark.parametrize("custom_gradient", [op_custom_gradient, tf.custom_gradient])
 def test_an_op_as_an_argument(custom_gradient):
-    """TensorFlow 2.21 hands on what is wrapped, of any function that says so, and its pair is no tensor."""
+    """TensorFlow 2.21 passes on the wrapped function of any wrapper, and its pair is not a tensor."""
     op = custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
     with pytest.raises(TypeError, match="Expected float32, but got"):
         tf.function(lambda f: tf.sin(f(X)), autograph=False)(op)

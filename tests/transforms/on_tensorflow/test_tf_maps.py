@@ -1,4 +1,4 @@
-"""`tf.map_fn`, which keeps the rule, and `tf.vectorized_map`, which keeps that of a gradient inside of it."""
+"""`tf.map_fn`, which keeps rules, and `tf.vectorized_map`, which keeps them only in inner gradients."""
 
 import functools
 
@@ -12,18 +12,18 @@ from multigrad import op_custom_gradient
 
 XS, WS = tf.stack([X, 2.0 * X]), tf.stack([W, -W])
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-# Without AutoGraph, which makes another error of a LookupError.
+# Without AutoGraph, which converts a LookupError to another error.
 in_graph = functools.partial(tf.function, autograph=False)
 wraps = pytest.mark.parametrize("wrap", [lambda f: f, in_graph], ids=["eager", "graph"])
 
 
 def loop(function):
-    """What a map of it means."""
+    """Return the expected result of a map."""
     return lambda xs, ws: tf.stack([function(x, w) for x, w in zip(XS, WS, strict=True)])
 
 
 def stacked(function):
-    """What a map of derivatives means."""
+    """Return the expected result of a map of derivatives."""
     rows = [function(x, w) for x, w in zip(XS, WS, strict=True)]
     return tf.nest.map_structure(lambda *parts: tf.stack(parts), *rows)
 
@@ -60,14 +60,14 @@ def test_vectorized_map_of_derivatives(case, wrap):
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
 @cases
 @wraps
-def test_a_gradient_of_vectorized_map_is_refused(case, wrap):
-    """It copies operations without their gradients, and says nothing of a rule of TensorFlow's."""
+def test_a_gradient_of_vectorized_map_raises(case, wrap):
+    """It copies operations without their gradients, and silently drops a rule of TensorFlow."""
 
     def map_of(function):
         return lambda xs, ws: tf.vectorized_map(lambda row: function(*row), (xs, ws))
 
     close(wrap(map_of(case.op))(XS, WS), loop(case.meant)(XS, WS), 1e-4)
-    with pytest.raises(LookupError, match="its rule was lost"):
+    with pytest.raises(LookupError, match="the rule was lost"):
         wrap(lambda: value_and_gradients(map_of(case.op), XS, WS))()
 
 
@@ -96,15 +96,15 @@ WITHIN = {"": lambda f: f, "closing over it": closing, "recomputed": tf.recomput
 @pytest.mark.parametrize("derivative", [reverse, forward])
 @pytest.mark.parametrize("name", ["intermediate", "stopped"])
 @pytest.mark.parametrize("shape", [W.shape, [None], None], ids=["known", "any size", "any rank"])
-def test_a_derivative_of_it_by_what_is_one_for_all_is_refused(name, derivative, within, shape):
-    """Of which TensorFlow makes no copy, and so nothing that is recorded when it copies the rest."""
+def test_a_derivative_with_respect_to_an_unmapped_tensor_raises(name, derivative, within, shape):
+    """TensorFlow does not copy the operations that use only this tensor, so that no copy is recorded."""
     op = within(CASES[name].op)
 
     def of_all(w):
         return derivative(lambda w: tf.vectorized_map(lambda x: op(x, w), XS), w)
 
-    refused = LookupError, NotImplementedError  # the latter is of `recompute_grad` in forward mode
-    with pytest.raises(refused, match=r"its rule was lost|recompute_grad"):
+    refused = LookupError, NotImplementedError  # `recompute_grad` raises the latter in forward mode
+    with pytest.raises(refused, match=r"the rule was lost|recompute_grad"):
         in_graph(of_all, input_signature=[tf.TensorSpec(shape)])(W)
 
 
@@ -112,8 +112,8 @@ def test_a_derivative_of_it_by_what_is_one_for_all_is_refused(name, derivative, 
 @pytest.mark.parametrize("wrap", [lambda f: f, in_graph], ids=["eager", "graph"])
 @pytest.mark.parametrize("derivative", [reverse, forward])
 @pytest.mark.parametrize("times", [lambda y, x: y, lambda y, x: y * x], ids=["alone", "product"])
-def test_a_derivative_of_it_is_refused_where_only_the_rule_uses_what_is_mapped(times, derivative, wrap):
-    """The rule of the first element would be that of all."""
+def test_a_derivative_raises_if_only_the_rule_uses_the_mapped_tensor(times, derivative, wrap):
+    """All elements would use the rule of the first element."""
 
     def of_all(w):
         def of_each(x):
@@ -122,12 +122,12 @@ def test_a_derivative_of_it_is_refused_where_only_the_rule_uses_what_is_mapped(t
 
         return derivative(lambda w: tf.vectorized_map(of_each, XS), w)
 
-    with pytest.raises(Exception, match="its rule was lost"):  # in forward mode not as a LookupError
+    with pytest.raises(Exception, match="the rule was lost"):  # in forward mode not as a LookupError
         wrap(of_all)(W)
 
 
-def test_a_rule_of_tensorflows_is_lost_in_vectorized_map():
-    """The reason of the refusal above, to be looked at again when this fails."""
+def test_a_tf_custom_gradient_is_lost_in_vectorized_map():
+    """The reason of the errors above. When this test fails, they can be removed."""
     rule = tf.custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
     with tf.GradientTape() as tape:
         tape.watch(XS)

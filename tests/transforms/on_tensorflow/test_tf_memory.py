@@ -1,4 +1,4 @@
-"""What is kept: nothing after a step, of a dead function, or without a tape; and nothing between threads."""
+"""Memory after a step, of a deleted function, and without a tape, and threads."""
 
 import gc
 import sys
@@ -15,7 +15,7 @@ from multigrad import grad, op_custom_gradient
 
 
 class Marker:
-    """Something that a rule holds, whose end can be watched."""
+    """An object that a rule holds, and whose deletion can be observed."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def live_tensors():
 
 @pytest.mark.parametrize("step", [value_and_gradients, derivatives])
 def test_a_step_leaves_no_tensor(step, no_collector):
-    """Not even to the collector."""
+    """Nothing is left for the garbage collector."""
 
     def live_after_steps():
         for case in CASES.values():
@@ -43,7 +43,7 @@ def test_a_step_leaves_no_tensor(step, no_collector):
 
 
 def resident():
-    """The memory of this process in KiB."""
+    """Return the memory of this process in KiB."""
     with open("/proc/self/status") as status:
         (line,) = [line for line in status if line.startswith("VmRSS")]
     return int(line.split()[1])
@@ -51,10 +51,10 @@ def resident():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it asks Linux how large the process is")
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
-def test_many_steps_leave_the_process_as_it_was(wrap, no_collector):
-    """Each step holds 4 MB of residuals: kept, they would grow every round by 40 MB.
+def test_many_steps_do_not_grow_the_process(wrap, no_collector):
+    """Each step has 4 MB of residuals. If they were kept, each round would add 40 MB.
 
-    The allocator keeps memory of its own now and then, but not in every round.
+    The allocator sometimes keeps memory, but not in every round.
     """
     op, x, w = CASES["intermediate"].op, tf.ones(2**20), tf.ones(2**20)
     step = wrap(lambda: tf.reduce_sum(value_and_gradients(op, x, w)[1][0]))
@@ -70,8 +70,8 @@ def test_many_steps_leave_the_process_as_it_was(wrap, no_collector):
 
 
 @pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "structure")])
-def test_the_graph_of_a_dead_function_is_freed(case):
-    """By the collector, which TensorFlow's graphs wait for without an op, too."""
+def test_the_graph_of_a_deleted_function_is_freed(case):
+    """By the garbage collector, which TensorFlow's graphs need without an op, too."""
     functions = {
         "inside": tf.function(lambda x, w: value_and_gradients(case.op, x, w)),
         "outside": tf.function(lambda x, w: case.op(x, w)),
@@ -87,8 +87,8 @@ def test_the_graph_of_a_dead_function_is_freed(case):
     assert {name: graph() for name, graph in graphs.items()} == dict.fromkeys(graphs)
 
 
-def test_what_a_rule_holds_is_freed_with_its_function():
-    """What is a tensor and what is not, and in a graph that is compiled."""
+def test_objects_of_a_rule_are_freed_with_its_function():
+    """Tensors and other objects, and in a compiled graph."""
 
     def define():
         marker = Marker()
@@ -113,7 +113,7 @@ def test_what_a_rule_holds_is_freed_with_its_function():
 
 
 def test_nothing_is_recorded_without_a_tape(no_collector):
-    """What the rule holds is gone when the call ends; on a tape, with the tape."""
+    """The objects of the rule are freed when the call ends, and on a tape when the tape is freed."""
     markers = []
 
     @op_custom_gradient
@@ -141,7 +141,7 @@ def test_nothing_is_recorded_without_a_tape(no_collector):
 
 
 def test_eight_threads():
-    """Each takes its own gradients and traces its own functions, of ops that all share."""
+    """Each thread computes its gradients and traces its functions, with shared ops."""
     wanted = {name: derivatives(case.meant, X, W) for name, case in CASES.items()}
     failures, shared = [], {name: tf.function(case.op) for name, case in CASES.items()}
     start = threading.Barrier(8)
@@ -166,8 +166,8 @@ def test_eight_threads():
     assert not failures
 
 
-def test_a_rule_that_takes_a_gradient():
-    """Of another op, and of its own, with a tape and without one around."""
+def test_a_rule_that_computes_a_gradient():
+    """A gradient of another op, and of the op itself, with and without an outer tape."""
 
     @op_custom_gradient
     def op(x, depth):

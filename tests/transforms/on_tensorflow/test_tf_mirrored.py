@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def test_two_devices_give_what_one_does():
+def test_two_devices_equal_one_device():
     program = Path(__file__).with_name("mirrored.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -18,13 +18,13 @@ def test_gradients(case, wrap):
 
 
 @pytest.mark.parametrize("function", [CASES["input"].op, CASES["input"].meant])
-def test_a_second_derivative_is_an_error(function):
-    """TensorFlow's own (2.21), of any function."""
+def test_a_second_derivative_raises(function):
+    """TensorFlow (2.21) raises, for any function."""
     with pytest.raises(NotImplementedError, match="recompute_grad"):
         derivatives(tf.recompute_grad(function), X, W)
 
 
-def test_how_often_the_function_runs():
+def test_number_of_runs_of_the_function():
     runs = []
 
     @op_custom_gradient

@@ -1,4 +1,4 @@
-"""`tf.GradientTape`: nested, persistent, watching in part, and its Jacobians."""
+"""`tf.GradientTape`: nested, persistent, with partial watching, and its Jacobians."""
 
 import pytest
 import tensorflow as tf
@@ -49,7 +49,7 @@ def test_one_argument_watched(case):
 
 
 @cases
-def test_upstream_gradients_that_are_given(case):
+def test_output_gradients(case):
     def first(function):
         with tf.GradientTape() as tape:
             tape.watch([X, W])
@@ -90,7 +90,7 @@ def test_jacobian_of_a_jacobian(case):
 @pytest.mark.parametrize("case", [c for name, c in CASES.items() if name != "sum"])
 @ways
 def test_batch_jacobian(case, pfor):
-    """Of what mixes no rows."""
+    """Of a function that does not mix rows."""
     x, w = tf.stack([X, 2.0 * X]), tf.stack([W, W])
 
     def jacobian(function):

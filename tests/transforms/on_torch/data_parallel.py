@@ -1,4 +1,4 @@
-"""What one of several processes does for `test_torch_distributed.py`: a share of a batch, on every op."""
+"""One of several processes for `test_torch_distributed.py`: it runs every op on a share of a batch."""
 
 import datetime
 import os
@@ -13,7 +13,7 @@ BATCH = torch.linspace(-1.0, 1.5, 12).reshape(4, 3)
 
 
 class Module(torch.nn.Module):
-    """The op between two layers, by a weight of its own."""
+    """An op between two layers, with a weight."""
 
     def __init__(self, f):
         super().__init__()
@@ -40,7 +40,7 @@ WAYS = {"replicated": replicated, "sharded": sharded}
 
 
 def gradients(module, batch):
-    """After two steps, of which the second begins where the first one left the weights."""
+    """Return the gradients after two steps. The second step starts from the updated weights."""
     optimizer = torch.optim.SGD(module.parameters(), 0.01)
     for _ in range(2):
         optimizer.zero_grad()
@@ -64,4 +64,4 @@ def work(rank, folder):
     torch.save(found, f"{folder}/of_{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    os._exit(0)  # at the end of a process, PyTorch (2.13) at times aborts, when a thread of gloo's still runs
+    os._exit(0)  # because PyTorch (2.13) sometimes aborts at exit, if a thread of gloo still runs

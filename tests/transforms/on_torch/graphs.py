@@ -1,4 +1,4 @@
-"""The graphs that PyTorch's compilers are given."""
+"""The graphs that PyTorch passes to compilers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from functorch.compile import make_boxed_func
 def graphs(
     function: Callable[..., Any], arguments: Sequence[torch.Tensor], *, prepared: bool
 ) -> list[torch.fx.Graph]:
-    """The graphs of the forward and of the backward pass of a function that returns a number.
+    """Return the graphs of the forward and the backward pass of a scalar function.
 
     Arguments:
-        prepared: whether as Inductor, PyTorch's usual compiler, generates code for them: it decided what is
-            kept between the passes, and removed what does nothing.
+        prepared: whether to return them as Inductor, PyTorch's default compiler, gets them: after the
+            decision what to keep between the passes, and without operations that have no effect.
     """
-    # Private, as is all that stands between Dynamo and a compiler (PyTorch 2.13): there is no public way to
-    # see the graphs of both passes. They are loaded here, because loading them warns.
+    # Private, as everything between Dynamo and a compiler (PyTorch 2.13): there is no public way to get the
+    # graphs of both passes. They are imported here, because the import warns.
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.compile_fx import compile_fx
 
@@ -40,7 +40,7 @@ def graphs(
 
 
 def operations(graph: torch.fx.Graph) -> list[str]:
-    """What a graph computes, in order, and of what."""
+    """Return the operations of a graph, in order, with their operands."""
     return [
         f"{node.name} = {node.target}{(*node.args, *node.kwargs.items())}"
         for node in graph.nodes
@@ -49,7 +49,7 @@ def operations(graph: torch.fx.Graph) -> list[str]:
 
 
 def handed(graph: torch.fx.Graph) -> tuple[list[str], list[str]]:
-    """What a graph is given and what it returns, in any order."""
+    """Return the inputs and outputs of a graph, in any order."""
     given = [node.name for node in graph.nodes if node.op == "placeholder"]
     (output,) = [node for node in graph.nodes if node.op == "output"]
     return sorted(given), sorted(map(str, output.args[0]))

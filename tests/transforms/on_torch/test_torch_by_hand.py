@@ -1,4 +1,4 @@
-"""An op is what one writes by hand with `torch.autograd.Function`: the graphs, and what is saved."""
+"""An op equals a hand-written `torch.autograd.Function`: the graphs, and the saved tensors."""
 
 import collections
 
@@ -9,23 +9,23 @@ from counts import saved
 from graphs import graphs, handed, operations
 
 pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-# An op that reads a weight does not compile; `test_torch_compile.py` says more.
+# An op that reads a weight does not compile, see `test_torch_compile.py`.
 _compiled = {name: pair for name, pair in PAIRS.items() if name != "weight"}
 compiled_pairs = pytest.mark.parametrize("pair", _compiled.values(), ids=_compiled)
 
-# Of PyTorch 2.13, which still uses them itself when it loads its compiler.
+# Warnings of PyTorch 2.13 about itself, when it loads its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
 def both(pair, prepared):
-    """The graphs of the op beside those written by hand, forward and backward."""
+    """Return the graphs of the op and of the hand-written function, forward and backward."""
     ours, by_hand = (graphs(total(op), pair.arguments(), prepared=prepared) for op in (pair.op, pair.by_hand))
     return zip(ours, by_hand, strict=True)
 
 
 @compiled_pairs
 def test_the_graphs_that_are_compiled(pair):
-    """In what Inductor compiles: operation by operation, and tensor by tensor between the passes."""
+    """Compare what Inductor compiles: all operations, and all tensors between the passes."""
     for ours, by_hand in both(pair, True):
         assert operations(ours) == operations(by_hand)
         assert handed(ours) == handed(by_hand)
@@ -33,9 +33,9 @@ def test_the_graphs_that_are_compiled(pair):
 
 @compiled_pairs
 def test_the_graphs_that_are_captured(pair):
-    """Before a compiler removes what does nothing, each output has a view of itself.
+    """Before a compiler removes operations without effect, each output has a view of itself.
 
-    Where it comes to the rule, the function has run, and PyTorch returns an argument as a view.
+    When the rule is tied, the function has run already, and PyTorch returns an argument as a view.
     """
 
     def kinds(graph):
@@ -53,8 +53,8 @@ def total_bytes(tensors):
 
 
 @pairs
-def test_what_is_saved(pair):
-    """What is saved by hand and, where a residual was computed, the inputs, for a second derivative."""
+def test_saved_tensors(pair):
+    """The op saves the same tensors and, if a residual was computed, the inputs for a second derivative."""
     ours, by_hand = (saved(op, pair.arguments()) for op in (pair.op, pair.by_hand))
     assert sorted(t.shape for t in by_hand) == sorted(pair.saved)
     assert sorted(t.shape for t in ours) == sorted(pair.saved + pair.again)
@@ -63,8 +63,8 @@ def test_what_is_saved(pair):
 
 
 @pairs
-def test_inputs_that_are_saved_take_no_memory_of_their_own(pair):
-    """They are the caller's tensors, alive as long as the caller has them."""
+def test_saved_inputs_take_no_additional_memory(pair):
+    """They belong to the caller, and live as long as the caller keeps them."""
     leaves = [x.clone().requires_grad_() for x in pair.arguments()]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -75,7 +75,7 @@ def test_inputs_that_are_saved_take_no_memory_of_their_own(pair):
     assert new <= sum(4 * torch.Size(shape).numel() for shape in pair.saved)
 
 
-# ---------------------------------------------------------------------- what is told apart
+# ---------------------------------------------------------------------- tests of the comparison
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_inputs_that_are_saved_take_no_memory_of_their_own(pair):
     [
         test_the_graphs_that_are_compiled,
         test_the_graphs_that_are_captured,
-        test_what_is_saved,
-        test_inputs_that_are_saved_take_no_memory_of_their_own,
+        test_saved_tensors,
+        test_saved_inputs_take_no_additional_memory,
     ],
 )
 def test_another_operation_and_another_residual_are_found(test):

@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint: what is recomputed has the rule."""
+"""torch.utils.checkpoint: the recomputed function uses the rule."""
 
 import keras
 import pytest
@@ -16,7 +16,7 @@ ways = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "no
 
 
 def block(f):
-    """The op with something before and behind it, whose intermediates are recomputed too."""
+    """Return the op between other operations, whose results are recomputed, too."""
     return lambda x, w: torch.sin(f(x * w, w + 1.0)) * x
 
 
@@ -37,7 +37,7 @@ def test_a_checkpoint(case, reentrant):
 
 @cases
 def test_a_second_derivative_of_a_checkpoint(case):
-    """Which PyTorch has where a checkpoint is not reentrant."""
+    """PyTorch supports it for a checkpoint that is not reentrant."""
 
     def second(f, around):
         x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
@@ -50,7 +50,7 @@ def test_a_second_derivative_of_a_checkpoint(case):
 
 
 @ways
-def test_checkpoints_in_sequence_and_within_each_other(reentrant):
+def test_sequential_and_nested_checkpoints(reentrant):
     op = CASES["intermediate"].op
     layers = [lambda x: torch.sin(op(x, W)), lambda x: op(torch.cos(x), W), lambda x: op(x, x)]
 
@@ -73,8 +73,8 @@ def test_checkpoints_in_sequence_and_within_each_other(reentrant):
 
 
 @ways
-def test_a_function_runs_once_more_for_a_checkpoint(reentrant):
-    """And nothing is kept of what the rule uses, between."""
+def test_a_checkpoint_runs_the_function_once_more(reentrant):
+    """The residuals are not kept in between."""
     runs, kept = [], []
 
     @op_custom_gradient
@@ -93,7 +93,7 @@ def test_a_function_runs_once_more_for_a_checkpoint(reentrant):
 
 @op_custom_gradient
 def by_both(x, w):
-    """Its rule has its inputs in another order."""
+    """A function whose rule uses its inputs in another order."""
     return x * w, lambda u: (7.0 * u * w, 3.0 * u * x)
 
 
@@ -118,13 +118,13 @@ class Weighted:
 
 
 def rows(y, *xs):
-    """The Jacobian, by a backward pass that is mapped over upstream gradients."""
+    """Return the Jacobian, by a backward pass that is mapped over upstream gradients."""
     return torch.func.vmap(lambda u: torch.autograd.grad(y, xs, u, retain_graph=True))(torch.eye(3))
 
 
 @pytest.mark.parametrize("op", [by_both, Scaled().by_both, Weighted()], ids=["op", "method", "weight"])
 def test_a_mapped_backward_pass_of_a_checkpoint(op):
-    """What it runs again has nothing that is mapped, and saves what it saved at first, in that order."""
+    """The second run has no mapped tensors, and saves the same tensors in the same order as the first."""
     x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
     y = checkpoint(lambda *args: torch.sin(op(*args)), x, w, use_reentrant=False)
     slope = torch.cos(op(X, W)).detach()

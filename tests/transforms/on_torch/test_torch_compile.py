@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True): an op compiles whole, forward and backward, and once."""
+"""torch.compile(fullgraph=True): an op compiles in one graph, forward and backward, and once."""
 
 import keras
 import pytest
@@ -13,7 +13,7 @@ from multigrad import ops as shelf
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
-# Of Dynamo (PyTorch 2.13), which looks whether tensors have one.
+# A warning of Dynamo (PyTorch 2.13), which looks for gradients of tensors.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
@@ -24,12 +24,12 @@ cases = pytest.mark.parametrize("case", whole.values(), ids=whole)
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled():
-    """What one test compiled is no cause for another one to compile again."""
+    """Reset the compiler, so that functions of one test do not count for another."""
     torch.compiler.reset()
 
 
 class Counting:
-    """A backend that runs graphs as they are, and counts them."""
+    """A backend that runs graphs uncompiled, and counts them."""
 
     def __init__(self):
         self.graphs = 0
@@ -47,12 +47,12 @@ def gradients(f, x=X, w=W):
 
 
 def around(f):
-    """The op with something before and behind it."""
+    """Return the op between other operations."""
     return lambda x, w: torch.sin(f(x * w, w)) * x
 
 
 @cases
-def test_compiled_whole(case):
+def test_fullgraph_compilation(case):
     compiled = torch.compile(around(case.op), fullgraph=True, backend="aot_eager")
     wanted = gradients(around(case.meant))
     close(gradients(compiled), wanted, 1e-4)
@@ -80,7 +80,7 @@ SHELF = {
 
 
 @pytest.mark.parametrize("op", SHELF.values(), ids=SHELF)
-def test_the_shelf_compiled_whole(op):
+def test_fullgraph_compilation_of_the_ops_of_multigrad(op):
     def gradient(f):
         x = X.clone().requires_grad_()
         y = f(x)
@@ -97,7 +97,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("option", "answer"), ANSWERS.values(), ids=ANSWERS)
-def test_answers_compiled_whole(option, answer):
+def test_fullgraph_compilation_of_each_form_of_answer(option, answer):
     op = op_custom_gradient(lambda x, option: (x * 3.0, answer))
 
     def gradient(f):
@@ -108,8 +108,8 @@ def test_answers_compiled_whole(option, answer):
     close(gradient(op), torch.full_like(X, 7.0))
 
 
-def test_one_entry_per_tensor_beside_an_option_compiled_whole():
-    """Per argument is tried first, and does not fit."""
+def test_fullgraph_compilation_with_one_entry_per_tensor_and_an_option():
+    """One entry per argument is tried first, and does not fit."""
     op = op_custom_gradient(lambda pair, option: (pair[0] * pair[1], lambda u: (u * 5.0, u * 7.0)))
 
     def gradient(f):
@@ -120,7 +120,7 @@ def test_one_entry_per_tensor_beside_an_option_compiled_whole():
     close(gradient(torch.compile(op, fullgraph=True, backend="aot_eager")), wanted)
 
 
-# Of PyTorch 2.13, which still uses them itself when it loads its compiler.
+# Warnings of PyTorch 2.13 about itself, when it loads its compiler.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["intermediate", "structure"])
@@ -132,7 +132,7 @@ def test_compiled_to_machine_code(name):
 
 
 class Scaled(torch.nn.Module):
-    """An op that is defined in `forward`, around what is at hand there."""
+    """A module that defines an op in `forward`, around local tensors."""
 
     def __init__(self, factor):
         super().__init__()
@@ -204,8 +204,8 @@ SHARING = {
 
 @pytest.mark.parametrize("function", SHARING.values(), ids=SHARING)
 @pytest.mark.parametrize("leaf", [True, False])
-def test_outputs_of_the_program_that_share_memory(function, leaf):
-    """PyTorch (2.13) makes one of the other anew, past the rule: by hand, too, where it is a view."""
+def test_outputs_that_share_memory(function, leaf):
+    """PyTorch (2.13) recreates one from the other, without the rule, as in a hand-written function."""
 
     def gradient(run):
         x = torch.tensor([0.5, -1.25, 1.5], requires_grad=True)
@@ -256,14 +256,14 @@ REFUSED = {
 
 
 def slow_by_multigrad(name):
-    """Dynamo takes 5 s to trace multigrad's own derivatives."""
+    """Return the parameter as slow: Dynamo takes 5 s to trace multigrad's derivatives."""
     marks = pytest.mark.slow if name.startswith("multigrad.") else ()
     return pytest.param(REFUSED[name], id=name, marks=marks)
 
 
 @pytest.mark.parametrize("transform", [slow_by_multigrad(name) for name in REFUSED])
-def test_a_transform_in_a_compiled_function_is_refused_or_left_uncompiled(transform):
-    """PyTorch (2.13) compiles it without a custom gradient, be it written as a Function by hand."""
+def test_a_transform_in_a_compiled_function_raises_or_runs_uncompiled(transform):
+    """PyTorch (2.13) compiles transforms only without custom gradients, also hand-written ones."""
     case = CASES["intermediate"]
     with pytest.raises(torch._dynamo.exc.Unsupported, match="ignores custom gradients"):
         torch.compile(transform(case.op), fullgraph=True, backend="aot_eager")(X)
@@ -285,8 +285,8 @@ def test_a_compiled_function_in_a_checkpoint():
     close(got, gradients(around(CASES["intermediate"].meant)), 1e-4)
 
 
-def test_a_checkpoint_in_a_compiled_function_is_refused_or_left_uncompiled():
-    """Keras notes the scope that is in force, which Dynamo allows in no checkpoint."""
+def test_a_checkpoint_in_a_compiled_function_raises_or_runs_uncompiled():
+    """Keras sets the active scope, which Dynamo does not allow in a checkpoint."""
 
     def f(x, w):
         return torch.utils.checkpoint.checkpoint(around(CASES["intermediate"].op), x, w, use_reentrant=False)
@@ -298,7 +298,7 @@ def test_a_checkpoint_in_a_compiled_function_is_refused_or_left_uncompiled():
         torch.compile(f, fullgraph=True, backend="aot_eager")(X, W)
 
 
-def test_an_op_that_reads_a_weight_is_refused_or_left_uncompiled():
+def test_an_op_that_reads_a_weight_raises_or_runs_uncompiled():
     weight = keras.Variable([2.0, 3.0, 4.0])
 
     @op_custom_gradient
@@ -314,7 +314,7 @@ def test_an_op_that_reads_a_weight_is_refused_or_left_uncompiled():
     close((x.grad, weight.value.grad), (7.0 * V * torch.exp(X), 5.0 * V * torch.exp(X)))
 
 
-def test_an_op_in_a_rule_is_refused_or_left_uncompiled():
+def test_an_op_in_a_rule_raises_or_runs_uncompiled():
     case = CASES["an op"]
     compiled = torch.compile(around(case.op), backend="aot_eager")
     close(gradients(compiled), gradients(around(case.meant)), 1e-4)
@@ -323,8 +323,8 @@ def test_an_op_in_a_rule_is_refused_or_left_uncompiled():
         gradients(torch.compile(around(case.op), fullgraph=True, backend="aot_eager"))
 
 
-def test_a_second_derivative_of_a_compiled_function_is_an_error():
-    """As it is of any function that PyTorch (2.13) compiled."""
+def test_a_second_derivative_of_a_compiled_function_raises():
+    """As for any function that PyTorch (2.13) compiled."""
     compiled = torch.compile(CASES["intermediate"].op, fullgraph=True, backend="aot_eager")
     x = X.clone().requires_grad_()
     (slope,) = torch.autograd.grad(compiled(x, W).sum(), x, create_graph=True)
@@ -368,8 +368,8 @@ def around_three_cubes(x):
 
 
 @pytest.mark.parametrize("op", [three_cubes, around_three_cubes, lambda x: three_cubes(three_cubes(x))])
-def test_one_tensor_where_nothing_is_recorded(op):
-    """Dynamo counts the arguments of a Function, and may take one of these for its context."""
+def test_one_tensor_without_recording(op):
+    """Dynamo counts the arguments of a Function, and may confuse one of them with its context."""
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
     close(compiled(X), op(X))
     with torch.no_grad():
@@ -383,8 +383,8 @@ def test_an_op_of_one_argument_in_the_function_of_another():
 
 
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_phase_of_the_layers_around_a_rule(whole):
-    """It is the one that the function met, whether the rule is compiled with it or runs later."""
+def test_the_training_mode_of_the_layers_around_a_rule(whole):
+    """It is the mode of the function, whether the rule is compiled with it or runs later."""
     phase = Phase()
 
     class Within(keras.layers.Layer):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and FSDP2, on two processes that talk by gloo: the gradients of one process."""
+"""DistributedDataParallel and FSDP2 on two processes with gloo: the gradients equal those of one process."""
 
 import data_parallel
 import pytest
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_two_processes_have_the_gradients_of_one(tmp_path):
+def test_two_processes_have_the_gradients_of_one_process(tmp_path):
     torch.multiprocessing.spawn(data_parallel.work, (str(tmp_path),), nprocs=2)
     for rank in (0, 1):
         found = torch.load(tmp_path / f"of_{rank}")

@@ -1,4 +1,4 @@
-"""torch.export: the forward pass of every op, and back from a file."""
+"""torch.export: the forward pass of every op, also loaded from a file."""
 
 import io
 
@@ -22,7 +22,7 @@ class Module(torch.nn.Module):
         return torch.sin(self.f(x, self.weight))
 
 
-# A strict export names what the program changed outside of it: the scope in which Keras's variables are read.
+# A strict export warns of side effects: here the scope in which Keras's variables are read.
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @cases
 @pytest.mark.parametrize("strict", [False, True])
@@ -40,7 +40,7 @@ def test_an_exported_program_from_a_file(case):
 
 
 @cases
-def test_a_program_of_any_number_of_rows(case):
+def test_a_program_with_a_dynamic_number_of_rows(case):
     module = Module(case.op)
     rows = torch.stack([X, V])
     program = torch.export.export(module, (rows,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
@@ -49,8 +49,8 @@ def test_a_program_of_any_number_of_rows(case):
 
 
 @cases
-def test_an_exported_program_has_a_gradient_around_the_op_alone(case):
-    """It goes around what the op computes: better none than that of its operations."""
+def test_an_exported_op_has_no_gradient(case):
+    """Its gradient is missing, instead of the gradient of its operations. Other operations have gradients."""
 
     class Beside(torch.nn.Module):
         def forward(self, x):

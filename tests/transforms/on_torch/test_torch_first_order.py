@@ -1,4 +1,4 @@
-"""`higher_order=False`, where it changes something: what is saved, and what is refused."""
+"""`higher_order=False` on PyTorch: the saved tensors, and the errors."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from multigrad import op_custom_gradient
 
 
 @pytest.mark.parametrize("by", ["upstream", "closed over"])
-def test_what_else_the_gradient_depends_on(by):
+def test_other_tensors_that_the_gradient_depends_on(by):
     x, w, u = (torch.ones(3, requires_grad=True) for _ in range(3))
 
     @op_custom_gradient(higher_order=False)
@@ -22,7 +22,7 @@ def test_what_else_the_gradient_depends_on(by):
 
 
 @pytest.mark.parametrize(("options", "count"), [({}, 2), ({"higher_order": False}, 1)])
-def test_inputs_are_let_go(options, count):
+def test_inputs_are_not_saved(options, count):
     saved = []
     op = op_custom_gradient(with_rule, **options)
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: saved[0]):

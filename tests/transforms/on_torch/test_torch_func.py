@@ -1,4 +1,4 @@
-"""torch.func: its transforms, and their nestings, on every op."""
+"""torch.func: its transforms and their nestings, on every op."""
 
 import functools
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ import multigrad
 from multigrad import op_custom_gradient
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
-XS, WS = torch.stack([X, W, V, X + W]), torch.stack([W, V, X, X - V])  # four times three
+XS, WS = torch.stack([X, W, V, X + W]), torch.stack([W, V, X, X - V])  # four rows of three
 
 cases = pytest.mark.parametrize("case", [*CASES.values(), ONE_FOR_ALL], ids=[*CASES, "one for all"])
 
@@ -77,7 +77,7 @@ class Module(torch.nn.Module):
         return self.f(x, self.weight)
 
 
-# Of torch.func.linearize (PyTorch 2.13) itself.
+# A warning of torch.func.linearize (PyTorch 2.13) about itself.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 @cases
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
@@ -87,7 +87,7 @@ def test_a_transform(case, transform):
 
 
 def solid(tensor):
-    """A tensor that NumPy can read: forward mode has one of its own for zeros."""
+    """Return a tensor that NumPy can read. Forward mode has a special tensor for zeros."""
     return tensor + torch.zeros_like(tensor)
 
 
@@ -111,7 +111,7 @@ MAPPED = {
 
 
 def loop(f, in_dims, args):
-    """What `vmap` is to give: the function on one slice after the other."""
+    """Return the expected result of `vmap`: the function applied to each slice."""
     dims = (in_dims,) * len(args) if isinstance(in_dims, int) else in_dims
     slices = [[a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)] for i in range(4)]
     leaves = [tree_flatten(f(*own)) for own in slices]
@@ -135,8 +135,8 @@ def test_vmap_within_vmap(case):
     close(every_pair(grad(weighted(case.op))), every_pair(grad(weighted(case.meant))), 1e-4)
 
 
-def test_what_an_ended_vmap_left_behind():
-    """It maps nothing any more, though a tensor of it is still held by what the rule reaches."""
+def test_tensors_of_an_ended_vmap():
+    """An ended vmap maps nothing, although an object that the rule reaches still holds a tensor of it."""
 
     class Held:
         factor = 7.0
@@ -153,8 +153,8 @@ def test_what_an_ended_vmap_left_behind():
 
 
 @pytest.mark.parametrize(("op", "beside", "each"), BY_THE_RULE_ALONE.values(), ids=BY_THE_RULE_ALONE)
-def test_what_the_rule_alone_depends_on(op, beside, each):
-    """Each element has its own upstream gradient, although all have one output."""
+def test_arguments_that_only_the_rule_uses(op, beside, each):
+    """Each element has its own upstream gradient, although all share one output."""
     weights, beside = torch.tensor([1.0, 10.0, 100.0]), torch.tensor(beside)
 
     def total(x):
@@ -166,7 +166,7 @@ def test_what_the_rule_alone_depends_on(op, beside, each):
     x = torch.tensor(2.0)
     wanted = (torch.tensor(each) * weights).sum()
     close(grad(total)(x), wanted)
-    # The derivative of y + x y' is y' + y' + x y'', of which the last is zero.
+    # The derivative of y + x y' is y' + y' + x y'', of which the last term is zero.
     close(grad(squares)(x), 2.0 * wanted)
 
 
@@ -201,7 +201,7 @@ def test_plain_backward_around_vmap(case):
 
 
 def test_a_function_runs_once_under_a_transform():
-    """And once more, recorded, for a second derivative through what it computed on the way."""
+    """It runs again, recorded, for a second derivative through its intermediate results."""
     runs = []
 
     @op_custom_gradient
@@ -223,7 +223,7 @@ def test_a_function_runs_once_under_a_transform():
     assert runs_of(jacrev(jacrev(op))) == 2
 
 
-# ------------------------------------------------------------------------------ what is closed over
+# ------------------------------------------------------------------------------ closed-over tensors
 
 
 def closing_over(w):
@@ -246,8 +246,8 @@ CLOSED_OVER = {
 
 
 @pytest.mark.parametrize("transform", CLOSED_OVER.values(), ids=CLOSED_OVER)
-def test_what_is_closed_over_has_no_gradient_but_in_a_second_derivative(transform):
-    """The op is `w·x²` in value; its slope is `7·(w·x + w)`, which by `w` has a derivative."""
+def test_closed_over_tensors_have_a_gradient_only_in_a_second_derivative(transform):
+    """The op has the value `w·x²`. Its slope is `7·(w·x + w)`, which has a derivative with respect to `w`."""
 
     def meant(x, w):
         potential = 7.0 * (x**2 / 2 + x)
@@ -270,7 +270,7 @@ def test_integers_among_mapped_outputs():
     close(jvp(lambda x: vmap(op)(x)[0], (XS,), (WS,)), (XS**3, 7.0 * XS**2 * WS))
 
 
-# ---------------------------------------------------------------------------- gradients of multigrad's
+# ---------------------------------------------------------------------------- gradients by multigrad
 
 
 WITHIN = {
@@ -283,12 +283,12 @@ WITHIN = {
 
 @cases
 @pytest.mark.parametrize("transform", WITHIN.values(), ids=WITHIN)
-def test_a_gradient_of_multigrad_under_a_transform(case, transform):
+def test_a_gradient_by_multigrad_in_a_transform(case, transform):
     close(transform(multigrad.grad(weighted(case.op))), transform(grad(weighted(case.meant))), 1e-3)
 
 
-def test_what_is_beside_a_value_under_a_transform():
-    """Tensors of the level at which the gradient is taken, and anything else."""
+def test_aux_in_a_transform():
+    """Tensors of the level of the gradient, and other objects."""
 
     def scalar(x):
         return (CASES["input"].op(x, W) * V).sum(), {"x": x * 2.0, "n": 3, "none": None}
@@ -343,8 +343,8 @@ RUN_TWICE_FOR_OBJECTS = {"grad": grad, "vmap of grad": lambda f: mapped(grad(f))
         *[(noisy_by_object, t) for t in (*RUN_TWICE.values(), *RUN_TWICE_FOR_OBJECTS.values())],
     ],
 )
-def test_a_random_function_is_found_out(op, transform):
-    """Where it runs again it gives other numbers, and the rule and the output would not be of one run."""
+def test_a_random_function_raises(op, transform):
+    """A second run gives other numbers, so that the rule and the output would not match."""
     with pytest.raises(RuntimeError, match="the function returned different values"):
         transform(lambda x: op(x).sum())(X)
 
@@ -362,7 +362,7 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("transform", FORWARD.values(), ids=FORWARD)
-def test_what_a_function_that_reaches_an_object_leaves_in_another_one(transform):
+def test_a_function_with_an_object_that_writes_to_another_object(transform):
     given = SimpleNamespace(scale=7.0)
 
     @op_custom_gradient
@@ -385,8 +385,8 @@ def narrow(x):
     return held.q.to(x.dtype), lambda u: 7.0 * u * (held.q == held.q.clone())
 
 
-def test_what_depends_on_no_input_is_that_of_the_first_run():
-    """Such as the mask of a dropout, to which a second run would have another one."""
+def test_values_that_depend_on_no_input_are_from_the_first_run():
+    """For example, the mask of a dropout, which would differ in a second run."""
     for _ in range(5):
         y, pushed = jvp(masked, (X,), (V,))
         close(pushed, 7.0 * V * (y != 0))
@@ -407,8 +407,8 @@ def test_a_random_function_that_runs_once():
     close(pull(torch.ones(3))[0], 7.0 * y / torch.tan(X), 1e-4)
 
 
-def test_what_two_runs_gave_is_compared_wherever_it_is_mapped():
-    """At several levels, along other axes, and where one of both is the same for all."""
+def test_two_runs_are_compared_under_nested_vmap():
+    """At several levels, along different axes, and if only one of the two is mapped."""
 
     @op_custom_gradient
     def op(x, y):
@@ -431,17 +431,17 @@ def by_intermediate(x):
 
 @pytest.mark.parametrize("mode", ["meta", "fake"])
 def test_forward_mode_without_values(mode):
-    """There is nothing by which a rule could be seen to be linear."""
+    """Without values, linearity cannot be checked."""
     with FakeTensorMode() if mode == "fake" else torch.device("meta"):
         x = torch.ones(3)
-        for _ in range(20):  # what stands in memory by chance is no value
+        for _ in range(20):  # uninitialized memory must not count as values
             assert jvp(by_intermediate, (x,), (x,))[1].shape == (3,)
             assert hessian(lambda x: by_intermediate(x).sum())(x).shape == (3, 3)
             assert vmap(lambda x: jvp(by_intermediate, (x,), (x,))[1])(x).shape == (3,)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_forward_mode_written_down(mode):
+def test_forward_mode_in_a_traced_graph(mode):
     written = make_fx(lambda x: jvp(by_intermediate, (x,), (x,))[1], tracing_mode=mode)(torch.ones(3))
     x = torch.arange(4.0 if mode == "symbolic" else 3.0)
     close(written(x), 21 * x**3)
@@ -452,7 +452,7 @@ IN_AN_OBJECT = (
 )
 
 
-def test_forward_mode_of_what_another_derivative_left_in_an_object():
+def test_forward_mode_of_a_tensor_that_another_derivative_stored_in_an_object():
     kept = SimpleNamespace()
 
     @op_custom_gradient
@@ -469,8 +469,8 @@ def test_forward_mode_of_what_another_derivative_left_in_an_object():
             derivative(x)
 
 
-def test_forward_mode_of_a_mapped_derivative_that_left_something_unmapped_in_an_object():
-    """There the vmap is at work in the place of the derivative around it."""
+def test_forward_mode_of_a_mapped_derivative_that_stored_an_unmapped_tensor_in_an_object():
+    """There, vmap is active instead of the derivative around it."""
     kept = SimpleNamespace()
 
     @op_custom_gradient
@@ -486,7 +486,7 @@ def test_forward_mode_of_a_mapped_derivative_that_left_something_unmapped_in_an_
         jvp(grad(loss), (X,), (V,))
 
 
-def test_forward_mode_beside_an_object_without_tensors():
+def test_forward_mode_with_an_object_without_tensors():
     kept = SimpleNamespace(factor=7.0)
 
     @op_custom_gradient
@@ -508,8 +508,8 @@ def put_in_an_object(value, held=Held()):  # noqa: B008
     return lambda: held.value
 
 
-def test_what_is_reached_through_an_object_and_transformed():
-    """It counts as what is closed over does."""
+def test_transformed_tensors_in_an_object():
+    """They are treated as closed-over tensors."""
 
     def one(w, x):
         held = put_in_an_object(w)
@@ -547,7 +547,7 @@ class Square:
 
 
 def test_forward_mode_of_a_gradient_through_an_object():
-    """The derivative of the call runs the function once more, and what the object holds is of that run."""
+    """The derivative of the call runs the function again, and the object then holds values of that run."""
     x = torch.tensor([0.5, 2.0], requires_grad=True)
     hessian = torch.autograd.functional.hessian(
         lambda x: Square().of(x).sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
@@ -563,7 +563,7 @@ OF_A_PLAIN_LEAF = torch.tensor(2.0, requires_grad=True)
 
 
 @pytest.mark.parametrize("by", ["a closure", "a global"])
-def test_a_plain_gradient_of_a_transforms_gradient_by_what_is_reached(by):
+def test_a_backward_of_a_transforms_gradient_with_respect_to_a_reached_tensor(by):
     leaf = OF_A_PLAIN_LEAF
     read = {"a closure": lambda: leaf, "a global": lambda: OF_A_PLAIN_LEAF}[by]
     x = torch.tensor([0.5, 2.0])
@@ -595,7 +595,7 @@ def by_tensors(a, b):
 
 
 def with_graph(wrap):
-    """The gradient by autograd, recorded, of what is wrapped."""
+    """Return the recorded gradient by autograd of the wrapped tensors."""
 
     def slope(f):
         def at(x):
@@ -630,7 +630,7 @@ SECOND_OF_ONE = {
 @pytest.mark.parametrize("name", SECOND_OF_ONE)
 @pytest.mark.parametrize("function", [by_a_container, by_an_object, by_tensors])
 def test_one_tensor_for_two_arguments(function, name):
-    """Where it comes back as two, the function that runs again finds as many residuals as at first."""
+    """If the tensor is returned as two, a second run of the function finds as many residuals as the first."""
     op = op_custom_gradient(function)
     x = (0.25 * X).requires_grad_(name in ("recorded", "checkpoint", "saved on the CPU"))
 
@@ -646,7 +646,7 @@ def test_one_tensor_for_two_arguments(function, name):
     close(jvp(loss, (x.detach(),), (V,))[1], meant(x.detach()), 1e-4)
 
 
-def test_what_stands_in_two_places_of_a_rule_is_saved_once():
+def test_a_tensor_that_occurs_twice_in_a_rule_is_saved_once():
     saved = []
 
     @op_custom_gradient
@@ -658,14 +658,14 @@ def test_what_stands_in_two_places_of_a_rule_is_saved_once():
     x = X.clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or 2.0 * t, lambda t: 0.5 * t):
         y = op(x)
-    assert len(saved) == 2  # and the input, for a second derivative
+    assert len(saved) == 2  # the residual, and the input for a second derivative
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     close(slope, 7.0 * torch.exp(2.0 * X))
     close(torch.autograd.grad(slope.sum(), x)[0], 14.0 * torch.exp(2.0 * X))
 
 
 def within(f, depth, x):
-    """Call a function within so many transforms, all of which have ended then."""
+    """Call a function in nested transforms, which have ended when this returns."""
     for _ in range(depth):
         f = functools.partial(lambda inner, x: grad(inner)(x).sum() + (x * x).sum(), f)
     f(x)
@@ -673,8 +673,8 @@ def within(f, depth, x):
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @cases
-def test_the_function_that_vjp_returns_recorded_from_outside(case, depth):
-    """What it uses stands in wrappers of transforms that have ended."""
+def test_recording_the_pullback_of_an_ended_vjp(case, depth):
+    """Its tensors are in wrappers of transforms that have ended."""
 
     def derivatives(f):
         x, w, u = (tensor.clone().requires_grad_() for tensor in (X, W, V))
@@ -695,8 +695,8 @@ def test_the_function_that_vjp_returns_recorded_from_outside(case, depth):
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @cases
-def test_an_op_of_a_tensor_that_transforms_left_behind(case, depth):
-    """PyTorch's own operations take what stands within, which has a history where the first one began."""
+def test_an_op_on_a_tensor_of_ended_transforms(case, depth):
+    """Operations of PyTorch use the wrapped tensor, which has a history in the outermost transform."""
 
     def derivatives(f):
         x, left = X.clone().requires_grad_(), []

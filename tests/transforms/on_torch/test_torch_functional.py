@@ -1,4 +1,4 @@
-"""torch.autograd: its functional form, double backward by `backward`, and its own numerical checks."""
+"""torch.autograd: its functional API, double backward by `backward`, and its numerical checks."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def weighted(f):
 
 
 def curved(f):
-    """With a second derivative, whether the op has one or not."""
+    """Return the function plus a term with a second derivative."""
     return lambda x, w: f(torch.sin(x), w**2)
 
 
@@ -69,7 +69,7 @@ def test_many_upstream_gradients_at_once(case, batched):
 
 
 @cases
-def test_a_graph_that_is_kept(case):
+def test_retain_graph(case):
     x = X.clone().requires_grad_()
     y = case.op(x, W)
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
@@ -80,8 +80,8 @@ def test_a_graph_that_is_kept(case):
 
 
 @cases
-def test_gradients_add_up(case):
-    """Into `.grad`, of a tensor that is used twice, in two backward passes."""
+def test_gradients_accumulate(case):
+    """In `.grad` of a tensor that is used twice, over two backward passes."""
 
     def total(f):
         x = X.clone().requires_grad_()

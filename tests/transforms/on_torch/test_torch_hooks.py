@@ -1,4 +1,4 @@
-"""Hooks on saved tensors, tensors, nodes and modules; and anomaly mode."""
+"""Hooks on saved tensors, tensors, nodes and modules, and anomaly mode."""
 
 import re
 
@@ -33,7 +33,7 @@ def unpacked(packed):
 
 @cases
 def test_every_residual_goes_through_the_hooks(case):
-    """What is saved is packed away; the gradients are made of what the hooks give back, and nothing else."""
+    """Saved tensors are packed, and gradients are computed from the unpacked tensors only."""
     kept = []
 
     def pack(tensor):
@@ -64,7 +64,7 @@ def test_saved_tensors_on_the_cpu_or_in_another_precision(case):
         close(torch.autograd.grad(case.op(x, w), (x, w), V), wanted, 1e-4)
 
 
-def test_saved_tensors_may_be_forbidden():
+def test_disabled_saved_tensors():
     x, w = leaves()
     with graph.disable_saved_tensors_hooks("no hooks here"):
         CASES["intermediate"].op(x, w).sum().backward()
@@ -76,7 +76,7 @@ def test_saved_tensors_may_be_forbidden():
 
 @cases
 def test_a_hook_on_the_result_and_on_an_input(case):
-    """One sees the upstream gradient, the other one the rule's; each may put another in its place."""
+    """One gets the upstream gradient, the other the gradient of the rule. Each can replace it."""
 
     def gradients(f):
         seen = []
@@ -146,13 +146,13 @@ def test_backward_hooks_of_a_module(case):
 # ------------------------------------------------------------------------------------- anomaly mode
 
 
-# It says of itself that it is slow.
+# Anomaly mode warns that it is slow.
 anomaly = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 
 
 @anomaly
 @cases
-def test_anomaly_mode_leaves_gradients_as_they_are(case):
+def test_anomaly_mode_does_not_change_gradients(case):
     def second(f):
         x, w = leaves()
         slopes = torch.autograd.grad(f(torch.sin(x), w**2), (x, w), V, create_graph=True)
@@ -164,7 +164,7 @@ def test_anomaly_mode_leaves_gradients_as_they_are(case):
 
 
 @anomaly
-def test_anomaly_mode_finds_a_rule_that_gives_nan():
+def test_anomaly_mode_finds_a_rule_that_returns_nan():
     @op_custom_gradient
     def op(x):
         return x * 1.0, lambda u: u * float("nan")

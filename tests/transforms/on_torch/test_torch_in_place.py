@@ -1,4 +1,4 @@
-"""In-place changes of a result, of an argument, and of what a rule uses: right, or an error."""
+"""In-place modification of a result, of an argument, and of residuals: right, or an error."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ CHANGES = {f.__name__: f for f in (multiplied, with_an_element_set, in_part, add
 @cases
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("order", [1, 2])
-def test_a_result_that_is_changed(case, change, order):
+def test_modifying_a_result(case, change, order):
     def gradients(f):
         x, w = leaves()
         y = change(f(torch.sin(x), w**2))
@@ -57,8 +57,8 @@ def test_a_result_that_is_changed(case, change, order):
 
 
 @cases
-def test_an_argument_that_is_changed(case):
-    """Before the backward pass: an error, where the rule uses it."""
+def test_modifying_an_argument(case):
+    """Modifying it before the backward pass raises, if the rule uses it."""
     x, w = leaves()
     inner = x * 1.0
     y = case.op(inner, w)
@@ -71,7 +71,7 @@ def test_an_argument_that_is_changed(case):
 
 
 @cases
-def test_a_leaf_that_is_changed_between_two_steps(case):
+def test_modifying_a_leaf_between_two_steps(case):
     def steps(f):
         x, w = leaves()
         for _ in range(3):
@@ -84,7 +84,7 @@ def test_a_leaf_that_is_changed_between_two_steps(case):
     close(steps(case.op), steps(case.meant), 1e-3)
 
 
-def test_one_of_two_results_that_is_changed():
+def test_modifying_one_of_two_results():
     @op_custom_gradient
     def op(x):
         return (x**2, x**3), lambda u, v: u * 5.0 * x + v * 7.0 * x**2
@@ -96,7 +96,7 @@ def test_one_of_two_results_that_is_changed():
     close(x.grad, 10.0 * X + 7.0 * X**2)
 
 
-def test_a_function_that_changes_its_own_tensors():
+def test_a_function_that_modifies_its_own_tensors():
     @op_custom_gradient
     def op(x):
         e = x**2

@@ -1,4 +1,4 @@
-"""Memory over many steps, threads, and no graph where none is asked for."""
+"""Memory over many steps, threads, and no graph without gradients."""
 
 import gc
 import queue
@@ -42,7 +42,7 @@ def transformed(f):
 
 
 def forward_alone(f):
-    """A graph that is built and thrown away."""
+    """Build a graph, and discard it."""
     return f(*leaves()).detach()
 
 
@@ -50,7 +50,7 @@ STEPS = {f.__name__: f for f in (first, second, checkpointed, transformed, forwa
 
 
 def live():
-    """How many tensors and nodes there are. (What a look at others would ask of them may warn.)"""
+    """Return the number of tensors and nodes. Other objects may warn when they are inspected."""
     kinds = torch.Tensor, torch.autograd.graph.Node, torch.autograd.function.FunctionCtx
     return sum(issubclass(type(thing), kinds) for thing in gc.get_objects())
 
@@ -82,7 +82,7 @@ CALCULUS = {
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("use", CALCULUS.values(), ids=CALCULUS)
-def test_nothing_of_the_calculus_waits_for_the_collector(use, rounds):
+def test_the_calculus_leaves_no_reference_cycles(use, rounds):
     use()
     gc.collect()
     gc.disable()
@@ -97,7 +97,7 @@ def test_nothing_of_the_calculus_waits_for_the_collector(use, rounds):
 
 @cases
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_nothing_waits_for_the_collector(case, rounds):
+def test_ops_leave_no_reference_cycles(case, rounds):
     for step in STEPS.values():
         step(case.op)
     gc.disable()
@@ -111,7 +111,7 @@ def test_nothing_waits_for_the_collector(case, rounds):
         gc.enable()
 
 
-def test_an_op_that_is_defined_anew_leaves_nothing():
+def test_a_redefined_op_leaves_no_objects():
     def step():
         op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 7.0 * w, u * x)))(*leaves()).backward(V)
 
@@ -132,7 +132,7 @@ def test_an_op_that_is_defined_anew_leaves_nothing():
 
 
 def in_threads(work, count=8):
-    """What `work(i)` returns in so many threads at once, in their order."""
+    """Return the results of `work(i)` in this number of concurrent threads, in their order."""
     results, start = queue.SimpleQueue(), threading.Barrier(count)
 
     def run(i):
@@ -152,7 +152,7 @@ def in_threads(work, count=8):
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_thread_for_each_case_at_once(step):
+def test_one_thread_per_case(step):
     chosen = list(CASES.values())
     got = in_threads(lambda i: [step(chosen[i].op) for _ in range(5)][-1], len(chosen))
     close(got, [step(case.meant) for case in chosen], 1e-3)
@@ -173,13 +173,13 @@ def test_eight_threads_on_one_graph(case):
 
 
 @cases
-def test_a_graph_of_one_thread_goes_back_in_another(case):
+def test_backward_in_another_thread(case):
     x, w = leaves()
     (y,) = in_threads(lambda _: case.op(x, w), 1)
     close(torch.autograd.grad(y, (x, w), V), torch.autograd.grad(case.meant(x, w), (x, w), V), 1e-4)
 
 
-def test_a_thread_without_gradients_beside_others():
+def test_a_thread_without_gradients():
     def work(i):
         with torch.set_grad_enabled(i % 2 == 0):
             return [CASES["intermediate"].op(*leaves()).requires_grad for _ in range(20)]
@@ -204,8 +204,8 @@ def test_no_graph_without_a_gradient(case):
 
 
 @cases
-def test_a_frozen_argument_is_not_answered_for(case):
-    """It gets no gradient, and the other one gets its own."""
+def test_a_frozen_argument_has_no_gradient(case):
+    """It gets no gradient, and the other argument gets its own."""
     x, _ = leaves()
     y = case.op(x, W)
     y.backward(V)

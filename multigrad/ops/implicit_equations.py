@@ -1,0 +1,280 @@
+"""Equations of flat tensors, and the op that ties a solution to the parameters of its equation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from multigrad import backend
+from multigrad.calculus.derivatives import vjp
+from multigrad.core.closure import lift, restore
+from multigrad.core.errors import describe, message
+from multigrad.core.op import op_custom_gradient
+from multigrad.core.structure import Layout, split
+from multigrad.core.type_sets import HoldsNoTensor
+from multigrad.core.variables import Pinned, Reads
+from multigrad.ops.dtypes import dtype_of
+from multigrad.ops.implicit_solvers import Map, Newton, Solver, Tensors, UserSolver
+
+_NUMBERS = (int, float, np.ndarray, np.generic)
+
+
+def solution(
+    solver: Solver,
+    f: Callable[..., Any],
+    z0: Any,
+    args: tuple[Any, ...],
+    user_solver: Callable[..., Any] | None = None,
+) -> Any:
+    """Solve the equation of a user's function, with gradients for everything that the function depends on."""
+    start, layout = _initial_guess(solver.name, z0)
+    equation = _UserEquation(solver, f, layout, args)
+    parameters = equation.parameters_at(start)
+    if user_solver is not None:
+        assert isinstance(solver, Newton)
+        equation.solver = UserSolver(solver, lambda: equation.solved_by(user_solver, parameters, start))
+    solved, hidden = equation.solve(parameters, start)
+    return layout.join(_tied(equation if equation.opaque else _Sealed(equation), solved, parameters, hidden))
+
+
+@op_custom_gradient(name="implicit")
+def _tied(equation: Any, solved: Tensors, parameters: Tensors, hidden: Tensors | None) -> Any:
+    """Return the solution of an equation, as a function of its parameters and of `hidden`.
+
+    `hidden` depends on the tensors that are not parameters, see `_Equation.solve`.
+    """
+    z = [x * 1 for x in solved]  # an output, because the rule differentiates with respect to it
+
+    def rule(upstream: Tensors) -> tuple[Any, ...]:
+        v = list(upstream)
+        adjoint, adjoint_parameters = _Adjoint(equation.unsealed, len(v)), [*z, *parameters, *v]
+        solved, adjoint_hidden = adjoint.solve(adjoint_parameters, v)
+        w = _tied(_Sealed(adjoint), solved, adjoint_parameters, adjoint_hidden)
+        name = equation.unsealed.solver.name
+        hidden_gradients = None if hidden is None else [_first_order_only(x, name) for x in w]
+        return None, None, equation.unsealed.pull(z, parameters, w), hidden_gradients
+
+    return z, rule
+
+
+@op_custom_gradient(name="implicit")
+def _first_order_only(x: Any, name: str) -> Any:
+    """Return `x`, and raise where it is differentiated: it depends on tensors that are not parameters."""
+
+    def rule(upstream: Any) -> Any:
+        raise RuntimeError(
+            message(
+                name,
+                "the second derivative would be incomplete, because the function uses a hidden tensor",
+                argument="'f'",
+                required="a function of tensors that are its arguments, or that it closes over",
+                got="a function that reaches a tensor through an object",
+                fix="pass the tensor as an argument",
+            )
+        )
+
+    return x, rule
+
+
+class _Sealed(HoldsNoTensor):
+    """An equation in which the op searches for no tensors: all of them are parameters, or in `hidden`."""
+
+    def __init__(self, unsealed: Any) -> None:
+        self.unsealed = unsealed
+
+
+class _Equation:
+    """An equation for flat tensors `z`, given by a map that depends on parameters. It holds no tensors.
+
+    Arguments:
+        solver: the solver, with the name of the op for messages.
+        opaque: whether the map may depend on tensors that are not among its parameters.
+    """
+
+    def __init__(self, solver: Solver, opaque: bool) -> None:
+        self.solver, self.opaque = solver, opaque
+
+    @property
+    def unsealed(self) -> "_Equation":
+        return self
+
+    def at(self, parameters: Tensors) -> Map:
+        """Return the map for these parameters. The solution is its fixed point or root."""
+        raise NotImplementedError
+
+    def solve(self, parameters: Tensors, start: Tensors) -> tuple[Tensors, Tensors | None]:
+        """Return the solution without a gradient, and `hidden`: what the map returns for constants.
+
+        `hidden` depends only on the tensors that the function reaches through objects. The framework finds
+        them, by recording one call of the map. It is None if there are no such tensors.
+        """
+        constants = [ops.stop_gradient(x) for x in parameters]
+        step = self.at(constants)
+        solved = self.solver.solve(step, [ops.stop_gradient(x) for x in start])
+        return solved, list(step(solved)) if self.opaque else None
+
+    def pull(self, z: Tensors, parameters: Tensors, w: Tensors) -> list[Any]:
+        """Return `A^T w`: the gradients of the parameters, and None for parameters without a gradient."""
+        floating = [backend.active.is_differentiable(x) for x in parameters]
+        if not any(floating):
+            return [None] * len(floating)
+
+        def f(*primals: Any) -> Any:
+            remaining = iter(primals)
+            pairs = zip(parameters, floating, strict=True)
+            return list(self.at([next(remaining) if f else x for x, f in pairs])(z))
+
+        _, pull = vjp(f, *[x for x, f in zip(parameters, floating, strict=True) if f])
+        gradients = iter(pull(list(w)))
+        return [next(gradients) if f else None for f in floating]
+
+
+class _Adjoint(_Equation):
+    """The adjoint equation `w = v + J^T w`, with the Jacobian `J` of another equation at its solution `z`.
+
+    Its parameters are the `count` tensors of `z`, the parameters of the other equation, and `v`.
+    """
+
+    def __init__(self, equation: _Equation, count: int) -> None:
+        super().__init__(equation.solver.adjoint(), equation.opaque)
+        self.equation, self.count = equation, count
+
+    def at(self, parameters: Tensors) -> Map:
+        count = self.count
+        z, inner, v = parameters[:count], parameters[count:-count], parameters[-count:]
+        step = self.equation.at(inner)
+        _, pull = vjp(lambda *z: list(step(z)), *z)
+        return lambda w: [a + b for a, b in zip(v, pull(list(w)), strict=True)]
+
+
+class _UserEquation(_Equation):
+    """The equation of a user's function.
+
+    Its parameters are the tensors in the arguments, the tensors that the function closes over, and the values
+    of the trainable variables that it reads.
+    """
+
+    def __init__(self, solver: Solver, f: Callable[..., Any], z: Layout, args: tuple[Any, ...]) -> None:
+        self.closed_over, self.f, opaque = lift(f, backend.active.TENSORS)
+        super().__init__(solver, opaque)
+        self.z = z
+        self.tensors, self.args = split(args)
+        self.variables: Sequence[keras.Variable] = ()
+
+    def parameters_at(self, z: Tensors) -> Tensors:
+        """Return the parameters. One call of the function finds the variables that it reads."""
+        tensors = [*self.tensors, *self.closed_over]
+        with Reads() as scope:
+            returned = self.call(z, [ops.stop_gradient(x) for x in tensors])
+        if scope.assigned:
+            raise self._assigns_error([variable for variable, _ in scope.assigned.values()])
+        self._check_structure(z, returned, "f")
+        self._check_tensors(z, returned, "f")
+        self.variables = list(scope.variables)
+        return [*tensors, *map(backend.active.as_tensor, self.variables)]
+
+    def call(self, z: Tensors, parameters: Tensors) -> Any:
+        """Return the result of the function."""
+        f, args, _ = self.parts(parameters)
+        return f(self.z.join(z), *args)
+
+    def parts(self, parameters: Tensors) -> tuple[Callable[..., Any], tuple[Any, ...], Tensors]:
+        """Return the function and its arguments with these parameters, and the values of the variables."""
+        count = len(self.tensors)
+        end = count + len(self.closed_over)
+        closed_over, values = parameters[count:end], parameters[end:]
+        return restore(self.f, closed_over), self.args.join(parameters[:count]), values
+
+    def at(self, parameters: Tensors) -> Map:
+        _, _, values = self.parts(parameters)
+
+        def step(z: Tensors) -> Tensors:
+            with Pinned(self.variables, values):
+                return split(self.call(z, parameters))[0]
+
+        return step
+
+    def solved_by(self, user_solver: Callable[..., Any], parameters: Tensors, z: Tensors) -> Any:
+        """Return the flat result of a user's solver for constant parameters."""
+        f, args, values = self.parts([ops.stop_gradient(x) for x in parameters])
+        with Pinned(self.variables, values):
+            returned = user_solver(f, self.z.join(z), *args)
+        self._check_structure(z, returned, "solver")
+        returned = tree.map_structure(
+            lambda x, like: ops.convert_to_tensor(x, dtype_of(like)) if isinstance(x, _NUMBERS) else x,
+            returned,
+            self.z.join(z),
+        )
+        self._check_tensors(z, returned, "solver")
+        return split(returned)[0]
+
+    def _assigns_error(self, assigned: Sequence[keras.Variable]) -> TypeError:
+        return TypeError(
+            message(
+                self.solver.name,
+                "the function assigns variables, so that it differs in every call",
+                argument="'f'",
+                required="a function of its arguments alone",
+                got=f"an assignment to {', '.join(repr(variable.path) for variable in assigned)}",
+                fix="call layers with training=False, and draw random numbers outside of the function",
+            )
+        )
+
+    def _check_structure(self, z: Tensors, returned: Any, argument: str) -> None:
+        """Raise unless the function or solver returned the structure of `z`."""
+        try:
+            tree.assert_same_structure(self.z.join(z), returned)
+        except (TypeError, ValueError) as error:
+            required = "the structure of `z0`"
+            raise self._differs(TypeError, argument, "structure", describe(returned), required) from error
+
+    def _check_tensors(self, z: Tensors, returned: Any, argument: str) -> None:
+        """Raise unless the function or solver returned tensors with the dtypes and shapes of `z`."""
+        results, layout = split(returned)
+        if len(results) != len(z):
+            got = ", ".join(map(describe, layout.static_leaves()))
+            raise self._differs(TypeError, argument, "type", got, "tensors, as in `z0`")
+        for like, result in zip(z, results, strict=True):
+            texts = describe(result), describe(like)
+            if dtype_of(like) != dtype_of(result):
+                raise self._differs(TypeError, argument, "dtype", *texts)
+            if tuple(like.shape) != tuple(result.shape):
+                raise self._differs(ValueError, argument, "shape", *texts)
+
+    def _differs(
+        self, kind: type[Exception], argument: str, attribute: str, got: str, required: str
+    ) -> Exception:
+        returning = "the solver" if argument == "solver" else "the function"
+        return kind(
+            message(
+                self.solver.name,
+                f"the result of {returning} has another {attribute} than `z0`",
+                argument=f"'{argument}'",
+                required=required,
+                got=got,
+                fix=f"pass a `z0` like the result of {returning}, and return the same {attribute} from it",
+            )
+        )
+
+
+def _initial_guess(name: str, z0: Any) -> tuple[Tensors, Layout]:
+    """Return the tensors of `z0`, without a gradient, and their layout."""
+    numbers = tree.map_structure(
+        lambda leaf: backend.active.as_tensor(leaf) if type(leaf) is float else leaf, z0
+    )
+    tensors, layout = split(numbers)
+    inexact = [dtype_of(x).startswith(("float", "bfloat", "complex")) for x in tensors]
+    if tensors and all(inexact) and not layout.static_leaves():
+        return [ops.stop_gradient(x) for x in tensors], layout
+    raise TypeError(
+        message(
+            name,
+            "the initial guess is not floating",
+            argument="'z0'",
+            required="a floating tensor or number, or a nested structure of them",
+            got=describe(z0),
+            fix="pass floats",
+        )
+    )
