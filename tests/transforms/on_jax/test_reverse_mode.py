@@ -11,7 +11,11 @@ from orders import EACH, W, X, first, same
 from support import close
 
 from multigrad import op_custom_gradient
-from multigrad.backend.jax import op, reverse
+from multigrad.backend.jax import op
+
+if not op.REVERSE_IS_KNOWN:
+    pytest.skip("the primitive is for JAX 0.10 alone", allow_module_level=True)
+from multigrad.backend.jax import reverse
 
 
 @pytest.fixture
@@ -164,7 +168,7 @@ double = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_the_linear_function_is_of_forward_mode(use):
-    with pytest.raises(TypeError, match=r"a forward-mode derivative(.|\n)*fix"):
+    with pytest.raises(TypeError, match=r"no forward-mode derivative(.|\n)*fix"):
         use(jax.linearize(double, X)[1])
 
 

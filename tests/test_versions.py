@@ -1,0 +1,163 @@
+"""The supported versions: an older one raises an error at import, and so does a missing private name."""
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+from support import slow_on
+
+import multigrad
+from multigrad import frameworks
+
+BACKEND = keras.backend.backend()
+PRIVATE = {
+    "keras": "multigrad.core.keras_internals",
+    BACKEND: f"multigrad.backend.{BACKEND}.private",
+}
+
+
+# The absence of these names only costs time.
+WITH_FALLBACK = {
+    "jax._src.interpreters.ad.LinearizeTrace",
+    "jax._src.interpreters.ad.primitive_linearizations",
+    "jax.extend.core.set_current_trace",
+    "torch._C._FunctionBase.apply",
+    "torch._C._is_any_autocast_enabled",
+    "torch._C._is_tracing",
+    "torch.autograd.Function._backward_cls",
+}
+# These have another name in older versions of JAX.
+RENAMED = {"jax.enable_x64", "jax.lax.pcast"}
+
+
+def loaded_without(module, hidden, monkeypatch):
+    """Return a second copy of a module, made as if the frameworks had no object with one of these paths.
+
+    Also return the paths that the module looked up.
+    """
+    resolve, paths = pkgutil.resolve_name, []
+
+    def look(path):
+        paths.append(path)
+        if path in hidden:
+            raise AttributeError(path)
+        return resolve(path)
+
+    spec = importlib.util.spec_from_file_location("copy", importlib.import_module(module).__file__)
+    copy = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(pkgutil, "resolve_name", look)
+        spec.loader.exec_module(copy)
+    return copy, list(dict.fromkeys(paths))
+
+
+# ----------------------------------------------------------------------------------- private names
+
+
+@pytest.mark.parametrize("framework", PRIVATE)
+def test_a_missing_private_name_raises_an_error_at_import(framework, monkeypatch):
+    module = PRIVATE[framework]
+    paths = loaded_without(module, (), monkeypatch)[1]
+    required = [path for path in paths if path not in WITH_FALLBACK | RENAMED]
+    assert required
+    for path in required:
+        with pytest.raises(ImportError) as caught:
+            loaded_without(module, {path}, monkeypatch)
+        assert f"has no {path!r}, which multigrad needs" in str(caught.value)
+        assert caught.value.name == framework
+
+
+def test_the_error_names_the_version_and_a_fix(monkeypatch):
+    module = PRIVATE[BACKEND]
+    hidden = next(path for path in loaded_without(module, (), monkeypatch)[1] if path not in WITH_FALLBACK)
+    with pytest.raises(ImportError) as caught:
+        loaded_without(module, {hidden}, monkeypatch)
+    title, _, newest = frameworks.SUPPORTED[BACKEND]
+    found = importlib.import_module(BACKEND).__version__
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"multigrad: {title} {found} has no {hidden!r}, which multigrad needs"
+    assert f'pip install "{BACKEND}=={newest}.*"' in lines[-1]
+    assert caught.value.name == BACKEND
+
+
+WITHOUT = """
+import pkgutil, sys
+hidden, found, resolve = set(sys.argv[1:]), set(), pkgutil.resolve_name
+
+def look(path):
+    if path in hidden:
+        found.add(path)
+        raise AttributeError(path)
+    return resolve(path)
+
+pkgutil.resolve_name = look
+import smoke
+smoke.run()
+assert found == hidden, hidden - found
+"""
+
+
+@slow_on("torch")  # it starts Dynamo
+def test_without_the_names_that_have_a_fallback(monkeypatch):
+    """The rule is in force then, too."""
+    paths = loaded_without(PRIVATE[BACKEND], (), monkeypatch)[1]
+    optional = [path for path in paths if path in WITH_FALLBACK]
+    if not optional:
+        assert BACKEND == "tensorflow"
+        pytest.skip("TensorFlow has no fallback for any of its private names")
+    folders = [str(Path(multigrad.__file__).parents[1]), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *optional],
+        env={**os.environ, "KERAS_BACKEND": BACKEND, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the rule is in force\n"
+
+
+# ---------------------------------------------------------------------------------------- versions
+
+
+@pytest.mark.parametrize(
+    ("module", "found", "backend", "too_old"),
+    [
+        ("torch", "2.9.1", "torch", True),
+        ("torch", "2.13.0+cpu", "torch", False),
+        ("torch", "3.0.0", "torch", False),
+        ("jax", "0.6.2", "jax", True),
+        ("jax", "0.7.0", "jax", False),
+        ("jax", "0.10.2.dev20260101", "jax", False),
+        ("tensorflow", "2.16.2", "tensorflow", True),
+        ("tensorflow", "2.21.0-rc0", "tensorflow", False),
+        ("keras", "3.11.3", "jax", True),
+        ("keras", "3.12.0", "jax", False),
+        ("keras", "3.12.0", "torch", True),
+        ("keras", "3.15.0", "torch", False),
+    ],
+)
+def test_which_versions_are_too_old(module, found, backend, too_old):
+    assert (frameworks.version_problem(module, found, backend) is not None) == too_old
+
+
+@pytest.mark.parametrize("module", ["keras", BACKEND])
+def test_an_older_version_raises_an_error_that_says_what_to_install(module, monkeypatch):
+    monkeypatch.setattr(importlib.import_module(module), "__version__", "0.1.2")
+    with pytest.raises(ImportError) as caught:
+        frameworks.require_supported(BACKEND)
+    oldest = frameworks.oldest_supported(module, BACKEND)
+    assert str(caught.value).splitlines()[-1] == f'  fix: pip install --upgrade "{module}>={oldest}"'
+    assert caught.value.name == module
+
+
+def test_a_newer_version_is_accepted(monkeypatch):
+    for module in ("keras", BACKEND):
+        monkeypatch.setattr(importlib.import_module(module), "__version__", "99.0.0")
+    frameworks.require_supported(BACKEND)
