@@ -4,8 +4,10 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import keras
@@ -161,3 +163,44 @@ def test_a_newer_version_is_accepted(monkeypatch):
     for module in ("keras", BACKEND):
         monkeypatch.setattr(importlib.import_module(module), "__version__", "99.0.0")
     frameworks.require_supported(BACKEND)
+
+
+# --------------------------------------------------------------------------------------- the table
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS = ["3.11", "3.12", "3.13"]
+
+
+def lower_bounds(requirements):
+    """Return the lower bound of each requirement by its name, which has no upper bound."""
+    bounds = [re.fullmatch(r"([\w-]+)>=([\d.]+)", requirement) for requirement in requirements]
+    return dict(bound.groups() for bound in bounds)
+
+
+@pytest.mark.package
+def test_the_lower_bounds_of_the_distribution():
+    assert lower_bounds(PROJECT["dependencies"]) == {"keras": frameworks.SUPPORTED["keras"].oldest}
+    for backend in frameworks.DIFFERENTIATING:
+        bounds = lower_bounds(PROJECT["optional-dependencies"][backend])
+        own = {"keras": frameworks.KERAS_FOR[backend]} if backend in frameworks.KERAS_FOR else {}
+        assert bounds == {backend: frameworks.SUPPORTED[backend].oldest} | own
+
+
+@pytest.mark.package
+def test_the_versions_of_python():
+    prefix = "Programming Language :: Python :: "
+    versions = [text.removeprefix(prefix) for text in PROJECT["classifiers"] if text.startswith(prefix)]
+    assert versions == ["3", "3 :: Only", *PYTHONS]
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+
+
+@pytest.mark.package
+def test_the_page_about_installation():
+    page = (ROOT / "docs/getting-started/install.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([^|]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    wanted = [("Python", PYTHONS[0], PYTHONS[-1])]
+    for module, (title, oldest, newest) in frameworks.SUPPORTED.items():
+        keras = f", with Keras {frameworks.KERAS_FOR[module]}" if module in frameworks.KERAS_FOR else ""
+        wanted.append((title, oldest + keras, newest))
+    assert rows == wanted
