@@ -8,6 +8,7 @@
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import nox
 
@@ -29,6 +30,19 @@ REQUIREMENTS = {
     "openvino": ["openvino", "scipy"],  # which Keras's OpenVINO backend imports
 }
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
+
+# The oldest and the newest versions of the table in multigrad/frameworks.py. A test compares them.
+OLDEST_PYTHON, NEWEST_PYTHON = "3.11", "3.13"
+OLDEST = {
+    "tensorflow": ["tensorflow-cpu==2.17.0", "keras==3.12.0"],
+    "jax": ["jax==0.7.0", "jaxlib==0.7.0", "flatbuffers", "keras==3.12.0"],
+    "torch": ["torch==2.13.0", "keras==3.15.0"],
+}
+NEWEST = {
+    "tensorflow": ["tensorflow-cpu==2.21.*", "keras==3.15.*"],
+    "jax": ["jax==0.12.*", "flatbuffers", "keras==3.15.*"],
+    "torch": ["torch==2.15.*", "keras==3.15.*"],
+}
 MODULES = ("tensorflow", "jax", "torch", "openvino")
 
 # TensorFlow's notices about the processor's instructions would bury everything else.
@@ -120,13 +134,56 @@ def tests(session: nox.Session, backend: str) -> None:
     if backend in DIFFERENTIATING:
         groups, extras = ["test", "notebooks"], "[demo,plot]"
     install(session, *GROUPS(PYPROJECT, *groups), "--editable", f".{extras}", *REQUIREMENTS[backend])
+    run_pytest(session, backend)
+
+
+def run_pytest(session: nox.Session, backend: str, *options: str) -> None:
+    """Run the tests on one backend, after a check that it is the only one in the environment."""
     # One thread each: two sessions run at a time, whose threads would wait for one another.
     environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     if backend == "jax":
         environment |= COMPILE_FAST
     session.run("python", "-c", _only(backend), env=environment)
-    session.run("pytest", *session.posargs, env=environment)
+    session.run("pytest", *options, *session.posargs, env=environment)
     discard(session)
+
+
+def fast_tests(session: nox.Session, backend: str, *requirements: str) -> None:
+    """Run the fast tests with these requirements, without the versions in constraints.txt.
+
+    What the frameworks depend on has other versions with other frameworks. pip chooses them.
+    """
+    session.install("--no-compile", "--build-constraint", "constraints.txt", "--editable", ".", *requirements)
+    session.run("pip", "list")
+    run_pytest(session, backend)
+
+
+def tools_in_known_versions() -> list[str]:
+    """Return the requirements of the tests alone, in the versions of constraints.txt."""
+    lines = Path("constraints.txt").read_text().splitlines()
+    versions = dict(line.split("==") for line in lines if "==" in line)
+    return [f"{name}=={versions[name]}" for name in GROUPS(PYPROJECT, "test")]
+
+
+@nox.session(default=False, python=OLDEST_PYTHON)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def oldest(session: nox.Session, backend: str) -> None:
+    """The fast tests on the oldest supported versions of one backend, Keras and Python."""
+    fast_tests(session, backend, *tools_in_known_versions(), *OLDEST[backend])
+
+
+@nox.session(default=False, python=NEWEST_PYTHON)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def newest(session: nox.Session, backend: str) -> None:
+    """The fast tests on the newest supported versions of one backend, Keras and Python."""
+    fast_tests(session, backend, *tools_in_known_versions(), *NEWEST[backend])
+
+
+@nox.session(default=False, python=NEWEST_PYTHON)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def unpinned(session: nox.Session, backend: str) -> None:
+    """The fast tests on the newest versions in the package index, of one backend and everything else."""
+    fast_tests(session, backend, "--upgrade", *GROUPS(PYPROJECT, "test"), "keras", *REQUIREMENTS[backend])
 
 
 @nox.session(default=False)

@@ -1,5 +1,6 @@
 """The supported versions: an older one raises an error at import, and so does a missing private name."""
 
+import ast
 import importlib
 import importlib.util
 import os
@@ -193,6 +194,25 @@ def test_the_versions_of_python():
     versions = [text.removeprefix(prefix) for text in PROJECT["classifiers"] if text.startswith(prefix)]
     assert versions == ["3", "3 :: Only", *PYTHONS]
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+
+
+@pytest.mark.package
+def test_the_versions_of_the_nox_sessions():
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    constants = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple):
+            constants[ast.unparse(node.targets[0])] = node.value
+    pythons = ast.literal_eval(constants["(OLDEST_PYTHON, NEWEST_PYTHON)"])
+    assert pythons == (PYTHONS[0], PYTHONS[-1])
+    oldest, newest = (ast.literal_eval(constants[name]) for name in ("OLDEST", "NEWEST"))
+    for backend in frameworks.DIFFERENTIATING:
+        distribution = {"tensorflow": "tensorflow-cpu"}.get(backend, backend)
+        versions = frameworks.SUPPORTED[backend]
+        keras = frameworks.oldest_supported("keras", backend)
+        assert {f"{distribution}=={versions.oldest}.0", f"keras=={keras}.0"} <= set(oldest[backend])
+        keras = frameworks.SUPPORTED["keras"].newest
+        assert {f"{distribution}=={versions.newest}.*", f"keras=={keras}.*"} <= set(newest[backend])
 
 
 @pytest.mark.package
