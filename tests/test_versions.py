@@ -224,3 +224,11 @@ def test_the_page_about_installation():
         keras = f", with Keras {frameworks.KERAS_FOR[module]}" if module in frameworks.KERAS_FOR else ""
         wanted.append((title, oldest + keras, newest))
     assert rows == wanted
+
+
+@pytest.mark.package
+def test_the_version_of_a_release():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [multigrad.__version__]
+    headings = re.findall(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", multigrad.__version__]
