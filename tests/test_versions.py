@@ -17,6 +17,8 @@ from support import slow_on
 
 import multigrad
 from multigrad import frameworks
+from multigrad.backend import _load
+from multigrad.cli.doctor import doctor
 
 BACKEND = keras.backend.backend()
 PRIVATE = {
@@ -164,6 +166,49 @@ def test_a_newer_version_is_accepted(monkeypatch):
     for module in ("keras", BACKEND):
         monkeypatch.setattr(importlib.import_module(module), "__version__", "99.0.0")
     frameworks.require_supported(BACKEND)
+
+
+# ------------------------------------------------------------------------- what else is installed
+
+
+@pytest.mark.package
+def test_an_active_backend_that_is_not_installed(monkeypatch):
+    monkeypatch.delitem(sys.modules, "keras")
+    monkeypatch.setattr(frameworks, "is_installed", lambda name: name == "jax")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        frameworks.require_active_backend()
+    assert str(caught.value).splitlines() == [
+        "multigrad: the active backend of Keras is not installed",
+        "  required: tensorflow, from the environment variable KERAS_BACKEND",
+        "  got: installed backends: jax",
+        "  fix: set the environment variable KERAS_BACKEND=jax before Keras is imported, "
+        "or pip install tensorflow",
+    ]
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    frameworks.require_active_backend()
+
+
+@pytest.mark.package
+def test_keras_is_not_installed(monkeypatch):
+    monkeypatch.delitem(sys.modules, "keras")
+    monkeypatch.setattr(frameworks, "is_importable", lambda module: module != "keras")
+    with pytest.raises(ModuleNotFoundError, match="fix: pip install keras"):
+        frameworks.require_active_backend()
+
+
+@pytest.mark.package
+def test_the_other_project_of_the_same_name(monkeypatch, tmp_path, capsys):
+    """The import warns, and `doctor` fails."""
+    assert frameworks.other_distribution() is None
+    folder = tmp_path / "multigrad-1.0.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: multigrad\nVersion: 1.0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"got: multigrad 1\.0\.0 too"):
+        _load()
+    assert doctor() == 1
+    assert "fix: pip uninstall multigrad, then pip install" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------- the table
