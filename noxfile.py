@@ -6,8 +6,11 @@
 """
 
 import os
+import re
 import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 import nox
 
@@ -29,12 +32,26 @@ REQUIREMENTS = {
     "openvino": ["openvino", "scipy"],  # which Keras's OpenVINO backend imports
 }
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
+
+# The oldest and the newest versions of the table in multigrad/frameworks.py. A test compares them.
+OLDEST_PYTHON, NEWEST_PYTHON = "3.11", "3.13"
+OLDEST = {
+    "tensorflow": ["tensorflow-cpu==2.17.0", "keras==3.12.0"],
+    "jax": ["jax==0.7.0", "jaxlib==0.7.0", "flatbuffers", "keras==3.12.0"],
+    "torch": ["torch==2.13.0", "keras==3.15.0"],
+}
+NEWEST = {
+    "tensorflow": ["tensorflow-cpu==2.21.*", "keras==3.15.*"],
+    "jax": ["jax==0.12.*", "flatbuffers", "keras==3.15.*"],
+    "torch": ["torch==2.15.*", "keras==3.15.*"],
+}
 MODULES = ("tensorflow", "jax", "torch", "openvino")
 
 # TensorFlow's notices about the processor's instructions would bury everything else.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
-# JAX's tests compile thousands of small programs, which takes half of the time with fewer optimizations.
+# JAX's tests compile thousands of small programs, which takes half of the time with fewer optimizations. JAX
+# aborts on a flag that it does not know, and 0.12 has removed one of these.
 COMPILE_FAST = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
@@ -120,13 +137,91 @@ def tests(session: nox.Session, backend: str) -> None:
     if backend in DIFFERENTIATING:
         groups, extras = ["test", "notebooks"], "[demo,plot]"
     install(session, *GROUPS(PYPROJECT, *groups), "--editable", f".{extras}", *REQUIREMENTS[backend])
+    run_pytest(session, backend, COMPILE_FAST if backend == "jax" else {})
+
+
+def run_pytest(session: nox.Session, backend: str, environment: dict[str, str]) -> None:
+    """Run the tests on one backend, after a check that it is the only one in the environment."""
     # One thread each: two sessions run at a time, whose threads would wait for one another.
-    environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
-    if backend == "jax":
-        environment |= COMPILE_FAST
+    environment = QUIET | environment | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-c", _only(backend), env=environment)
     session.run("pytest", *session.posargs, env=environment)
     discard(session)
+
+
+def fast_tests(session: nox.Session, backend: str, *requirements: str) -> None:
+    """Run the fast tests with these requirements, without the versions in constraints.txt.
+
+    What the frameworks depend on has other versions with other frameworks. pip chooses them.
+    """
+    session.install("--no-compile", "--build-constraint", "constraints.txt", "--editable", ".", *requirements)
+    session.run("pip", "list")
+    run_pytest(session, backend, {})
+
+
+def tools_in_known_versions() -> list[str]:
+    """Return the requirements of the tests alone, in the versions of constraints.txt."""
+    lines = Path("constraints.txt").read_text().splitlines()
+    versions = dict(line.split("==") for line in lines if "==" in line)
+    return [f"{name}=={versions[name]}" for name in GROUPS(PYPROJECT, "test")]
+
+
+@nox.session(default=False, python=OLDEST_PYTHON)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def oldest(session: nox.Session, backend: str) -> None:
+    """The fast tests on the oldest supported versions of one backend, Keras and Python."""
+    fast_tests(session, backend, *tools_in_known_versions(), *OLDEST[backend])
+
+
+@nox.session(default=False, python=NEWEST_PYTHON)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def newest(session: nox.Session, backend: str) -> None:
+    """The fast tests on the newest supported versions of one backend, Keras and Python."""
+    fast_tests(session, backend, *tools_in_known_versions(), *NEWEST[backend])
+
+
+@nox.session(default=False, python=NEWEST_PYTHON)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def unpinned(session: nox.Session, backend: str) -> None:
+    """The fast tests on the newest versions in the package index, of one backend and everything else."""
+    fast_tests(session, backend, "--upgrade", *GROUPS(PYPROJECT, "test"), "keras", *REQUIREMENTS[backend])
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build the distributions in `dist/`, check them, and use the wheel with JAX outside of the clone."""
+    install(session, *GROUPS(PYPROJECT, "release"))
+    dist, constraints = Path("dist").resolve(), Path("constraints.txt").resolve()
+    shutil.rmtree(dist, ignore_errors=True)
+    # Builds the wheel from the sdist, which must be complete.
+    session.run("python", "-m", "build", "--outdir", str(dist), env={"PIP_CONSTRAINT": str(constraints)})
+    wheel, sdist = *dist.glob("*.whl"), *dist.glob("*.tar.gz")
+    session.run("twine", "check", "--strict", str(wheel), str(sdist))
+    session.run("check-wheel-contents", str(wheel))
+    with tempfile.TemporaryDirectory() as folder:
+        python = f"{folder}/venv/bin/python"
+        session.run("python", "-m", "venv", f"{folder}/venv")
+        pip = (python, "-m", "pip", "install", "--no-compile", "--constraint", str(constraints))
+        session.run(*pip, "--quiet", f"keras-multigrad[jax] @ file://{wheel}", external=True)
+        example, printed = first_example()
+        files = {"example.py": example, "smoke.py": Path("tests/smoke.py").read_text()}
+        for name, code in files.items():
+            (Path(folder) / name).write_text(code)
+        environment = QUIET | {"KERAS_BACKEND": "jax"}
+        with session.chdir(folder):
+            session.run(python, "-c", _only("jax"), env=environment, external=True)
+            output = session.run(python, "example.py", env=environment, external=True, silent=True)
+            if output.split() != printed.split():
+                session.error(f"The README's first example prints {output!r} and not {printed!r}.")
+            session.run(python, "smoke.py", env=environment, external=True)
+            for command in [f"{folder}/venv/bin/multigrad"], [python, "-m", "multigrad"]:
+                session.run(*command, "doctor", env=environment, external=True)
+
+
+def first_example() -> tuple[str, str]:
+    """Return the first Python block of the README, and what it prints according to its comments."""
+    code = re.search(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)[1]
+    return code, "\n".join(re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE))
 
 
 @nox.session(default=False)

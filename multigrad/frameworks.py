@@ -40,7 +40,7 @@ SUPPORTED = {
     "jax": Versions("JAX", "0.7", "0.12"),
     "torch": Versions("PyTorch", "2.13", "2.15"),
 }
-"""The supported versions. A test compares them with pyproject.toml and README.md."""
+"""The supported versions. Tests compare them with pyproject.toml, noxfile.py and docs/getting-started."""
 
 KERAS_FOR = {"torch": "3.15"}
 """The oldest Keras on a backend that needs a newer one: Keras 3.12 to 3.14 have faults on PyTorch."""

@@ -146,12 +146,14 @@ def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Yield the equations in a jaxpr and in all nested jaxprs."""
-    from jax.extend.core import jaxprs_in_params
+    from jax.extend.core import ClosedJaxpr, Jaxpr
 
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                if isinstance(inner, (ClosedJaxpr, Jaxpr)):
+                    yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def sizes_made(function: Callable[..., Any], *args: Any) -> list[int]:

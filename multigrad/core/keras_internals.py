@@ -10,12 +10,18 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-# Private: Keras (3.15) has no public API to read or to restore this state. It consists of attributes of
-# `GLOBAL_STATE_TRACKER`, one set per thread. `keras.utils.clear_session` replaces the tracker, so it is
-# looked up in each use.
-from keras.src.backend.common import global_state as global_state
-
 from multigrad import backend
+from multigrad.frameworks import look_up
+
+# Private: Keras (3.12 to 3.15) has no public API to read or to restore this state. It consists of attributes
+# of `GLOBAL_STATE_TRACKER`, one set per thread. `keras.utils.clear_session` replaces the tracker, so it is
+# looked up in each use. A missing name raises an ImportError here.
+global_state = look_up("keras.src.backend.common.global_state")
+for _name in ("GLOBAL_STATE_TRACKER", "get_global_attribute", "set_global_attribute"):
+    look_up(f"keras.src.backend.common.global_state.{_name}")
+# The other private name is `keras.Variable._value`, a variable's own value outside of a
+# `keras.StatelessScope`. It is an attribute of objects: without it, the first variable that an op reads
+# raises an AttributeError.
 
 _CALL = "current_call_ctx"  # the arguments of the outermost layer call, which inner layers read
 _SCOPES = ("autocast_scope", "torch_device")

@@ -366,7 +366,7 @@ def test_a_variable_in_keras_remat_raises():
     """A limit of Keras 3.15, also without an op. The value of the variable works."""
     variable = keras.Variable(3.0)
     plain = keras.remat(lambda x, w: x * w)
-    with pytest.raises(ValueError, match="__jax_array__"):
+    with pytest.raises((ValueError, DeprecationWarning), match="__jax_array__"):  # JAX 0.7 only warns
         plain(2.0, variable)
     op = keras.remat(op_custom_gradient(lambda x, w: (x * w, lambda u: (u * w, 7.0 * u * x))))
     assert jax.grad(lambda w: op(2.0, w))(variable.value) == 14.0

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from multigrad.backend.base import Call, Pullback
 from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
-from multigrad.backend.tensorflow.tapes import may_record, record_rule, stop_recording
+from multigrad.backend.tensorflow.private import stop_recording
+from multigrad.backend.tensorflow.tapes import may_record, record_rule
 from multigrad.backend.tensorflow.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.backend.tensorflow.variables import read_beside
 from multigrad.core.closure import lift, restore

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.tapes import stop_recording
+from multigrad.backend.tensorflow.private import stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
 from multigrad.core.errors import message
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import tensorflow as tf
 
-# Private: TensorFlow (2.21) has no public name for recording an operation with a gradient of one's own on
-# the active tapes, except through the registry that keeps graphs alive; and none for its record of the
-# variables that are read, which is how `tf.custom_gradient` knows them, nor for what all active accumulators
-# hold.
-from tensorflow.python.eager import forwardprop_util, record
-
+from multigrad.backend.tensorflow.private import (
+    could_possibly_record,
+    pack_tangents,
+    record_operation_backprop_only,
+    record_operation_forwardprop_only,
+    stop_recording,
+)
 from multigrad.backend.tensorflow.tensors import concrete, is_differentiable
 from multigrad.core.errors import message
 from multigrad.core.linearity import FAR, require_linear, trial
-
-VariableWatcher, stop_recording = record.VariableWatcher, record.stop_recording
 
 
 def record_rule(
@@ -33,9 +32,9 @@ def record_rule(
 
     The tapes record first, because forward mode runs the rule, which may use tensors in `own`.
     """
-    record.record_operation_backprop_only(_TYPE, own, inputs, backward)
+    record_operation_backprop_only(_TYPE, own, inputs, backward)
     asked: list[bool] = []
-    record.record_operation_forwardprop_only(
+    record_operation_forwardprop_only(
         _TYPE, own, inputs, functools.partial(_linear_backward, name, forward, asked), None
     )
     if asked and tf.executing_eagerly():
@@ -43,7 +42,7 @@ def record_rule(
         # Forward mode uses the results of an operation before the tape records them, which resets the count.
         # The count then reaches zero when the tangent of the tensor is freed, although another derivative
         # uses the tensor. Keeping the tangents alive prevents this.
-        _keep(inputs, backward, forwardprop_util.pack_tangents(list(residuals)).tangents)
+        _keep(inputs, backward, pack_tangents(list(residuals)).tangents)
 
 
 def _keep(inputs: Sequence[Any], *objects: Any) -> None:
@@ -52,7 +51,7 @@ def _keep(inputs: Sequence[Any], *objects: Any) -> None:
         key = tf.constant(0.0)
     # A later record of the same tensor replaces the first one, which stays alive and is never used.
     for kept in objects, ():
-        record.record_operation_backprop_only(_TYPE, [key], inputs, functools.partial(_no_gradients, kept))
+        record_operation_backprop_only(_TYPE, [key], inputs, functools.partial(_no_gradients, kept))
 
 
 def _no_gradients(kept: Sequence[Any], *upstream: Any) -> Sequence[Any]:
@@ -103,7 +102,7 @@ def require_tapes() -> None:
 
 
 def may_record() -> bool:
-    return record.could_possibly_record()
+    return could_possibly_record()
 
 
 def needs_plain_rule() -> bool:

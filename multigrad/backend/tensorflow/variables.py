@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from multigrad.backend.tensorflow.graphs import brought, graph_here, is_nested
-from multigrad.backend.tensorflow.tapes import VariableWatcher
+from multigrad.backend.tensorflow.private import VariableWatcher
 from multigrad.backend.tensorflow.tensors import as_tensor
 from multigrad.core.errors import message
 

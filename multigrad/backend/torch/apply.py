@@ -5,20 +5,20 @@ from typing import Any
 
 import torch
 from torch import is_grad_enabled
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from multigrad.backend.base import Call
 from multigrad.backend.torch.compiled import apply_compiled, apply_exporting
 from multigrad.backend.torch.eager import HasRun, MoreInputs, attach, join_attached
 from multigrad.backend.torch.functorch import apply_transforming, is_unaffected
-from multigrad.backend.torch.state import (
+from multigrad.backend.torch.private import (
+    forward_ad,
     is_functorch_active,
     is_tracing,
     untransformed,
-    unwrapped,
     unwrapped_once,
 )
+from multigrad.backend.torch.state import unwrapped
 
 
 def apply(call: Call, tensors: Sequence[torch.Tensor], unaffected: bool = False) -> Any:

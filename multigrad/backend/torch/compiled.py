@@ -32,7 +32,7 @@ def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
     """Return the outputs, with a copy of each that shares memory with an input or another output.
 
     If outputs of a program share memory, PyTorch (2.13) computes one from the other after the run, without
-    the rule. (`_base` is private: PyTorch 2.13 has no public name for the tensor of a view.)
+    the rule.
     """
     owners: list[torch.Tensor] = []
     for tensor in inputs:

@@ -7,12 +7,12 @@ import torch
 from torch import is_grad_enabled
 
 from multigrad.backend.base import Call, Pullback, Ran, Spec
+from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere
 from multigrad.backend.torch.state import (
     autocasting,
     bare,
     current_autocast,
     fork_random_state,
-    is_autocast_anywhere,
     is_unreadable,
     no_transforms,
     vmaps_of,
@@ -138,12 +138,7 @@ class _Node(torch.autograd.Function):
         return None, *gradients
 
 
-# These skip the Python code of `Function.apply` and of the caller of `backward`, which handles
-# `setup_context`, transforms and other kinds of Function, and takes as long as an operation on a small
-# tensor. `_backward_cls`, the class of the node, is private: PyTorch (2.13) has no public API to skip this
-# code.
-attach = super(torch.autograd.Function, _Node).apply
-_Node._backward_cls.apply = _Node.backward
+attach = direct_apply(_Node)
 
 
 def join_attached(output: Any) -> Any:
@@ -160,8 +155,7 @@ def _tie(
     """Return new tensors for the outputs, and put them in the residuals that are outputs.
 
     They are new because the function may return a constant, an input, or one tensor twice. An alias of an
-    input stays a view, so that PyTorch handles in-place changes. (`_is_view` is private: PyTorch 2.13 has no
-    public name for it.)
+    input stays a view, so that PyTorch handles in-place changes.
 
     Returns:
         the new tensors, the slots of residuals that are outputs, the nodes of residuals that were computed

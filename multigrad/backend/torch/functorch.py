@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 
 from multigrad.backend.base import Call, Pullback, Ran, Spec
 from multigrad.backend.torch.eager import (
@@ -16,6 +15,7 @@ from multigrad.backend.torch.eager import (
     run_again,
     with_history,
 )
+from multigrad.backend.torch.private import forward_ad, saved_tensor_hooks, set_forward_mode
 from multigrad.backend.torch.state import (
     Autocast,
     active_vmaps,
@@ -23,7 +23,6 @@ from multigrad.backend.torch.state import (
     current_autocast,
     is_empty,
     is_of_inner_level,
-    saved_tensor_hooks,
     unwrapped,
     vmaps_of,
 )
@@ -182,8 +181,8 @@ class _Transformed(torch.autograd.Function):
         run = ctx.run
         argnums = [i for i, tangent in enumerate(tangents[2 : 2 + run.inputs]) if tangent is not None]
         # PyTorch (2.13) disables forward mode here, at outer levels too, so that derivatives of tangents
-        # would be zero. Only a private function can enable it again.
-        with forward_ad._set_fwd_grad_enabled(True), autocasting(run.autocast):
+        # would be zero. So enable it again.
+        with set_forward_mode(True), autocasting(run.autocast):
             saved = list(map(_primal, ctx.saved_tensors))
             inputs, outputs, others = run.parts(saved)
             rule = _rule_of(ctx, saved)

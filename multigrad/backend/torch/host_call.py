@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from multigrad.backend.base import F, HostFunction, TensorSpec
-from multigrad.backend.torch.state import is_empty, is_functorch_active
+from multigrad.backend.torch.private import is_functorch_active
+from multigrad.backend.torch.state import is_empty
 
 
 def host_code(function: F) -> F:

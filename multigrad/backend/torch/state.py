@@ -1,4 +1,4 @@
-"""The state of PyTorch: active transforms, tracing, compilation and autocast. Private names are here."""
+"""The state of PyTorch: active transforms, tracing, compilation and autocast."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -6,12 +6,23 @@ from operator import is_not
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-# Whether a program is being traced, and whether a transform of torch.func is active. These are private, as is
-# the state of tracing: the public functions (PyTorch 2.13) take several times as long, or do not exist.
-is_tracing = torch._C._is_tracing
-is_functorch_active = torch._C._are_functorch_transforms_active
+from multigrad.backend.torch.private import (
+    VMAP,
+    axis_of,
+    disable_modes,
+    disable_transforms,
+    forward_ad,
+    get_tracing_state,
+    is_autocast_anywhere,
+    is_fake,
+    is_functorch_active,
+    is_of_old_vmap,
+    level_of,
+    set_tracing_state,
+    transforms,
+    unwrapped_once,
+)
 
 
 def is_transforming() -> bool:
@@ -20,19 +31,6 @@ def is_transforming() -> bool:
     This form takes twice as long, so it is not used elsewhere.
     """
     return is_functorch_active() or forward_ad._current_level >= 0
-
-
-# Private: PyTorch (2.13) has no public API for the following.
-# Apply a Function in its eager form inside of a transform that does not affect it.
-untransformed = torch._functorch.utils.enable_single_level_autograd_function
-# Return the active saved-tensor hooks, which a checkpoint sets.
-saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-# Return the tensor in the wrapper of a transform that has ended.
-unwrapped_once = torch._C._functorch.unwrap_if_dead
-# Return the active transforms, and the level and axis of a tensor's wrapper.
-_transforms = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
-_level, _axis = torch._C._functorch.maybe_get_level, torch._C._functorch.maybe_get_bdim
-_VMAP = torch._C._functorch.TransformType.Vmap
 
 
 def unwrapped(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -47,7 +45,7 @@ def unwrapped(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def active_vmaps() -> set[tuple[int, int]]:
     """Return the level and the batch size of each active vmap."""
-    return {(t.level(), t.batch_size()) for t in _transforms() if t.key() == _VMAP}
+    return {(t.level(), t.batch_size()) for t in transforms() if t.key() == VMAP}
 
 
 def vmaps_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -59,30 +57,19 @@ def _mapped_axes(tensor: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield the level, the batch size and the axis of each vmap that maps a tensor."""
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
         if inner.ndim > tensor.ndim:
-            axis = _axis(tensor)
-            yield _level(tensor), inner.shape[axis], axis
+            axis = axis_of(tensor)
+            yield level_of(tensor), inner.shape[axis], axis
         tensor = inner
-
-
-# Disable modes that record or replace operations.
-_no_modes = torch.utils._python_dispatch._disable_current_modes
-# Return whether a tensor is fake.
-_is_fake = torch._subclasses.fake_tensor.is_fake
 
 
 def is_empty(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no values, because it is a meta or fake tensor."""
-    return tensor.is_meta or _is_fake(tensor)
-
-
-# Return whether a tensor is mapped by the vmap that precedes torch.func. PyTorch (2.13) uses it for
-# `is_grads_batched`. It does not support comparisons.
-_is_of_old_vmap = torch._C._functorch.is_legacy_batchedtensor
+    return tensor.is_meta or is_fake(tensor)
 
 
 def is_unreadable(tensor: torch.Tensor) -> bool:
     """Return whether the values of a tensor cannot be compared."""
-    return is_empty(tensor) or _is_of_old_vmap(tensor)
+    return is_empty(tensor) or is_of_old_vmap(tensor)
 
 
 def is_of_inner_level(tensor: torch.Tensor) -> bool:
@@ -90,9 +77,9 @@ def is_of_inner_level(tensor: torch.Tensor) -> bool:
 
     In forward mode, an inner vmap may be active at the level of the transform around it.
     """
-    active = {transform.level(): transform.key() == _VMAP for transform in _transforms()}
+    active = {transform.level(): transform.key() == VMAP for transform in transforms()}
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
-        level = _level(tensor)  # negative for a transform that has ended
+        level = level_of(tensor)  # negative for a transform that has ended
         if level > 0 and active.get(level) != (inner.ndim > tensor.ndim):
             return True
         tensor = inner
@@ -102,7 +89,7 @@ def is_of_inner_level(tensor: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def no_transforms() -> Iterator[None]:
     """Disable all transforms and modes, to compute with the tensors in wrappers."""
-    with torch._C._DisableFuncTorch(), _no_modes():
+    with disable_transforms(), disable_modes():
         yield
 
 
@@ -124,13 +111,13 @@ def bare(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """Hide operations from `torch.jit.trace`. Private: PyTorch (2.13) has no public API for it."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    """Hide operations from `torch.jit.trace`."""
+    state = get_tracing_state()
+    set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        set_tracing_state(state)
 
 
 def is_compiling() -> bool:
@@ -141,9 +128,6 @@ Autocast = tuple[torch.dtype | None, torch.dtype | None] | None
 """The dtypes to which autocast casts on the CPU and on the accelerator, None if it is disabled."""
 
 _ACCELERATOR = torch.accelerator.current_accelerator()
-
-# Private: the public function (PyTorch 2.13) tests one device, and takes twice as long.
-is_autocast_anywhere = torch._C._is_any_autocast_enabled
 
 
 def current_autocast() -> Autocast:

@@ -8,11 +8,8 @@ import numpy as np
 import torch
 
 from multigrad.backend.base import F, Spec
-from multigrad.backend.torch.state import (
-    is_compiling,
-    is_tracing,
-    is_transforming,
-)
+from multigrad.backend.torch.private import is_tracing
+from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.core.type_sets import TypeSet
 
 TENSORS = TypeSet(torch.Tensor)

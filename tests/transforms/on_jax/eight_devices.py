@@ -14,8 +14,10 @@ from orders import EACH, W, each_with, first, orders
 from support import close
 
 from multigrad import op_custom_gradient
+from multigrad.backend.jax.private import pcast
 
 DEVICES = 8
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh  # its name in JAX 0.7.0
 MESH = jax.make_mesh((DEVICES,), ("rows",), (jax.sharding.AxisType.Auto,))
 EXPLICIT = jax.make_mesh((DEVICES,), ("rows",), (jax.sharding.AxisType.Explicit,))
 ROWS = NamedSharding(MESH, PartitionSpec("rows"))
@@ -61,7 +63,7 @@ def test_jit_with_sharded_arguments(case):
 @EACH
 def test_jit_with_explicit_axes(case):
     """Shardings are part of the types, which every operation checks."""
-    with jax.set_mesh(EXPLICIT):
+    with set_mesh(EXPLICIT):
         x = jax.device_put(XS, PartitionSpec("rows"))
         w = jax.device_put(WS, PartitionSpec("rows"))
         got = jax.jit(first(jax.vmap(case.op)))(x, w)
@@ -142,7 +144,7 @@ def test_gradients_in_shard_map(case):
     """The gradient of each device, and their mean, as in data-parallel training."""
 
     def mean(x, w):
-        w = jax.lax.pcast(w, "rows", to="varying")
+        w = pcast(w, "rows", to="varying")
         return jax.lax.pmean(first(whole(case.op))(x, w)[1], "rows")
 
     got = jax.jit(

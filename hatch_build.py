@@ -1,0 +1,37 @@
+"""The links of a distribution's metadata, which depend on the repository that builds it.
+
+GitHub's CI gives the address of the repository in the environment. The README's links are relative to the
+repository. In the metadata they are absolute, because a package index does not have these files.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+_LINK = re.compile(r"(?P<before>\]\(|src=\")(?P<link>(?!https?:|#)[^)\"\s]+)")
+
+
+class Metadata(MetadataHookInterface):
+    """Sets the readme, and the URLs where they are known."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        readme = (Path(self.root) / "README.md").read_text()
+        if "GITHUB_REPOSITORY" in os.environ:
+            repository = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+            pages = f"{repository}/blob/v{metadata['version']}/"
+            metadata["urls"] = {
+                "Source": repository,
+                "Documentation": f"{pages}docs/index.md",
+                "Changelog": f"{pages}CHANGELOG.md",
+                "Issues": f"{repository}/issues",
+            }
+            readme = _LINK.sub(lambda found: found["before"] + _absolute(pages, found["link"]), readme)
+        metadata["readme"] = {"content-type": "text/markdown", "text": readme}
+
+
+def _absolute(pages: str, link: str) -> str:
+    return urljoin(pages, link) + ("?raw=true" if link.endswith(".png") else "")

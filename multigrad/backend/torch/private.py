@@ -1,0 +1,77 @@
+"""The private names of PyTorch that this backend uses (PyTorch 2.13 to 2.15).
+
+They are looked up when the backend is imported. A missing name raises an ImportError then, unless a fallback
+is given. Where no reason is given, PyTorch has no public API for the purpose.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad as forward_ad
+
+from multigrad.frameworks import look_up
+
+# Return whether `torch.jit.trace` is tracing. The public function takes several times as long.
+is_tracing = look_up("torch._C._is_tracing", lambda: torch.jit.is_tracing)
+# Read and set the state of that trace, to hide operations from it.
+get_tracing_state = look_up("torch._C._get_tracing_state")
+set_tracing_state = look_up("torch._C._set_tracing_state")
+
+# Return whether a transform of torch.func is active.
+is_functorch_active = look_up("torch._C._are_functorch_transforms_active")
+# Apply a Function in its eager form inside of a transform that does not affect it.
+untransformed = look_up("torch._functorch.utils.enable_single_level_autograd_function")
+# Return the active transforms, with their levels and batch sizes.
+transforms = look_up("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
+VMAP = look_up("torch._C._functorch.TransformType.Vmap")
+# Return the level and the mapped axis of a tensor's wrapper.
+level_of = look_up("torch._C._functorch.maybe_get_level")
+axis_of = look_up("torch._C._functorch.maybe_get_bdim")
+# Return the tensor in the wrapper of a transform that has ended.
+unwrapped_once = look_up("torch._C._functorch.unwrap_if_dead")
+# Return whether a tensor is mapped by the vmap that precedes torch.func. PyTorch uses it for
+# `is_grads_batched`. It does not support comparisons.
+is_of_old_vmap = look_up("torch._C._functorch.is_legacy_batchedtensor")
+# Disable all transforms, and all modes that record or replace operations.
+disable_transforms = look_up("torch._C._DisableFuncTorch")
+disable_modes = look_up("torch.utils._python_dispatch._disable_current_modes")
+
+# The level of forward mode, which is negative where it is not active. It changes, so it is read from
+# `forward_ad` in each use.
+look_up("torch.autograd.forward_ad._current_level")
+# Enable forward mode in a `jvp`.
+set_forward_mode = look_up("torch.autograd.forward_ad._set_fwd_grad_enabled")
+
+# Whether a tensor is a view, and the tensor of which it is one. They are attributes of tensors.
+look_up("torch.Tensor._is_view")
+look_up("torch.Tensor._base")
+# Return whether a tensor is fake.
+is_fake = look_up("torch._subclasses.fake_tensor.is_fake")
+# Return the active saved-tensor hooks, which a checkpoint sets.
+saved_tensor_hooks = look_up("torch._C._autograd._top_saved_tensors_default_hooks")
+
+
+def _is_autocast_anywhere() -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return any([torch.is_autocast_enabled(device) for device in devices])
+
+
+# Return whether autocast is enabled on any device. The public function tests one device, and takes twice as
+# long.
+is_autocast_anywhere = look_up("torch._C._is_any_autocast_enabled", lambda: _is_autocast_anywhere)
+
+# The class of a Function's nodes, and the method that `Function.apply` calls after Python code that handles
+# `setup_context`, transforms and other kinds of Function. This code takes as long as an operation on a small
+# tensor. Without one of these names, it runs.
+_NODE_CLASS = look_up("torch.autograd.Function._backward_cls", lambda: None)
+_DIRECT_APPLY = look_up("torch._C._FunctionBase.apply", lambda: None)
+
+
+def direct_apply(function: Any) -> Callable[..., Any]:
+    """Return `function.apply` for eager code, in which no transform is active."""
+    if _NODE_CLASS is None or _DIRECT_APPLY is None:
+        return function.apply
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
