@@ -1,4 +1,4 @@
-"""Layers that pass their input on as it is, and something else than the upstream gradient back."""
+"""Layers that pass their input on unchanged, and change its gradient."""
 
 import numbers
 from typing import Any
@@ -28,19 +28,20 @@ class GradientScale(keras.layers.Layer):
     ```
 
     Arguments:
-        scale: the factor. A number is what the weight `scale`, which is not trained, begins with: it can be
-            assigned to between two steps, also those of a compiled `fit`, and is saved with the model. A
-            `keras.optimizers.schedules.LearningRateSchedule` gives the factor by the number of steps, which
-            are the calls with `training=True`, and which the weight `steps` counts. Where the layer is called
-            twice in a step, as `keras.RematScope` does on PyTorch for the way back, it counts both. In
-            `keras.layers.TimeDistributed` it counts each of `T` time steps, so that a schedule runs `T` times
-            as fast: call it on the whole sequence.
+        scale: the factor: a number, or a schedule. A number is the initial value of the weight `scale`, which
+            is not trained. Values can be assigned to it between two steps, also in a compiled `fit`, and are
+            saved with the model. A schedule is a `keras.optimizers.schedules.LearningRateSchedule`, or a
+            function from the step, a float32 tensor, to the factor. Register the function with
+            `keras.saving.register_keras_serializable` if the model is saved. The weight `steps` counts the
+            calls with `training=True`. If the layer is called twice in a step, as `keras.RematScope` does on
+            PyTorch for the backward pass, it counts both. In `keras.layers.TimeDistributed` it counts each of
+            `T` time steps, so that a schedule runs `T` times as fast: call it on the whole sequence.
 
     Input and output:
         A tensor of any shape, of a floating dtype.
 
     Raises:
-        TypeError: when `scale` is neither.
+        TypeError: if `scale` is neither a number nor a schedule.
 
     References:
         Those of `multigrad.ops.scale_gradient`.
@@ -51,20 +52,20 @@ class GradientScale(keras.layers.Layer):
     def __init__(self, scale: Any = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
-        scheduled = isinstance(scale, _Schedule)
+        scheduled = callable(scale)
         if not scheduled and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
             raise TypeError(
                 message(
                     type(self).__name__,
-                    "the factor of the gradient is no number",
+                    "the factor of the gradient is neither a number nor a schedule",
                     argument="'scale'",
-                    required="a number, or a keras.optimizers.schedules.LearningRateSchedule",
+                    required="a number, a LearningRateSchedule of Keras, or a function of the step",
                     got=describe(scale),
-                    fix="pass a number, and assign to the layer's weight `scale` what comes later",
+                    fix="pass a number, and assign other values to the layer's weight `scale`",
                 )
             )
         self._given: Any = scale if scheduled else float(scale)
-        # In float32 whatever the layer computes in: a slow schedule has steps that are lost in half of it.
+        # float32 for every dtype policy: float16 would lose the small changes of a slow schedule.
         self.scale = self.steps = None
         if scheduled:
             self.steps = self.add_weight((), "zeros", "int32", trainable=False, autocast=False, name="steps")
@@ -77,7 +78,10 @@ class GradientScale(keras.layers.Layer):
     def call(self, inputs: Any, training: bool = False) -> Any:
         if self.steps is None:
             return self._op(inputs, self.scale)
-        factor = ops.cast(self._given(self.steps.value), "float32")
+        step = self.steps.value
+        if not isinstance(self._given, _Schedule):
+            step = ops.cast(step, "float32")  # in which a function may compute with Python floats
+        factor = ops.cast(self._given(step), "float32")
         if training:
             self.steps.assign_add(1)
         return self._op(inputs, factor)
@@ -87,7 +91,7 @@ class GradientScale(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         scale = self._given
-        if isinstance(scale, _Schedule):
+        if callable(scale):
             scale = keras.saving.serialize_keras_object(scale)
         return {**super().get_config(), "scale": scale}
 
