@@ -21,7 +21,11 @@ _FOREIGN = re.compile(
 )
 
 
-def on_page_content(text: str, page: Any, **_: Any) -> str:
+_LINK = re.compile(r'href="(?P<docs>\.\./docs/)?(?P<page>[\w/-]+)\.(?:md|ipynb)(?P<anchor>#[^"]*)?"')
+"""A link to a file of the repository, as readers of GitHub follow it."""
+
+
+def on_page_content(text: str, page: Any, files: Any, **_: Any) -> str:
     """Replace the formulas of a notebook, and remove the scripts of Jupyter's page."""
     if not page.file.src_uri.endswith(".ipynb"):
         return text
@@ -35,6 +39,15 @@ def on_page_content(text: str, page: Any, **_: Any) -> str:
         return f"\0{len(kept) - 1}\0"
 
     text = _FORMULA.sub(_as_mathml, _CODE.sub(keep, text))
+    pages = {file.src_uri.rpartition(".")[0] for file in files.documentation_pages()}
+
+    def to_page(link: re.Match[str]) -> str:
+        name = link["page"] if link["docs"] else f"examples/{link['page']}"
+        if name not in pages:
+            raise PluginError(f"{page.file.src_uri} has a link to {name}, which is no page")
+        return f'href="../../{name}/{link["anchor"] or ""}"'
+
+    text = _LINK.sub(to_page, text)
     return re.sub(r"\0(\d+)\0", lambda place: kept[int(place[1])], text)
 
 

@@ -131,7 +131,7 @@ def compiled_by_xla(function: Callable[..., Any]) -> Callable[..., Any]:
 def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the gradient of a function under the backend's map over a leading axis.
 
-    TensorFlow's map falls back to a loop around a tape, with a warning. The README describes this.
+    TensorFlow's map falls back to a loop around a tape, with a warning: see docs/limits/tensorflow.md.
     """
     if BACKEND == "jax":
         import jax
@@ -141,7 +141,7 @@ def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         return torch.vmap(torch.func.grad(function))
-    return pytest.skip("tf.vectorized_map is told of in the README")
+    return pytest.skip("tf.vectorized_map is a limit: docs/limits/tensorflow.md")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -1,5 +1,7 @@
 """The Python blocks of the README and of each page of `docs/` run on their backends."""
 
+import re
+
 import pytest
 from markdown import ROOT, Block, blocks, pages, run, run_page
 from support import slow_on
@@ -53,3 +55,13 @@ def test_each_install_command_is_on_one_line():
 @pytest.mark.forward
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.forward
+def test_the_links_of_the_readme_lead_somewhere():
+    """MkDocs checks those of the site alone."""
+    links = re.findall(r"\]\((?!http|\.\.)([^)#]*)(?:#([^)]*))?\)", (ROOT / "README.md").read_text())
+    assert len(links) > 20
+    for path, anchor in links:
+        assert (ROOT / path).exists(), path
+        assert not anchor or f"{{#{anchor}}}" in (ROOT / path).read_text(), f"{path}#{anchor}"

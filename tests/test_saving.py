@@ -59,6 +59,18 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.package
+def test_the_ops_of_multigrad_need_no_import(tmp_path):
+    inputs = keras.Input((3,))
+    keras.Model(inputs, shelf.round_straight_through(inputs)).save(tmp_path / "model.keras")
+    program = (
+        "from multigrad import op_custom_gradient\nimport keras\n"
+        "assert 'multigrad.ops' not in sys.modules\n"
+        "print(type(keras.models.load_model(sys.argv[1])).__name__)"
+    )
+    assert python(program, str(tmp_path / "model.keras")).splitlines()[-1] == "Functional"
+
+
+@pytest.mark.package
 def test_loading_in_a_new_process(saved):
     wanted = saved_ops.results(saved_ops.model())
     assert wanted[0] == [[2 * 2 * (0.5 * 2 + 4 + 12) * 2] * 2]

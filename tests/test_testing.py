@@ -9,6 +9,7 @@ from support import BACKEND, DIFFERENTIATES, close, slow_on
 from multigrad import backend, grad, op_custom_gradient
 from multigrad import ops as shelf
 from multigrad.frameworks import DIFFERENTIATING, is_installed
+from multigrad.processes import run_on
 from multigrad.testing import check_gradients, compare_backends
 from multigrad.testing.comparison import Measurement, _source_file, compare, measure
 
@@ -872,3 +873,17 @@ def stale(x):
 def test_a_rule_that_reads_a_global_of_its_function():
     with pytest.raises(AssertionError, match="changes when the function is called again"):
         check_gradients(stale, np.array([1.0, 2.0]), compiled=False)
+
+
+@pytest.mark.package
+@pytest.mark.parametrize(("factor", "status", "said"), [(2.0, 0, "elements=2"), (2.1, 1, "differs from the")])
+def test_the_command_that_checks_a_file(factor, status, said, tmp_path):
+    path = tmp_path / "my_op.py"
+    path.write_text(
+        "import multigrad\nimport numpy as np\n\n"
+        f"fn = multigrad.op_custom_gradient(lambda x: (x**2, lambda u: u * {factor} * x))\n"
+        "args = (np.array([1.0, 2.0]),)\n"
+    )
+    done = run_on(BACKEND, "multigrad.testing", "check", str(path), capture=True)
+    assert done.returncode == status, done.stderr
+    assert said in done.stdout + done.stderr

@@ -5,6 +5,7 @@ saved model is never loaded with a different one.
 """
 
 import functools
+import importlib
 import re
 import threading
 import types
@@ -111,6 +112,8 @@ def find(name: Any) -> Op:
     Raises:
         TypeError: if there is none. Keras raises the same type for an object that is not registered.
     """
+    if isinstance(name, str) and name.startswith("multigrad>"):
+        importlib.import_module("multigrad.ops")  # registers the ops of this name
     registered = keras.saving.get_registered_object(name) if isinstance(name, str) else None
     if registered is not None and _definition_of(registered) is not None:
         return registered

@@ -28,12 +28,14 @@ class GradientScale(keras.layers.Layer):
     ```
 
     Arguments:
-        scale: the factor: a number, or a `keras.optimizers.schedules.LearningRateSchedule`. A number is the
-            initial value of the non-trainable weight `scale`, which is saved with the model. Assign to it
-            between steps, also in a compiled `fit`. A schedule computes the factor from the weight `steps`,
-            which counts the calls with `training=True`. It counts every call: both calls of a step with
-            `keras.RematScope` on PyTorch, and one per time step in `keras.layers.TimeDistributed`. So call
-            the layer on the whole sequence.
+        scale: the factor: a number, or a schedule. A number is the initial value of the non-trainable weight
+            `scale`, which is saved with the model. Assign to it between steps, also in a compiled `fit`. A
+            schedule is a `keras.optimizers.schedules.LearningRateSchedule`, or a function from the step, a
+            float32 tensor, to the factor. Register the function with
+            `keras.saving.register_keras_serializable` if the model is saved. A schedule computes the factor
+            from the weight `steps`, which counts the calls with `training=True`. It counts every call: both
+            calls of a step with `keras.RematScope` on PyTorch, and one per time step in
+            `keras.layers.TimeDistributed`. So call the layer on the whole sequence.
 
     Input and output:
         A tensor of any shape, of a floating dtype.
@@ -50,16 +52,16 @@ class GradientScale(keras.layers.Layer):
     def __init__(self, scale: Any = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
-        scheduled = isinstance(scale, _Schedule)
+        scheduled = callable(scale)
         if not scheduled and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
             raise TypeError(
                 message(
                     type(self).__name__,
-                    "the factor of the gradient is not a number",
+                    "the factor of the gradient is neither a number nor a schedule",
                     argument="'scale'",
-                    required="a number, or a keras.optimizers.schedules.LearningRateSchedule",
+                    required="a number, a LearningRateSchedule of Keras, or a function of the step",
                     got=describe(scale),
-                    fix="pass the initial number, and assign later values to the weight `scale` of the layer",
+                    fix="pass a number, and assign later values to the weight `scale` of the layer",
                 )
             )
         self._initial: Any = scale if scheduled else float(scale)
@@ -76,7 +78,10 @@ class GradientScale(keras.layers.Layer):
     def call(self, inputs: Any, training: bool = False) -> Any:
         if self.steps is None:
             return self._op(inputs, self.scale)
-        factor = ops.cast(self._initial(self.steps.value), "float32")
+        step = self.steps.value
+        if not isinstance(self._initial, _Schedule):
+            step = ops.cast(step, "float32")  # in which a function may compute with Python floats
+        factor = ops.cast(self._initial(step), "float32")
         if training:
             self.steps.assign_add(1)
         return self._op(inputs, factor)
@@ -86,7 +91,7 @@ class GradientScale(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         scale = self._initial
-        if isinstance(scale, _Schedule):
+        if callable(scale):
             scale = keras.saving.serialize_keras_object(scale)
         return {**super().get_config(), "scale": scale}
 

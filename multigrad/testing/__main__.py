@@ -1,7 +1,8 @@
-"""Measure a function on the active backend: `python -m multigrad.testing SOURCE RESULT`.
+"""The command `python -m multigrad.testing`, for a Python file that defines `fn` and `args`.
 
-`compare_backends` runs this module in one process per backend. SOURCE is a Python file that defines `fn` and
-`args`. RESULT is the .npz file to which the outputs and gradients are written.
+`check FILE` compares the gradients with central differences on the active backend. `compare FILE` compares
+the installed backends. `compare_backends` runs `measure FILE RESULT` in one process per backend, which writes
+the outputs and gradients to the .npz file RESULT.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from multigrad import backend
+from multigrad.testing import check_gradients, compare_backends
 from multigrad.testing.flat_function import FlatFunction
 from multigrad.testing.mismatches import GRADIENT_PREFIX
 from multigrad.testing.precision import lowest_precision
@@ -44,14 +46,46 @@ def _precision(tensor: Any) -> str:
     return lowest_precision([tensor]) if backend.active.is_differentiable(tensor) else "exact"
 
 
-parser = argparse.ArgumentParser(prog="python -m multigrad.testing", description=__doc__)
-parser.add_argument("source", type=Path, help="a Python file that defines `fn` and `args`")
-parser.add_argument("result", type=Path, help="the .npz file to write")
-options = parser.parse_args()
-sys.path.insert(0, str(options.source.parent))  # as `python SOURCE` does
-with backend.active.wide():
-    namespace = runpy.run_path(str(options.source))
+def load(source: Path) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """Run a file, and return the `fn` and `args` that it defines."""
+    sys.path.insert(0, str(source.parent))  # as `python SOURCE` does
+    namespace = runpy.run_path(str(source))
     missing = [name for name in ("fn", "args") if name not in namespace]
     if missing:
-        raise TypeError(f"{options.source.name} does not define {' and '.join(missing)}")
-    np.savez(options.result, **measure(namespace["fn"], namespace["args"]))
+        raise TypeError(f"{source.name} does not define {' and '.join(missing)}")
+    return namespace["fn"], namespace["args"]
+
+
+def main() -> int:
+    """Run the command, and return 1 if gradients disagree."""
+    parser = argparse.ArgumentParser(
+        prog="python -m multigrad.testing", description="Check the gradients of a function."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    helps = {
+        "check": "compare the gradients with central differences on the active backend",
+        "compare": "compare the outputs and gradients of the installed backends",
+        "measure": "write the outputs and gradients on the active backend to an .npz file",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("file", type=Path, help="a Python file that defines `fn` and `args`")
+    commands.choices["measure"].add_argument("result", type=Path, help="the .npz file")
+    options = parser.parse_args()
+    try:
+        if options.command == "compare":
+            print(compare_backends(options.file))
+        elif options.command == "check":
+            fn, args = load(options.file)
+            print(check_gradients(fn, *args))
+        else:
+            with backend.active.wide():
+                np.savez(options.result, **measure(*load(options.file)))
+    except AssertionError as disagreement:
+        print(disagreement, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

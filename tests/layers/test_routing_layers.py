@@ -21,15 +21,13 @@ def moved(scale, epochs=1):
 
     class Schedule(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
-            if not isinstance(scale, keras.optimizers.schedules.LearningRateSchedule):
+            if not callable(scale):
                 layer.scale.assign(scale[epoch])
 
         def on_epoch_end(self, epoch, logs=None):
             found.append(numpy(dense.kernel).item())
 
-    layer = layers.GradientReversal(
-        scale if isinstance(scale, keras.optimizers.schedules.LearningRateSchedule) else 1.0
-    )
+    layer = layers.GradientReversal(scale if callable(scale) else 1.0)
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((1,)), dense, layer])
     model.compile(keras.optimizers.SGD(1.0), lambda y, p: y * p)
@@ -58,6 +56,18 @@ def test_clipping_with_a_loss_scale():
 def test_a_schedule():
     decay = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], [3.0, 7.0, 11.0])
     close(moved(decay, 4), np.float64([3.0, 7.0, 11.0, 11.0]))
+
+
+@keras.saving.register_keras_serializable("test_routing_layers")
+def ramp(step):
+    return 3.0 + 4.0 * step
+
+
+def test_a_function_of_the_step():
+    close(moved(ramp, 3), np.float64([3.0, 7.0, 11.0]))
+    config = keras.saving.serialize_keras_object(layers.GradientReversal(ramp))
+    copied = keras.saving.deserialize_keras_object(config)
+    close(grad(lambda x: copied(x))(1.0), array(-3.0))
 
 
 def test_a_schedule_counts_training_calls_only():
