@@ -141,7 +141,7 @@ def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         return torch.vmap(torch.func.grad(function))
-    return pytest.skip("tf.vectorized_map is told of in the README")
+    return pytest.skip("see the README about tf.vectorized_map")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

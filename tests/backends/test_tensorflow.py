@@ -726,7 +726,7 @@ def built(*args):
 @pytest.mark.parametrize("way", WAYS_WITHIN)
 def test_a_weight_that_is_first_read_in_a_nested_graph(way, nested):
     if nested and way == "tf.vectorized_map":
-        pytest.skip("TensorFlow copies the inner op without its rule, which is an error")
+        pytest.skip("TensorFlow copies the inner op without its rule, which raises")
     layer = built(WAYS_WITHIN[way], nested)
 
     def both(x):
