@@ -227,7 +227,7 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
 
     Raises:
         RuntimeError: if a gradient of `x` is computed, in the backward pass or when it is traced.
-            TensorFlow computes all gradients on a tape, so it is raised even if nothing before `x` is trained,
+            TensorFlow computes all gradients on a tape, so it raises even if nothing before `x` is trained,
             for example after a frozen layer.
 
     References:
