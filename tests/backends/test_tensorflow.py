@@ -844,7 +844,7 @@ def test_a_weight_that_is_assigned_in_a_loop():
         return tf.while_loop(lambda i, x: i < 3, body, (0, x))[1], lambda u, variables: (u, [ops.sum(u)])
 
     close(op(X), 24 * X)
-    with pytest.raises(TypeError, match="assigns a variable in a branch or a loop"):
+    with pytest.raises(TypeError, match="reads a variable, and then assigns it in a branch or a loop"):
         tf.function(lambda x: op(x))(X)
 
 
