@@ -45,8 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{what}:RuntimeWarning")
 
 
-def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which many tests run: it takes half a second."""
+@pytest.fixture(autouse=True, scope="module")
+def exclude_from_collection() -> None:
+    """Exclude what exists so far from garbage collection, which many tests call and which would take long."""
     gc.collect()
     gc.freeze()
 
