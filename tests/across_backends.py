@@ -74,7 +74,7 @@ def overflows(program: Program, answer: list[tuple[list, np.ndarray]]) -> bool:
     return narrow and not all(np.all(np.abs(numbers) < 1e4) for _, numbers in answer)
 
 
-@pytest.mark.skipif(len(INSTALLED) < 2, reason=f"{INSTALLED} installed: there is nothing to compare")
+@pytest.mark.skipif(len(INSTALLED) < 2, reason=f"only {INSTALLED} installed, which cannot be compared")
 def test_programs_are_the_same_on_each_backend(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
     programs = [draw(random.Random(seed)) for seed in range(COUNT)]

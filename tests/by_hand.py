@@ -21,11 +21,11 @@ class Pair(NamedTuple):
     op: Callable[..., Any]
     by_hand: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
-    """Of the arguments."""
+    """The shapes of the arguments."""
     saved: tuple[tuple[int, ...], ...]
-    """The shapes of what the rule written by hand saves."""
+    """The shapes of the tensors that the hand-written rule saves."""
     again: tuple[tuple[int, ...], ...] = ()
-    """The shapes of the inputs beside, from which a second derivative computes what was saved."""
+    """The shapes of the inputs that are also saved, to recompute these tensors for a second derivative."""
 
     def arguments(self) -> list[Any]:
         random = np.random.default_rng(7)
@@ -239,7 +239,7 @@ def doubtful(x):
 
 
 DOUBTFUL = PAIRS["log1pexp"]._replace(op=doubtful)
-"""An op that is not what is by hand beside it, which every comparison must find."""
+"""An op that differs from its hand-written function, which every comparison must find."""
 
 
 def total(function: Callable[..., Any]) -> Callable[..., Any]:

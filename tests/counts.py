@@ -25,12 +25,12 @@ PACKAGE = os.path.dirname(multigrad.__file__) + os.sep
 
 class Counts(NamedTuple):
     forward: int
-    """Python functions of the package that a call in eager code calls, in all, beneath a derivative."""
+    """The number of calls of Python functions of the package in an eager call that is differentiated."""
     backward: int
-    """The same for its way back."""
+    """The same for the backward pass."""
     written: int
-    """How much the framework takes down: JAX the equations, and TensorFlow the operations, of a traced value
-    and gradient; PyTorch the tensors that one call saves."""
+    """The size of the framework's record: on JAX the equations and on TensorFlow the operations of a traced
+    value and gradient, on PyTorch the tensors that one call saves."""
 
 
 BOUNDS = {

@@ -32,11 +32,11 @@ class Block(NamedTuple):
     """A Python block of a page."""
 
     code: str
-    """The code, with as many empty lines before it as on the page, so that an error shows its line."""
+    """The code, after as many empty lines as on the page, so that errors have the line of the page."""
     backends: tuple[str, ...]
-    """The backends on which it runs."""
+    """The backends that run it."""
     output: str | None
-    """What it prints, where the page shows it."""
+    """Its output, if the page shows it."""
 
 
 def pages() -> list[Path]:

@@ -121,7 +121,7 @@ def _keys(container: Any) -> Any:
 # op
 
 Table = dict[tuple[str, int, float | None], tuple[Any, Any]]
-"""A function of a leaf, and its derivative."""
+"""Functions of a leaf, with their derivatives."""
 
 
 def table(op: Op, leaves: dict[int, Any]) -> Table:
@@ -216,7 +216,7 @@ class Answer:
         op = rule.op
         self.convention, self.rule, self.gradients = op.convention, rule, gradients
         self.structures = {name: op.arguments[op.names.index(name)] for name in names}
-        """The arguments in the order in which they came."""
+        """The arguments in the order of the call."""
 
     def whole(self) -> Any:
         differentiable = [name for name, argument in self.structures.items() if has_gradient(argument)]

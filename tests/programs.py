@@ -43,11 +43,11 @@ class Term:
 
     coefficient: float
     parts: tuple[tuple[str, int], ...]
-    """A function and its leaf, and perhaps those of a second leaf."""
+    """A function with its leaf, and possibly another function with a second leaf."""
     factor: float
-    """What the rule multiplies the gradient by."""
+    """The factor by which the rule multiplies the gradient."""
     inner: float | None
-    """The same of the ops that compute the functions, where ops do."""
+    """The same for the ops that compute the functions, if ops do."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Style:
 
     lazy: bool
     none: bool
-    """Whether None stands for a gradient that is zero."""
+    """Whether a zero gradient is None."""
     dtype: str | None
-    """Another dtype that it is cast to."""
+    """Another dtype to which it is cast."""
     summed: bool
-    """Whether it is summed to the shape of the leaf, where broadcasting made it larger."""
+    """Whether it is summed to the shape of the leaf after broadcasting."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class Convention:
     """The form of a rule."""
 
     parameters: str
-    """The rule's own parameters."""
+    """The parameters of the rule."""
     answer: str
     keeps: str
-    """What the rule closes over: the `inputs`, or the `intermediates` too."""
+    """What the rule closes over: the `inputs`, or the `intermediates`, too."""
     styles: tuple[Style, ...]
     lazy: frozenset[str]
-    """The arguments whose whole entry is lazy."""
+    """The arguments whose entry is lazy as a whole."""
     static: float | None
-    """What stands for the gradient of something that has none."""
+    """The entry of an argument without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Op:
     """A function with a rule."""
 
     arguments: tuple[Any, ...]
-    """Structures with a `Place` for each leaf; they go to the parameters `a`, `b`, ..."""
+    """Structures with a `Place` for each leaf: the parameters `a`, `b`, ..."""
     positional_only: int
     positional: int
-    """How many arguments may be passed by position; the others go to `tail`."""
+    """The number of arguments that can be passed by position. The others are passed to `tail`."""
     tail: str
-    """`keyword`, for parameters of keywords alone, `*rest` or `**more`."""
+    """`keyword` for keyword-only parameters, `*rest` or `**more`."""
     defaults: frozenset[str]
     outputs: tuple[Term | Curve | tuple[Term, ...], ...]
     output: Any
@@ -117,7 +117,7 @@ class Call:
 
     op: int
     leaves: tuple[int, ...]
-    """The numbers of the values that it is given."""
+    """The numbers of its arguments among the values."""
     positional: int
     keywords: tuple[str, ...]
 
@@ -137,7 +137,7 @@ class Program:
     ops: tuple[Op, ...]
     calls: tuple[Call, ...]
     seed: int
-    """That of the numbers."""
+    """The seed of the numbers."""
 
     @property
     def precision(self) -> str:

@@ -188,7 +188,7 @@ def test_a_rule_that_stops_the_gradient_of_an_input():
     close(grad(grad(op))(array(3.0)), array(21.0))
 
 
-ONLY_JAX = pytest.mark.skipif(BACKEND != "jax", reason="about callbacks, kernels and devices of JAX")
+ONLY_JAX = pytest.mark.skipif(BACKEND != "jax", reason="for callbacks, kernels and devices of JAX")
 
 
 def callback(function, x):

@@ -22,9 +22,9 @@ class Row(NamedTuple):
 
     call: Callable[[Any], Any]
     value: Callable[[np.ndarray], np.ndarray]
-    """The same in NumPy."""
+    """The value in NumPy."""
     slope: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
-    """The gradient for an upstream gradient, where it is another one than that of `value` by definition."""
+    """The gradient for an upstream gradient, if it is not the derivative of `value`."""
 
 
 X = np.float32([[0.25, -3.0, 1.0], [2.0, 0.5, -0.75]])

@@ -44,8 +44,7 @@ class FakeQuantize(keras.layers.Layer):
     Raises:
         TypeError: if `axis` is not an integer.
         ValueError: if there are too few bits, `step` is not positive, or the input does not have the axis
-        with
-            a static size.
+            with a static size.
 
     References:
         Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153.

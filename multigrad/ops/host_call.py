@@ -63,9 +63,8 @@ def host_call(
         TypeError: if a gradient of the call is needed, or if `function` returns another structure or dtype.
         ValueError: if `function` returns another shape, or a dimension of `output` is unknown.
         Exception: the exception of `function`, in eager code. In a compiled function, the framework raises
-        its
-            own error, whose text names the function and the exception. TensorFlow's XLA cannot call Python,
-            and raises an error that names the node `host_call_cannot_run_with_jit_compile`.
+            its own error, whose text names the function and the exception. TensorFlow's XLA cannot call
+            Python, and raises an error that names the node `host_call_cannot_run_with_jit_compile`.
     """
     require_function("host_call", "function", function)
     name = f"host_call of {name_of(function)!r}"

@@ -201,15 +201,14 @@ def fake_quantize(x: Tensor, step: float | Tensor, bits: int = 8, signed: bool =
     Returns:
         `step * round(clip(x / step, low, high))`, with the shape and dtype of `x`. For `v = x / step` and an
         upstream gradient `u`, the gradient with respect to `x` is `u` where `low < v < high`, and 0
-        elsewhere. The gradient with respect to `step` sums `u * (round(v) - v)` where `low < v < high`, `u *
-        low` below and `u * high` above, and divides by `sqrt(n * high)` for the `n` elements of `x` that
+        elsewhere. The gradient with respect to `step` sums `u * (round(v) - v)` where `low < v < high`,
+        `u * low` below and `u * high` above, and divides by `sqrt(n * high)` for the `n` elements of `x` that
         share a step.
 
     Raises:
         TypeError: if `x` is not floating.
         ValueError: if there are too few bits, if `step` is a number that is not positive, or if its shape
-        does
-            not broadcast to the shape of `x`.
+            does not broadcast to the shape of `x`.
 
     References:
         Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153, equations 1 to 5 and section 2.2.

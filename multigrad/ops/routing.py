@@ -227,9 +227,8 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
 
     Raises:
         RuntimeError: if a gradient of `x` is computed, in the backward pass or when it is traced.
-        TensorFlow's
-            tapes compute all gradients, so there it is also raised if nothing before `x` is trained, for
-            example after a frozen layer.
+            TensorFlow computes all gradients on a tape, so it raises even if nothing before `x` is trained,
+            for example after a frozen layer.
 
     References:
         TensorFlow's `tf.raw_ops.PreventGradient`.

@@ -116,8 +116,7 @@ def safe_log(x: Tensor) -> Pair:
 
     Returns:
         `log(x)`, with the shape and dtype of `x`. Integers give Keras's float dtype. At zero, the value is
-        the
-        logarithm of the smallest positive number of the dtype: about -16.6 in float16, -92.2 in bfloat16,
+        the logarithm of the smallest positive number of the dtype: about -16.6 in float16, -92.2 in bfloat16,
         -103.3 in float32 and -744.4 in float64. So the function is monotonic, and `0 * safe_log(0)` is zero.
         For an upstream gradient `u`, the gradient is `u / x`. At zero, the gradient and all higher
         derivatives are `0 * u`: zero if `u` is finite. Subnormal numbers count as zero where the backend

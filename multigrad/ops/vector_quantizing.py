@@ -37,8 +37,8 @@ def vector_quantize(x: Tensor, codebook: Tensor, commitment: float = 0.25) -> Ve
     ```
 
     Add `mean(loss)` to the loss of the model. Equation 3 of the paper has two terms, with the squared
-    distance between `x` and its codebook vector `e`: `|sg(x) - e|**2` moves `e`, and `commitment * |x -
-    sg(e)|**2` moves `x`. The op never creates a tensor of shape `(..., k, d)`.
+    distance between `x` and its codebook vector `e`: `|sg(x) - e|**2` moves `e`, and
+    `commitment * |x - sg(e)|**2` moves `x`. The op never creates a tensor of shape `(..., k, d)`.
 
     Arguments:
         x: a floating tensor of shape `(..., d)`.

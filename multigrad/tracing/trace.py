@@ -158,10 +158,9 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
       PyTorch disable compilation for all threads. TensorFlow warns that functions in `tf.data` stay compiled.
     - Traces can be nested. Each of them records the calls.
     - The model is not changed. In the context, outputs of layers pass an identity, whose rule records the
-      gradient. A
-      layer that is called several times, such as a shared layer or the cell of an RNN, has a row for each
-      call. Layers have no entry in the columns `current` and `downstream`. Forward mode of JAX (`jax.jvp`)
-      through a traced layer raises.
+      gradient. A layer that is called several times, such as a shared layer or the cell of an RNN, has a row
+      for each call. Layers have no entry in the columns `current` and `downstream`. Forward mode of JAX
+      (`jax.jvp`) through a traced layer raises.
     - Calls without values are not recorded: calls with symbolic tensors, exported functions, and functions
       that TensorFlow vectorizes (`tf.vectorized_map`, `tape.jacobian`).
     - Under `jax.vmap` each example is a call; under `torch.func.vmap` the batch is one call.

@@ -17,7 +17,7 @@ from support import close, slow_but
 
 from multigrad import grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
-from multigrad.backend.tensorflow.programs import _room, program
+from multigrad.backend.tensorflow.programs import _rounded_up, program
 from multigrad.backend.tensorflow.tapes import unrecorded
 from multigrad.calculus import derivatives as calculus
 from multigrad.keras_graph.saving import Unsaved, decode, encode
@@ -726,7 +726,7 @@ def built(*args):
 @pytest.mark.parametrize("way", WAYS_WITHIN)
 def test_a_weight_that_is_first_read_in_a_nested_graph(way, nested):
     if nested and way == "tf.vectorized_map":
-        pytest.skip("TensorFlow copies the inner op without its rule, which is an error")
+        pytest.skip("TensorFlow copies the inner op without its rule, which raises")
     layer = built(WAYS_WITHIN[way], nested)
 
     def both(x):
@@ -844,7 +844,7 @@ def test_a_weight_that_is_assigned_in_a_loop():
         return tf.while_loop(lambda i, x: i < 3, body, (0, x))[1], lambda u, variables: (u, [ops.sum(u)])
 
     close(op(X), 24 * X)
-    with pytest.raises(TypeError, match="assigns a variable in a branch or a loop"):
+    with pytest.raises(TypeError, match="reads a variable, and then assigns it in a branch or a loop"):
         tf.function(lambda x: op(x))(X)
 
 
@@ -949,10 +949,10 @@ def test_a_root_of_an_unknown_size_raises(batch_size):
 
 def test_numbers_of_rows_are_rounded_up():
     counts = range(1, 300_000, 7)
-    rooms = tf.vectorized_map(_room, tf.range(1, 300_000, 7)).numpy()
-    assert all(0 <= room - count <= max(63, count / 8) for count, room in zip(counts, rooms, strict=True))
-    assert len(set(rooms)) < 100
-    assert _room(0) == 0
+    rounded = tf.vectorized_map(_rounded_up, tf.range(1, 300_000, 7)).numpy()
+    assert all(0 <= room - count <= max(63, count / 8) for count, room in zip(counts, rounded, strict=True))
+    assert len(set(rounded)) < 100
+    assert _rounded_up(0) == 0
 
 
 def cubes(in_place, rows, upstream, others):

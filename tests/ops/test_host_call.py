@@ -218,7 +218,7 @@ def test_native_gradients_raise():
 @pytest.mark.parametrize("mode", FIT_MODES)
 def test_fit(mode):
     if BACKEND == "tensorflow" and mode.get("jit_compile"):
-        pytest.skip("XLA on TensorFlow cannot call the host; a test below expects the error")
+        pytest.skip("XLA on TensorFlow cannot call the host, see the test of the error below")
     w = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
     inputs = keras.Input((1,))
     model = keras.Model(inputs, keras.layers.Lambda(sine, output_shape=(1,))(w(inputs)))
@@ -230,7 +230,7 @@ def test_fit(mode):
 
 
 @pytest.mark.forward
-@pytest.mark.skipif(BACKEND == "openvino", reason="Keras (3.15) has placeholders without values there")
+@pytest.mark.skipif(BACKEND == "openvino", reason="Keras (3.15) uses placeholders without values there")
 def test_saving_a_functional_model(tmp_path):
     inputs = keras.Input((3,))
     model = keras.Model(inputs, host_call(double, inputs, output=inputs) + 1.0)
@@ -306,14 +306,14 @@ def test_invalid_arguments_raise():
         host_call(double, x, output=keras.KerasTensor((None, 3)))
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="elsewhere the compiler can call the host")
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="on other backends the compiler can call the host")
 def test_xla_on_tensorflow():
     f = jit(lambda x: host_call(double, x, output=x), jit_compile=True)
     with pytest.raises(Exception, match="host_call_cannot_run_with_jit_compile"):
         f(array(1.0))
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="64 bits are an option of JAX's")
+@pytest.mark.skipif(BACKEND != "jax", reason="only JAX has an option for 64 bits")
 def test_64_bits_on_jax():
     import jax
 
@@ -365,7 +365,7 @@ def test_vmap(vectorized):
 
 def test_vmap_of_a_gradient():
     if BACKEND == "tensorflow":
-        pytest.skip("README: TensorFlow maps a custom gradient by the loop that it falls back to")
+        pytest.skip("TensorFlow maps a custom gradient by a loop, see the README")
     close(mapped(grad(sine), array([0.0, 0.5])), 7.0 * np.cos([0.0, 0.5]), 1e-4)
     with pytest.raises(TypeError, match="no derivative"):
         mapped(grad(lambda x: host_call(double, x, output=x)), array([0.0, 0.5]))
@@ -373,7 +373,7 @@ def test_vmap_of_a_gradient():
 
 def test_a_vectorized_function_without_the_batch_axis_raises():
     if BACKEND == "tensorflow":
-        pytest.skip("one call for each example there")
+        pytest.skip("there is one call per example")
     f = lambda x: host_call(lambda x: x.sum(0), x, output=x, vectorized=True)  # noqa: E731
     with pytest.raises(Exception, match=r"(?s)required: \(4, 3\).*omit vectorized=True"):
         numpy(mapped(f, array(np.ones((4, 3)))))

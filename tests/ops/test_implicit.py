@@ -219,7 +219,7 @@ def test_a_function_with_a_custom_gradient():
 def test_dtypes(dtype):
     # On NumPy, half of a bfloat16 is a float32. On OpenVINO, half of a float64 is a float32.
     if (BACKEND, dtype) in (("jax", "float64"), ("openvino", "float64"), ("numpy", "bfloat16")):
-        pytest.skip("JAX has float64 in a mode of its own, in which test_differences runs")
+        pytest.skip("JAX has float64 only in a separate mode, in which test_differences runs")
     z = fixed_point(heron, ops.ones((1,), dtype), ops.cast(array([4.0]), dtype))
     assert keras.backend.standardize_dtype(z.dtype) == dtype
     close(ops.cast(z, "float32"), array([2.0]), 0.02 if "16" in dtype else 1e-5)
@@ -253,7 +253,7 @@ def test_no_convergence_raises():
 
 def test_no_convergence_in_compiled_code_is_nan():
     if BACKEND == "torch":
-        pytest.skip("`compiled` runs it as it is on PyTorch, where it is an error")
+        pytest.skip("`compiled` runs it uncompiled on PyTorch, where it raises")
     f = compiled(lambda a: fixed_point(lambda z, a: 2.0 * z + a, 1.0, a, max_iterations=10))
     assert np.isnan(numpy(f(array(1.0))))
     assert np.isnan(numpy(compiled(grad(f))(array(1.0))))
@@ -315,7 +315,7 @@ def kept(function, x):
 
 def test_memory_is_independent_of_the_number_of_iterations():
     if BACKEND == "tensorflow":
-        pytest.skip("a tape does not tell what it keeps")
+        pytest.skip("the contents of a tape cannot be inspected")
 
     def of(tolerance):
         def f(a):

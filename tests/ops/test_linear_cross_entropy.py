@@ -97,7 +97,7 @@ def test_large_logits():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes(dtype):
     if (BACKEND, dtype) == ("jax", "float64"):
-        pytest.skip("JAX has float64 in a mode of its own, in which test_differences runs")
+        pytest.skip("JAX has float64 only in a separate mode, in which test_differences runs")
     x, w = ops.cast(array(X), dtype), ops.cast(array(W), dtype)
     loss = linear_cross_entropy(x, w, Y, chunk_size=3)
     assert keras.backend.standardize_dtype(loss.dtype) == ("float64" if dtype == "float64" else "float32")
@@ -125,7 +125,7 @@ def test_no_tokens():
     close(grad(lambda w: ops.sum(linear_cross_entropy(x, w, y, chunk_size=3)))(array(W)), array(0 * W))
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="JAX without x64 cuts labels to 32 bits before they come here")
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX without x64 truncates labels to 32 bits before the op")
 @pytest.mark.parametrize("reduction", [None, "sum"])
 @pytest.mark.parametrize("label", [2**32 + 1, -(2**32) + 1, 2**62, -(2**31)])
 def test_invalid_64_bit_labels_stay_invalid_in_32_bits(label, reduction, monkeypatch):
@@ -163,7 +163,7 @@ def test_an_infinite_loss_with_weight_zero_is_ignored(reduction, wanted, run_by)
 
 def test_a_compiled_label_out_of_range_is_nan():
     if BACKEND == "torch":
-        pytest.skip("`compiled` runs it as it is on PyTorch, where the label is an error")
+        pytest.skip("`compiled` runs it uncompiled on PyTorch, where the label raises")
     x, w, _, _ = arguments()
     loss = compiled(lambda y: linear_cross_entropy(x, w, y, chunk_size=3))
     assert np.isnan(numpy(loss(array(Y + 2, dtype="int32")))).sum() == 2
@@ -276,7 +276,7 @@ def test_an_unknown_number_of_tokens(count):
 )
 def test_unused_gradients_are_not_computed(reduction, wanted):
     if BACKEND == "tensorflow":
-        pytest.skip("the tape asks for every gradient")
+        pytest.skip("the tape computes every gradient")
     given = {"x": ops.ones((64, 2)), "w": ops.ones((2, 40))}
     y = ops.zeros((64,), "int32")
 
@@ -467,7 +467,7 @@ def test_unexpected_gradients_are_right(monkeypatch, seen):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes_of_reduced_losses(dtype):
     if (BACKEND, dtype) == ("jax", "float64"):
-        pytest.skip("JAX has float64 in a mode of its own, in which test_differences_of_reduced_losses runs")
+        pytest.skip("JAX has float64 only in a separate mode, see test_differences_of_reduced_losses")
     x, w, b = [ops.cast(MANY[name], dtype) for name in ("features", "kernel", "bias")]
     loss = loss_of_all(x, w, b)
     assert keras.backend.standardize_dtype(loss.dtype) == ("float64" if dtype == "float64" else "float32")

@@ -20,9 +20,9 @@ class Case(NamedTuple):
     """A function of two vectors that returns a vector, all of the same length."""
 
     op: Callable[[Any, Any], Any]
-    """What an op makes of it."""
+    """The op."""
     meant: Callable[[Any, Any], Any]
-    """The same in value and in every derivative, without an op."""
+    """The equivalent function without an op."""
 
 
 def valued(value: Any, potential: Any) -> Any:
@@ -161,7 +161,7 @@ CASES = {
 }
 
 ONE_FOR_ALL = Case(one_for_all, meant_one_for_all)
-"""For `vmap`: its rule does not sum over what broadcasting made of `w`."""
+"""A case for `vmap`, whose rule does not sum over the broadcast axes of `w`."""
 
 
 scaled_by_integer = op_custom_gradient(lambda x, k: (x * 2.0, lambda u: (u * ops.cast(k, x.dtype), None)))
@@ -204,5 +204,5 @@ BY_THE_RULE_ALONE = {
     "an object within": (scaled_by_what_an_object_within_holds, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
     "a default of an argument": (scaled_by_a_default, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
 }
-"""For `vmap`: functions of a tensor and of what the output does not depend on; values of that; and the
-gradients by the tensor for each of them."""
+"""Cases for `vmap`: a function of a tensor and of a value on which the output does not depend, such values,
+and the gradient with respect to the tensor for each of them."""

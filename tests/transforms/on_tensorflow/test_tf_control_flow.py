@@ -195,7 +195,7 @@ def test_a_rule_that_reads_a_variable(place, taken):
     """The gradient of a branch or a loop is built in a graph that cannot capture TensorFlow's variables."""
     if place is in_python and taken is derivatives:
         pytest.skip(
-            "an error of TensorFlow's (2.21), which has another with tf.custom_gradient of no variable"
+            "an error of TensorFlow (2.21), which raises another one for tf.custom_gradient without variables"
         )
     factor = keras.Variable(3.0, trainable=False)
     function = tf.function(lambda x, w: taken(place(rule_by(factor)), x, w))

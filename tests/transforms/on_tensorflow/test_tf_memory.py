@@ -49,7 +49,7 @@ def resident():
     return int(line.split()[1])
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it asks Linux how large the process is")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the size of the process from Linux")
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
 def test_many_steps_do_not_grow_the_process(wrap, no_collector):
     """Each step has 4 MB of residuals. If they were kept, each round would add 40 MB.
