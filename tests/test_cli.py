@@ -83,7 +83,8 @@ def test_doctor_without_keras():
     done = run("-c", hidden, KERAS_BACKEND=BACKEND)
     assert done.returncode == 1, done.stdout + done.stderr
     assert not done.stderr
-    assert "Keras       missing: pip install keras; supported: 3.12 or newer" in done.stdout
+    oldest = frameworks.oldest_supported("keras", BACKEND)
+    assert f"Keras       missing: pip install keras; supported: {oldest} or newer" in done.stdout
     assert done.stdout.endswith("Keras is not installed: pip install keras\n")
 
 
