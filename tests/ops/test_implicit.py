@@ -18,6 +18,14 @@ RANDOM = np.random.default_rng(0)
 A = 0.3 * RANDOM.standard_normal((3, 3))
 B = RANDOM.standard_normal((3, 1))
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+# Solving an equation takes seconds in eager code of JAX and TensorFlow, which compile or run each step.
+EAGER_IS_SLOW = pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda f: f, id="eager", marks=slow_on("jax", "tensorflow")),
+        pytest.param(compiled, id="compiled"),
+    ],
+)
 
 
 def linear(a, b):
@@ -135,7 +143,7 @@ def test_the_initial_guess_has_no_gradient():
     close(grad(lambda z: fixed_point(heron, z, array(4.0)))(3.0), array(0.0))
 
 
-@WRAPS
+@EAGER_IS_SLOW
 def test_closed_over_tensors_have_gradients(wrap):
     def inside(a, b):
         return fixed_point(lambda z: curved(z, a, b), 1.0)
@@ -196,7 +204,7 @@ def test_training_a_layer():
     assert last < 0.7 * first
 
 
-@WRAPS
+@EAGER_IS_SLOW
 def test_tensors_reached_through_an_object_have_a_first_derivative(wrap):
     def behind(b, a):
         held = types.SimpleNamespace(b=b)
