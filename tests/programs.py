@@ -187,8 +187,8 @@ def split(random: Any, leaves: list[Any], most: int = 3) -> list[list[Any]]:
 # --------------------------------------------------------------------------------------------- drawing
 
 
-def draw(random: Any, dtypes: list[str] = DTYPES) -> Program:
-    """Draw a program."""
+def draw(random: Any, dtypes: list[str] = DTYPES, most_calls: int = 4) -> Program:
+    """Draw a program with at most `most_calls` calls of ops."""
     base = random.choice([(2, 3), (2, 3), (3,), (), (2, 3), (2, 0)])
     inputs = tuple(Input(_shape(random, base), random.choice(dtypes)) for _ in range(random.randint(1, 3)))
     ops = tuple(_op(random) for _ in range(random.randint(1, 3)))
@@ -196,7 +196,7 @@ def draw(random: Any, dtypes: list[str] = DTYPES) -> Program:
     values = len(inputs)
     # In low precision, the rounding errors of one op are enough.
     few = any(dtype not in ("float32", "float64") for _, dtype in inputs)
-    for _ in range(random.randint(1, 1 if few else 4)):
+    for _ in range(random.randint(1, 1 if few else most_calls)):
         index = random.randrange(len(ops))
         leaves = tuple(random.randrange(values) for _ in range(ops[index].leaves))
         calls.append(Call(index, leaves, *_passing(random, ops[index])))
