@@ -278,7 +278,7 @@ def test_the_gradients_that_nobody_needs_are_not_traced():
 
 def test_what_jax_has_of_its_own_is_no_object():
     """A function that reaches an object is differentiated for nothing, which a callback would refuse."""
-    mesh, spec = jax.make_mesh((1,), ("rows",)), jax.sharding.PartitionSpec()
+    mesh, spec = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec()
     named, single = (
         jax.sharding.NamedSharding(mesh, spec),
         jax.sharding.SingleDeviceSharding(jax.devices()[0]),
