@@ -13,6 +13,7 @@ import pytest
 from keras import ops
 
 import multigrad
+from multigrad.frameworks import is_at_least
 
 BACKEND = keras.backend.backend()
 DIFFERENTIATES = BACKEND in ("tensorflow", "jax", "torch")
@@ -29,6 +30,10 @@ DIFFERENCES = pytest.mark.parametrize(
 
 # The same for functions of few elements: first order only, or every order of the test.
 ORDERS = pytest.mark.parametrize("highest", [1, pytest.param(None, id="every", marks=pytest.mark.slow)])
+
+
+def is_keras_at_least(version: str) -> bool:
+    return is_at_least(keras.__version__, version)
 
 
 def slow_on(*backends: str) -> pytest.MarkDecorator:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import DIFFERENTIATES, FIT_MODES, array, close, compiled, numpy
+from support import BACKEND, DIFFERENTIATES, FIT_MODES, array, close, compiled, is_keras_at_least, numpy
 
 from multigrad import grad, op_custom_gradient
 
@@ -249,7 +249,8 @@ def test_rematerialization(scope):
         y = op(z, extra=[x], mode="some")["y"]
     del runs[:]
     assert step(keras.Model(x, y)) == 1 + 3 * 2
-    assert len(runs) >= 2
+    if BACKEND != "tensorflow" or is_keras_at_least("3.14"):  # older ones do not run an operation again
+        assert len(runs) >= 2
     assert set(runs) == {"some"}
 
 

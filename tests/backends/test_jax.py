@@ -278,7 +278,7 @@ def test_unneeded_gradients_are_not_traced():
 
 def test_functions_of_jax_are_not_opaque_objects():
     """A function with an opaque object would be differentiated, which a callback does not support."""
-    mesh, spec = jax.make_mesh((1,), ("rows",)), jax.sharding.PartitionSpec()
+    mesh, spec = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec()
     named, single = (
         jax.sharding.NamedSharding(mesh, spec),
         jax.sharding.SingleDeviceSharding(jax.devices()[0]),
