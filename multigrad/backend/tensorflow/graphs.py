@@ -140,4 +140,5 @@ def _lost(name: str) -> str:
         "rule, or an import",
         fix="take the gradient inside of what is mapped, save with experimental_custom_gradients=True, "
         "which keeps the rules of a first derivative alone, or call the op again in place of a copy",
+        see="tensorflow#vectorized-map",
     )

@@ -98,6 +98,7 @@ def require_tapes() -> None:
                 required="a rule of operations and of ops",
                 got="one that calls a gradient function, itself or in an op",
                 fix="take the derivative by multigrad.jvp, or in reverse mode",
+                see="tensorflow#forward-mode",
             )
         )
 

@@ -68,6 +68,7 @@ class _InGraph(_Reads):
                     required="trainable variables that keep their values there",
                     got=f"variable {variable.path!r}",
                     fix="carry the value through the loop, and assign it behind",
+                    see="tensorflow#assigned-in-a-loop",
                 )
             )
         super().add_update(update)
