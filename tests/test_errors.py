@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from keras import ops
 from support import array, compiled
 
 from multigrad import grad, op_custom_gradient
+from multigrad.core.errors import message
 
 ONES = np.ones(3, "float32")
 
@@ -324,3 +326,35 @@ def test_the_frames_of_the_package_are_hidden(tmp_path):
     assert "the rule returned a gradient of the wrong shape" in shown()
     assert "answer.py" not in shown()
     assert own in shown("--full-trace")
+
+
+# ----------------------------------------------------------------------------------- links to the limits
+
+
+@pytest.mark.forward
+def test_an_error_names_the_page_of_its_limit():
+    text = message("op", "a problem", required="a", got="b", fix="c", see="jax#forward-mode")
+    assert text.splitlines()[-1] == "  see: docs/limits/jax.md#forward-mode"
+
+
+@pytest.mark.package
+def test_the_links_of_errors_lead_to_a_section():
+    root = Path(__file__).parent.parent
+    sources = "\n".join(path.read_text() for path in (root / "multigrad").rglob("*.py"))
+    links = re.findall(r'\bsee="(\w+)#([\w-]+)"', sources)
+    links += re.findall(r"docs/limits/(\w+)\.md#([a-z][\w-]*)", sources)
+    assert len(links) > 15
+    for page, section in links:
+        assert f"{{#{section}}}\n" in (root / "docs" / "limits" / f"{page}.md").read_text(), (page, section)
+
+
+def test_an_unanswered_weight_leads_to_its_limit():
+    dense = keras.layers.Dense(2)
+    dense.build((None, 2))
+
+    @op_custom_gradient
+    def op(x):
+        return dense(x), lambda upstream: upstream
+
+    with raises(TypeError, "see: docs/limits/general.md#weights-that-the-function-reads"):
+        op(np.ones((1, 2), "float32"))

@@ -205,7 +205,7 @@ def test_the_other_project_of_the_same_name(monkeypatch, tmp_path, capsys):
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: multigrad\nVersion: 1.0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.warns(RuntimeWarning, match=r"got: multigrad 1\.0\.0 too"):
+    with pytest.warns(RuntimeWarning, match=r"got: multigrad 1\.0\.0, too"):
         _load()
     assert doctor() == 1
     assert "fix: pip uninstall multigrad, then pip install" in capsys.readouterr().out

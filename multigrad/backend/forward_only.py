@@ -90,7 +90,7 @@ def _no_gradients() -> NotImplementedError:
     return NotImplementedError(
         f"Keras's {keras.backend.backend()} backend computes no gradients. The backends that do are "
         f"{', '.join(DIFFERENTIATING)}. Choose one with the environment variable KERAS_BACKEND before "
-        "Keras is imported."
+        "Keras is imported. See docs/limits/general.md#numpy-and-openvino."
     )
 
 

@@ -24,8 +24,19 @@ def _without_bold(text: str) -> str:
     return text.replace("\x1b[1m", "").replace("\x1b[0m", "")
 
 
-def message(op: str, problem: str, *, required: str, got: str, fix: str, argument: str | None = None) -> str:
+def message(
+    op: str,
+    problem: str,
+    *,
+    required: str,
+    got: str,
+    fix: str,
+    argument: str | None = None,
+    see: str | None = None,
+) -> str:
     """Return the text of an error: the op, the problem, what is required, what the op got, and a fix.
+
+    `see` names a page and a section of `docs/limits/`, such as "jax#forward-mode".
 
     ```python
     print(message("scale", "the gradient has the wrong shape", argument="'x'",
@@ -41,6 +52,9 @@ def message(op: str, problem: str, *, required: str, got: str, fix: str, argumen
     if argument is not None:
         lines.append(f"  argument: {argument}")
     lines += [f"  required: {required}", f"  got: {got}", f"  fix: {fix}"]
+    if see is not None:
+        page, _, section = see.partition("#")
+        lines.append(f"  see: docs/limits/{page}.md#{section}")
     return "\n".join(lines)
 
 

@@ -276,6 +276,7 @@ def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
                 "`(gradients, gradients_of_variables)`",
                 got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(read)}",
                 fix="write the rule as `def rule(upstream, variables)`, or pass the variables as arguments",
+                see="general#weights-that-the-function-reads",
             )
         )
     return takes == REQUIRED or (takes == OPTIONAL and bool(read))

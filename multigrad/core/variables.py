@@ -280,6 +280,7 @@ class Reads(_Scope):
                 required="a function whose only results are its outputs",
                 got="a call of add_loss, possibly by an activity regularizer",
                 fix="call the layer outside of the function, or return the loss as an output",
+                see="general#add-loss",
             )
         )
 
@@ -357,6 +358,7 @@ def _assigned_by_rule(name: str, variable: keras.Variable) -> TypeError:
             required="a rule that assigns only variables of its function, whose new values end with the rule",
             got=f"an assignment to variable {variable.path!r}",
             fix="assign the variable, or draw the random number, in the function or outside of the op",
+            see="general#rules-that-assign",
         )
     )
 

@@ -87,6 +87,7 @@ class Application:
                     "restores",
                     got=describe(unsaved.value),
                     fix="pass an argument that can be saved, such as the name of an object",
+                    see="general#unsaved-arguments",
                 )
             ) from unsaved
 

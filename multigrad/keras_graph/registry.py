@@ -97,6 +97,7 @@ def without_name(name: str) -> NotImplementedError:
             required="a name of the form 'package>name'",
             got=repr(name),
             fix=f"define it with @op_custom_gradient(name='my_package>{identifier(name)}')",
+            see="general#ops-without-a-name",
         )
     )
 
@@ -167,6 +168,7 @@ def _name_taken(name: str, registered: Any, f: Op) -> ValueError:
             required="one op per name",
             got=f"{_origin(new)}; registered is {_origin(old)}",
             fix=fix,
+            see="general#name-is-taken",
         )
     )
 

@@ -169,6 +169,7 @@ def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
             got=f"{type(error).__name__}: {error}",
             fix="return what the rule uses as an output of an op of its own; an object of another library, "
             "such as a sparse matrix, can be a global variable",
+            see="jax#derivative-of-the-gradient",
         )
     )
 

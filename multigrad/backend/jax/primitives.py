@@ -136,6 +136,7 @@ def _without_rule(primals: Sequence[Any], tangents: Sequence[Any], *, outputs: i
             required="a derivative that goes through the rule",
             got="a derivative of a derivative in a loop, with an op that has forward_mode=True",
             fix="omit forward_mode, or take both derivatives inside of the loop's body",
+            see="jax#forward-mode",
         )
     )
 

@@ -101,6 +101,7 @@ def _no_forward_mode(*operands: Any, name: str, **params: Any) -> NoReturn:
             required="an op with forward_mode=True",
             got="forward_mode=False",
             fix="write @op_custom_gradient(forward_mode=True), or use jax.vjp",
+            see="jax#forward-mode",
         )
     )
 

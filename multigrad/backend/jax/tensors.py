@@ -60,6 +60,7 @@ def assign(variable: keras.Variable, value: Any) -> None:
                 got=f"a {type(value).__name__}",
                 fix="compile with multigrad.jit in place of jax.jit, call the layer through "
                 "`stateless_call`, or outside of jax.lax.scan and its like",
+                see="jax#assign-outside-stateless",
             )
         )
     variable.assign(value)

@@ -144,4 +144,5 @@ def _lost(name: str) -> str:
         "with an op in a rule",
         fix="compute the gradient in the mapped function, save with experimental_custom_gradients=True, "
         "which keeps the rules of first derivatives only, or call the op again instead of copying it",
+        see="tensorflow#vectorized-map",
     )

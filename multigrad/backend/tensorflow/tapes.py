@@ -97,6 +97,7 @@ def require_tapes() -> None:
                 required="a rule that calls operations and ops only",
                 got="a rule that calls a gradient function, directly or in an op",
                 fix="use multigrad.jvp, or reverse mode",
+                see="tensorflow#forward-mode",
             )
         )
 

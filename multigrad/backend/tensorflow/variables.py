@@ -67,6 +67,7 @@ class _InGraph(_Reads):
                     required="trainable variables that are not assigned there",
                     got=f"variable {variable.path!r}",
                     fix="carry the value through the loop, and assign it after the loop",
+                    see="tensorflow#assigned-in-a-loop",
                 )
             )
         super().add_update(update)

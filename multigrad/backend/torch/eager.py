@@ -250,6 +250,7 @@ def _only_first_order(call: Call) -> str:
         required="an op with higher_order=True",
         got="higher_order=False",
         fix="omit higher_order; the op then keeps its inputs in memory",
+        see="pytorch#second-derivatives",
     )
 
 
@@ -267,6 +268,7 @@ def _not_repeatable(call: Call) -> RuntimeError:
             required="a function that returns the same values for the same arguments",
             got="different outputs or residuals",
             fix="draw random numbers outside of the function, and pass them and other state as arguments",
+            see="pytorch#second-derivatives",
         )
     )
 
@@ -279,6 +281,7 @@ def _not_the_same_rule(call: Call) -> RuntimeError:
             required="the same gradient for the same arguments in each run",
             got="a different gradient, from a rule that has state or uses an object whose state changed",
             fix="close over tensors instead of objects, and pass random numbers and other state as arguments",
+            see="pytorch#second-derivatives",
         )
     )
 

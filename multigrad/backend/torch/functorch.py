@@ -292,6 +292,7 @@ def _reaches_duals(name: str, rule: Callable[..., Any], residuals: Sequence[torc
                 got="an object, such as `self`, that holds tensors of the inner derivative",
                 fix="let the rule close over the tensor, or take both derivatives in reverse mode, as "
                 "multigrad.hessian does",
+                see="pytorch#nested-forward-mode",
             )
         )
     return any([forward_ad.unpack_dual(t, level=0).tangent is not None for t in reached])

@@ -201,6 +201,7 @@ _UNRECORDED = message(
     required="a second derivative by nested gradient functions",
     got="a backward pass through the result, such as `backward()`",
     fix="take both derivatives by grad(...), or pass the values of the variables as arguments, by `argnums`",
+    see="pytorch#history-of-gradients",
 )
 
 _DEPTH = threading.local()
