@@ -86,6 +86,7 @@ BACKENDS = {
     "06_fixed_points": "torch",
     "07_large_vocabulary": "jax",
     "08_guided_backprop": "torch",
+    "09_black_boxes": "jax",
 }
 
 
