@@ -9,18 +9,32 @@ from support import array, close
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 XS, WS = jnp.stack([X, X * 0.5, 0.25 - X, -X]), jnp.stack([W, W + 1.0, -W, W * W])
 
-EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# The fast run has these cases in `test_orders.py` alone, and the full run under each transform.
+_SLOW = ("nothing", "view", "sum", "stopped")
+
+
+def each_of(cases):
+    """Parametrize a test with cases. The fast run leaves out a few of them."""
+    marks = {id_: pytest.mark.slow if id_ in _SLOW else () for id_ in cases}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(cases[id_], id=id_, marks=marks[id_]) for id_ in cases]
+    )
+
+
+EACH = each_of(CASES)
 
 
 def each_with(name, values, everywhere, cases=CASES, thorough=("intermediate",)):
     """Parametrize a test with pairs of a case and a value.
 
-    The fast run has each pair with a `thorough` case, and each pair with a value in `everywhere`.
+    The fast run has each pair with a `thorough` case, and the pairs with a value in `everywhere`,
+    except for a few cases.
     """
     pairs = []
     for title, value in values.items():
         for id_, case in cases.items():
-            marks = () if title in everywhere or id_ in thorough else pytest.mark.slow
+            is_fast = id_ in thorough or (title in everywhere and id_ not in _SLOW)
+            marks = () if is_fast else pytest.mark.slow
             pairs.append(pytest.param(case, value, id=f"{id_}-{title}", marks=marks))
     return pytest.mark.parametrize(("case", name), pairs)
 
