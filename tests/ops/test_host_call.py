@@ -273,6 +273,13 @@ def test_what_comes_back_is_checked(way, misfit):
 
 
 @pytest.mark.forward
+@pytest.mark.forward
+def test_messages_name_a_ufunc():
+    for function, name in ((np.sin, "sin"), (np.vectorize(half), "half")):
+        with pytest.raises(TypeError, match=f"host_call of '{name}'"):
+            host_call(function, array(1.0), output=None)
+
+
 def test_a_part_of_a_structure():
     with pytest.raises(TypeError, match=r"(?s)argument: output\['a'\]\[1\].*got: .*int64"):
         host_call(lambda x: {"a": [x, np.int64(1)]}, array(1.0), output={"a": [array(1.0), array(1.0)]})
