@@ -273,6 +273,12 @@ def test_results_are_checked(way, misfit):
 
 
 @pytest.mark.forward
+def test_messages_name_a_ufunc():
+    for function, name in ((np.sin, "sin"), (np.vectorize(half), "half")):
+        with pytest.raises(TypeError, match=f"host_call of '{name}'"):
+            host_call(function, array(1.0), output=None)
+
+
 def test_the_message_names_the_leaf():
     with pytest.raises(TypeError, match=r"(?s)argument: output\['a'\]\[1\].*got: .*int64"):
         host_call(lambda x: {"a": [x, np.int64(1)]}, array(1.0), output={"a": [array(1.0), array(1.0)]})
