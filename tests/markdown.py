@@ -93,8 +93,9 @@ def run(block: Block, page: Path, names: dict[str, Any], capsys: Any) -> None:
 
 def run_page(page: Path, capsys: Any, monkeypatch: Any) -> None:
     """Run the blocks of a page for the active backend."""
-    module = types.ModuleType("page")
-    monkeypatch.setitem(sys.modules, "page", module)  # AutoGraph and torch.compile look up functions there
+    # AutoGraph and torch.compile look up functions in their module. torch.compile keeps modules by name.
+    module = types.ModuleType("page_" + re.sub(r"\W", "_", str(page.relative_to(ROOT))))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     if BACKEND == "torch":
         # PyTorch compiles a function of Keras a few times per process, and a page is a separate program.
         importlib.import_module("torch").compiler.reset()
