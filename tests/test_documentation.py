@@ -1,10 +1,16 @@
 """The Python blocks of the README and of each page of `docs/` run on their backends."""
 
+import inspect
 import re
 
+import keras
 import pytest
 from markdown import ROOT, Block, blocks, pages, run, run_page
 from support import slow_on
+
+import multigrad
+import multigrad.layers
+import multigrad.testing
 
 PAGES = pages()
 # torch.compile takes ten seconds for a training step, which tests/test_compilation.py has too.
@@ -43,6 +49,21 @@ def test_the_pages_and_their_blocks_are_found():
 def test_a_wrong_block_is_found(code, output, capsys):
     with pytest.raises((AssertionError, ZeroDivisionError)):
         run(Block(code, ("jax",), output), ROOT / "README.md", {}, capsys)
+
+
+@pytest.mark.package
+def test_each_public_name_has_an_entry_in_the_api():
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    entries = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
+    public = {
+        name
+        for module in (multigrad, multigrad.ops, multigrad.layers, multigrad.testing)
+        for name in dir(module)
+        if not name.startswith("_") and not hasattr(keras.ops, name)
+        if not inspect.ismodule(getattr(module, name))
+    }
+    assert "host_call" in public
+    assert public - entries == set()
 
 
 def test_each_install_command_is_on_one_line():

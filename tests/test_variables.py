@@ -177,18 +177,21 @@ def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass() -> None:
 
 
 def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
+    """Also a variable that the rule alone reads has its value of the scope."""
     weight, other = keras.Variable(100.0), keras.Variable(1000.0, trainable=False)
+    factor = keras.Variable(10000.0, trainable=False)
 
     @op_custom_gradient
     def op(x):
-        return x * weight * other, lambda u, variables: (u * weight * 7, [u * weight * other])
+        return x * weight * other, lambda u, variables: (u * weight * factor, [u * weight * other])
 
-    def stateless(x, w, o):
-        with keras.StatelessScope([(weight, w), (other, o)]):
+    def stateless(x, w, o, f):
+        with keras.StatelessScope([(weight, w), (other, o), (factor, f)]):
             return op(x)
 
-    close(grad(stateless, (0, 1))(3.0, 2.0, array(5.0)), (14.0, 10.0))
-    close(compiled(grad(stateless, (0, 1)))(array(3.0), array(2.0), array(5.0)), (array(14.0), array(10.0)))
+    values = array(3.0), array(2.0), array(5.0), array(7.0)
+    close(grad(stateless, (0, 1))(*values), (array(14.0), array(10.0)))
+    close(compiled(grad(stateless, (0, 1)))(*values), (array(14.0), array(10.0)))
 
 
 def test_the_rule_reads_a_weight_in_the_dtype_of_the_function() -> None:
