@@ -5,7 +5,6 @@ gradients, unless its title names some: ```` ```python title="JAX" ````. A block
 output of the Python block above it. A line that ends with `# raises TypeError` raises that error.
 """
 
-import importlib
 import itertools
 import linecache
 import re
@@ -96,9 +95,6 @@ def run_page(page: Path, capsys: Any, monkeypatch: Any) -> None:
     # AutoGraph and torch.compile look up functions in their module. torch.compile keeps modules by name.
     module = types.ModuleType("page_" + re.sub(r"\W", "_", str(page.relative_to(ROOT))))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    if BACKEND == "torch":
-        # PyTorch compiles a function of Keras a few times per process, and a page is a separate program.
-        importlib.import_module("torch").compiler.reset()
     for block in blocks(page):
         if BACKEND in block.backends:
             run(block, page, vars(module), capsys)

@@ -12,7 +12,7 @@ import pytest
 
 # A loop, and its time on the machine that defines the limit of five seconds (Python 3.11).
 LOOP, LOOP_SECONDS = 2_000_000, 0.06
-# A test that takes less is within every limit, and the loop does not run for it.
+# The limit on that machine.
 SHORT = 5.0
 
 SECONDS = pytest.StashKey[list[float]]()
@@ -30,6 +30,11 @@ def limit() -> float:
     return slower * (2 * SHORT if os.getloadavg()[0] > (os.cpu_count() or 1) else SHORT)
 
 
+def is_too_long(seconds: float) -> bool:
+    """Return whether a test took too long. The loop does not run for a test that is within every limit."""
+    return seconds > SHORT and seconds > limit()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Measure a test that passes, and fail it if both of its runs took too long."""
@@ -37,7 +42,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     result = yield
     seconds = item.stash.setdefault(SECONDS, [])
     seconds.append(time.process_time() - start)
-    if len(seconds) == 2 and min(seconds) > SHORT and min(seconds) > limit():
+    if len(seconds) == 2 and is_too_long(min(seconds)):
         took = f"{item.nodeid}: {min(seconds):.1f} s of processor time in the faster of two runs"
         pytest.fail(f"{took}, of at most {limit()} s: make it smaller, or mark it slow", pytrace=False)
     return result
@@ -51,6 +56,6 @@ def pytest_runtest_protocol(
     result = yield
     seconds = item.stash.get(SECONDS, [])
     is_fast = item.get_closest_marker("slow") is None
-    if is_fast and len(seconds) == 1 and seconds[0] > SHORT and seconds[0] > limit():
+    if is_fast and len(seconds) == 1 and is_too_long(seconds[0]):
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
     return result

@@ -15,10 +15,10 @@ _SLOW = ("nothing", "view", "sum", "stopped")
 
 def each_of(cases):
     """Parametrize a test with cases. The fast run leaves out a few of them."""
-    marks = {id_: pytest.mark.slow if id_ in _SLOW else () for id_ in cases}
-    return pytest.mark.parametrize(
-        "case", [pytest.param(cases[id_], id=id_, marks=marks[id_]) for id_ in cases]
-    )
+    parameters = []
+    for id_, case in cases.items():
+        parameters.append(pytest.param(case, id=id_, marks=pytest.mark.slow if id_ in _SLOW else ()))
+    return pytest.mark.parametrize("case", parameters)
 
 
 EACH = each_of(CASES)
