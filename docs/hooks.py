@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: notebooks as pages, and no page that needs another host.
+"""Hooks of MkDocs: notebooks and CONTRIBUTING.md as pages, and no page that needs another host.
 
 The notebooks keep their formulas in LaTeX. They become MathML here, which browsers draw without a script:
 MathJax would come from another host.
@@ -6,6 +6,7 @@ MathJax would come from another host.
 
 import html
 import re
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
@@ -23,6 +24,18 @@ _FOREIGN = re.compile(
 
 _LINK = re.compile(r'href="(?P<docs>\.\./docs/)?(?P<page>[\w/-]+)\.(?:md|ipynb)(?P<anchor>#[^"]*)?"')
 """A link to a file of the repository, as readers of GitHub follow it."""
+
+
+_SOURCE = re.compile(r"\[(`[^`]+`)\]\(multigrad/[^)]+\)")
+"""A link to a line of the source, which is not part of the site."""
+
+
+def on_page_markdown(text: str, page: Any, **_: Any) -> str:
+    """Return the text of a page. The page about contributing is CONTRIBUTING.md, whose links are changed."""
+    if page.file.src_uri != "contributing.md":
+        return text
+    text = Path("CONTRIBUTING.md").read_text(encoding="utf-8")
+    return _SOURCE.sub(r"\1", text).replace("](docs/", "](")
 
 
 def on_page_content(text: str, page: Any, files: Any, **_: Any) -> str:
@@ -44,11 +57,11 @@ def on_page_content(text: str, page: Any, files: Any, **_: Any) -> str:
     def to_page(link: re.Match[str]) -> str:
         name = link["page"] if link["docs"] else f"examples/{link['page']}"
         if name not in pages:
-            raise PluginError(f"{page.file.src_uri} has a link to {name}, which is no page")
+            raise PluginError(f"{page.file.src_uri} has a link to {name}, which is not a page")
         return f'href="../../{name}/{link["anchor"] or ""}"'
 
     text = _LINK.sub(to_page, text)
-    return re.sub(r"\0(\d+)\0", lambda place: kept[int(place[1])], text)
+    return re.sub(r"\0(\d+)\0", lambda index: kept[int(index[1])], text)
 
 
 def _as_mathml(formula: re.Match[str]) -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,19 @@ def test_there_are_no_import_cycles():
         for name in leaves:
             del graph[name]
     assert not graph
+
+
+@pytest.mark.package
+def test_contributing_links_to_the_lines_of_definitions():
+    root = PACKAGE.parent
+    pattern = r"\[`([\w.]+)`\]\((multigrad/[\w/.]+)#L(\d+)\)"
+    links = re.findall(pattern, (root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert links
+    for name, path, line in links:
+        definition = re.compile(rf"\s*(def|class) {name.rpartition('.')[2]}\b")
+        lines = (root / path).read_text(encoding="utf-8").splitlines()
+        found = [number for number, text in enumerate(lines, 1) if definition.match(text)]
+        assert int(line) in found, f"CONTRIBUTING.md: {name} is in line {found} of {path}"
 
 
 def test_the_active_backend_is_complete():

@@ -119,7 +119,7 @@ class Call(Protocol):
         """
 
     def run_again(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Ran:
-        """Run the function again on the inputs of the first run. What it assigns ends with the run.
+        """Run the function again on the inputs of the first run. Its assignments to variables are discarded.
 
         Arguments:
             inputs: the inputs of the first run, or other values of them.
@@ -137,7 +137,7 @@ class Call(Protocol):
         """Return whether a scope is active, in which variables may have other values than their own."""
 
     def rehearsal(self) -> AbstractContextManager[Any]:
-        """Return a context in which a rule may run. Assignments to variables end with it."""
+        """Return a context in which a rule may run, and which discards its assignments to variables."""
 
     def objects(self) -> Sequence[Any]:
         """Return the arguments that are not tensors, such as `self`."""

@@ -42,7 +42,7 @@ def grad(
         f: a function of tensors, NumPy arrays, Python floats, Keras Variables and nested structures of
             them. It returns a real scalar tensor.
         argnums: the position of the argument to differentiate with respect to, or a sequence of positions.
-            The default is the first argument, or no argument if `variables` is argument.
+            The default is the first argument, or no argument if `variables` is passed.
         has_aux: whether `f` returns a pair `(scalar, aux)`. Only the scalar is differentiated.
         variables: Keras Variables that `f` reads and that it is differentiated with respect to.
 

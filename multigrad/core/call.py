@@ -100,7 +100,7 @@ class Call:
     ) -> "Ran":
         """Run the function again, to differentiate the residuals of its rule.
 
-        The function reads the values of variables from `inputs`. What it assigns ends with the run.
+        The function reads the values of variables from `inputs`. Its assignments to variables are discarded.
 
         Arguments:
             inputs: the inputs of the first run, or other values of them.
@@ -147,7 +147,7 @@ class Call:
         return outputs, rule, inputs, pullback
 
     def rehearsal(self) -> AbstractContextManager[Any]:
-        """Return a context in which a rule may run. Assignments to variables end with it."""
+        """Return a context in which a rule may run, and which discards its assignments to variables."""
         return Pinned(NONE_READ, ())
 
     def objects(self) -> Sequence[Any]:

@@ -286,7 +286,7 @@ class Reads(_Scope):
 
 
 class Pinned(_Scope):
-    """A scope that gives variables the values of a call. Assignments end with it.
+    """A scope that gives variables the values of a call, and discards assignments when it ends.
 
     Arguments:
         variables: the variables. If they are a `Variables`, each is cast to the dtype in which it was read,
@@ -331,7 +331,10 @@ class Pinned(_Scope):
 
 
 class _RuleScope(Pinned):
-    """The scope of a rule. It may assign only the variables of its function. Assignments end with it."""
+    """The scope of a rule, which may assign only variables that its function used.
+
+    The scope discards the new values when it ends.
+    """
 
     name = ""
 
@@ -355,7 +358,7 @@ def _assigned_by_rule(name: str, variable: keras.Variable) -> TypeError:
         message(
             name,
             "the rule assigns a variable, so that its value would depend on how often gradients are computed",
-            required="a rule that assigns only variables of its function, whose new values end with the rule",
+            required="a rule that assigns only variables that its function uses",
             got=f"an assignment to variable {variable.path!r}",
             fix="assign the variable, or draw the random number, in the function or outside of the op",
             see="general#rules-that-assign",

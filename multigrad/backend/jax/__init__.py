@@ -27,7 +27,7 @@ from multigrad.backend.jax.jit import is_constant, jit
 
 
 class JaxBackend(Backend):
-    """The answers of JAX."""
+    """The implementation for JAX."""
 
     TENSORS = tensors.TENSORS
     apply = staticmethod(apply)

@@ -1,8 +1,8 @@
 """`multigrad.jit` on JAX: the variables of a function become inputs and outputs of the compiled function.
 
-`jax.jit` takes the value of a variable that a function reads for a constant, and a value that the function
-assigns for a tracer that escapes. So a trace runs in a `keras.StatelessScope` in which variables have traced
-values. Which variables these are is seen in a first trace, which is discarded.
+Under `jax.jit` alone, the value of a variable that a function reads is a constant of the program, and a value
+that the function assigns is a leaked tracer. So the function is traced in a `keras.StatelessScope`, in which
+variables have traced values. A first trace, which is discarded, records which variables these are.
 """
 
 import sys
@@ -18,7 +18,7 @@ from multigrad.core.errors import describe, message
 
 _BY_NUMBER = ("static_argnums", "donate_argnums", "donate_argnames", "in_shardings", "out_shardings")
 _MOST_TRACES = 5
-"""A first trace, one for the variables that it created, and a few for those that these create in turn."""
+"""A first trace, a second one for the variables that it created, and a few in case these create others."""
 
 
 def jit(
@@ -64,11 +64,11 @@ class _Compiled:
             kwargs = {k: _Static(a) if k in self._static_names else a for k, a in kwargs.items()}
         leaves, structure = jax.tree.flatten((args, kwargs))
         traced, static = [], []
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if TENSORS[type(leaf)] or NUMBERS[type(leaf)]:
                 traced.append(leaf)
             else:
-                static.append((place, leaf if type(leaf) is _Static else _Static(leaf)))
+                static.append((index, leaf if type(leaf) is _Static else _Static(leaf)))
         key = structure, tuple(static)
         try:
             program = self._programs.get(key)
@@ -80,8 +80,8 @@ class _Compiled:
         for _ in range(_MOST_TRACES):
             try:
                 output = program(traced, self._donate)
-            except _OtherVariables as found:
-                program = program.with_variables(found)
+            except _OtherVariables as error:
+                program = program.with_variables(error.read, error.assigned)
                 continue
             self._programs[key] = program
             return output
@@ -148,8 +148,8 @@ class _Flat:
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         leaves = list(arrays)
-        for place, leaf in self.static:
-            leaves.insert(place, leaf.value)
+        for index, leaf in self.static:
+            leaves.insert(index, leaf.value)
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return jax.tree.map(_as_array, self.function(*args, **kwargs))
 
@@ -170,9 +170,9 @@ class _Program:
     """A compiled function of the arguments and of the values of variables.
 
     Arguments:
-        name: how messages call the function.
+        name: the name of the function in messages.
         flat: the function of the arrays in the arguments.
-        options: those of `jax.jit`.
+        options: the options of `jax.jit`.
         assigned: the variables that the function assigns. Their values are inputs and outputs.
         read: other variables, whose values are inputs.
     """
@@ -191,7 +191,7 @@ class _Program:
         def stateless(old: Sequence[Any], constant: Sequence[Any], arrays: Sequence[Any]) -> Any:
             return self._run(old, constant, arrays)
 
-        stateless.__name__ = stateless.__qualname__ = name  # JAX names the program, and profiles, by it
+        stateless.__name__ = stateless.__qualname__ = name  # the name of the program in profiles
         self._keeping = jax.jit(stateless, **options)
         self._donating = jax.jit(stateless, donate_argnums=0, **options)
 
@@ -226,13 +226,15 @@ class _Program:
             raise _OtherVariables(scope.others.values(), scope.assigned.values())
         return output, [scope.values[id(variable)] for variable in self._assigned]
 
-    def with_variables(self, found: "_OtherVariables") -> "_Program":
+    def with_variables(
+        self, read: Iterable[keras.Variable], assigned: Iterable[keras.Variable]
+    ) -> "_Program":
         """Return the program of the same function that has these variables, too."""
-        assigned = {id(v): v for v in (*self._assigned, *found.assigned)}
-        read = {id(v): v for v in (*self._read, *found.read) if id(v) not in assigned}
+        outputs = {id(v): v for v in (*self._assigned, *assigned)}
+        inputs = {id(v): v for v in (*self._read, *read) if id(v) not in outputs}
         if _scope_here() is None:
-            self._initialize([*assigned.values(), *read.values()])
-        return _Program(self._name, self._flat, self._options, [*assigned.values()], [*read.values()])
+            self._initialize([*outputs.values(), *inputs.values()])
+        return _Program(self._name, self._flat, self._options, [*outputs.values()], [*inputs.values()])
 
     def _initialize(self, variables: Sequence[keras.Variable]) -> None:
         """Initialize the variables that a trace created, for which Keras waits until a scope ends."""
@@ -241,8 +243,8 @@ class _Program:
             raise TypeError(
                 message(
                     self._name,
-                    "variables are created in a jax.jit, where their values would be tracers that escape",
-                    required="variables that are created before, or a multigrad.jit around all",
+                    "variables are created in a jax.jit, so that their values would be leaked tracers",
+                    required="variables that are created before, or multigrad.jit instead of jax.jit",
                     got=", ".join(map(repr, created)),
                     fix="build the layers and the optimizer first, or replace jax.jit by multigrad.jit",
                 )
@@ -252,7 +254,9 @@ class _Program:
 
 
 class _Variables(keras.StatelessScope):
-    """A scope in which variables have given values. It notes others that are read, and all that are assigned.
+    """A scope in which variables have given values.
+
+    It records other variables that are read, and all variables that are assigned.
 
     Arguments:
         variables, values: the variables, and their values.
@@ -282,20 +286,20 @@ def _scope_here() -> keras.StatelessScope | None:
 
 
 def _current(variable: keras.Variable, scope: keras.StatelessScope | None) -> Any:
-    """Return the value of a variable in a scope, past autocasting."""
+    """Return the value of a variable in a scope, without autocast."""
     value = None if scope is None else scope.get_current_value(variable)
     if value is None:
-        value = variable._value  # private: Keras (3.15) has no public way past autocasting
-    if value is None:  # a trace created it, and Keras has a stand-in for its value
+        value = variable._value  # private: Keras (3.15) has no public way to read it without autocast
+    if value is None:  # a trace created it, and Keras returns a placeholder
         with keras.StatelessScope(initialize_variables=False):
             value = variable.value
     return value
 
 
 def _strong(value: Any) -> Any:
-    """Return a value whose dtype is weak, as that of a Python number, in the same dtype that is not weak.
+    """Return a value without the weak type that JAX gives to Python numbers.
 
-    A new value has a dtype that is not weak, and JAX would compile the function again for that.
+    A value that a program returns has no weak type. With one, JAX would compile the function a second time.
     """
     return jax.lax.convert_element_type(value, value.dtype)
 
@@ -305,7 +309,7 @@ _ARRAY = type(jnp.zeros(()))
 
 def _any_tracers(*lists: Sequence[Any]) -> bool:
     """Return whether there is a tracer."""
-    # The class of arrays is asked for first, which takes a tenth of the time.
+    # Comparing the class of arrays takes a tenth of the time of `any_traced`.
     others = [value for values in lists for value in values if type(value) is not _ARRAY]
     return any_traced(others)
 
@@ -318,7 +322,7 @@ _COUNT_IN_LIST = _reference_counts([object()])[0]
 
 
 def _unshared(values: list[Any]) -> list[Any]:
-    """Return the values, copied where something other than a variable and this list refers to them.
+    """Return the values, with a copy of each that something other than its variable and this list refers to.
 
     They are donated, and a donated array is deleted.
     """
@@ -332,7 +336,7 @@ def _unshared(values: list[Any]) -> list[Any]:
 def is_constant(tensor: Any) -> bool:
     if isinstance(tensor, jax.core.Tracer):
         return False
-    # Private: JAX (0.10) has no public way to ask which transformations trace this place of the program. A
+    # Private: JAX (0.10) has no public way to ask which transformations trace this code. A
     # scan or checkpoint in eager code is traced in each call, and `jax.jit` is not.
     trace = getattr(jnp.zeros(()), "_trace", None)
     while trace is not None:

@@ -40,9 +40,7 @@ from multigrad.backend.jax.tensors import (
 from multigrad.core.errors import message
 from multigrad.core.linearity import FAR, not_linear, require_linear, trial
 
-# In other versions an op is always a `jax.custom_vjp`.
-
-if REVERSE_IS_KNOWN:
+if REVERSE_IS_KNOWN:  # otherwise an op is always a `jax.custom_vjp`
     from multigrad.backend.jax import reverse
 
 

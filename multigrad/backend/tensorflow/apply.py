@@ -11,7 +11,7 @@ from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, i
 from multigrad.backend.tensorflow.private import stop_recording
 from multigrad.backend.tensorflow.tapes import may_record, record_rule
 from multigrad.backend.tensorflow.tensors import TENSORS, is_differentiable, specs_of
-from multigrad.backend.tensorflow.variables import read_beside
+from multigrad.backend.tensorflow.variables import read_for_gradient
 from multigrad.core.closure import lift, restore
 
 
@@ -50,7 +50,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         if not is_nested(graph):
             # Captured again, so that tapes that began after the op record the captured tensors.
             return pullback.pull(restore(template, captured(tied_residuals, graph)), upstream, needed, specs)
-        with pullback.reading(functools.partial(read_beside, graph)):
+        with pullback.reading(functools.partial(read_for_gradient, graph)):
             return pullback.pull(restore(template, inside), upstream, needed, specs)
 
     if carrier is not None:

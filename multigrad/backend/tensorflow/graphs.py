@@ -42,14 +42,14 @@ def _encloses(graph: Any, within: Any) -> bool:
     return within is graph
 
 
-def brought(make: Callable[[], Any], graph: Any, here: Any) -> Any:
+def make_in_common_graph(make: Callable[[], Any], graph: Any, here: Any) -> Any:
     """Call `make` in the innermost graph that encloses `graph` and `here`, and capture its result in `here`.
 
     The gradient of a branch or a loop is built in a separate graph, which captures tensors only from its
     outer graph, and captures no variables.
     """
     if not _encloses(here, graph):
-        return here.capture(brought(make, graph, here.outer_graph))
+        return here.capture(make_in_common_graph(make, graph, here.outer_graph))
     with here.as_default():
         return make()
 

@@ -22,22 +22,22 @@ from multigrad.core.linearity import FAR, require_linear, trial
 
 def record_rule(
     name: str,
-    own: Sequence[Any],
+    outputs: Sequence[Any],
     inputs: Sequence[Any],
     residuals: Sequence[Any],
     backward: Callable[..., Sequence[Any]],
     forward: Callable[..., Sequence[Any]],
 ) -> None:
-    """Record `backward` as the gradient of `own`, and the transpose of `forward` for forward mode.
+    """Record `backward` as the gradient of `outputs`, and the transpose of `forward` for forward mode.
 
-    The tapes record first, because forward mode runs the rule, which may use tensors in `own`.
+    The tapes record first, because forward mode runs the rule, which may use tensors in `outputs`.
     """
-    record_operation_backprop_only(_TYPE, own, inputs, backward)
-    asked: list[bool] = []
+    record_operation_backprop_only(_TYPE, outputs, inputs, backward)
+    calls: list[bool] = []
     record_operation_forwardprop_only(
-        _TYPE, own, inputs, functools.partial(_linear_backward, name, forward, asked), None
+        _TYPE, outputs, inputs, functools.partial(_linear_backward, name, forward, calls), None
     )
-    if asked and tf.executing_eagerly():
+    if calls and tf.executing_eagerly():
         # A tape (TensorFlow 2.21) counts the uses of a tensor, and drops its record when the count is zero.
         # Forward mode uses the results of an operation before the tape records them, which resets the count.
         # The count then reaches zero when the tangent of the tensor is freed, although another derivative
@@ -63,10 +63,10 @@ _TYPE = "Multigrad"
 
 
 def _linear_backward(
-    name: str, backward: Callable[..., Sequence[Any]], asked: list[bool], *upstream: Any
+    name: str, backward: Callable[..., Sequence[Any]], calls: list[bool], *upstream: Any
 ) -> Sequence[Any]:
-    """Call `backward`, and check in eager code that it is linear. Append to `asked` that it was called."""
-    asked.append(True)
+    """Call `backward`, and check in eager code that it is linear. `calls` gets an item per call."""
+    calls.append(True)
     token = _TRANSPOSED.set(name)
     try:
         if tf.executing_eagerly():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.graphs import brought, graph_here, is_nested
+from multigrad.backend.tensorflow.graphs import graph_here, is_nested, make_in_common_graph
 from multigrad.backend.tensorflow.private import VariableWatcher
 from multigrad.backend.tensorflow.tensors import as_tensor
 from multigrad.core.errors import message
@@ -20,9 +20,9 @@ else:
 _VARIABLE = "_multigrad_variable"
 
 
-def read_beside(graph: Any, value: Any) -> Any:
+def read_for_gradient(graph: Any, value: Any) -> Any:
     """Return the value of a variable where the gradient of a branch or a loop, with this graph, is built."""
-    return brought(lambda: as_tensor(value), graph, graph_here())
+    return make_in_common_graph(lambda: as_tensor(value), graph, graph_here())
 
 
 class _InGraph(_Reads):

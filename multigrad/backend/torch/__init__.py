@@ -27,7 +27,7 @@ from multigrad.backend.torch.jit import jit
 
 
 class TorchBackend(Backend):
-    """The answers of PyTorch."""
+    """The implementation for PyTorch."""
 
     TENSORS = tensors.TENSORS
     FOREIGN = tensors.FOREIGN

@@ -10,12 +10,12 @@ from multigrad.backend.base import Call, Pullback, Ran, Spec
 from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere
 from multigrad.backend.torch.state import (
     autocasting,
-    bare,
     current_autocast,
     fork_random_state,
     is_unreadable,
     no_transforms,
     vmaps_of,
+    without_wrappers,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
 from multigrad.core.closure import lift, restore
@@ -296,7 +296,9 @@ def _alike(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
         return True
     levels = sorted({level for tensor in (first, second) for level, _ in vmaps_of(tensor)})
     with no_transforms():
-        first, second = torch.broadcast_tensors(bare(first, levels), bare(second, levels))
+        first, second = torch.broadcast_tensors(
+            without_wrappers(first, levels), without_wrappers(second, levels)
+        )
         if not is_differentiable(first) or first.numel() == 0:
             return torch.equal(first, second)
         rounding = min(1e3 * torch.finfo(first.dtype).eps, 0.1)

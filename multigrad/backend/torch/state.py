@@ -93,7 +93,7 @@ def no_transforms() -> Iterator[None]:
         yield
 
 
-def bare(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
+def without_wrappers(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tensor:
     """Return the tensor in the wrappers, with one leading axis for each of these levels of vmap.
 
     The axis of a level that does not map the tensor has size 1. To be called in `no_transforms`.
