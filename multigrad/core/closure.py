@@ -38,15 +38,19 @@ def lift(
         borrowed: whether other code uses `obj`. Its lists and dicts are then not copied.
     """
     if type(obj) is types.FunctionType and _has_only_cells(obj):
-        contents = [content_of(cell) for cell in obj.__closure__ or ()]
-        tensors = [content for content in contents if tensor_types[type(content)]]
-        if len(tensors) == len(contents):
-            return tensors, (obj.__code__, obj.__globals__, None) if tensors else obj, False
+        cells = obj.__closure__ or ()
+        contents = [content_of(cell) for cell in cells]
+        for content in contents:
+            if not tensor_types[type(content)]:
+                break
+        else:
+            return contents, (obj.__code__, obj.__globals__, None) if contents else obj, False
         if all([tensor_types[type(c)] or ATOMS[type(c)] or type(c) is types.ModuleType for c in contents]):
+            tensors = [content for content in contents if tensor_types[type(content)]]
             if not tensors:
                 return tensors, obj, False
-            cells = zip(obj.__closure__ or (), contents, strict=True)
-            kept = [None if tensor_types[type(content)] else cell for cell, content in cells]
+            pairs = zip(cells, contents, strict=True)
+            kept = [None if tensor_types[type(content)] else cell for cell, content in pairs]
             return tensors, (obj.__code__, obj.__globals__, kept), False
     walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned(obj, set())), borrowed)
     build = walk.builder(obj)
@@ -169,14 +173,26 @@ class _Walk:
         if parts is None:
             self._skip(obj)
             return None
-        builds = [self.builder(part) for part in parts]
-        if not any(builds):
-            return None
+        start = len(self.tensors)
+        if parts and all([self._tensor_types[type(part)] for part in parts]):
+            self.tensors += parts
+            end = len(self.tensors)
+
+            def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+                return make(list(tensors[start:end]))
+        else:
+            builds = [self.builder(part) for part in parts]
+            if not any(builds):
+                return None
+            kept = [part if build is None else None for part, build in zip(parts, builds, strict=True)]
+
+            def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
+                return make(_built(kept, builds, tensors, made))
+
         if self._borrowed and isinstance(obj, (list, dict)):
             self.opaque = True
             return None
-        kept = [part if build is None else None for part, build in zip(parts, builds, strict=True)]
-        return lambda tensors, made: make(_built(kept, builds, tensors, made))
+        return build
 
     def _function(self, function: types.FunctionType) -> Build | None:
         cells = function.__closure__ or ()
@@ -212,8 +228,9 @@ class _Walk:
                 if part is not None:  # set after the copy exists, because it may occur in its own cells
                     cell.cell_contents = part(tensors, made)
             defaults, keyword_defaults, copied_attributes = _built(extras, of_extras, tensors, made)
-            copy.__defaults__, copy.__kwdefaults__ = defaults, dict(keyword_defaults) or None
-            copy.__dict__.update(copied_attributes)
+            copy.__defaults__ = defaults
+            copy.__kwdefaults__ = dict(keyword_defaults) if keyword_defaults else None
+            copy.__dict__.update(copied_attributes or ())
             return copy
 
         return build
@@ -226,8 +243,8 @@ def _built(
     return [part if build is None else build(tensors, made) for part, build in pairs]
 
 
-def _items(mapping: Any) -> tuple[Any, ...]:
-    return tuple((mapping or {}).items())
+def _items(mapping: Any) -> tuple[Any, ...] | None:
+    return tuple(mapping.items()) if mapping else None
 
 
 def _cells_of(owner: Any) -> Iterator[int]:
@@ -253,10 +270,14 @@ def _assigned(obj: Any, seen: set[int]) -> Iterator[int]:
             if index in assigned:
                 yield id(cell)
             yield from _assigned(content_of(cell), seen)
-    elif type(obj) in (tuple, list, dict, functools.partial):
+    elif type(obj) in _CONTAINERS:
         seen.add(id(obj))
         for part in _parts_and_maker(obj)[0] or ():
-            yield from _assigned(part, seen)
+            if type(part) is types.FunctionType or type(part) in _CONTAINERS:  # most parts are tensors
+                yield from _assigned(part, seen)
+
+
+_CONTAINERS = frozenset({tuple, list, dict, functools.partial})
 
 
 def _parts_and_maker(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any]], Any]]:
