@@ -858,12 +858,25 @@ def test_an_unregistered_op_in_a_layer_is_refused(holder, op, tmp_path):
         lambda: model.save(tmp_path / "model.h5"),
         model.to_json,
         lambda: keras.models.clone_model(model),
+        lambda: copy.deepcopy(model),
         lambda: keras.layers.serialize(layer),
     ]
     for way in ways:
         with pytest.raises(NotImplementedError, match=f"{op.__name__}: an op without a registered name") as e:
             way()
         assert f"@op_custom_gradient(name='my_package>{op.__name__}')" in str(e.value)
+
+
+@pytest.mark.parametrize("copied", [keras.models.clone_model, copy.deepcopy])
+def test_keras_does_not_copy_an_unregistered_function(copied):
+    """An op without a name behaves as such a function. If Keras copies functions, an op should be copied, too."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, activation=doubled)])
+    with pytest.raises(TypeError, match="could not be deserialized|Error when deserializing"):
+        copied(model)
+
+
+def doubled(x):
+    return x * 2.0
 
 
 def test_an_unregistered_op_as_a_loss_is_refused(tmp_path):

@@ -19,9 +19,9 @@ from multigrad.frameworks import look_up
 global_state = look_up("keras.src.backend.common.global_state")
 for _name in ("GLOBAL_STATE_TRACKER", "get_global_attribute", "set_global_attribute"):
     look_up(f"keras.src.backend.common.global_state.{_name}")
-# The other private name is `keras.Variable._value`, a variable's own value outside of a
-# `keras.StatelessScope`. It is an attribute of objects: without it, the first variable that an op reads
-# raises an AttributeError.
+# The other private names are attributes of a `keras.Variable` (3.12 to 3.15), which have no public equivalent:
+# `_value`, its value outside of a `keras.StatelessScope`, and `_direct_assign`, which sets it without a
+# conversion (in `backend/jax/jit.py`). Without one of them, the first use raises an AttributeError.
 
 _CALL = "current_call_ctx"  # the arguments of the outermost layer call, which inner layers read
 _SCOPES = ("autocast_scope", "torch_device")
