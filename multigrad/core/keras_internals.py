@@ -19,7 +19,7 @@ from multigrad.frameworks import look_up
 global_state = look_up("keras.src.backend.common.global_state")
 for _name in ("GLOBAL_STATE_TRACKER", "get_global_attribute", "set_global_attribute"):
     look_up(f"keras.src.backend.common.global_state.{_name}")
-# The other private names are attributes of a `keras.Variable` (3.12 to 3.15), which have no public equivalent:
+# The other private names are attributes of a `keras.Variable` (3.12 to 3.15) without a public equivalent:
 # `_value`, its value outside of a `keras.StatelessScope`, and `_direct_assign`, which sets it without a
 # conversion (in `backend/jax/jit.py`). Without one of them, the first use raises an AttributeError.
 

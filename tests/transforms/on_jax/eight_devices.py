@@ -15,6 +15,7 @@ from support import close
 
 from multigrad import op_custom_gradient
 from multigrad.backend.jax.private import pcast
+from multigrad.ops import host_call
 
 DEVICES = 8
 set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh  # its name in JAX 0.7.0
@@ -205,6 +206,21 @@ class Scaled(keras.layers.Layer):
             return y, rule
 
         return op(x)
+
+
+@op_custom_gradient
+def sine(x):
+    """Call the host, with a false factor in the rule."""
+    slope = host_call(np.cos, x, output=x)
+    return host_call(np.sin, x, output=x), lambda u: u * 7.0 * slope
+
+
+def test_host_call_in_shard_map_and_jit():
+    mapped = jax.shard_map(sine, mesh=MESH, in_specs=PartitionSpec("rows"), out_specs=PartitionSpec("rows"))
+    x = jax.device_put(XS, ROWS)
+    for function in (mapped, jax.jit(mapped), sine, jax.jit(sine)):
+        close(function(x), jnp.sin(XS))
+        close(jax.grad(lambda x, f=function: f(x).sum())(x), 7.0 * jnp.cos(XS))
 
 
 def trained(distribution, jit_compile):
