@@ -284,6 +284,24 @@ def test_gradients_in_a_compiled_function():
     close(f(array(2.0)), (array(28.0), [array(2.0)]))
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_gradient_penalty_in_a_compiled_function(plain):
+    options = {"backend": "aot_eager"} if BACKEND == "torch" else {}  # cannot differentiate its own gradients
+    w = keras.Variable([2.0, -1.0])
+
+    def f(x):
+        return ops.sum(x**3) if plain else ops.sum(seven(x) ** 2 * w)
+
+    def penalty(x):
+        return ops.sum(grad(f)(x) ** 2)
+
+    step = grad(penalty) if plain else value_and_grad(penalty, 0, variables=[w])
+    x = array([0.5, 1.5])
+    close(jit(step, **options)(x), step(x))
+    if plain:
+        close(step(x), 36.0 * x**3)
+
+
 def test_in_a_trace_the_function_runs_uncompiled_and_once():
     v = keras.Variable(0.0, trainable=False)
 

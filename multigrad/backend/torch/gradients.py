@@ -23,7 +23,7 @@ def value_and_grad(
     function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     if is_compiling() and is_in_pieces() and not is_transforming():
-        return _between_programs(function, tensors, variables)
+        return _break_graph(function, tensors, variables)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(function)
         argnums = tuple(range(len(tensors)))
@@ -61,12 +61,21 @@ def _recorded(
         _mark_ended(inputs)
 
 
-# The function and its backward pass are compiled. The code around them is not.
-_between_programs = torch.compiler.disable(
-    _recorded,
-    recursive=False,
-    reason="torch.func, by which a gradient is compiled whole, allows no graph break in PyTorch 2.13",
-)
+def _in_pieces(
+    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
+) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
+    """Return the value and the gradients. The function is compiled, except inside of another gradient.
+
+    PyTorch (2.13) cannot differentiate the backward pass of a compiled function.
+    """
+    nested = getattr(_DEPTH, "value", 0) > 0
+    return (_without_programs if nested else _between_programs)(function, tensors, variables)
+
+
+_REASON = "torch.func, by which a gradient is compiled whole, allows no graph break in PyTorch 2.13"
+_without_programs = torch.compiler.disable(_recorded, reason=_REASON)
+_between_programs = torch.compiler.disable(_recorded, recursive=False, reason=_REASON)
+_break_graph = torch.compiler.disable(_in_pieces, recursive=False, reason=_REASON)
 
 
 def vjp(
