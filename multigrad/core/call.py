@@ -317,7 +317,7 @@ class _PullbackInLayer(Pullback):
 
 
 class _VariableTarget(NamedTuple):
-    """The variables, as the second item of a rule's answer has gradients for them."""
+    """The target of the second item of a rule's answer: the gradients of the variables."""
 
     name: str
     arguments: Layout

@@ -1,4 +1,4 @@
-"""A linear layer and its cross entropy in chunks, so that all logits never exist at once.
+"""A linear layer and its cross entropy in chunks, without storing all logits at once.
 
 The functions of this module run as one compiled program each, where the backend has a compiler. There are two
 ways to compute gradients:

@@ -107,7 +107,7 @@ def _spec(name: str, leaf: Any) -> Spec:
         raise TypeError(
             message(
                 name,
-                "the output is described by something without a shape and dtype",
+                "the description of the output has no shape and dtype",
                 argument="'output'",
                 required="tensors, keras.KerasTensor(shape, dtype), or a function that returns them",
                 got=describe(leaf),

@@ -1,4 +1,4 @@
-"""Numerically stable functions, whose naive values or derivatives fail at zero or near the limits of a dtype.
+"""Numerically stable versions of functions that fail at zero or near the limits of a dtype in plain code.
 
 No intermediate result overflows, underflows or cancels before the final result does. Half precision is
 computed in float32. The rules can be differentiated, too. For example, they do not use `abs`, whose

@@ -200,7 +200,7 @@ _UNRECORDED = message(
     "the gradient cannot be differentiated with respect to variables, because it was not recorded",
     required="a second derivative by nested gradient functions",
     got="a backward pass through the result, such as `backward()`",
-    fix="take both derivatives by grad(...), or pass the values of the variables as arguments, by `argnums`",
+    fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
     see="pytorch#history-of-gradients",
 )
 
