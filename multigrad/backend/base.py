@@ -343,7 +343,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     def constant(function: F) -> F:
-        """Mark a function whose result depends on its arguments alone and holds no tensor."""
+        """Mark a function whose result depends only on its arguments and holds no tensor."""
         return function
 
     @staticmethod

@@ -117,7 +117,7 @@ def op_custom_gradient(
     broadcasting enlarged.
 
     Returns:
-        A function with the name, documentation and parameters of `f`. It returns the output alone, and the
+        A function with the name, documentation and parameters of `f`. It returns only the output, and the
         rule is its gradient at any order. In a derivative of the gradient, inputs and outputs of the op that
         the rule uses are differentiated directly. Intermediate results of the function are differentiated
         through the function, which PyTorch and JAX run again for this purpose. Tensors that `f` closes over

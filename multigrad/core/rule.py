@@ -184,7 +184,7 @@ _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 def is_plain(rule: Any) -> bool:
-    """Return whether `rule` takes the upstream gradient alone, as most rules do.
+    """Return whether `rule` takes only the upstream gradient, as most rules do.
 
     Reading a signature costs as much as a small op, and each call of an op makes a rule.
     """

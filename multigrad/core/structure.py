@@ -375,8 +375,7 @@ _REFUSALS = {
     _RAGGED: (
         "a ragged tensor cannot be the argument or output of an op",
         "a dense tensor",
-        "call tf.ragged.map_flat_values(op, x) if the op computes each value from that value alone; "
-        "otherwise pad x with x.to_tensor()",
+        "call tf.ragged.map_flat_values(op, x) if the op is elementwise; otherwise pad x with x.to_tensor()",
     ),
     _SYMBOLIC: (
         "the function uses a symbolic tensor that is not an argument of the op",

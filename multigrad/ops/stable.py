@@ -150,7 +150,7 @@ def safe_divide(x: float | Tensor, y: float | Tensor) -> Pair:
     print(ops.safe_divide(3.0, 0.0), grad(ops.safe_divide, argnums=(0, 1))(3.0, 0.0))  # 0.0 (0.0, 0.0)
     ```
 
-    The values are those of `keras.ops.divide_no_nan`, except that a NaN in `x` is not hidden.
+    The values equal `keras.ops.divide_no_nan`, except that a NaN in `x` is not hidden.
 
     Arguments:
         x, y: numbers, or tensors of real floating or integer dtypes, whose shapes broadcast.

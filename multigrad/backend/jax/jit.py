@@ -1,8 +1,9 @@
 """`multigrad.jit` on JAX: the variables of a function become inputs and outputs of the compiled function.
 
-Under `jax.jit` alone, the value of a variable that a function reads is a constant of the program, and a value
-that the function assigns is a leaked tracer. So the function is traced in a `keras.StatelessScope`, in which
-variables have traced values. A first trace, which is discarded, records which variables these are.
+Under a plain `jax.jit`, the value of a variable that a function reads is a constant of the program, and a
+value that the function assigns is a leaked tracer. So this module traces the function in a
+`keras.StatelessScope`, in which variables have traced values. A first trace, which is discarded, records
+which variables these are.
 """
 
 import sys

@@ -143,7 +143,7 @@ class TiedOp(Op):
 
 
 class FirstRun(NamedTuple):
-    """The result of the run before the op, and the arrays that another run needs beside the inputs."""
+    """The result of the run before the op, and the additional arrays that another run needs."""
 
     outputs: list[Any]
     residuals: Residuals

@@ -65,7 +65,7 @@ def _recorded(
 _between_programs = torch.compiler.disable(
     _recorded,
     recursive=False,
-    reason="torch.func, by which a gradient is compiled whole, allows no graph break in PyTorch 2.13",
+    reason="torch.func, which compiles a gradient as one graph, allows no graph break in PyTorch 2.13",
 )
 
 
