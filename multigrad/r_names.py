@@ -38,7 +38,7 @@ _DIFFERENT_NAMES = {
     "op_image_pad": ops.image.pad_images,
     "op_subset": op_subset,
 }
-"""The functions whose name in R is not that of `keras.ops` with a prefix."""
+"""The functions whose name in R is not the name in `keras.ops` with a prefix."""
 
 
 def find_op(name: str) -> Any:

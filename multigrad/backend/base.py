@@ -1,11 +1,13 @@
 """The border between multigrad and a framework.
 
-Above the border are binding, nested structures, the convention of rules and the checks. They import no
-framework. Below it each framework has one package with one subclass of `Backend`, which sees flat tensors.
+Code above the border binds arguments, splits nested structures, calls rules and checks their results. It
+imports no framework. Below the border, each framework has one package with one subclass of `Backend`, which
+gets flat tensors.
 
 From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
-`errors`, `reachable` (may an object hold tensors), `closure` (tensors out of a closure and back), `linearity`
-and `process_wide`. Everything else reaches a backend as an argument, of the types below.
+`errors`, `reachable` (whether an object may hold tensors), `closure` (lift the tensors out of a closure and
+restore them), `linearity` and `process_wide`. Everything else reaches a backend as an argument, of the types
+below.
 """
 
 import abc
@@ -25,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Spec = tuple[Any, Any, Any]
 """The shape and dtype that the gradient of a tensor must have, in the framework's own types. The third item
-is the tensor itself where its shape is known at run time only, and None otherwise."""
+is the tensor itself if its shape is known only at run time, and None otherwise."""
 
 
 TensorSpec = tuple[Sequence[int | None], str]
@@ -237,12 +239,12 @@ class Backend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def may_record() -> bool:
-        """Return whether a gradient with respect to something outside may go through code that runs here."""
+        """Return whether this code may be differentiated with respect to tensors from outside it."""
 
     @staticmethod
     @abc.abstractmethod
     def needs_plain_rule() -> bool:
-        """Return whether a rule that runs here must call no ops, because it is differentiated itself.
+        """Return whether a rule that runs here must not call ops, because the rule is differentiated.
 
         The framework may copy the recorded operations of a rule without the rules of ops in it.
         """
@@ -341,7 +343,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     def constant(function: F) -> F:
-        """Mark a function whose result depends on its arguments alone and holds no tensor."""
+        """Mark a function whose result depends only on its arguments and holds no tensor."""
         return function
 
     @staticmethod
@@ -351,7 +353,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     def defaults_of(function: types.FunctionType) -> int:
-        """Return how many positional parameters of a rule have defaults."""
+        """Return the number of positional parameters of a rule that have defaults."""
         return len(function.__defaults__ or ())
 
     @staticmethod

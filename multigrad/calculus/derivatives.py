@@ -133,7 +133,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     Arguments:
         f: a function of tensors, NumPy arrays, Python floats, Keras Variables and nested structures of
             them. It may return any nested structure. Values that it assigns to variables persist.
-        primals: the arguments of `f`, all of which it is differentiated with respect to.
+        primals: the arguments of `f`. It is differentiated with respect to all of them.
         has_aux: whether `f` returns a pair `(output, aux)`. Only the output is differentiated.
 
     Returns:
@@ -144,8 +144,8 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 
     Raises:
         TypeError: if a primal contains anything but floating and complex tensors, or if the structure of the
-            upstream gradient differs from that of the output.
-        ValueError: if the shape of an upstream gradient differs from that of its output.
+            upstream gradient differs from the structure of the output.
+        ValueError: if the shape of an upstream gradient differs from the shape of its output.
         NotImplementedError: on the NumPy and OpenVINO backends.
     """
     name = name_of(f)
@@ -179,7 +179,7 @@ def jvp(
 
     Arguments:
         f: a function as for `vjp`.
-        primals: a tuple or list of the arguments of `f`, all of which it is differentiated with respect to.
+        primals: a tuple or list of the arguments of `f`. It is differentiated with respect to all of them.
         tangents: a tuple or list with one tangent for each primal, in its structure and shapes. None stands
             for zero.
         has_aux: whether `f` returns a pair `(output, aux)`. Only the output is differentiated.
@@ -190,11 +190,11 @@ def jvp(
 
     Raises:
         TypeError: if a primal contains anything but floating and complex tensors, or if the structure of the
-            tangents differs from that of the primals.
-        ValueError: if the shape of a tangent differs from that of its primal, or if a rule is not linear in
-            its upstream gradient, such as a rule that clips it. Linearity is checked by one more reverse
-            pass where values are concrete. In compiled code it is not checked, and the rule is linearised at
-            an upstream gradient of ones.
+            tangents differs from the structure of the primals.
+        ValueError: if a tangent has another shape than its primal, or if a rule is not linear in its upstream
+            gradient, such as a rule that clips it. Linearity is checked by one more reverse pass where values
+            are concrete. In compiled code it is not checked, and the rule is linearised at an upstream
+            gradient of ones.
         NotImplementedError: on the NumPy and OpenVINO backends.
     """
     name = name_of(f)
@@ -260,7 +260,8 @@ def jacobian(
     Returns:
         A function with the arguments of `f`. It returns the structure of the output, with None for outputs
         without a gradient. Each tensor of the output is replaced by the result that `grad` has for a scalar.
-        Tensors in this result have the shape of the output followed by that of the argument.
+        The shape of a tensor in this result is the shape of the output, followed by the shape of the
+        argument.
 
     Raises:
         TypeError: as for `grad`, and for a complex argument or output.

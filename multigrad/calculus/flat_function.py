@@ -135,7 +135,7 @@ class _DifferentiatedVariables(Pinned):
                     self._name,
                     "a differentiated variable is read where no gradient is recorded, so its gradient would "
                     "be zero",
-                    required="a read outside of keras.remat, of layers under keras.RematScope, and of other "
+                    required="variables that are read outside of keras.remat, keras.RematScope and other "
                     "code that stops recording",
                     got=f"variable {variable.path!r}",
                     fix="pass `variable.value` to the function as an argument, or remove keras.remat",

@@ -1,4 +1,4 @@
-"""`multigrad doctor`: print what is installed and which backend is active, without importing any of it."""
+"""`multigrad doctor`: print the versions, the installed backends and the active backend, without imports."""
 
 import platform
 

@@ -24,9 +24,8 @@ Entry = tuple[str, Any, Any]
 _TENSORS = backend.active.TENSORS
 _SEQUENCES = (tuple, list)
 
-# How doubtful it is that an entry belongs to an argument without a gradient. It is None or a plain zero; it
-# may be the gradient of a Python number; it is a tensor of zeros; or it does not fit, such as a nonzero or
-# traced tensor.
+# Levels of doubt that an entry belongs to an argument without a gradient: None or a plain zero; possibly the
+# gradient of a Python number; a tensor of zeros; a wrong entry, such as a nonzero or traced tensor.
 _CERTAIN, _MAYBE_OF_NUMBER, _ZERO_TENSOR, _UNFIT = range(4)
 
 
@@ -97,7 +96,7 @@ class _Lazy:
 
 
 class _Reading(dict[int, Any]):
-    """One possible meaning of an answer: the gradients by slot, and how doubtful it is."""
+    """One possible meaning of an answer: the gradients by slot, and a level of doubt."""
 
     doubt = _CERTAIN
 
@@ -141,7 +140,7 @@ class _Reader(ExpectedGradients):
         return [reading.get(i) for i in range(len(self.specs))]
 
     def _structures(self, answer: Any) -> Iterator[Iterable[Entry]]:
-        """Yield the entries of `answer` for each documented structure that has as many."""
+        """Yield the entries of `answer` in each documented structure with the same number of entries."""
         named = list(zip(self.binding.names(), self.arguments.template, strict=True))
         differentiable = [pair for pair in named if self.is_differentiable(pair[1])]
         if isinstance(answer, (tuple, list)):
@@ -210,7 +209,7 @@ class _Reader(ExpectedGradients):
                     self._match(f"{path}[{key!r}]", part, inner, reading)
 
     def _choose(self, readings: Sequence[_Reading], answer: Any) -> _Reading:
-        """Return the first of the least doubtful readings, whatever the values of the gradients.
+        """Return the first reading with the lowest level of doubt. Values of gradients make no difference.
 
         Raises:
             TypeError: if the gradient of a tensor could also belong to a number, whose gradient is discarded.
@@ -252,7 +251,7 @@ class _Reader(ExpectedGradients):
 
 
 def _has_structure_of(template: Any, entry: Any) -> bool:
-    """Return whether an entry is a callable structure, such as a namedtuple with `__call__`, and not lazy."""
+    """Return whether an entry has the structure of the template. It is then not a lazy entry."""
     nested = type(template) is not Slot and tree.is_nested(entry)
     return nested and children(entry).keys() == children(template).keys()
 
@@ -268,7 +267,7 @@ def _is_broadcast(shape: Shape, original: Shape) -> bool:
 
 
 def _doubt(template: Any, entry: Any) -> int:
-    """Return how doubtful it is that `entry` belongs to an argument that has no gradient."""
+    """Return the level of doubt that `entry` belongs to an argument without a gradient."""
     if tree.is_nested(template):
         parts = children(template)
         if tree.is_nested(entry):

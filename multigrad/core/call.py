@@ -204,7 +204,7 @@ class Pullback(HoldsNoTensor):
 
     # Set by the run. The class attributes are the common case.
     is_plain = True
-    """Whether the output is one tensor and the rule takes the upstream gradient alone."""
+    """Whether the output is one tensor and the rule takes only the upstream gradient."""
     output: Layout = ONE_TENSOR
     """The layout of the output."""
     form = WHOLE
@@ -317,7 +317,7 @@ class _PullbackInLayer(Pullback):
 
 
 class _VariableTarget(NamedTuple):
-    """The variables, as the second item of a rule's answer has gradients for them."""
+    """The target of the second item of a rule's answer: the gradients of the variables."""
 
     name: str
     arguments: Layout

@@ -105,7 +105,7 @@ def shape_text(shape: object) -> str:
 
 
 class TouchedVariable(BaseException):
-    """Raised in a strict run of a function that reads or assigns a variable. The caller runs it elsewhere."""
+    """Raised in a strict run of a function that reads or assigns a variable. The caller runs it again."""
 
 
 def hide_frames() -> None:

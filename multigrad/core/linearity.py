@@ -2,7 +2,7 @@
 
 Forward mode is computed as the transpose of the rule, which exists only if the rule is linear. Every
 vector-Jacobian product is linear. A rule that clips or normalizes its upstream gradient, or adds to it, is
-not.
+not linear.
 """
 
 import math

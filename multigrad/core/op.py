@@ -75,12 +75,12 @@ def op_custom_gradient(
             `package>name` registers the op with Keras, so that a model that uses it can be saved, and loaded
             where an op with this name is defined.
         forward_mode: whether JAX's forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) can differentiate
-            the op. The rule must then be linear in the upstream gradient. The other frameworks ignore it:
-            their forward mode always can.
+            the op. The rule must then be linear in the upstream gradient. The other frameworks ignore this
+            option: their forward mode can always differentiate an op.
         higher_order: whether the gradient can be differentiated again. If it can and the rule uses an
             intermediate result of the function, PyTorch keeps the inputs of the op in memory. If it cannot,
             PyTorch keeps only the residuals, and a second derivative raises an error. The other frameworks
-            ignore it.
+            ignore this option.
 
     The signature of the rule decides how it is called:
 
@@ -117,7 +117,7 @@ def op_custom_gradient(
     broadcasting enlarged.
 
     Returns:
-        A function with the name, documentation and parameters of `f`. It returns the output alone, and the
+        A function with the name, documentation and parameters of `f`. It returns only the output, and the
         rule is its gradient at any order. In a derivative of the gradient, inputs and outputs of the op that
         the rule uses are differentiated directly. Intermediate results of the function are differentiated
         through the function, which PyTorch and JAX run again for this purpose. Tensors that `f` closes over
@@ -134,7 +134,7 @@ def op_custom_gradient(
     With a KerasTensor, such as the result of `keras.Input`, the op is one node of a Functional model.
 
     References:
-        The closure form is the one of TensorFlow's `tf.custom_gradient`.
+        The closure form follows TensorFlow's `tf.custom_gradient`.
     """
     if f is None:
         return functools.partial(
@@ -194,7 +194,7 @@ def _define(f: Callable[..., Any], name: str, options: Options) -> Callable[...,
 
     defined: Any = functools.update_wrapper(_framework.library_code(op), f)
     pair = getattr(f, "__annotations__", {}).get("return")
-    if get_origin(pair) is tuple:  # the output and the rule, of which `help` shows the output
+    if get_origin(pair) is tuple:  # f returns (output, rule); `help` shows only the output
         output = get_args(pair)[0]
         defined.__annotations__ = {**f.__annotations__, "return": output}
         defined.__signature__ = inspect.signature(f).replace(return_annotation=output)

@@ -1,4 +1,4 @@
-"""The form in which a rule is called, as its signature says. `answer.py` reads what the rule returns."""
+"""Find the form in which a rule is called from its signature. `answer.py` reads the result of the rule."""
 
 import functools
 import inspect
@@ -30,16 +30,16 @@ REFUSED, OPTIONAL, REQUIRED = "refused", "optional", "required"
 
 
 class RuleSignature(NamedTuple):
-    """What the signature of a rule says. It holds plain values, which Dynamo can treat as constants."""
+    """The form of a rule, read from its signature. It holds plain values, which are constants for Dynamo."""
 
     form: str | None = None
-    """The form. None: FLAT if the output has as many tensors as `required`, otherwise unsupported."""
+    """The form. None means FLAT if the output has `required` tensors, and unsupported otherwise."""
     required: int = 0
-    """How many positional parameters without a default it has, `upstream` aside."""
+    """The number of positional parameters without a default, except `upstream`."""
     accepted: float = 0
-    """How many of the op's positional arguments a HYBRID rule can take."""
+    """The number of the op's positional arguments that a HYBRID rule can take."""
     takes: str = REFUSED
-    """Whether it takes variables."""
+    """Whether the rule takes variables."""
     arguments: tuple[str, ...] = ()
     """HYBRID: the names of the positional parameters before `upstream`."""
     later: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ _Parameters = Sequence[inspect.Parameter]
 
 
 def _read(signature: inspect.Signature) -> RuleSignature:
-    """Return what a signature says."""
+    """Return the form of a rule with this signature."""
     parameters = list(signature.parameters.values())
     if len(parameters) == 1 and parameters[0].kind in POSITIONAL:
         return RuleSignature(WHOLE)  # whatever its name
@@ -184,7 +184,7 @@ _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 def is_plain(rule: Any) -> bool:
-    """Return whether `rule` takes the upstream gradient alone, as most rules do.
+    """Return whether `rule` takes only the upstream gradient, as most rules do.
 
     Reading a signature costs as much as a small op, and each call of an op makes a rule.
     """
@@ -231,7 +231,7 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
 
 
 def arguments_for(op: str, rule: Any, binding: Binding) -> int | None:
-    """Return how many of the op's positional arguments a HYBRID rule is called with, None if no number fits.
+    """Return the number of positional arguments for a HYBRID rule, None if no number is possible.
 
     The rule gets the arguments that the caller passed, and the defaults after them if it requires more.
     """

@@ -148,6 +148,6 @@ def name_of(function: Any) -> str:
     """Return the name of a function, partial or callable object in messages."""
     while isinstance(function, functools.partial):
         function = function.func
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)  # one of a ufunc
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)  # ufuncs have one
     name = name or type(function).__qualname__
     return str(name).rpartition("<locals>.")[2].replace("<lambda>", "lambda")

@@ -38,11 +38,11 @@ def _kind(leaf: Any) -> int:
             kind = _CONVERTED
         elif backend.active.STAND_INS[cls]:
             kind = _STAND_IN
-        elif ops.is_tensor(leaf):  # Keras calls it a tensor, and it is not dense
+        elif ops.is_tensor(leaf):  # a tensor for Keras, but not dense
             kind = _RAGGED if hasattr(cls, "nested_row_splits") else _SPARSE
         else:
             kind = _NESTED if tree.is_nested(leaf) else _STATIC
-        if kind != _STATIC or cls.__module__ == "builtins":  # other classes may be defined in every call
+        if kind != _STATIC or cls.__module__ == "builtins":  # users may define other classes in every call
             _KINDS[cls] = kind
     return kind
 
@@ -168,7 +168,7 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _is_proxy(part: Any) -> bool:
-    """Return whether an object is a proxy of a tuple: `isinstance` says so, and its class is no subclass.
+    """Return whether an object is a proxy of a tuple: an instance of `tuple` whose class is no subclass.
 
     On TensorFlow (2.21), an attribute of a layer that is a tuple of Variables becomes a proxy. `keras.tree`
     (3.15) treats it as a leaf.
@@ -243,7 +243,8 @@ def _skeleton(part: Any, tensors: list[Any]) -> "_Skeleton | None":
 def _of_dict(container: dict[Any, Any]) -> tuple[int | tuple[str, ...] | None, Sequence[Any]]:
     """Return the keys and the sorted parts of a dict, and None for its keys if one is not a plain string.
 
-    Other keys can be equal and different, such as 1 and True. Skeletons with them would be equal.
+    Keys of other types can be equal although they differ, such as 1 and True. Their skeletons would be equal,
+    too.
     """
     for key in container:
         if type(key) is not str:
@@ -374,8 +375,7 @@ _REFUSALS = {
     _RAGGED: (
         "a ragged tensor cannot be the argument or output of an op",
         "a dense tensor",
-        "call tf.ragged.map_flat_values(op, x) if the op computes each value from that value alone; "
-        "otherwise pad x with x.to_tensor()",
+        "call tf.ragged.map_flat_values(op, x) if the op is elementwise; otherwise pad x with x.to_tensor()",
     ),
     _SYMBOLIC: (
         "the function uses a symbolic tensor that is not an argument of the op",

@@ -25,7 +25,7 @@ _TENSORS = backend.active.TENSORS
 class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
     """The trainable variables that a call read, in the order of first use.
 
-    Variables that were read without Keras come last. They may be variables of the framework.
+    Variables that were read without Keras come last. They can be variables of the framework.
     """
 
     variadic: str | None = None
@@ -394,7 +394,7 @@ def pin_variables(
     outer_scope: keras.StatelessScope | None,
     handed: bool,
 ) -> Callable[..., Any]:
-    """Return the rule with the values of variables in the call. If `handed`, it is passed the variables."""
+    """Return the rule with the values of variables in the call. If `handed`, the rule gets the variables."""
     state = [value for _, value in variables.state]
     outer = _OuterScope(outer_scope)
     return functools.partial(_run_rule, name, rule, variables, list(values), state, outer, handed)

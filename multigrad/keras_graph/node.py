@@ -42,7 +42,7 @@ def _count_symbolic(values: tuple[Any, ...]) -> int:
     return sum([isinstance(leaf, keras.KerasTensor) for leaf in leaves_of(values)])
 
 
-@keras.saving.register_keras_serializable("multigrad")  # in a HDF5 file, Keras makes it from its config
+@keras.saving.register_keras_serializable("multigrad")  # Keras creates it from its config in HDF5 files
 class Application:
     """An op and its arguments, with slots for the tensors of a node.
 

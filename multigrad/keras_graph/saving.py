@@ -83,7 +83,7 @@ def _encode_array(value: Any) -> Any:
 def _encode_object(value: Any) -> Any:
     """Return the config of an object, if Keras restores the object from it."""
     if getattr(value, "__name__", None) == "<lambda>" or isinstance(value, _STATEFUL):
-        raise Unsaved(value)  # a file should not contain code; state would be lost
+        raise Unsaved(value)  # a file must not contain code, and cannot keep state
     try:
         config = keras.saving.serialize_keras_object(value)
         restored = keras.saving.deserialize_keras_object(json.loads(json.dumps(config)))

@@ -28,8 +28,8 @@ class FixedPoint(keras.layers.Layer):
     ```
 
     It returns `z = cell([z, inputs])`, starting from zeros and calling the cell repeatedly. The gradient is
-    the gradient of the solution, by `multigrad.ops.fixed_point`. Its memory does not grow with the number of
-    calls.
+    the gradient of the solution, computed by `multigrad.ops.fixed_point`. Its memory does not grow with the
+    number of calls.
 
     Arguments:
         cell: a layer or model that is called with a list of `z` and the inputs, and returns the next `z`. It

@@ -1,4 +1,4 @@
-"""A linear layer and its cross entropy in chunks, so that all logits never exist at once.
+"""A linear layer and its cross entropy in chunks, without storing all logits at once.
 
 The functions of this module run as one compiled program each, where the backend has a compiler. There are two
 ways to compute gradients:
@@ -63,7 +63,7 @@ def differentiable_normalizer_and_target(plan: Plan, rows: list[Any], others: li
 def gradients(
     in_place: bool, plan: Plan, all_gradients: bool, rows: list[Any], upstream: list[Any], others: list[Any]
 ) -> Answer:
-    """Return the gradients of the features, and with `all_gradients` those of the others.
+    """Return the gradients of the features, and with `all_gradients` also of the others.
 
     `rows[2]` is the normalizer. `upstream` are the upstream gradients of the loss and of the normalizer.
     """
@@ -83,7 +83,7 @@ def losses_and_gradients(
 ) -> Answer:
     """Return the losses, and the gradients of their weighted sum.
 
-    These are the gradients of the features, and with `all_gradients` those of the others. `upstream` is the
+    These are the gradients of the features, and with `all_gradients` also of the others. `upstream` is the
     list of the weights, one per token.
     """
     loops = _loops(in_place)

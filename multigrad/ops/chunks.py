@@ -27,7 +27,7 @@ class Loops(Protocol):
         """
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Return a new buffer. Chunks that are not written are zero where a tensor shows them."""
+        """Return a new buffer. In `InPlace` buffers, chunks that are not written are zero."""
 
     def read(self, buffer: Any, axis: int, start: Any, size: int) -> Any:
         """Return a chunk that was written to the buffer."""

@@ -107,7 +107,7 @@ def _spec(name: str, leaf: Any) -> Spec:
         raise TypeError(
             message(
                 name,
-                "the output is described by something without a shape and dtype",
+                "the description of the output has no shape and dtype",
                 argument="'output'",
                 required="tensors, keras.KerasTensor(shape, dtype), or a function that returns them",
                 got=describe(leaf),
@@ -194,7 +194,7 @@ class HostFunction:
         arguments: the layout of its arguments, `(args, kwargs)`.
         output: the layout of its output.
         specs: the shape and dtype of each array in the output.
-        ranks: the number of axes of each array among the arguments, without those of a batch.
+        ranks: the number of axes of each array among the arguments, without batch axes.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class HostFunction:
         return self._checked(result, arrays)
 
     def in_program(self, arrays: Sequence[Any]) -> list[np.ndarray]:
-        """Call the function from a compiled program, which reports the text of an exception alone."""
+        """Call the function from a compiled program, which reports only the text of an exception."""
         try:
             result = self._call(arrays)
         except Exception as error:
@@ -242,7 +242,7 @@ class HostFunction:
             raise TypeError(
                 message(
                     self.name,
-                    "the function returns another structure than that of `output`",
+                    "the function returns another structure than `output`",
                     required=str(rebuild(template, lambda slot: _text(self._specs[slot], batch))),
                     got=describe(result),
                     fix="return the structure of `output`, with an array for each tensor",
@@ -265,7 +265,7 @@ class HostFunction:
             raise TypeError(
                 message(
                     self.name,
-                    "the function returns another dtype than that of `output`",
+                    "the function returns another dtype than `output`",
                     argument=f"output{path}",
                     required=f"an array of dtype {spec.dtype}",
                     got=describe(leaf),
@@ -279,7 +279,7 @@ class HostFunction:
             raise ValueError(
                 message(
                     self.name,
-                    "the function returns another shape than that of `output`",
+                    "the function returns another shape than `output`",
                     argument=f"output{path}",
                     required=shape_text(shape),
                     got=shape_text(leaf.shape),

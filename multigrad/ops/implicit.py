@@ -55,7 +55,7 @@ def fixed_point(
 
     Arguments:
         f: a function of `z` and the `args` that returns the next `z`, with the same structure, shapes and
-            dtypes. It must be a contraction near its fixed point, and depend on its arguments alone. A
+            dtypes. It must be a contraction near its fixed point, and depend only on its arguments. A
             function that assigns variables or draws random numbers has no fixed point.
         z0: the initial guess: a floating tensor or number, or a nested structure of them. It has no gradient.
         args: tensors or nested structures of tensors, with respect to which the fixed point is
@@ -131,7 +131,7 @@ def implicit_root(
 
     Arguments:
         f: a function of `z` and the `args` that returns the residuals, with the structure, shapes and dtypes
-            of `z`. It must depend on its arguments alone.
+            of `z`. It must depend only on its arguments.
         z0: the initial guess: a floating tensor or number, or a nested structure of them. It has no gradient.
         args: tensors or nested structures of tensors, with respect to which the root is differentiated, and
             any other objects that `f` takes. The trainable variables that `f` reads, and the tensors that it

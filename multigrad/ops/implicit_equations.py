@@ -216,7 +216,7 @@ class _UserEquation(_Equation):
                 self.solver.name,
                 "the function assigns variables, so that it differs in every call",
                 argument="'f'",
-                required="a function of its arguments alone",
+                required="a function that depends only on its arguments",
                 got=f"an assignment to {', '.join(repr(variable.path) for variable in assigned)}",
                 fix="call layers with training=False, and draw random numbers outside of the function",
             )

@@ -128,7 +128,7 @@ class UserSolver:
 
 
 def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Tensors:
-    """Repeat a step until it is as short as the tolerance. In compiled code, return NaN if it never is."""
+    """Repeat a step until it is within the tolerance. In compiled code, return NaN if it never is."""
     count = len(z)
     tolerance = solver.tolerance or _eps(z) ** 0.75
 
@@ -137,8 +137,9 @@ def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Ten
         new = [ops.stop_gradient(x) for x in step(z)]
         sizes = tuple([ops.maximum(size, _max_abs(x)) for size, x in zip(sizes, new, strict=True)])
         moved = [_max_abs(x - old) for x, old in zip(new, z, strict=True)]
-        # Relative to the current `z`: a step is not short because `z` started large. A solution of zero has
-        # no scale, so that the largest `z` of any iteration counts, too, up to 1.
+        # Steps are relative to the current `z`, because a large initial `z` would make all later steps look
+        # short. A solution of zero has no scale, so the scale is at least the largest `z` of any iteration,
+        # up to 1.
         scales = [
             ops.maximum(_max_abs(x), ops.minimum(size, 1.0)) for x, size in zip(new, sizes, strict=True)
         ]
@@ -151,7 +152,7 @@ def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Ten
     length = _concrete(carry[-1])
     if length is None:
         limit = solver.max_iterations - 1
-        # The condition is false for NaN, too, so that a NaN ends the loop and stays.
+        # The condition is also false for NaN, so a NaN ends the loop and is returned.
         carry = ops.while_loop(lambda *c: c[-1] > tolerance, body, carry, maximum_iterations=limit)
         converged = carry[-1] <= tolerance
         return [ops.where(converged, x, ops.full_like(x, float("nan"))) for x in carry[:count]]

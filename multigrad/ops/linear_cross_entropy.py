@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: a linear layer and its softmax cross entropy, without the tensor of all logits.
+"""`linear_cross_entropy`: a linear layer and its softmax cross entropy, without storing all logits.
 
 This module holds the public function and its checks. `chunked_loss` defines the ops, and `chunked_head` the
 computation in chunks. The gradients of a loss per token are computed in the backward pass, which computes the
@@ -42,7 +42,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     ignore_index: int | None = None,
 ) -> Tensor:
-    """Return the cross entropy of `softmax(features @ kernel + bias)` with the labels, without all logits.
+    """Return the cross entropy of `softmax(features @ kernel + bias)`, without storing all logits.
 
     ```python
     import numpy as np
@@ -112,7 +112,7 @@ def linear_cross_entropy(
             0.
         chunk_size: the number of classes in a chunk of logits. A chunk has one row per token, and the default
             is 1024. If the forward pass computes gradients, a chunk has rows for 64 to 512 tokens, depending
-            on the number of features, and the default is 2048. All logits of these tokens are held then.
+            on the number of features, and the default is 2048. The op then holds all logits of these tokens.
         ignore_index: a label whose tokens are ignored: their loss is zero, and a mean does not count them.
 
     Returns:

@@ -198,7 +198,8 @@ def _clip_norm(x: Any, norm: float, axis: Any) -> Any:
     root = ops.sqrt(ops.where(largest > 0.0, largest, ops.ones_like(largest)))
     unit = x / root / root
     squared = ops.sum(unit * unit, axis=axis, keepdims=True)
-    # The square root has no derivative at zero, which would make NaN of the branch that is not selected.
+    # The derivative of the square root at zero is infinite, and would be NaN in the branch that is not
+    # selected.
     length = ops.sqrt(ops.where(largest > 0.0, squared, ops.ones_like(squared)))
     clipped = ops.where(length * largest <= norm, x, unit * (norm / length))  # infinite elements become NaN
     return ops.cast(clipped, dtype)
@@ -226,9 +227,8 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
         `x`.
 
     Raises:
-        RuntimeError: if a gradient of `x` is computed, in the backward pass or when it is traced.
-            TensorFlow computes all gradients on a tape, so it raises even if nothing before `x` is trained,
-            for example after a frozen layer.
+        RuntimeError: if a gradient of `x` is computed, in the backward pass or when it is traced. TensorFlow
+            computes all gradients on a tape, so it raises an error even if `x` comes from a frozen layer.
 
     References:
         TensorFlow's `tf.raw_ops.PreventGradient`.

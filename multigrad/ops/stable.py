@@ -1,4 +1,4 @@
-"""Numerically stable functions, whose naive values or derivatives fail at zero or near the limits of a dtype.
+"""Numerically stable versions of functions that fail at zero or near the limits of a dtype in plain code.
 
 No intermediate result overflows, underflows or cancels before the final result does. Half precision is
 computed in float32. The rules can be differentiated, too. For example, they do not use `abs`, whose
@@ -150,7 +150,7 @@ def safe_divide(x: float | Tensor, y: float | Tensor) -> Pair:
     print(ops.safe_divide(3.0, 0.0), grad(ops.safe_divide, argnums=(0, 1))(3.0, 0.0))  # 0.0 (0.0, 0.0)
     ```
 
-    The values are those of `keras.ops.divide_no_nan`, except that a NaN in `x` is not hidden.
+    The values equal `keras.ops.divide_no_nan`, except that a NaN in `x` is not hidden.
 
     Arguments:
         x, y: numbers, or tensors of real floating or integer dtypes, whose shapes broadcast.

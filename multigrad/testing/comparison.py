@@ -81,8 +81,8 @@ def compare_backends(
         print(compare_backends(CODE).backends)  # ('tensorflow', 'jax', 'torch')
     ```
 
-    Each backend runs in its own process, because Keras supports one backend per process. The gradients are
-    those of all outputs, weighted by fixed pseudo-random numbers, with respect to each floating argument and
+    Each backend runs in its own process, because Keras supports one backend per process. The outputs are
+    weighted by fixed pseudo-random numbers, and differentiated with respect to each floating argument and
     each trainable variable that the function reads.
 
     Arguments:
@@ -175,7 +175,7 @@ def compare(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> dict[str, float]:
-    """Compare the measurements of backends with those of the first backend.
+    """Compare the measurements of each backend with the first backend.
 
     Returns:
         The largest relative difference for each output and gradient.

@@ -61,7 +61,7 @@ class CentralDifference:
 
     Arguments:
         function, inputs: the function and its inputs.
-        index, element: the index of the input, and that of the element in it.
+        index, element: the index of the input, and the index of the element in this input.
         weights: an array for each output. Each output is reduced to its weighted sum.
     """
 

@@ -38,7 +38,7 @@ from multigrad.testing.precision import (
 from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_tensors
 
 _INPUT_ROUNDING = 0.4
-"""The rounding error due to the inputs, as a share of that of an output: 2 of 5 roundings."""
+"""The share of the rounding error of an output that comes from the inputs: 2 of 5 roundings."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def check_gradients(
       (`backend="aot_eager"`) and generates no code, and ops that read variables run uncompiled.
 
     The check fails for a function that is not differentiable at the arguments, such as `relu` at zero. It
-    also fails for a rule that differs from the derivative on purpose, such as a straight-through estimator.
+    also fails for a rule that is intentionally not the derivative, such as a straight-through estimator.
 
     Arguments:
         fn: a function of tensors and nested structures of them, which returns a nested structure. It runs
@@ -117,9 +117,9 @@ def check_gradients(
         dtype: the floating dtype to cast the arguments to; complex arguments are cast to the corresponding
             complex dtype. With "own" the arguments keep their dtypes. The default is "own" if there are
             variables, which always keep their dtypes, and float64 otherwise. JAX has float64 enabled while
-            the check runs. If `fn` computes in float32 in between, the tolerances are those of float32. This
-            holds for Keras layers of float32, and for some ops of Keras (3.15) on JAX and PyTorch, such as
-            `ops.sin` on JAX. If `fn` computes in half precision in between, pass that dtype.
+            the check runs. If intermediate results of `fn` are float32, the tolerances for float32 apply.
+            This is the case for Keras layers of float32, and for some ops of Keras (3.15) on JAX and PyTorch,
+            such as `ops.sin` on JAX. If intermediate results are in half precision, pass this dtype.
         compiled: whether to check the compiled function, too. This takes longest on PyTorch, about a second.
         max_elements: the number of elements to move in each input. If an input is larger, a generator with a
             fixed seed selects them.
@@ -246,7 +246,7 @@ def _check_differences(
             if not is_upstream:
                 errors += _INPUT_ROUNDING * tolerance.error(term_sizes[k], steps)
             atol = tolerance.atol(errors, largest_magnitude(*gradients[k]))
-            # Derivatives of and with respect to upstream gradients repeat those of lower orders.
+            # Derivatives of upstream gradients, or with respect to them, repeat derivatives of lower orders.
             is_counted = not is_upstream and (nth == 1 or k < len(flat.inputs))
             comparison.add((output, name), chosen, by_rule, by_difference, atol, is_counted)
     if comparison.mismatches:

@@ -1,4 +1,4 @@
-"""`str(trace)`: where it first goes wrong, a text table with one row per step, and its warnings."""
+"""`str(trace)`: the first NaN or Inf, a table with one row per step, and warnings."""
 
 import io
 from collections.abc import Sequence

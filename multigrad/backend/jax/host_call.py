@@ -43,7 +43,7 @@ def _dtype(name: str, dtype: str) -> Any:
                 argument="'output'",
                 required=f"the dtype {own.name}, or the option jax_enable_x64",
                 got=f"the dtype {dtype}",
-                fix=f"describe the output by {own.name}, and return such an array",
+                fix=f"declare an output of dtype {own.name}, and return an array of this dtype",
             )
         )
     return own

@@ -1,8 +1,9 @@
 """`multigrad.jit` on JAX: the variables of a function become inputs and outputs of the compiled function.
 
-Under `jax.jit` alone, the value of a variable that a function reads is a constant of the program, and a value
-that the function assigns is a leaked tracer. So the function is traced in a `keras.StatelessScope`, in which
-variables have traced values. A first trace, which is discarded, records which variables these are.
+Under a plain `jax.jit`, the value of a variable that a function reads is a constant of the program, and a
+value that the function assigns is a leaked tracer. So this module traces the function in a
+`keras.StatelessScope`, in which variables have traced values. A first trace, which is discarded, records
+which variables these are.
 """
 
 import sys
@@ -18,7 +19,7 @@ from multigrad.core.errors import describe, message
 
 _BY_NUMBER = ("static_argnums", "donate_argnums", "donate_argnames", "in_shardings", "out_shardings")
 _MOST_TRACES = 5
-"""A first trace, a second one for the variables that it created, and a few in case these create others."""
+"""A first trace, a second for the variables created in the first, and a few for further variables."""
 
 
 def jit(
@@ -88,7 +89,7 @@ class _Compiled:
         raise ValueError(
             message(
                 self.name,
-                "each trace reads or assigns variables that the one before did not have",
+                "each trace reads or assigns variables that the previous trace did not use",
                 required="variables that are created once, before or in the first call of the function",
                 got=f"{_MOST_TRACES} traces with new variables",
                 fix="create layers, optimizers, metrics and variables outside of the function",
@@ -159,7 +160,7 @@ def _as_array(leaf: Any) -> Any:
 
 
 class _OtherVariables(Exception):
-    """A trace reads or assigns variables that are not among the inputs and outputs of its program."""
+    """Raised if a trace reads or assigns variables that are not inputs and outputs of its program."""
 
     def __init__(self, read: Iterable[keras.Variable], assigned: Iterable[keras.Variable]) -> None:
         super().__init__()

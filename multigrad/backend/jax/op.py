@@ -105,7 +105,7 @@ class Op:
         """Return the outputs and residuals with tangents, or without if JAX cannot differentiate the
         function.
 
-        In the second case the rule must not use intermediate results, whose derivative would be missing.
+        In the second case, the rule must not use intermediate results, whose derivative would be missing.
         """
         try:
             outputs, residuals = run()
@@ -143,7 +143,7 @@ class TiedOp(Op):
 
 
 class FirstRun(NamedTuple):
-    """The result of the run before the op, and the arrays that another run needs beside the inputs."""
+    """The result of the run before the op, and the additional arrays that another run needs."""
 
     outputs: list[Any]
     residuals: Residuals
@@ -165,7 +165,7 @@ def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
             required="for a derivative of the gradient, a differentiable function, or a rule that closes "
             "over inputs, outputs and constants only",
             got=f"{type(error).__name__}: {error}",
-            fix="return what the rule uses as an output of an op of its own; an object of another library, "
+            fix="compute the values that the rule uses in a separate op; an object of another library, "
             "such as a sparse matrix, can be a global variable",
             see="jax#derivative-of-the-gradient",
         )

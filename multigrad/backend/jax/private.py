@@ -1,7 +1,7 @@
-"""The names of JAX that a version may take away, each in one place, looked up when the backend is imported.
+"""The names of JAX that are not stable between versions. They are looked up when the backend is imported.
 
-`jax.extend` and `jax.interpreters` are for libraries such as this one, and JAX (0.12) gives no promise for
-them either. A name that is missing raises an ImportError here, unless a fallback is given.
+`jax.extend` and `jax.interpreters` are meant for libraries, but JAX (0.12) does not guarantee that they stay
+compatible. A missing name raises an ImportError here, unless a fallback is given.
 """
 
 import inspect
@@ -12,14 +12,15 @@ import jax
 
 from multigrad.frameworks import look_up
 
-# A primitive says how an op is differentiated and mapped in each of JAX's traces. JAX has no public class for
-# one (0.7 to 0.12).
+# A primitive defines how each transformation of JAX handles an op. JAX has no public class for primitives
+# (0.7 to 0.12).
 Primitive = look_up("jax.extend.core.Primitive")
-# A parameter of an equation, for which JAX's caches drop the equation's other parameters (0.7 to 0.12).
+# With a parameter of this type, JAX's caches do not keep the other parameters of an equation alive (0.7 to
+# 0.12).
 ClosedJaxpr = look_up("jax.extend.core.ClosedJaxpr")
-# Whether a value is traced into a program and not differentiated or mapped at once (0.7 to 0.12).
+# The tracer of a value that is traced into a program, as in `jax.jit` (0.7 to 0.12).
 DynamicJaxprTracer = look_up("jax.interpreters.partial_eval.DynamicJaxprTracer")
-# Symbolic zeros, and the tables of the rules of primitives (0.7 to 0.12).
+# Symbolic zeros, and the tables of the transformation rules of primitives (0.7 to 0.12).
 Zero = look_up("jax.interpreters.ad.Zero")
 instantiate_zeros = look_up("jax.interpreters.ad.instantiate_zeros")
 primitive_jvps = look_up("jax.interpreters.ad.primitive_jvps")
@@ -27,19 +28,19 @@ primitive_transposes = look_up("jax.interpreters.ad.primitive_transposes")
 primitive_batchers = look_up("jax.interpreters.batching.primitive_batchers")
 fancy_primitive_batchers = look_up("jax.interpreters.batching.fancy_primitive_batchers")
 
-# How a primitive is compiled (0.7 to 0.12). Newer versions keep what they made for equal parameters, and the
-# objects in them, unless `cacheable` is False. JAX 0.6 keeps nothing and has no such parameter.
+# Register the lowering of a primitive (0.7 to 0.12). Versions with the parameter `cacheable` cache the
+# lowering by the parameters of the primitive, and keep the objects in them alive, unless it is False.
 _register_lowering = look_up("jax.interpreters.mlir.register_lowering")
 _UNCACHED = {"cacheable": False} if "cacheable" in inspect.signature(_register_lowering).parameters else {}
 
 
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Register how a primitive is compiled, without a cache that would keep its parameters."""
+    """Register the lowering of a primitive, without a cache that would keep its parameters alive."""
     _register_lowering(primitive, rule, **_UNCACHED)
 
 
-# What reverse mode does with a primitive, for `reverse.py` (0.10). In other versions, or without one of these
-# names, an op is a `jax.custom_vjp`, which gives the same derivatives in more time.
+# Define the reverse mode of a primitive, for `reverse.py` (0.10). In other versions, or without one of these
+# names, an op is a `jax.custom_vjp`, which computes the same derivatives with more overhead.
 LinearizeTrace = look_up("jax._src.interpreters.ad.LinearizeTrace", lambda: None)
 primitive_linearizations = look_up("jax._src.interpreters.ad.primitive_linearizations", lambda: None)
 set_current_trace = look_up("jax.extend.core.set_current_trace", lambda: None)
@@ -58,7 +59,7 @@ def _pcast_by_pvary() -> Callable[..., Any]:
     return lambda array, axes, to: pvary(array, axes)
 
 
-# Lets an array vary along an axis of `jax.shard_map`. It is public, and called `pvary` before JAX 0.9.
+# Let an array vary along an axis of `jax.shard_map`. The public function is `pvary` before JAX 0.9.
 pcast = look_up("jax.lax.pcast", _pcast_by_pvary)
 
 

@@ -59,7 +59,7 @@ def assign(variable: keras.Variable, value: Any) -> None:
                 required="a concrete value, or a keras.StatelessScope, as in `stateless_call`",
                 got=f"a {type(value).__name__}",
                 fix="compile with multigrad.jit in place of jax.jit, call the layer through "
-                "`stateless_call`, or outside of jax.lax.scan and its like",
+                "`stateless_call`, or outside of jax.lax.scan and similar functions",
                 see="jax#assign-outside-stateless",
             )
         )

@@ -3,12 +3,12 @@
 The native way to bind a custom derivative is a `torch.autograd.Function`: `forward` computes and saves
 residuals on `ctx`, `backward` reads them. This backend differs in three points.
 
-- The saved tensors are those of the rule's closure, and the rule is rebuilt around them. So PyTorch sees
-  every residual, and no output is in a reference cycle with its node.
-- A second derivative goes through the residuals. An input or an output comes back from `ctx.saved_tensors`
-  with its history. For an intermediate, the function runs again on the saved inputs with recording, and
-  only if the backward pass itself is recorded.
-- Inside torch.func, forward mode and torch.compile, the `Function` has the form that each of them accepts.
+- The tensors in the rule's closure are saved, and the rule is rebuilt around them. So PyTorch sees every
+  residual, and no output is in a reference cycle with its node.
+- A second derivative goes through the residuals. `ctx.saved_tensors` returns inputs and outputs with their
+  history. For an intermediate, the function runs again on the saved inputs with recording, and only if the
+  backward pass itself is recorded.
+- torch.func, forward mode and torch.compile each have a `Function` in the form that they accept.
 
 A rule runs under the autocast settings of its function, wherever the backward pass is called, as with
 `torch.amp.custom_fwd` and `custom_bwd`.

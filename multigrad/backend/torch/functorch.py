@@ -58,10 +58,11 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether a call inside of a vmap uses no mapped tensor, so that it can run as outside of it.
+    """Return whether a call inside of a vmap uses no mapped tensor, and can run as if outside of the vmap.
 
-    It must: a checkpoint runs an op again in the backward pass, which may be mapped (for a Jacobian) while
-    the op is not. The tensors that the op saves then replace those of the first run, in the same order.
+    This is required in a checkpoint, which runs an op again in the backward pass. The backward pass may be
+    mapped (for a Jacobian) although the op is not. The tensors that the op saves then replace those of the
+    first run, in the same order.
     """
     if forward_ad._current_level >= 0 or call.is_in_scope():
         return False
@@ -90,8 +91,9 @@ class _Run:
 
     autocast: "Autocast"
     before = False
-    """Whether the function ran before the Function, whose arguments then are inputs, outputs, other residuals
-    and marks: zeros that are mapped as the tensors that the rule reaches through objects."""
+    """Whether the function ran before the Function. The arguments of the Function are then the inputs,
+    outputs, other residuals, and marks: zeros that are mapped like the tensors that the rule reaches through
+    objects."""
     pullback: Pullback
     dual = False
     """Whether the rule reaches a tensor with a forward-mode tangent through an object."""

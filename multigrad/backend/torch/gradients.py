@@ -72,7 +72,7 @@ def _in_pieces(
     return (_without_programs if nested else _between_programs)(function, tensors, variables)
 
 
-_REASON = "torch.func, by which a gradient is compiled whole, allows no graph break in PyTorch 2.13"
+_REASON = "torch.func, which compiles a gradient as one graph, allows no graph break in PyTorch 2.13"
 _without_programs = torch.compiler.disable(_recorded, reason=_REASON)
 _between_programs = torch.compiler.disable(_recorded, recursive=False, reason=_REASON)
 _break_graph = torch.compiler.disable(_in_pieces, recursive=False, reason=_REASON)
@@ -209,7 +209,7 @@ _UNRECORDED = message(
     "the gradient cannot be differentiated with respect to variables, because it was not recorded",
     required="a second derivative by nested gradient functions",
     got="a backward pass through the result, such as `backward()`",
-    fix="take both derivatives by grad(...), or pass the values of the variables as arguments, by `argnums`",
+    fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
     see="pytorch#history-of-gradients",
 )
 

@@ -1,4 +1,4 @@
-"""`host_call` on PyTorch: NumPy arrays of the tensors, outside of what is compiled or transformed."""
+"""`host_call` on PyTorch: the function gets NumPy arrays, outside of compiled and transformed code."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -81,7 +81,7 @@ class _Transformed(torch.autograd.Function):
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if tensor.dtype == torch.bfloat16:  # which NumPy has from `ml_dtypes` alone
+    if tensor.dtype == torch.bfloat16:  # NumPy needs `ml_dtypes` for it
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
 

@@ -1,4 +1,4 @@
-"""`multigrad.jit` on PyTorch: `torch.compile`, which follows Python objects and what they hold."""
+"""`multigrad.jit` on PyTorch: `torch.compile`, which tracks Python objects and their attributes."""
 
 import threading
 from collections.abc import Callable, Mapping

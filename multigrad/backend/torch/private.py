@@ -43,7 +43,7 @@ look_up("torch.autograd.forward_ad._current_level")
 # Enable forward mode in a `jvp`.
 set_forward_mode = look_up("torch.autograd.forward_ad._set_fwd_grad_enabled")
 
-# Whether a tensor is a view, and the tensor of which it is one. They are attributes of tensors.
+# Whether a tensor is a view, and the base of the view. Both are attributes of tensors.
 look_up("torch.Tensor._is_view")
 look_up("torch.Tensor._base")
 # Return whether a tensor is fake.
