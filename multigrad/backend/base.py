@@ -62,9 +62,8 @@ class Pullback(Protocol):
     def output(self) -> Any:
         """The layout of the output. Its `join` makes the output from flat tensors."""
 
-    @property
-    def outer_scope(self) -> Any:
-        """The `keras.StatelessScope` around the call, None if there was none."""
+    def values_in_scopes(self) -> list[Any]:
+        """Return the values that variables have in each `keras.StatelessScope` around the call."""
 
     @property
     def untraced(self) -> "Pullback":

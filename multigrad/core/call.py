@@ -25,6 +25,7 @@ from multigrad.core.variables import (
     Variables,
     in_scope,
     pin_variables,
+    values_in_scopes,
 )
 
 _framework = backend.active
@@ -240,6 +241,10 @@ class Pullback(HoldsNoTensor):
         It does not apply to variables whose values are inputs of the op.
         """
         return ReadBy(read)
+
+    def values_in_scopes(self) -> list[Any]:
+        """Return the values that variables have in each `keras.StatelessScope` around the call."""
+        return values_in_scopes(self.outer_scope)
 
     @property
     def untraced(self) -> "Pullback":

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from multigrad.backend.base import Call
-from multigrad.backend.jax.op import Op, tie
+from multigrad.backend.jax.op import Op, Runs, tie
 from multigrad.backend.jax.primitives import TangentGate
 from multigrad.backend.jax.residuals import Step, residuals_of
 from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, is_integer
@@ -38,10 +38,10 @@ def _apply_inside(call: Call, inputs: list[Any]) -> Any:
     """Return the output of the call, whose function runs when JAX evaluates or differentiates the op."""
     layouts = []
 
-    def step(inputs: list[Any], rest: Any) -> Step:
+    def step(inputs: list[Any], rest: Any, exact: bool) -> Step:
         ran = outputs, _, _, pullback = call.run(inputs, strict=True)
         layouts.append(pullback.output)
-        return list(outputs), residuals_of(call, ran)
+        return list(outputs), residuals_of(call, ran, exact=exact)
 
     outputs = Op(call.name, call.options.forward_mode, step)(inputs, [])
     return layouts[0].join(outputs)
@@ -71,12 +71,15 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
             new if FLOATING[old.dtype] else next(remaining) if is_integer(old) else old  # old: a random key
             for new, old in zip(floating, inputs, strict=True)
         ]
-        ran = outputs, *_ = call.run_again(new_inputs, pullback, restore(template, closed_over))
-        return list(outputs), residuals_of(call, ran, closed_over)
+        second = new_outputs, *_ = call.run_again(new_inputs, pullback, restore(template, closed_over))
+        return list(new_outputs), residuals_of(call, second, closed_over)
 
-    forward_mode = call.options.forward_mode
+    def first_exactly() -> Step:
+        return list(outputs), residuals_of(call, ran, closed_over, exact=True)
+
+    runs, forward_mode = Runs(run_again, first_exactly), call.options.forward_mode
     return pullback.output.join(
-        tie(inputs, list(outputs), residuals, call.name, forward_mode, run_again, closed_over)
+        tie(inputs, list(outputs), residuals, call.name, forward_mode, runs, closed_over)
     )
 
 

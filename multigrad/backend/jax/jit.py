@@ -225,7 +225,7 @@ class _Program:
             output = self._flat(arrays)
         if scope.others or not {*map(id, self._assigned)}.issuperset(scope.assigned):
             raise _OtherVariables(scope.others.values(), scope.assigned.values())
-        return output, [scope.values[id(variable)] for variable in self._assigned]
+        return output, [scope.current[id(variable)] for variable in self._assigned]
 
     def with_variables(
         self, read: Iterable[keras.Variable], assigned: Iterable[keras.Variable]
@@ -265,20 +265,20 @@ class _Variables(keras.StatelessScope):
 
     def __init__(self, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        self.values = dict(zip(map(id, variables), values, strict=True))
+        self.current = dict(zip(map(id, variables), values, strict=True))
         self.others: dict[int, keras.Variable] = {}
         self.assigned: dict[int, keras.Variable] = {}
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
-        if key in self.values:
-            return self.values[key]
+        if key in self.current:
+            return self.current[key]
         self.others[key] = variable
         return _current(variable, self.original_scope)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
-        self.assigned[id(variable)], self.values[id(variable)] = variable, value
+        self.assigned[id(variable)], self.current[id(variable)] = variable, value
 
 
 def _scope_here() -> keras.StatelessScope | None:

@@ -50,12 +50,13 @@ class Op:
     Arguments:
         name: the name of the op in messages.
         forward_mode: whether JAX's forward mode can differentiate the op.
-        step: returns the outputs and the residuals for (inputs, rest).
+        step: returns the outputs and the residuals for (inputs, rest, exact). If exact, it traces a rule that
+            reaches objects, to see whether the rule uses an intermediate result.
     """
 
     __slots__ = ("forward_mode", "name", "step")
 
-    def __init__(self, name: str, forward_mode: bool, step: Callable[[list[Any], Any], Step]) -> None:
+    def __init__(self, name: str, forward_mode: bool, step: Callable[[list[Any], Any, bool], Step]) -> None:
         self.name, self.forward_mode, self.step = name, forward_mode, step
 
     def __call__(self, inputs: list[Any], rest: Any) -> list[Any]:
@@ -71,7 +72,7 @@ class Op:
     def primal(self, inputs: list[Any], rest: Any) -> list[Any]:
         """Return the outputs if no derivative is taken."""
         inputs = as_arrays(inputs)
-        outputs, residuals = self.step(inputs, rest)
+        outputs, residuals = self.step(inputs, rest, False)
         # With forward mode, gradients reach the inputs only by their tangents, which are mapped as the inputs
         # are.
         sources = [*filter(is_differentiable, inputs), *([] if self.forward_mode else residuals.arrays)]
@@ -81,7 +82,7 @@ class Op:
         """Return the outputs and the residuals for a derivative, which can be differentiated again."""
         needed = tuple(needed)
         if not (any_traced(inputs) or (rest and any_traced(jax.tree.leaves(rest)))):
-            outputs, residuals = self.step(inputs, rest)
+            outputs, residuals = self.step(inputs, rest, False)
             return outputs, residuals.tied_to(outputs, inputs, needed)
         outputs, residuals = self.run_traced(inputs, rest)
         # An outer derivative of these outputs must use the rule.
@@ -95,8 +96,10 @@ class Op:
         gate = TangentGate()
         stripped = [gate.strip(array) for array in inputs]
         if gate.met:
-            return self.run_for_derivative(lambda: self.step(inputs, rest), lambda: self.step(stripped, rest))
-        outputs, residuals = self.step(stripped, rest)
+            return self.run_for_derivative(
+                lambda: self.step(inputs, rest, False), lambda: self.step(stripped, rest, True)
+            )
+        outputs, residuals = self.step(stripped, rest, False)
         if residuals.computed:
             gate.open()
         return outputs, residuals
@@ -105,11 +108,12 @@ class Op:
         """Return the outputs and residuals with tangents, or without if JAX cannot differentiate the
         function.
 
-        In the second case, the rule must not use intermediate results, whose derivative would be missing.
+        In the second case, the rule must not use intermediate results, whose derivative would be missing. The
+        first case is tried first: without tangents, `stop_gradient(x)` is the same array as `x`.
         """
         try:
             outputs, residuals = run()
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # of any type, such as an AssertionError of Pallas
             outputs, residuals = run_stripped()
             if residuals.computed:
                 raise _not_differentiable(self.name, error) from error
@@ -120,26 +124,35 @@ class TiedOp(Op):
     """An op whose function has run without tangents before. Its rest is a `FirstRun`.
 
     Arguments:
-        run_again: runs the function again. None if the residuals have tangents.
+        runs: how to run the function again. None if the residuals have tangents.
     """
 
-    __slots__ = ("run_again",)
+    __slots__ = ("runs",)
 
-    def __init__(self, name: str, forward_mode: bool, run_again: "RunAgain | None") -> None:
-        super().__init__(name, forward_mode, lambda inputs, rest: (rest.outputs, rest.residuals))
-        self.run_again = run_again
+    def __init__(self, name: str, forward_mode: bool, runs: "Runs | None") -> None:
+        super().__init__(name, forward_mode, lambda inputs, rest, exact: (rest.outputs, rest.residuals))
+        self.runs = runs
 
     def run_traced(self, inputs: list[Any], rest: Any) -> Step:
-        run_again, first = self.run_again, (rest.outputs, rest.residuals)
-        if run_again is None or all([isinstance(x, DynamicJaxprTracer) for x in inputs if any_traced([x])]):
+        runs, first = self.runs, (rest.outputs, rest.residuals)
+        if runs is None or all([isinstance(x, DynamicJaxprTracer) for x in inputs if any_traced([x])]):
             return first
         gate = TangentGate()
         _ = [gate.strip(array) for array in inputs]
         if not gate.met:
             return first
         return self.run_for_derivative(
-            lambda: run_again(inputs, rest.integers, rest.closed_over), lambda: first
+            lambda: runs.again(inputs, rest.integers, rest.closed_over), runs.first_exactly
         )
+
+
+class Runs(NamedTuple):
+    """The runs of a function whose first run was without tangents."""
+
+    again: Callable[[list[Any], list[Any], list[Any]], Step]
+    """Runs it on its floating inputs, its integer inputs, and the tracers that it closes over."""
+    first_exactly: Callable[[], Step]
+    """Returns the first run, with a traced rule (see `exact` of `residuals_of`)."""
 
 
 class FirstRun(NamedTuple):
@@ -153,20 +166,17 @@ class FirstRun(NamedTuple):
     """The tracers that the function closes over."""
 
 
-RunAgain = Callable[[list[Any], list[Any], list[Any]], Step]
-"""Runs a function on its floating inputs, its integer inputs, and the tracers that it closes over."""
-
-
 def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
     return NotImplementedError(
         message(
             name,
-            "the rule uses an intermediate result of the function, and JAX cannot differentiate the function",
+            "the rule uses an intermediate result of the function, or an object that may hold one, and JAX "
+            "cannot differentiate the function",
             required="for a derivative of the gradient, a differentiable function, or a rule that closes "
             "over inputs, outputs and constants only",
             got=f"{type(error).__name__}: {error}",
-            fix="compute the values that the rule uses in a separate op; an object of another library, "
-            "such as a sparse matrix, can be a global variable",
+            fix="compute the intermediate result in a separate op that returns it; an object of another "
+            "library, such as a sparse matrix, can be a global variable",
             see="jax#derivative-of-the-gradient",
         )
     )
@@ -272,22 +282,22 @@ def tie(
     residuals: Residuals,
     name: str,
     forward_mode: bool,
-    run_again: RunAgain | None = None,
+    runs: Runs | None = None,
     closed_over: Sequence[Any] = (),
 ) -> list[Any]:
     """Return computed outputs as the outputs of an op, whose derivative is the rule.
 
-    If the rule uses intermediate results, `run_again` computes them again on inputs with tangents.
+    If the rule uses intermediate results, `runs.again` computes them again on inputs with tangents.
     """
     integers: list[Any] = []
     if not all([FLOATING[x.dtype] for x in inputs]):
-        if run_again is not None:
+        if runs is not None:
             integers = [x for x in inputs if is_integer(x)]
         inputs = _only_differentiable(inputs)
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op does not use their tangents
     residuals = residuals.tied_to(outputs, inputs, residuals.needed)
     first = FirstRun(outputs, residuals, integers, list(closed_over))
-    return TiedOp(name, forward_mode, run_again)(inputs, first)
+    return TiedOp(name, forward_mode, runs)(inputs, first)
 
 
 _tied_p = identity()

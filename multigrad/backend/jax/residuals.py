@@ -79,8 +79,15 @@ Step = tuple[list[Any], Residuals]
 """The outputs of a function and the residuals of its rule."""
 
 
-def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Residuals:
-    """Return the residuals of a run. `closed_over` are the tracers that the function closes over."""
+def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = (), exact: bool = False) -> Residuals:
+    """Return the residuals of a run.
+
+    Arguments:
+        call, ran: the call and the result of its run.
+        closed_over: the tracers that the function closes over.
+        exact: whether to trace a rule that reaches objects, to see which arrays it uses. It then sees no
+            concrete values, so this is for derivatives of the gradient.
+    """
     outputs, rule, inputs, pullback = ran
     if call.options.forward_mode:
         pullback = pullback.untraced  # in both modes the rule runs only to be transposed
@@ -93,7 +100,7 @@ def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Resid
     pull: Pull = pull_lifted
     if opaque:
         traced = any_traced([*inputs, *outputs, *closed_over])
-        if traced or pullback.outer_scope is not None:
+        if traced or exact or any_traced(pullback.values_in_scopes()):
             try:
                 arrays, pull = _traced((outputs, rule, inputs, pullback), specs)
                 opaque = False
