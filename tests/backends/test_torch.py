@@ -201,7 +201,7 @@ class Buffered(torch.nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("hold", [in_a_cell, in_a_list, in_a_gradient, in_a_buffer, as_a_base])
 @pytest.mark.parametrize("within", [False, True])
 def test_an_output_with_other_references_is_unchanged(hold, within):
@@ -465,7 +465,7 @@ EXPORTS = {
 
 # A strict export warns of side effects: here the scope in which Keras's variables are read.
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated")
 @pytest.mark.parametrize("how", EXPORTS)
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("op", [by_intermediate, by_output, reverse])
@@ -495,7 +495,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of torch.autograd itself
 @pytest.mark.parametrize("how", ["export", "trace"])
 @pytest.mark.parametrize("by", GRADIENTS)

@@ -20,8 +20,8 @@ set_tracing_state = look_up("torch._C._set_tracing_state")
 
 # Return whether a transform of torch.func is active.
 is_functorch_active = look_up("torch._C._are_functorch_transforms_active")
-# Apply a Function in its eager form inside of a transform that does not affect it.
-untransformed = look_up("torch._functorch.utils.enable_single_level_autograd_function")
+# Leave all transforms for a while, to apply a Function in its eager form where they do not affect it.
+untransformed = look_up("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
 # Return the active transforms, with their levels and batch sizes.
 transforms = look_up("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
 VMAP = look_up("torch._C._functorch.TransformType.Vmap")

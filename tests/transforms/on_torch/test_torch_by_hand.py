@@ -14,7 +14,7 @@ _compiled = {name: pair for name, pair in PAIRS.items() if name != "weight"}
 compiled_pairs = pytest.mark.parametrize("pair", _compiled.values(), ids=_compiled)
 
 # Warnings of PyTorch 2.13 about itself, when it loads its compiler.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 
 def both(pair, prepared):

@@ -121,7 +121,7 @@ def test_fullgraph_compilation_with_one_entry_per_tensor_and_an_option():
 
 
 # Warnings of PyTorch 2.13 about itself, when it loads its compiler.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["intermediate", "structure"])
 def test_compiled_to_machine_code(name):
