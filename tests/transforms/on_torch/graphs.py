@@ -1,5 +1,6 @@
 """The graphs that PyTorch passes to compilers."""
 
+import re
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,12 +41,14 @@ def graphs(
 
 
 def operations(graph: torch.fx.Graph) -> list[str]:
-    """Return the operations of a graph, in order, with their operands."""
-    return [
+    """Return the operations of a graph, in order, with their operands. Its inputs have no order."""
+    lines = [
         f"{node.name} = {node.target}{(*node.args, *node.kwargs.items())}"
         for node in graph.nodes
         if node.op not in ("placeholder", "output")
     ]
+    names = list(dict.fromkeys(re.findall(r"primals_\d+", " ".join(lines))))
+    return [re.sub(r"primals_\d+", lambda name: f"input {names.index(name[0])}", line) for line in lines]
 
 
 def handed(graph: torch.fx.Graph) -> tuple[list[str], list[str]]:
