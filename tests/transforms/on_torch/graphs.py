@@ -1,7 +1,7 @@
 """The graphs that PyTorch passes to compilers."""
 
-import re
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
