@@ -64,6 +64,7 @@ def check_output(example, output):
     check_numbers(example, output)
 
 
+@pytest.mark.filterwarnings("ignore:Even though the `tf.config")  # by a trace around `fit` on TensorFlow
 @pytest.mark.parametrize(("module", "example"), EXAMPLES)
 def test_an_example(module, example, capsys, monkeypatch):
     """An example with imports is self-contained. Others have the names of their module, Keras, and a few
