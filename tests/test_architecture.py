@@ -93,9 +93,7 @@ def test_contributing_links_to_the_lines_of_definitions():
         definition = re.compile(rf"\s*(def|class) {name.rpartition('.')[2]}\b")
         lines = (root / path).read_text(encoding="utf-8").splitlines()
         found = [number for number, text in enumerate(lines, 1) if definition.match(text)]
-        near = [
-            number for number in found if abs(number - int(line)) <= 10
-        ]  # a few lines off is close enough
+        near = [number for number in found if abs(number - int(line)) <= 10]  # a few lines off will do
         assert near, f"CONTRIBUTING.md: {name} is in line {found} of {path}"
 
 
