@@ -14,6 +14,7 @@ import jax
 
 from multigrad.backend.jax.primitives import GateState, gate_p
 from multigrad.backend.jax.private import (
+    REVERSE_IS_KNOWN,
     LinearizeTrace,
     Primitive,
     Zero,
@@ -30,6 +31,9 @@ from multigrad.core.errors import message
 
 if TYPE_CHECKING:
     from multigrad.backend.jax.op import Op
+
+if not REVERSE_IS_KNOWN:  # the rules below would break other versions
+    raise ImportError(f"{__name__} is for JAX 0.10, not for JAX {jax.__version__}")
 
 # The linear function has the name that a `custom_vjp` uses. JAX (0.10) does not cache primitives of this
 # name.
