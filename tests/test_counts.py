@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from importlib.metadata import version
 
 import keras
 import pytest
@@ -14,6 +15,10 @@ import multigrad.core.call
 from multigrad import grad, op_custom_gradient
 
 pairs = pytest.mark.parametrize("name", PAIRS)
+bounded = pytest.mark.skipif(
+    BACKEND == "jax" and not version("jax").startswith("0.10."),
+    reason="the bounds are those of the primitive for JAX 0.10; in other versions an op is a jax.custom_vjp",
+)
 some = pytest.mark.parametrize("name", ["log1pexp", "two outputs", "structure"])
 
 
@@ -23,6 +28,7 @@ def require_within_bounds(name, op):
     assert not exceeded, f"{name}: {got} where at most {bound} is allowed"
 
 
+@bounded
 @pairs
 def test_counts_are_within_their_bounds(name):
     require_within_bounds(name, PAIRS[name].op)
