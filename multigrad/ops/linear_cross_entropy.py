@@ -76,7 +76,7 @@ def linear_cross_entropy(
     embedding = keras.layers.Embedding(10, 4)
     model = keras.Sequential([keras.Input((3,)), embedding, keras.layers.Dense(4)])
     model.compile("adam", loss=TiedLoss(embedding))
-    history = model.fit(np.array([[1, 2, 0]]), np.array([[2, 3, -100]]), verbose=0)
+    history = model.fit(np.array([[1, 2, 0]], "int32"), np.array([[2, 3, -100]], "int32"), verbose=0)
     ```
 
     It computes `keras.ops.matmul` and `keras.losses.sparse_categorical_crossentropy(from_logits=True)`
