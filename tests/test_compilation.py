@@ -284,14 +284,6 @@ def test_gradients_in_a_compiled_function():
     close(f(array(2.0)), (array(28.0), [array(2.0)]))
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="the other frameworks differentiate compiled code twice")
-def test_a_second_derivative_of_compiled_code_raises():
-    cube = jit(lambda x: x**3, backend="aot_eager")
-    close(grad(cube)(2.0), array(12.0))
-    with pytest.raises(RuntimeError, match="the gradient of compiled code is differentiated"):
-        grad(grad(cube))(2.0)
-
-
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_gradient_penalty_in_a_compiled_function(plain):
     options = {"backend": "aot_eager"} if BACKEND == "torch" else {}  # cannot differentiate its own gradients

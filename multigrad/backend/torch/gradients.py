@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -49,8 +49,6 @@ def _recorded(
         # value depends on tensors with a history other than the variables.
         weights = [tensor for tensor in tensors[len(tensors) - variables :] if tensor.requires_grad]
         recorded = recording and (depth > 0 or _depends_on_others(value, [*inputs, *weights]))
-        if recorded and depth > 0 and any([_COMPILED in node.name() for node in _nodes(value)]):
-            raise _differentiated_twice()
         gradients = torch.autograd.grad(value, inputs, create_graph=recorded, materialize_grads=True)
         results = [value, *gradients]
         if not recorded:
@@ -214,34 +212,6 @@ _UNRECORDED = message(
     fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
     see="pytorch#history-of-gradients",
 )
-
-_COMPILED = "CompiledFunction"  # the class of the nodes of AOTAutograd (PyTorch 2.13 to 2.15)
-
-
-def _differentiated_twice() -> RuntimeError:
-    return RuntimeError(
-        message(
-            "grad",
-            "the gradient of compiled code is differentiated, which PyTorch may silently omit",
-            required="a second derivative of code that is not compiled",
-            got="a function that torch.compile or multigrad.jit compiled",
-            fix="compile the function that computes both derivatives",
-            see="pytorch#compile",
-        )
-    )
-
-
-def _nodes(value: torch.Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph of a value."""
-    seen: set[Any] = set()
-    waiting = [value.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting.extend(parent for parent, _ in node.next_functions)
-
 
 _DEPTH = threading.local()
 """The number of nested calls of `value_and_grad` and `vjp` in this thread."""
