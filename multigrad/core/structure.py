@@ -168,7 +168,7 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def _is_proxy(part: Any) -> bool:
-    """Return whether an object is a proxy of a tuple: an instance of `tuple` whose class is no subclass.
+    """Return whether an object is a proxy of a tuple: a tuple for `isinstance`, but not by its class.
 
     On TensorFlow (2.21), an attribute of a layer that is a tuple of Variables becomes a proxy. `keras.tree`
     (3.15) treats it as a leaf.

@@ -677,7 +677,7 @@ def test_a_keras_loss_with_padding_in_fit(eager):
         embedding = keras.layers.Embedding(7, 4)
         model = keras.Sequential([keras.Input((3,)), embedding, keras.layers.Dense(4)])
         model.compile(keras.optimizers.SGD(0.5), TiedLoss(embedding, function), run_eagerly=eager)
-        # Not in int64, of which JAX 0.12 warns.
+        # JAX 0.12 warns about int64.
         tokens, labels = np.array([[1, 2, 0], [0, 5, 6]], "int32"), np.asarray(PADDED, "int32")
         model.fit(tokens, labels, batch_size=2, epochs=2, verbose=0)
         return model.get_weights()

@@ -300,7 +300,8 @@ def _current(variable: keras.Variable, scope: keras.StatelessScope | None) -> An
 def _strong(value: Any) -> Any:
     """Return a value without the weak type that JAX gives to Python numbers.
 
-    A value that a program returns has no weak type. With one, JAX would compile the function a second time.
+    The values that a program returns have no weak type. If its arguments had one in the first call, JAX would
+    compile the program again in the second call.
     """
     return jax.lax.convert_element_type(value, value.dtype)
 

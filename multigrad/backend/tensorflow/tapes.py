@@ -65,7 +65,7 @@ _TYPE = "Multigrad"
 def _linear_backward(
     name: str, backward: Callable[..., Sequence[Any]], calls: list[bool], *upstream: Any
 ) -> Sequence[Any]:
-    """Call `backward`, and check in eager code that it is linear. `calls` gets an item per call."""
+    """Call `backward`, and check in eager code that it is linear. Append an item to `calls`."""
     calls.append(True)
     token = _TRANSPOSED.set(name)
     try:
