@@ -1,10 +1,12 @@
 """The Python blocks of the README and of `docs/`: they run, and print what the pages say.
 
 A page is read from top to bottom, so its blocks share their names. A block runs on every backend with
-gradients, unless its title names some: ```` ```python title="JAX" ````. A block ```` ```text ```` shows the
-output of the Python block above it. A line that ends with `# raises TypeError` raises that error.
+gradients, unless its title names some: ```` ```python title="JAX" ````. With `title="JAX 0.8 and newer"` it
+runs on no older version. A block ```` ```text ```` shows the output of the Python block above it. A line that
+ends with `# raises TypeError` raises that error.
 """
 
+import importlib
 import itertools
 import linecache
 import re
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import BACKEND, check_numbers
+from support import BACKEND, check_numbers, is_at_least
 
 ROOT = Path(__file__).parent.parent
 BACKENDS = {"TensorFlow": "tensorflow", "JAX": "jax", "PyTorch": "torch"}
@@ -61,6 +63,10 @@ def blocks(page: Path) -> Iterator[Block]:
         everywhere = title in (None, "multigrad")
         named = tuple(backend for name, backend in BACKENDS.items() if everywhere or name in title)
         assert named, f"{page.name}: no backend in the title {title!r}"
+        oldest = re.search(r"([\d.]+) and newer$", title or "")
+        if oldest and BACKEND in named:
+            installed = importlib.import_module(BACKEND).__version__
+            named = named if is_at_least(installed, oldest[1]) else ()
         yield Block("\n" * above + code, named, following["code"] if adjacent else None)
 
 

@@ -228,7 +228,8 @@ def safe_norm(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bo
     def rule(upstream: Any) -> Any:
         unit, _, length = _normalized(_wide(x, dtype), axis)
         zero = ops.equal(length, 0.0)
-        direction = unit / ops.where(zero, ops.ones_like(length), length)
+        # Multiplied, because XLA (JAX 0.7) makes one division of two, by a norm that may be infinite.
+        direction = unit * (1.0 / ops.where(zero, ops.ones_like(length), length))
         # Selected instead of multiplied by zero, because the derivative of `unit` at zero is one.
         direction = ops.where(zero, ops.zeros_like(unit), direction)
         return ops.reshape(_wide(upstream, dtype), ops.shape(length)) * direction, None, None
