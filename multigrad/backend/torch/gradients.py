@@ -148,7 +148,23 @@ def _listed(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tenso
 def _new_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it."""
     with torch.enable_grad():
-        return [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+        return [_Same.apply(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+
+
+class _Same(torch.autograd.Function):
+    """The identity, whose output is no view.
+
+    Compiled code (PyTorch 2.13 to 2.15) detaches inputs that are views before the backward pass. A second
+    derivative with respect to them would silently be zero. With respect to other inputs it raises an error.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> torch.Tensor:
+        return upstream[0]
 
 
 def _mark_ended(inputs: Sequence[torch.Tensor]) -> None:

@@ -1,5 +1,7 @@
 """torch.compile(fullgraph=True): an op compiles in one graph, forward and backward, and once."""
 
+import functools
+
 import keras
 import pytest
 import torch
@@ -8,7 +10,7 @@ from keras import ops
 from support import Phase, close
 from torch.autograd import forward_ad
 
-from multigrad import grad, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
+from multigrad import grad, jacobian, jit, jvp, op_custom_gradient, value_and_grad, vjp
 from multigrad import ops as shelf
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
@@ -331,6 +333,16 @@ def test_a_second_derivative_of_a_compiled_function_raises():
     (slope,) = torch.autograd.grad(compiled(x, W).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         slope.sum().backward()
+
+
+@pytest.mark.parametrize("compiler", [functools.partial(torch.compile, backend="aot_eager"), jit])
+@pytest.mark.parametrize("inner", [lambda x: x, lambda x: x * x], ids=["an input", "an intermediate"])
+def test_nested_gradients_of_a_compiled_function_raise(compiler, inner):
+    """They would be zero if the inputs of the inner derivative were views, which PyTorch detaches."""
+    slope = grad(compiler(lambda x: ops.sum(x**3)))
+    close(slope(inner(X)), 3.0 * inner(X) ** 2)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        grad(lambda x: ops.sum(slope(inner(x))))(X)
 
 
 def test_a_layer_of_keras_compiles():
