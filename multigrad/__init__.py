@@ -1,11 +1,13 @@
 """Custom gradients for Keras 3: one definition that works on TensorFlow, JAX and PyTorch.
 
-Names are imported on first use, so that `import multigrad` imports neither Keras nor a framework. The names
-that Keras for R has for `keras.ops`, such as `op_exp`, can be imported from here too (see
-`multigrad.r_names`). They are not listed by `dir(multigrad)`.
+Names are imported on first use, so that `import multigrad` imports neither Keras nor a framework. After
+`import keras`, it registers the ops and layers, so that Keras can load models that contain them. The names that
+Keras for R has for `keras.ops`, such as `op_exp`, can be imported from here too (see `multigrad.r_names`). They
+are not listed by `dir(multigrad)`.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,3 +66,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_SUBMODULES})
+
+
+if "keras" in sys.modules:
+    importlib.import_module("multigrad.layers")

@@ -27,6 +27,18 @@ def test_using_multigrad_imports_only_the_active_framework():
     assert used == loaded("import keras")  # Keras may import more: its NumPy backend imports JAX
 
 
+def test_importing_multigrad_after_keras_registers_what_models_contain(tmp_path):
+    save = """
+import keras, multigrad.layers
+inputs = keras.Input((3,))
+outputs = multigrad.ops.scale_gradient(keras.layers.Dense(3, activation=multigrad.ops.log1pexp)(inputs), 2.0)
+keras.Model(inputs, multigrad.layers.GradientReversal()(outputs)).save("model.keras")
+"""
+    load = "import keras\nimport multigrad\nkeras.models.load_model('model.keras')"
+    for code in save, load:
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
 def test_the_check_finds_other_frameworks():
     assert loaded("import sys; sys.modules['torch'] = sys.modules['jax'] = sys") == {"jax", "torch"}
 
