@@ -1,9 +1,9 @@
 """Custom gradients for Keras 3: one definition that works on TensorFlow, JAX and PyTorch.
 
 Names are imported on first use, so that `import multigrad` imports neither Keras nor a framework. After
-`import keras`, it registers the ops and layers, so that Keras can load models that contain them. The names that
-Keras for R has for `keras.ops`, such as `op_exp`, can be imported from here too (see `multigrad.r_names`). They
-are not listed by `dir(multigrad)`.
+`import keras`, it registers the ops and layers, so that Keras can load models that contain them. The names
+that Keras for R has for `keras.ops`, such as `op_exp`, can be imported from here too (see
+`multigrad.r_names`). They are not listed by `dir(multigrad)`.
 """
 
 import importlib

@@ -28,7 +28,6 @@ RIGHT = {
     "digits.accuracy": 0.95,
     "digits.levels": 8,
     "digits.moved": 0.1,
-    "digits.seconds": 3.0,
 }
 
 WRONG = [

@@ -13,8 +13,8 @@ import multigrad.layers
 import multigrad.testing
 
 PAGES = pages()
-# torch.compile takes ten seconds for a training step, which tests/test_compilation.py has too.
-SLOW = {"docs/guides/compile.md": slow_on("torch")}
+# torch.compile takes ten seconds or more for a training step, which tests/test_compilation.py has too.
+SLOW = dict.fromkeys(["README.md", "docs/guides/compile.md"], slow_on("torch"))
 
 
 def case(page):

@@ -120,7 +120,8 @@ class ExpectedGradients:
                 argument=mismatch.path,
                 required=mismatch.required,
                 got=mismatch.got,
-                fix="return each gradient in the structure of its argument",
+                fix="return each gradient in the structure of its argument, and None where there is none",
+                see="general#static-arguments",
             )
         )
 

@@ -371,6 +371,7 @@ _REFUSALS = {
         "a sparse tensor has no gradient that works on every backend",
         "a dense tensor",
         "pass its values as a dense tensor",
+        "general#sparse-tensors",
     ),
     _RAGGED: (
         "a ragged tensor cannot be the argument or output of an op",
@@ -386,11 +387,13 @@ _REFUSALS = {
         "torch.fx records the program without its gradients",
         "a tensor",
         "record it with torch.export, or compile it with torch.compile",
+        "pytorch#export",
     ),
     _STATIC: (
         "tensors are in an object of an unknown class, in which multigrad does not look for them",
         "a tuple, list or dict, or a class that is registered with keras.tree",
         "put them into a plain container",
+        "general#tensors-past-the-output",
     ),
 }
 
@@ -398,17 +401,15 @@ _REFUSALS = {
 class Refused(Exception):
     """Raised for a leaf that no op can take or return."""
 
-    def __init__(self, leaf: Any, problem: str, required: str, fix: str) -> None:
+    def __init__(self, leaf: Any, problem: str, required: str, fix: str, see: str | None = None) -> None:
         super().__init__(problem)
-        self._leaf, self._problem, self._required, self._fix = leaf, problem, required, fix
+        self._leaf, self._problem = leaf, problem
+        self._lines = {"required": required, "got": type(leaf).__name__, "fix": fix, "see": see}
 
     def error(self, op: str, named: Iterable[tuple[str, Any]]) -> OpError:
         """Return the error with the name of the op, and the name of the value that holds the leaf."""
         name = next((n for n, value in named if any(self._leaf is x for x in tree.flatten(value))), None)
-        got = type(self._leaf).__name__
-        return OpError(
-            message(op, self._problem, argument=name, required=self._required, got=got, fix=self._fix)
-        )
+        return OpError(message(op, self._problem, argument=name, **self._lines))
 
 
 class Symbolic(Refused):

@@ -65,12 +65,13 @@ def main() -> int:
     helps = {
         "check": "compare the gradients with central differences on the active backend",
         "compare": "compare the outputs and gradients of the installed backends",
-        "measure": "write the outputs and gradients on the active backend to an .npz file",
     }
     for name, text in helps.items():
-        command = commands.add_parser(name, help=text, description=text)
+        commands.add_parser(name, help=text, description=text)
+    measuring = commands.add_parser("measure")  # for `compare`; without `help`, it is not listed
+    for command in commands.choices.values():
         command.add_argument("file", type=Path, help="a Python file that defines `fn` and `args`")
-    commands.choices["measure"].add_argument("result", type=Path, help="the .npz file")
+    measuring.add_argument("result", type=Path, help="the .npz file")
     options = parser.parse_args()
     try:
         if options.command == "compare":

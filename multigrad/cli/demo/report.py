@@ -42,10 +42,6 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s"
-
-
 def _number_row(key: str, label: str, expected: float) -> Row:
     def is_right(value: float) -> bool:
         return value == expected or (math.isnan(expected) and math.isnan(value))
@@ -77,7 +73,6 @@ SECTIONS = {
         Row("digits.accuracy", "test accuracy", "at least 95 %", lambda value: value >= 0.95, _percent),
         Row("digits.levels", "distinct hidden activations", "2 to 8", lambda value: 2 <= value <= 8, str),
         Row("digits.moved", "change of the first kernel", "over 0", lambda value: value > 0, _percent),
-        Row("digits.seconds", "time, with compilation", "any", lambda value: True, _seconds),
     ),
 }
 
