@@ -56,6 +56,9 @@ def grad(
         TypeError: if an argument or variable to differentiate with respect to contains anything but floating
             and complex tensors, or if `f` does not return a real scalar.
         NotImplementedError: on the NumPy and OpenVINO backends.
+
+    References:
+        Griewank and Walther 2008, Evaluating Derivatives, SIAM. Section 3.2 describes reverse mode.
     """
     value_and_gradient = value_and_grad(f, argnums, has_aux, variables)
 
@@ -99,6 +102,9 @@ def value_and_grad(
 
     Raises:
         TypeError, NotImplementedError: as for `grad`.
+
+    References:
+        See `grad`.
     """
     function = DifferentiatedFunction(f, argnums, variables)
 
@@ -147,6 +153,9 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
             upstream gradient differs from the structure of the output.
         ValueError: if the shape of an upstream gradient differs from the shape of its output.
         NotImplementedError: on the NumPy and OpenVINO backends.
+
+    References:
+        See `grad`.
     """
     name = name_of(f)
     inputs, output, flat_pullback, *aux = _flat_vjp(name, f, primals, has_aux)
@@ -196,6 +205,9 @@ def jvp(
             are concrete. In compiled code it is not checked, and the rule is linearised at an upstream
             gradient of ones.
         NotImplementedError: on the NumPy and OpenVINO backends.
+
+    References:
+        Townsend 2017, A New Trick for Calculating Jacobian Vector Products. It is the transpose of `vjp`.
     """
     name = name_of(f)
     for role, argument in (("primal", primals), ("tangent", tangents)):
@@ -266,6 +278,9 @@ def jacobian(
     Raises:
         TypeError: as for `grad`, and for a complex argument or output.
         NotImplementedError: on the NumPy and OpenVINO backends.
+
+    References:
+        See `grad`: one reverse pass for each element of the output.
     """
     function = DifferentiatedFunction(f, argnums, variables)
 
@@ -313,6 +328,9 @@ def hessian(
 
     Raises:
         TypeError, NotImplementedError: as for `jacobian`.
+
+    References:
+        See `jacobian`, which is applied twice.
     """
     return jacobian(jacobian(f, argnums, has_aux, variables), argnums, has_aux, variables)
 

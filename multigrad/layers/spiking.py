@@ -29,6 +29,7 @@ class Spike(keras.layers.Layer):
         A tensor of any shape, of a real floating dtype.
 
     Raises:
+        TypeError: if the slope is not a number.
         ValueError: if the surrogate is unknown, or the slope is not positive.
 
     References:

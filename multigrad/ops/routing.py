@@ -28,6 +28,10 @@ def scale_gradient(x: Tensor, scale: float | Tensor) -> Pair:
     Returns:
         `x`. For an upstream gradient `u`, the gradient is `scale * u`.
 
+    Raises:
+        TypeError: if `x` is not a tensor, or `scale` is complex and `x` is real.
+        ValueError: if the shape of `scale` does not broadcast to the shape of `x`.
+
     References:
         Schrittwieser et al. 2020, Mastering Atari, Go, Chess and Shogi by Planning with a Learned Model,
         arXiv:1911.08265. It halves the gradient of a recurrent step.
@@ -54,6 +58,10 @@ def reverse_gradient(x: Tensor, scale: float | Tensor = 1.0) -> Pair:
 
     Returns:
         `x`. For an upstream gradient `u`, the gradient is `-scale * u`.
+
+    Raises:
+        TypeError: if `x` is not a tensor, or `scale` is complex and `x` is real.
+        ValueError: if the shape of `scale` does not broadcast to the shape of `x`.
 
     References:
         Ganin and Lempitsky 2015, Unsupervised Domain Adaptation by Backpropagation, arXiv:1409.7495.
@@ -269,6 +277,9 @@ def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
 
     Returns:
         `x`. The gradient is the upstream gradient.
+
+    Raises:
+        TypeError: if `x` is not a tensor.
 
     References:
         `torch.Tensor.register_hook`.
