@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from support import BACKEND, check_numbers, is_at_least
 
 ROOT = Path(__file__).parent.parent
-BACKENDS = {"TensorFlow": "tensorflow", "JAX": "jax", "PyTorch": "torch"}
+WITH_GRADIENTS = {"TensorFlow": "tensorflow", "JAX": "jax", "PyTorch": "torch"}
+BACKENDS = WITH_GRADIENTS | {"NumPy": "numpy", "OpenVINO": "openvino"}
 
 _BLOCK = re.compile(
     r"""^(?P<indent>[ ]*)```(?P<language>python|text)(?:[ ]title="(?P<title>[^"]*)")?\n
@@ -60,8 +61,10 @@ def blocks(page: Path) -> Iterator[Block]:
         code = "".join(line[width:] for line in block["code"].splitlines(keepends=True))
         above = text[: block.start("code")].count("\n")
         title = block["title"]
-        everywhere = title in (None, "multigrad")
-        named = tuple(backend for name, backend in BACKENDS.items() if everywhere or name in title)
+        if title in (None, "multigrad"):
+            named = tuple(WITH_GRADIENTS.values())
+        else:
+            named = tuple(backend for name, backend in BACKENDS.items() if name in title)
         assert named, f"{page.name}: no backend in the title {title!r}"
         oldest = re.search(r"([\d.]+) and newer$", title or "")
         if oldest and BACKEND in named:

@@ -17,9 +17,13 @@ PAGES = pages()
 SLOW = dict.fromkeys(["README.md", "docs/guides/compile.md"], slow_on("torch"))
 
 
+# With a block for the backends without gradients.
+FORWARD = {"docs/limits/general.md": pytest.mark.forward}
+
+
 def case(page):
     name = str(page.relative_to(ROOT))
-    return pytest.param(page, id=name, marks=SLOW.get(name, ()))
+    return pytest.param(page, id=name, marks=SLOW.get(name, FORWARD.get(name, ())))
 
 
 @pytest.mark.parametrize("page", [case(page) for page in PAGES])
