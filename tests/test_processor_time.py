@@ -1,4 +1,4 @@
-"""A fast test that takes too long fails, and other tests do not."""
+"""A fast test that takes too long fails. Other tests do not, and no test in the full run."""
 
 import processor_time
 import pytest
@@ -51,7 +51,10 @@ def test_a_slow_test_fails(busy, limit, pytester, monkeypatch):
     with monkeypatch.context() as patched:  # the patched clock must not affect this test
         patched.setattr(processor_time, "time", Clock())
         patched.setattr(processor_time.os, "getloadavg", lambda: (busy, 0.0, 0.0))
-        ran = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider")
+        options = ["-p", "no:xdist", "-p", "no:cacheprovider"]
+        full = pytester.runpytest_inprocess(*options, "-m", "", "-k", "twice")
+        full.assert_outcomes(passed=1)
+        ran = pytester.runpytest_inprocess(*options, "-m", "slow or not slow")
     ran.stdout.fnmatch_lines(
         [f"*::test_twice: {1.1 * limit:.1f} s of processor time in the faster of two runs*"]
     )

@@ -403,8 +403,8 @@ class Refused(Exception):
 
     def __init__(self, leaf: Any, problem: str, required: str, fix: str, see: str | None = None) -> None:
         super().__init__(problem)
-        self._leaf, self._problem = leaf, problem
-        self._lines = {"required": required, "got": type(leaf).__name__, "fix": fix, "see": see}
+        self._leaf, self._problem, got = leaf, problem, type(leaf).__name__
+        self._lines: dict[str, Any] = {"required": required, "got": got, "fix": fix, "see": see}
 
     def error(self, op: str, named: Iterable[tuple[str, Any]]) -> OpError:
         """Return the error with the name of the op, and the name of the value that holds the leaf."""

@@ -186,7 +186,13 @@ class VectorQuantizer(keras.layers.Layer):
         van den Oord, Vinyals and Kavukcuoglu 2017, Neural Discrete Representation Learning, arXiv:1711.00937.
     """
 
-    def __init__(self, count: Any, commitment: float = 0.25, initializer: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        count: int,
+        commitment: float = 0.25,
+        initializer: str | keras.initializers.Initializer | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         count, commitment = to_python(count), to_python(commitment)
         if not (is_integer(count) and count >= 1 and is_number(commitment) and commitment >= 0.0):

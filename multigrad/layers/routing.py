@@ -163,7 +163,11 @@ class GradientClip(keras.layers.Layer):
     """
 
     def __init__(
-        self, value: float | None = None, norm: float | None = None, axis: Any = None, **kwargs: Any
+        self,
+        value: float | None = None,
+        norm: float | None = None,
+        axis: int | tuple[int, ...] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.supports_masking = True
