@@ -41,7 +41,7 @@ def documented(owner, module):
             yield from documented(function, module)
 
 
-DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|FlatFunction)\(")
+DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|FlatFunction|fit)\(")
 
 
 def examples():
