@@ -70,22 +70,11 @@ def restore(template: Any, tensors: Sequence[Any]) -> Any:
     return template(tensors, {}) if type(template) is _Template else template
 
 
-_ONLY_CELLS: dict[types.CodeType, bool] = {}
-_CACHE_SIZE = 4096
-
-
 def _has_only_cells(function: types.FunctionType) -> bool:
     """Return whether a function holds objects only in cells that are not assigned, as most rules do."""
-    if function.__defaults__:
-        return False
     code = function.__code__
-    only_cells = _ONLY_CELLS.get(code)
-    if only_cells is None:
-        if len(_ONLY_CELLS) >= _CACHE_SIZE:
-            _ONLY_CELLS.clear()
-        more = code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS or assigned_cells(function)
-        only_cells = _ONLY_CELLS[code] = not more
-    return only_cells
+    more = function.__defaults__ or code.co_kwonlyargcount or code.co_flags & inspect.CO_VARARGS
+    return not (more or (function.__closure__ and assigned_cells(code)))
 
 
 class _Template:
@@ -265,7 +254,7 @@ def _assigned(obj: Any, seen: set[int]) -> Iterator[int]:
         return
     if type(obj) is types.FunctionType:
         seen.add(id(obj))
-        assigned = assigned_cells(obj)
+        assigned = assigned_cells(obj.__code__)
         for index, cell in enumerate(obj.__closure__ or ()):
             if index in assigned:
                 yield id(cell)

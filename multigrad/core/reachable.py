@@ -130,14 +130,11 @@ _ASSIGNED: dict[types.CodeType, frozenset[int]] = {}
 _CACHE_SIZE = 4096
 
 
-def assigned_cells(function: types.FunctionType) -> frozenset[int]:
-    """Return the indices of the cells that a function, or a function defined in it, assigns (`nonlocal`).
+def assigned_cells(code: types.CodeType) -> frozenset[int]:
+    """Return the indices of the cells that code, or the code of a function in it, assigns (`nonlocal`).
 
     They are read from the bytecode. A copy of the function must share these cells with it.
     """
-    code = function.__code__
-    if not code.co_freevars:
-        return frozenset()
     assigned = _ASSIGNED.get(code)
     if assigned is None:
         if len(_ASSIGNED) >= _CACHE_SIZE:

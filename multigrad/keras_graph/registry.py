@@ -223,7 +223,7 @@ def _is_same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> 
 def _functions_same(a: Any, b: Any, seen: frozenset[tuple[int, int]]) -> bool:
     if a.__code__ != b.__code__ or a.__globals__ is not b.__globals__:
         return False
-    assigned = assigned_cells(a)
+    assigned = assigned_cells(a.__code__)
     for index, cells in enumerate(zip(a.__closure__ or (), b.__closure__ or (), strict=True)):
         if cells[0] is not cells[1] and (index in assigned or not _cells_same(*cells, seen)):
             return False

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from keras import ops
 
 from multigrad import backend
@@ -286,6 +287,7 @@ def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
     """
 
     def show(u: Any) -> None:
+        u = u.astype(np.result_type(u.dtype, "float32"))  # NumPy 1 cannot format the mean of bfloat16
         print(f"{label}: shape {u.shape}, mean {u.mean():.6g}, largest {abs(u).max(initial=0.0):.6g}")
 
     def rule(upstream: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from multigrad.backend.base import F, Spec
 from multigrad.backend.torch.private import is_tracing
 from multigrad.backend.torch.state import is_compiling, is_transforming
+from multigrad.core.reachable import assigned_cells
 from multigrad.core.type_sets import TypeSet
 
 TENSORS = TypeSet(torch.Tensor)
@@ -20,6 +21,9 @@ STAND_INS = TypeSet(torch.fx.Proxy)
 def constant(function: F) -> F:
     """Mark a function that Dynamo calls instead of tracing it."""
     return torch.compiler.assume_constant_result(function)
+
+
+constant(assigned_cells)  # Dynamo (PyTorch 2.13 to 2.15) cannot guard its cache, whose keys are code
 
 
 is_reading_code = torch.compiler.is_dynamo_compiling

@@ -345,6 +345,21 @@ def test_nested_gradients_of_a_compiled_function_raise(compiler, inner):
         grad(lambda x: ops.sum(slope(inner(x))))(X)
 
 
+def test_a_solver_compiles_whose_function_was_called_before():
+    """Its code is then a key of a cache, which a guard of PyTorch (2.13) cannot express."""
+
+    def root(a, scale):
+        return ops.sum(shelf.fixed_point(lambda z, a: 0.5 * (z + a / z) * scale, ops.ones_like(a), a))
+
+    a, scale = torch.tensor([2.0, 3.0]), torch.tensor(0.9)
+    wanted = grad(root)(a, scale)
+    compiled = torch.compile(root, backend="aot_eager")
+    x = a.clone().requires_grad_()
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(compiled(x, scale), x)
+        close(slope, wanted, 1e-4)
+
+
 def test_a_layer_of_keras_compiles():
     class Layer(keras.layers.Layer):
         def build(self, shape):
