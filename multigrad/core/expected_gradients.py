@@ -80,9 +80,9 @@ class ExpectedGradients:
         return TypeError(
             message(
                 self.op,
-                "the rule's answer is ambiguous: an entry could belong to a number or to a tensor",
+                "the rule's result is ambiguous: an entry could belong to a number or to a tensor",
                 argument=self.path_of(index),
-                required="an answer with one meaning",
+                required="a result with one meaning",
                 got=_summary(answer),
                 fix="return a dict from argument names to entries, each in the structure of its argument",
             )
@@ -116,7 +116,7 @@ class ExpectedGradients:
         return TypeError(
             message(
                 self.op,
-                "the rule's answer has the wrong structure",
+                "the rule's result has the wrong structure",
                 argument=mismatch.path,
                 required=mismatch.required,
                 got=mismatch.got,

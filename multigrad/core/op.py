@@ -112,7 +112,7 @@ def op_custom_gradient(
     An entry of None is a zero gradient. A function of no arguments is a gradient that is computed only if it
     is needed. Eager TensorFlow computes all gradients, because its tapes ask for them; `tf.function` prunes
     those that are not used. The entry of an argument without a gradient is None or zero. Gradients of Python
-    floats and complex numbers are discarded. An answer raises an error if an entry could belong to such a
+    floats and complex numbers are discarded. A result raises an error if an entry could belong to such a
     number or to a tensor. A gradient is cast to the dtype of its argument, and summed over the axes that
     broadcasting enlarged.
 
@@ -125,7 +125,7 @@ def op_custom_gradient(
 
     Raises:
         TypeError: if `f` does not return such a pair; if the signature of the rule is not supported; if the
-            answer fits none of these forms, or two with different meanings; if the rule has a default for an
+            result fits none of these forms, or two with different meanings; if the rule has a default for an
             argument that it is not passed; if `f` reads trainable variables and the rule does not take
             them; if an argument is a sparse tensor.
         ValueError: if a gradient has a different shape than its argument, or another op is registered under
