@@ -68,5 +68,6 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_SUBMODULES})
 
 
-if "keras" in sys.modules:
+if sys.modules.get("keras") is not None:
     importlib.import_module("multigrad.layers")
+    importlib.import_module("multigrad.core.errors").hide_frames()

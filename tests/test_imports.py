@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support import BACKEND
 
 pytestmark = [pytest.mark.forward, pytest.mark.package]
 
@@ -37,6 +38,15 @@ keras.Model(inputs, multigrad.layers.GradientReversal()(outputs)).save("model.ke
     load = "import keras\nimport multigrad\nkeras.models.load_model('model.keras')"
     for code in save, load:
         subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="only JAX has settings that its runtime reads when it starts")
+def test_an_import_does_not_start_the_runtime_of_jax():
+    code = (
+        "import keras, multigrad, jax; jax.config.update('jax_num_cpu_devices', 2); print(jax.device_count())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == ["2"]
 
 
 def test_the_check_finds_other_frameworks():

@@ -6,6 +6,7 @@ value that the function assigns is a leaked tracer. So this module traces the fu
 which variables these are.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -306,13 +307,17 @@ def _strong(value: Any) -> Any:
     return jax.lax.convert_element_type(value, value.dtype)
 
 
-_ARRAY = type(jnp.zeros(()))
+@functools.cache
+def _array_class() -> type:
+    """Return the class of concrete arrays. An array starts JAX's runtime, so the import makes none."""
+    return type(jnp.zeros(()))
 
 
 def _any_tracers(*lists: Sequence[Any]) -> bool:
     """Return whether there is a tracer."""
     # Comparing the class of arrays takes a tenth of the time of `any_traced`.
-    others = [value for values in lists for value in values if type(value) is not _ARRAY]
+    array_class = _array_class()
+    others = [value for values in lists for value in values if type(value) is not array_class]
     return any_traced(others)
 
 

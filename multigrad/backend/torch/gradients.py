@@ -42,7 +42,7 @@ def _recorded(
     inputs = _new_inputs(tensors)
     try:
         with torch.enable_grad():
-            value, aux = function(*inputs)
+            value, aux = _call(function, inputs)
         if not (inputs and value.requires_grad):
             return (value, aux), [torch.zeros_like(t) for t in tensors]
         # Record the backward pass if a second derivative can follow: inside of another gradient, or if the
@@ -90,7 +90,7 @@ def vjp(
     inputs = _new_inputs(tensors)
     try:
         with torch.enable_grad():
-            recorded, aux = function(*inputs)
+            recorded, aux = _call(function, inputs)
     finally:
         _DEPTH.value = depth
         _mark_ended(inputs)
@@ -146,25 +146,22 @@ def _listed(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tenso
 
 
 def _new_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it."""
-    with torch.enable_grad():
-        return [_Same.apply(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+    """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it.
 
-
-class _Same(torch.autograd.Function):
-    """The identity, whose output is no view.
-
-    Compiled code (PyTorch 2.13 to 2.15) detaches inputs that are views before the backward pass. A second
-    derivative with respect to them would silently be zero. With respect to other inputs it raises an error.
+    A copy, because compiled code (PyTorch 2.13 to 2.15) detaches inputs that are views. A second derivative
+    with respect to a view would silently be zero. For other inputs it raises an error.
     """
+    with torch.enable_grad():
+        return [t.clone() if t.requires_grad else t.detach().requires_grad_() for t in tensors]
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> torch.Tensor:
-        return upstream[0]
+def _call(function: Callable[..., tuple[Any, Any]], inputs: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    """Call the function. Raise if it changed an input, as its derivative would be that at the new value."""
+    nodes = [tensor.grad_fn for tensor in inputs]
+    result = function(*inputs)
+    if any([tensor.grad_fn is not node for tensor, node in zip(inputs, nodes, strict=True)]):
+        raise RuntimeError(_CHANGED)
+    return result
 
 
 def _mark_ended(inputs: Sequence[torch.Tensor]) -> None:
@@ -227,6 +224,15 @@ _UNRECORDED = message(
     got="a backward pass through the result, such as `backward()`",
     fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
     see="pytorch#history-of-gradients",
+)
+
+_CHANGED = message(
+    "value_and_grad",
+    "the function changed an argument in place",
+    required="a function that leaves the arguments unchanged that it is differentiated with respect to",
+    got="a change in place, such as x.mul_(2.0) or torch.nn.ReLU(inplace=True)",
+    fix="use the out-of-place operation, such as x * 2.0",
+    see="pytorch#in-place",
 )
 
 _DEPTH = threading.local()

@@ -360,6 +360,16 @@ def test_a_solver_compiles_whose_function_was_called_before():
         close(slope, wanted, 1e-4)
 
 
+def test_a_gradient_in_compiled_code_of_an_op_whose_rule_holds_a_function():
+    def double(x):
+        return ops.sum(shelf.scale_gradient(x, 7.0) * x)
+
+    compiled = torch.compile(lambda x: grad(double)(x), backend="aot_eager")
+    x = X.clone().requires_grad_()
+    compiled(x).sum().backward()
+    close((compiled(X), x.grad), (8.0 * X, torch.full_like(X, 14.0)))
+
+
 def test_a_layer_of_keras_compiles():
     class Layer(keras.layers.Layer):
         def build(self, shape):

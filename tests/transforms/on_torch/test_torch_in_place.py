@@ -5,7 +5,7 @@ import torch
 from cases import CASES
 from support import close
 
-from multigrad import op_custom_gradient
+from multigrad import grad, op_custom_gradient, vjp
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
@@ -109,3 +109,16 @@ def test_a_function_that_modifies_its_own_tensors():
     slopes = torch.autograd.grad(op(x), x, V, create_graph=True)
     (second,) = torch.autograd.grad(slopes[0].sum(), x)
     close((*slopes, second), (7.0 * V * X**2, 14.0 * V * X))
+
+
+@pytest.mark.parametrize("change", [lambda z: z.mul_(2.0), torch.nn.ReLU(inplace=True)])
+def test_a_function_that_changes_its_argument_raises(change):
+    """The gradient would be with respect to the new value. The caller's tensor stays as it is."""
+    x = X.clone().requires_grad_()
+    y = x * 1.0
+    with pytest.raises(RuntimeError, match="the function changed an argument in place"):
+        grad(lambda z: (change(z) ** 3).sum())(y)
+    with pytest.raises(RuntimeError, match="the function changed an argument in place"):
+        vjp(lambda z: change(z) ** 3, y)
+    close(y, X)
+    close(grad(lambda z: (change(z * 1.0) ** 3).sum())(y), grad(lambda z: (change(z.clone()) ** 3).sum())(X))
