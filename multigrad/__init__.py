@@ -69,5 +69,4 @@ def __dir__() -> list[str]:
 
 
 if sys.modules.get("keras") is not None:
-    importlib.import_module("multigrad.layers")
-    importlib.import_module("multigrad.core.errors").hide_frames()
+    __getattr__("layers")
