@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 
 from multigrad import grad, jacobian, jit, jvp, op_custom_gradient, value_and_grad, vjp
 from multigrad import ops as shelf
+from multigrad.backend.torch.tensors import TENSORS
+from multigrad.core.closure import lift
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
@@ -345,10 +347,22 @@ def test_nested_gradients_of_a_compiled_function_raise(compiler, inner):
         grad(lambda x: ops.sum(slope(inner(x))))(X)
 
 
+def test_a_function_that_was_lifted_before_is_lifted_in_compiled_code():
+    """As by a solver. Its code is then a key of a cache, which a guard of PyTorch (2.13) cannot express."""
+
+    def step(z):
+        return z * z
+
+    def lifted(x):
+        tensors, _, _ = lift(step, TENSORS)
+        return x * (1.0 + len(tensors))
+
+    close(lifted(X), X)
+    close(torch.compile(lifted, backend="eager")(X), X)
+
+
 @pytest.mark.slow
 def test_a_solver_compiles_whose_function_was_called_before():
-    """Its code is then a key of a cache, which a guard of PyTorch (2.13) cannot express."""
-
     def root(a, scale):
         return ops.sum(shelf.fixed_point(lambda z, a: 0.5 * (z + a / z) * scale, ops.ones_like(a), a))
 
