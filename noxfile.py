@@ -59,7 +59,7 @@ COMPILE_FAST = {
 
 
 FAST = ("lint", "types", "docs", "tests", "package")
-LONG = ("keras_tests", "export", "properties", "demo", "planted_faults")
+LONG = ("keras_tests", "tfp", "export", "properties", "demo", "planted_faults")
 
 EVERY_TEST = ("-m", "")  # replaces the `-m` of pyproject.toml
 MANY_EXAMPLES = "250"  # for each of four properties on three backends
@@ -272,6 +272,20 @@ def keras_tests(session: nox.Session, backend: str) -> None:
     session.run("python", "-c", _only(backend), env=environment)
     options = ["-n", "2", "-p", "keras_own", "-c", "pyproject.toml", "-W", "ignore", "-k", KERAS_WORDS]
     session.run("pytest", *options, "--pyargs", *KERAS_TESTS, *session.posargs, env=environment)
+
+
+@nox.session(default=False)
+def tfp(session: nox.Session) -> None:
+    """The guide for code of TensorFlow, with its example of TensorFlow Probability."""
+    tools, backend = GROUPS(PYPROJECT, "test"), REQUIREMENTS["tensorflow"]
+    install(session, *tools, "--editable", ".", *backend, "tensorflow-probability")
+    # TensorFlow Probability imports the older Keras, whose requirement is another build of TensorFlow.
+    install(session, "--no-deps", "tf-keras")
+    environment = QUIET | {"KERAS_BACKEND": "tensorflow"}
+    session.run("python", "-c", "import tensorflow_probability", env=environment)
+    # It warns (0.25) that it uses distutils.
+    options = ("-W", "ignore:distutils:DeprecationWarning", "-k", "from-tensorflow", *session.posargs)
+    session.run("pytest", "tests/test_documentation.py", *options, env=environment)
 
 
 # A user may lack a framework, of which the demo only says so. Here a missing one must fail the session.

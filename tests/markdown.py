@@ -2,11 +2,12 @@
 
 A page is read from top to bottom, so its blocks share their names. A block runs on every backend with
 gradients, unless its title names some: ```` ```python title="JAX" ````. With `title="JAX 0.8 and newer"` it
-runs on no older version. A block ```` ```text ```` shows the output of the Python block above it. A line that
-ends with `# raises TypeError` raises that error.
+runs on no older version, and with `title="TensorFlow with tensorflow_probability"` only with this package. A
+block ```` ```text ```` shows the output of the Python block above it. A line that ends with
+`# raises TypeError` raises that error.
 """
 
-import importlib
+import importlib.util
 import itertools
 import linecache
 import re
@@ -70,6 +71,9 @@ def blocks(page: Path) -> Iterator[Block]:
         if oldest and BACKEND in named:
             installed = importlib.import_module(BACKEND).__version__
             named = named if is_at_least(installed, oldest[1]) else ()
+        package = re.search(r" with (\w+)$", title or "")
+        if package and importlib.util.find_spec(package[1]) is None:
+            named = ()
         yield Block("\n" * above + code, named, following["code"] if adjacent else None)
 
 
