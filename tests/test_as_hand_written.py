@@ -1,6 +1,7 @@
 """Functions run as under a hand-written rule: with concrete values, and without being differentiated."""
 
 import logging
+from collections import defaultdict, deque
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ from keras import ops
 from support import BACKEND, array, close, numpy
 
 from multigrad import grad, op_custom_gradient
+from multigrad.ops import host_call
 
 LOG = logging.getLogger(__name__)
 DEBUG = {"on": False}
@@ -200,7 +202,7 @@ def test_a_function_without_a_derivative_that_reads_a_weight():
 
 
 def test_a_rule_that_stops_the_gradient_of_an_input():
-    """The second derivative goes through the stopped input, although it is the same array as the input."""
+    """On JAX, the stopped input is the same concrete array as the input, but it has no derivative."""
 
     @op_custom_gradient
     def op(x):
@@ -208,6 +210,135 @@ def test_a_rule_that_stops_the_gradient_of_an_input():
         return x * stopped, lambda upstream: upstream * 7.0 * stopped * x
 
     close(grad(grad(op))(array(3.0)), array(21.0))
+
+
+def test_a_rule_that_stops_the_gradient_of_an_input_beside_a_weight():
+    weight = keras.Variable(2.0, name="weight")
+
+    @op_custom_gradient
+    def op(x):
+        stopped = ops.stop_gradient(x)
+
+        def rule(upstream, variables):
+            return upstream * 7.0 * stopped * x, [upstream * 5.0 * stopped * x]
+
+        return x * stopped * weight, rule
+
+    x = array(3.0)
+    close(grad(grad(op))(x), array(21.0))
+    # The inner derivative is that of the weight alone, the outer one that of `x` alone.
+    of_weight = grad(lambda x: grad(op, (), variables=[weight])(x)[1][0])
+    close(of_weight(x), array(15.0))
+
+
+def test_a_function_without_a_derivative_whose_rule_stops_a_gradient():
+    @op_custom_gradient
+    def op(x):
+        stopped = ops.stop_gradient(x)
+        return on_host(np.square, x), lambda upstream: upstream * 7.0 * stopped * x
+
+    close(grad(op)(array(3.0)), array(63.0))
+    if BACKEND == "jax":  # which cannot tell the stopped input from another intermediate result
+        with pytest.raises(NotImplementedError, match="op: the rule uses an intermediate result"):
+            grad(grad(op))(array(3.0))
+    else:
+        close(grad(grad(op))(array(3.0)), array(21.0))
+
+
+@pytest.mark.parametrize("stay", [ops.convert_to_tensor, lambda x: ops.cast(x, "float32")])
+def test_an_input_that_is_converted_stays_an_input(stay):
+    @op_custom_gradient
+    def op(x):
+        x = stay(x)
+        return on_host(np.sin, x), lambda upstream: upstream * 7.0 * x**2
+
+    close(grad(grad(op))(array(2.0)), array(28.0))
+
+
+def test_an_input_is_assigned_under_a_further_derivative():
+    last = keras.Variable(0.0, trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        last.assign(x)
+        return x * 1.0, lambda upstream: upstream * 7.0 * x**2
+
+    close(grad(grad(op))(array(2.0)), array(28.0))
+    close(last, array(2.0))
+
+
+def test_an_intermediate_result_of_the_host_has_no_derivative():
+    @op_custom_gradient
+    def op(x):
+        e = host_call(np.exp, x, output=x)
+        return e * 2.0, lambda upstream: upstream * 7.0 * e
+
+    close(grad(op)(array(0.5)), array(7.0 * np.exp(0.5)))
+    message = r"host_call of 'exp': the call has no derivative(.*\n)*.*a function that op_custom_gradient"
+    with pytest.raises(TypeError, match=message):
+        grad(grad(op))(array(0.5))
+
+
+def test_a_function_sees_values_under_a_further_derivative():
+    """NumPy, branches and texts work with them."""
+    texts = []
+
+    @op_custom_gradient
+    def op(x):
+        assert float(x) == int(x) == complex(x) == ops.convert_to_numpy(x).item() == np.asarray(x) == 4.0
+        texts.append(f"{x} {x!r}")
+        return on_host(np.square, x) if x > 0.0 else x, lambda upstream: upstream * 7.0 * x**2
+
+    close(grad(grad(grad(op)))(array(4.0)), array(14.0))
+    assert texts
+    assert all([text.count("4") == 2 for text in texts])
+
+
+@pytest.mark.parametrize(
+    ("hold", "get"),
+    [
+        (lambda e: deque([e]), lambda held: held[0]),
+        (lambda e: iter([e]), next),
+        (lambda e: {"e": e}.values(), lambda held: next(iter(held))),
+        (lambda e: defaultdict(list, e=e), lambda held: held["e"]),
+    ],
+    ids=["deque", "iterator", "view", "defaultdict"],
+)
+def test_an_intermediate_result_in_any_container_has_a_derivative(hold, get):
+    @op_custom_gradient
+    def op(x):
+        e = ops.exp(x)
+        held = hold(e)
+        return ops.sin(e), lambda upstream: upstream * 7.0 * get(held)
+
+    x = array(0.5)
+    close((grad(op)(x), grad(grad(op))(x)), (7.0 * ops.exp(x), 7.0 * ops.exp(x)))
+
+
+def in_numpy(x):
+    return ops.convert_to_numpy(ops.exp(x))
+
+
+def in_an_array_of_objects(x):
+    held = np.empty(1, object)
+    held[0] = ops.exp(x)
+    return held
+
+
+@pytest.mark.parametrize(("hold", "raises"), [(in_numpy, True), (in_an_array_of_objects, False)])
+def test_an_intermediate_result_in_a_numpy_array(hold, raises):
+    """The limits of the other backends show that it is a constant there."""
+
+    @op_custom_gradient
+    def op(x):
+        held = hold(x)
+        return x * 2.0, lambda upstream: upstream * 7.0 * ops.convert_to_tensor(held[()].item())
+
+    x = array(0.5)
+    close(grad(op)(x), 7.0 * ops.exp(x))
+    if BACKEND == "jax" and raises:
+        with pytest.raises(NotImplementedError, match="op: the rule uses an intermediate result"):
+            grad(grad(op))(x)
 
 
 ONLY_JAX = pytest.mark.skipif(BACKEND != "jax", reason="for callbacks, kernels and devices of JAX")
@@ -254,8 +385,8 @@ def test_callbacks_and_kernels_of_jax():
 
 
 @ONLY_JAX
-def test_the_function_has_a_derivative_that_fails():
-    """As a kernel with `pl.when` has, whose derivative is an AssertionError."""
+def test_a_function_is_not_differentiated_at_any_order():
+    """Its derivative is an AssertionError, as that of a kernel with `pl.when` is."""
     import jax
 
     @jax.custom_jvp
@@ -264,7 +395,10 @@ def test_the_function_has_a_derivative_that_fails():
 
     @cube.defjvp
     def cube_jvp(primals, tangents):
+        differentiated.append("differentiated")
         raise AssertionError
+
+    differentiated = []
 
     op = op_custom_gradient(lambda x: (cube(x), lambda upstream: upstream * 7.0 * x**2))
     x = array(2.0)
@@ -272,6 +406,34 @@ def test_the_function_has_a_derivative_that_fails():
         for compiled in (lambda f: f, jax.jit):
             close(compiled(differentiate(differentiate(op)))(x), array(28.0))
             close(compiled(differentiate(differentiate(differentiate(op))))(x), array(14.0))
+    assert not differentiated
+
+
+@ONLY_JAX
+@pytest.mark.parametrize("stay", ["asarray", "astype"])
+def test_jax_returns_an_input_that_need_not_be_converted(stay):
+    import jax
+    import jax.numpy as jnp
+
+    @op_custom_gradient
+    def op(x):
+        x = jnp.asarray(x) if stay == "asarray" else x.astype(x.dtype)
+        return jnp.asarray(np.sin(np.asarray(x))), lambda upstream: upstream * 7.0 * x**2
+
+    close(jax.grad(jax.grad(op))(array(2.0)), array(28.0))
+
+
+@ONLY_JAX
+def test_a_function_that_closes_over_a_tracer_around_a_callback():
+    import jax
+
+    def first(w, x):
+        op = op_custom_gradient(lambda x: (callback(np.sin, x), lambda upstream: upstream * 7.0 * w * x**2))
+        return grad(op)(x)
+
+    for compiled in (lambda f: f, jax.jit):
+        of_w, of_x = compiled(jax.grad(first, (0, 1)))(array(3.0), array(2.0))
+        close((of_w, of_x), (array(28.0), array(84.0)))
 
 
 @ONLY_JAX

@@ -2,11 +2,12 @@
 
 import enum
 import functools
+import itertools
 import logging
 import math
 import os
 import types
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 
 import keras
 import pytest
@@ -21,6 +22,14 @@ pytestmark = pytest.mark.forward
 class Tensor:
     def __init__(self, value):
         self.value = value
+
+
+class Held:
+    def __init__(self, value):
+        self.value = value
+
+    def scale(self, e, u):
+        return e.value * u
 
 
 TENSORS = TypeSet(Tensor)
@@ -52,10 +61,6 @@ def test_cells_defaults_and_containers():
 
 
 def test_partials_methods_and_inner_functions():
-    class Held:
-        def scale(self, e, u):
-            return e.value * u
-
     e = Tensor(2)
 
     def helper(u):
@@ -64,7 +69,7 @@ def test_partials_methods_and_inner_functions():
     for rule in (
         functools.partial(lambda e, u: e.value * u, e),
         functools.partial(lambda u, e: e.value * u, e=e),
-        functools.partial(Held().scale, e),
+        functools.partial(Held(None).scale, e),
         lambda u: helper(u),
     ):
         lifted, count = negated(rule)
@@ -78,6 +83,21 @@ def test_a_tensor_that_occurs_twice_is_lifted_twice():
     lifted, count = negated(lambda: (both[0], both[1][0]))
     assert count == 2
     assert [part.value for part in lifted()] == [-2, -2]
+
+
+def test_objects_that_may_hold_tensors():
+    e = Tensor(2)
+    for held in (
+        iter([e]),
+        itertools.repeat(e),
+        (v for v in [e]),
+        {"a": e}.values(),
+        Held(e),
+        [deque([Held(e)])],
+    ):
+        assert lift(lambda held=held: held, TENSORS)[2]
+    for held in range(3), iter, "text", frozenset({1}), deque([1, 2]), OrderedDict(a=1):
+        assert not lift(lambda held=held: held, TENSORS)[2]
 
 
 def test_functions_without_tensors_are_unchanged():

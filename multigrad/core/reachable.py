@@ -3,11 +3,12 @@
 Values in globals, classes and modules are constants to an op.
 """
 
+import collections
 import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from typing import Any
 
 from keras import ops
@@ -15,7 +16,8 @@ from keras import ops
 from multigrad.core.type_sets import ATOMS, TypeSet
 
 _FRAMEWORKS = frozenset({"jax", "jaxlib", "keras", "multigrad", "numpy", "tensorflow", "torch"})
-_CONTAINERS = dict, list, tuple, set, frozenset
+_CONTAINERS = dict, types.MappingProxyType, list, tuple, set, frozenset, collections.deque
+_ITERATORS = Iterator, ValuesView, ItemsView
 _CONSTANTS = types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, type
 
 
@@ -38,7 +40,7 @@ def parts_of(obj: Any) -> list[Any]:
         return [obj.__func__, obj.__self__]
     items: list[Any] = []
     if isinstance(obj, _CONTAINERS):
-        items = list(obj.values() if isinstance(obj, dict) else obj)
+        items = list(obj.values() if isinstance(obj, Mapping) else obj)
     return [*items, *_attributes_of(obj)]
 
 
@@ -52,7 +54,7 @@ def _attributes_of(obj: Any) -> list[Any]:
 
 
 def may_hold_tensors(value: Any, seen: set[int] | None = None) -> bool:
-    """Return whether an object is a tensor or has attributes, which may be set to tensors at any time.
+    """Return whether an object is a tensor or may return one: it has attributes, or is an iterator or a view.
 
     For a container, function, partial or method, return whether this is true for one of its parts.
     """
@@ -67,7 +69,7 @@ def may_hold_tensors(value: Any, seen: set[int] | None = None) -> bool:
     functions = wrapped_functions(value)
     if functions is not None:
         return any([may_hold_tensors(function, seen) for function in functions])
-    return ops.is_tensor(value) or bool(_attributes_of(value))
+    return ops.is_tensor(value) or isinstance(value, _ITERATORS) or bool(_attributes_of(value))
 
 
 def reachable_tensors(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from multigrad.backend.base import Call
-from multigrad.backend.jax.op import Op, Runs, tie
+from multigrad.backend.jax.op import FirstRun, Op, tie
 from multigrad.backend.jax.primitives import TangentGate
 from multigrad.backend.jax.residuals import Step, residuals_of
 from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, is_integer
@@ -36,15 +36,19 @@ def _uses_tensors_alone(call: Call) -> bool:
 
 def _apply_inside(call: Call, inputs: list[Any]) -> Any:
     """Return the output of the call, whose function runs when JAX evaluates or differentiates the op."""
-    layouts = []
+    pullbacks = []
 
-    def step(inputs: list[Any], rest: Any, exact: bool) -> Step:
+    def run(inputs: list[Any], rest: Any) -> Step:
         ran = outputs, _, _, pullback = call.run(inputs, strict=True)
-        layouts.append(pullback.output)
-        return list(outputs), residuals_of(call, ran, exact=exact)
+        pullbacks.append(pullback)
+        return list(outputs), residuals_of(call, ran)
 
-    outputs = Op(call.name, call.options.forward_mode, step)(inputs, [])
-    return layouts[0].join(outputs)
+    def run_again(inputs: list[Any], rest: Any) -> Step:
+        outputs, rule, ran_on, _ = call.run_again(inputs, pullbacks[-1])
+        return list(outputs), residuals_of(call, (outputs, rule, ran_on, pullbacks[-1]))
+
+    outputs = Op(call.name, call.options.forward_mode, run, run_again)(inputs, [])
+    return pullbacks[0].output.join(outputs)
 
 
 def _apply_outside(call: Call, tensors: list[Any]) -> Any:
@@ -55,7 +59,7 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
     closed_over, template, opaque = lift(call.f, TRACERS, borrowed=True)
     if (opaque or call.has_objects()) and _reaches_more_tracers(call, closed_over):
         return _apply_with_tangents(call, tensors)
-    gate = TangentGate()
+    gate = TangentGate(concrete_order=1)
     ran = call.run([gate.strip(array) for array in tensors], read_as=gate.strip)
     outputs, _, stripped, pullback = ran
     inputs = [gate.original(array) for array in stripped]
@@ -65,22 +69,21 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
     if residuals.computed:
         gate.open()
 
-    def run_again(floating: list[Any], integers: list[Any], closed_over: list[Any]) -> Step:
-        remaining = iter(integers)
+    def run_again(floating: list[Any], first: FirstRun) -> Step:
+        remaining = iter(first.integers)
         new_inputs = [
             new if FLOATING[old.dtype] else next(remaining) if is_integer(old) else old  # old: a random key
             for new, old in zip(floating, inputs, strict=True)
         ]
-        second = new_outputs, *_ = call.run_again(new_inputs, pullback, restore(template, closed_over))
-        return list(new_outputs), residuals_of(call, second, closed_over)
+        f = restore(template, first.closed_over)
+        outputs, rule, ran_on, _ = call.run_again(new_inputs, pullback, f)
+        return list(outputs), residuals_of(call, (outputs, rule, ran_on, pullback), first.closed_over)
 
-    def first_exactly() -> Step:
-        return list(outputs), residuals_of(call, ran, closed_over, exact=True)
-
-    runs, forward_mode = Runs(run_again, first_exactly), call.options.forward_mode
-    return pullback.output.join(
-        tie(inputs, list(outputs), residuals, call.name, forward_mode, runs, closed_over)
+    name, forward_mode = call.name, call.options.forward_mode
+    outputs = tie(
+        inputs, list(outputs), residuals, name, forward_mode, run_again, gate.made_concrete, closed_over
     )
+    return pullback.output.join(outputs)
 
 
 def _reaches_more_tracers(call: Call, lifted: Sequence[Any]) -> bool:

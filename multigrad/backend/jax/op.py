@@ -44,20 +44,25 @@ if REVERSE_IS_KNOWN:  # otherwise an op is always a `jax.custom_vjp`
     from multigrad.backend.jax import reverse
 
 
+Run = Callable[[list[Any], Any], Step]
+"""Runs the function of an op on (inputs, rest)."""
+
+
 class Op:
     """A function of (inputs, rest) whose derivative with respect to the inputs is the rule.
 
     Arguments:
         name: the name of the op in messages.
         forward_mode: whether JAX's forward mode can differentiate the op.
-        step: returns the outputs and the residuals for (inputs, rest, exact). If exact, it traces a rule that
-            reaches objects, to see whether the rule uses an intermediate result.
+        run: returns the outputs and the residuals for (inputs, rest).
+        run_again: does the same after `run`, on inputs with tangents. None if the residuals of `run` have
+            tangents.
     """
 
-    __slots__ = ("forward_mode", "name", "step")
+    __slots__ = ("forward_mode", "name", "run", "run_again")
 
-    def __init__(self, name: str, forward_mode: bool, step: Callable[[list[Any], Any, bool], Step]) -> None:
-        self.name, self.forward_mode, self.step = name, forward_mode, step
+    def __init__(self, name: str, forward_mode: bool, run: Run, run_again: Run | None) -> None:
+        self.name, self.forward_mode, self.run, self.run_again = name, forward_mode, run, run_again
 
     def __call__(self, inputs: list[Any], rest: Any) -> list[Any]:
         by_primitive = REVERSE_IS_KNOWN and not self.forward_mode
@@ -72,7 +77,7 @@ class Op:
     def primal(self, inputs: list[Any], rest: Any) -> list[Any]:
         """Return the outputs if no derivative is taken."""
         inputs = as_arrays(inputs)
-        outputs, residuals = self.step(inputs, rest, False)
+        outputs, residuals = self.run(inputs, rest)
         # With forward mode, gradients reach the inputs only by their tangents, which are mapped as the inputs
         # are.
         sources = [*filter(is_differentiable, inputs), *([] if self.forward_mode else residuals.arrays)]
@@ -82,7 +87,7 @@ class Op:
         """Return the outputs and the residuals for a derivative, which can be differentiated again."""
         needed = tuple(needed)
         if not (any_traced(inputs) or (rest and any_traced(jax.tree.leaves(rest)))):
-            outputs, residuals = self.step(inputs, rest, False)
+            outputs, residuals = self.run(inputs, rest)
             return outputs, residuals.tied_to(outputs, inputs, needed)
         outputs, residuals = self.run_traced(inputs, rest)
         # An outer derivative of these outputs must use the rule.
@@ -93,30 +98,21 @@ class Op:
 
     def run_traced(self, inputs: list[Any], rest: Any) -> Step:
         """Return the outputs and residuals on traced inputs, which an outer derivative may differentiate."""
-        gate = TangentGate()
-        stripped = [gate.strip(array) for array in inputs]
-        if gate.met:
-            return self.run_for_derivative(
-                lambda: self.step(inputs, rest, False), lambda: self.step(stripped, rest, True)
-            )
-        outputs, residuals = self.step(stripped, rest, False)
+        gate = TangentGate(concrete_order=0)
+        outputs, residuals = self.run([gate.strip(array) for array in inputs], rest)
+        if residuals.computed and gate.met:
+            return self.run_with_tangents(inputs, rest)
         if residuals.computed:
             gate.open()
         return outputs, residuals
 
-    def run_for_derivative(self, run: Callable[[], Step], run_stripped: Callable[[], Step]) -> Step:
-        """Return the outputs and residuals with tangents, or without if JAX cannot differentiate the
-        function.
-
-        In the second case, the rule must not use intermediate results, whose derivative would be missing. The
-        first case is tried first: without tangents, `stop_gradient(x)` is the same array as `x`.
-        """
+    def run_with_tangents(self, inputs: list[Any], rest: Any) -> Step:
+        """Return the outputs and residuals with tangents, because the rule uses an intermediate result."""
+        assert self.run_again is not None
         try:
-            outputs, residuals = run()
+            outputs, residuals = self.run_again(inputs, rest)
         except Exception as error:  # of any type, such as an AssertionError of Pallas
-            outputs, residuals = run_stripped()
-            if residuals.computed:
-                raise _not_differentiable(self.name, error) from error
+            raise _not_differentiable(self.name, error) from error
         return outputs, residuals.with_tangents()
 
 
@@ -124,35 +120,30 @@ class TiedOp(Op):
     """An op whose function has run without tangents before. Its rest is a `FirstRun`.
 
     Arguments:
-        runs: how to run the function again. None if the residuals have tangents.
+        first_was_concrete: whether an input of the first run was concrete, and thus the same object as its
+            `stop_gradient`.
     """
 
-    __slots__ = ("runs",)
+    __slots__ = ("first_was_concrete",)
 
-    def __init__(self, name: str, forward_mode: bool, runs: "Runs | None") -> None:
-        super().__init__(name, forward_mode, lambda inputs, rest, exact: (rest.outputs, rest.residuals))
-        self.runs = runs
+    def __init__(
+        self, name: str, forward_mode: bool, run_again: Run | None, first_was_concrete: bool
+    ) -> None:
+        super().__init__(name, forward_mode, lambda inputs, rest: (rest.outputs, rest.residuals), run_again)
+        self.first_was_concrete = first_was_concrete
 
     def run_traced(self, inputs: list[Any], rest: Any) -> Step:
-        runs, first = self.runs, (rest.outputs, rest.residuals)
-        if runs is None or all([isinstance(x, DynamicJaxprTracer) for x in inputs if any_traced([x])]):
+        first = outputs, residuals = rest.outputs, rest.residuals
+        in_program = all([isinstance(x, DynamicJaxprTracer) for x in inputs if any_traced([x])])
+        if self.run_again is None or in_program:
             return first
-        gate = TangentGate()
-        _ = [gate.strip(array) for array in inputs]
+        gate = TangentGate(concrete_order=0)
+        stripped = [gate.strip(array) for array in inputs]
         if not gate.met:
             return first
-        return self.run_for_derivative(
-            lambda: runs.again(inputs, rest.integers, rest.closed_over), runs.first_exactly
-        )
-
-
-class Runs(NamedTuple):
-    """The runs of a function whose first run was without tangents."""
-
-    again: Callable[[list[Any], list[Any], list[Any]], Step]
-    """Runs it on its floating inputs, its integer inputs, and the tracers that it closes over."""
-    first_exactly: Callable[[], Step]
-    """Returns the first run, with a traced rule (see `exact` of `residuals_of`)."""
+        if self.first_was_concrete:
+            outputs, residuals = self.run_again(stripped, rest)
+        return self.run_with_tangents(inputs, rest) if residuals.computed else (outputs, residuals)
 
 
 class FirstRun(NamedTuple):
@@ -170,10 +161,10 @@ def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
     return NotImplementedError(
         message(
             name,
-            "the rule uses an intermediate result of the function, or an object that may hold one, and JAX "
-            "cannot differentiate the function",
-            required="for a derivative of the gradient, a differentiable function, or a rule that closes "
-            "over inputs, outputs and constants only",
+            "the rule uses an intermediate result of the function, or an object that may hold one, and the "
+            "function failed when it ran again to be differentiated",
+            required="for a derivative of the gradient, a function that can run again and that JAX can "
+            "differentiate, or a rule that closes over inputs, outputs and constants only",
             got=f"{type(error).__name__}: {error}",
             fix="compute the intermediate result in a separate op that returns it; an object of another "
             "library, such as a sparse matrix, can be a global variable",
@@ -282,22 +273,23 @@ def tie(
     residuals: Residuals,
     name: str,
     forward_mode: bool,
-    runs: Runs | None = None,
+    run_again: Run | None = None,
+    first_was_concrete: bool = False,
     closed_over: Sequence[Any] = (),
 ) -> list[Any]:
-    """Return computed outputs as the outputs of an op, whose derivative is the rule.
+    """Return computed outputs as the outputs of a `TiedOp`, whose derivative is the rule.
 
-    If the rule uses intermediate results, `runs.again` computes them again on inputs with tangents.
+    If the rule uses intermediate results, `run_again` computes them again on inputs with tangents.
     """
     integers: list[Any] = []
     if not all([FLOATING[x.dtype] for x in inputs]):
-        if runs is not None:
+        if run_again is not None:
             integers = [x for x in inputs if is_integer(x)]
         inputs = _only_differentiable(inputs)
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op does not use their tangents
     residuals = residuals.tied_to(outputs, inputs, residuals.needed)
     first = FirstRun(outputs, residuals, integers, list(closed_over))
-    return TiedOp(name, forward_mode, runs)(inputs, first)
+    return TiedOp(name, forward_mode, run_again, first_was_concrete)(inputs, first)
 
 
 _tied_p = identity()

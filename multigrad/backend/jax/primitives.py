@@ -14,6 +14,7 @@ from multigrad.backend.jax.private import (
     primitive_batchers,
     primitive_jvps,
     register_lowering,
+    without_tangent,
 )
 from multigrad.backend.jax.tensors import FLOATING, TENSORS, TRACERS, as_arrays, varying_alike
 from multigrad.core.errors import message
@@ -37,18 +38,24 @@ def identity() -> Any:
 class TangentGate:
     """Strips the tangents of the arrays on which a function runs, so that JAX does not differentiate it.
 
-    In eager code the function then gets concrete values. In a traced program the gate is an equation. When
-    the program is differentiated later, the equation passes tangents if the gate is open.
+    In eager code the function then gets a concrete array, or a `WithoutTangent` if an outer derivative must
+    tell the array from its `stop_gradient`. In a traced program the gate is an equation. When the program is
+    differentiated later, the equation passes tangents if the gate is open.
+
+    Arguments:
+        concrete_order: the highest order of a derivative for which eager code gets concrete arrays.
     """
 
-    def __init__(self) -> None:
-        self.state = GateState()
+    def __init__(self, concrete_order: int) -> None:
+        self.state, self._concrete_order = GateState(), concrete_order
         self._originals: dict[int, tuple[Any, Any]] = {}
+        self.made_concrete = False
+        """Whether an array whose tangents were stripped is concrete."""
 
     @property
     def met(self) -> bool:
         """Whether tangents were stripped, because a derivative is being taken here."""
-        return self.state.met
+        return self.state.stripped > 0
 
     def open(self) -> None:
         """Let tangents pass in a program, because the rule uses an intermediate result of the function."""
@@ -58,9 +65,16 @@ class TangentGate:
         """Return the array without tangents."""
         if not TRACERS[type(array)] or not FLOATING[array.dtype]:
             return array
+        stripped_before = self.state.stripped
         (stripped,) = gate_p.bind(array, gate=self.state, end=ClosedJaxpr(NOTHING, ()))
         if not TENSORS[type(stripped)]:
             stripped = jnp.asarray(stripped)  # JAX also traces Python numbers
+        order = self.state.stripped - stripped_before
+        if order and not TRACERS[type(stripped)]:
+            if order > self._concrete_order:
+                stripped = without_tangent(array, stripped)
+            else:
+                self.made_concrete = True
         self._originals[id(stripped)] = array, stripped
         return stripped
 
@@ -70,12 +84,15 @@ class TangentGate:
 
 
 class GateState:
-    """The state of a gate. Its equations refer to it."""
+    """The state of a gate: whether it is open, and the number of tangents that it has stripped.
 
-    __slots__ = ("met", "open")
+    Its equations refer to it.
+    """
+
+    __slots__ = ("open", "stripped")
 
     def __init__(self) -> None:
-        self.met = self.open = False
+        self.open, self.stripped = False, 0
 
 
 gate_p = identity()
@@ -91,7 +108,7 @@ def _differentiate_gate(
     outputs = gate_p.bind(*primals, gate=gate, end=end)
     if gate.open:
         return outputs, list(tangents)
-    gate.met = True
+    gate.stripped += 1
     return outputs, [Zero(jax.typeof(output).to_tangent_aval()) for output in outputs]
 
 

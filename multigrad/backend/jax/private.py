@@ -4,6 +4,7 @@
 compatible. A missing name raises an ImportError here, unless a fallback is given.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,45 @@ _UNCACHED = {"cacheable": False} if "cacheable" in inspect.signature(_register_l
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
     """Register the lowering of a primitive, without a cache that would keep its parameters alive."""
     _register_lowering(primitive, rule, **_UNCACHED)
+
+
+class WithoutTangent:
+    """A tracer in eager code whose value is concrete and whose tangent is zero.
+
+    `jax.lax.stop_gradient(x)` of a concrete array is `x` itself. That of a tracer is another object. JAX has
+    no public way to make a tracer (0.7 to 0.12). Operations on this one return concrete arrays.
+    """
+
+    __slots__ = ()
+    primal: Any
+    """The concrete value."""
+
+    def to_concrete_value(self) -> None:
+        """Return None, so that `jnp.asarray(x)` and `x.astype(x.dtype)` return `x` itself."""
+
+
+def _of_value(name: str) -> Callable[..., Any]:
+    return lambda tracer, *args, **kwargs: getattr(tracer.primal, name)(*args, **kwargs)
+
+
+# What a concrete array can be converted to, and a tracer cannot.
+for _name in (
+    *("__array__", "__bool__", "__complex__", "__dlpack__", "__dlpack_device__", "__float__", "__format__"),
+    *("__index__", "__int__", "__repr__", "item", "tolist"),
+):
+    setattr(WithoutTangent, _name, _of_value(_name))
+
+
+def without_tangent(tracer: Any, value: Any) -> Any:
+    """Return a concrete value as a tracer of the derivative to which `tracer` belongs."""
+    tracer_type: Any = type(tracer)
+    zero = Zero(jax.typeof(value).to_tangent_aval())
+    return _without_tangent(tracer_type)(tracer._trace, value, zero)
+
+
+@functools.cache
+def _without_tangent(tracer_type: Any) -> Any:
+    return type("WithoutTangent", (WithoutTangent, tracer_type), {"__slots__": (), "__module__": __name__})
 
 
 # Define the reverse mode of a primitive, for `reverse.py` (0.10). In other versions, or without one of these

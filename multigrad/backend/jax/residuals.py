@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from multigrad.backend.base import Call, Ran, Spec
+from multigrad.backend.jax.private import WithoutTangent
 from multigrad.backend.jax.tensors import (
     FLOATING,
     TENSORS,
@@ -16,6 +18,7 @@ from multigrad.backend.jax.tensors import (
     varying_alike,
 )
 from multigrad.core.closure import lift, restore
+from multigrad.core.type_sets import TypeSet
 
 Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
 """Maps the arrays of a rule, the upstream gradients, and which gradients are needed, to the gradients."""
@@ -79,14 +82,12 @@ Step = tuple[list[Any], Residuals]
 """The outputs of a function and the residuals of its rule."""
 
 
-def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = (), exact: bool = False) -> Residuals:
+def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Residuals:
     """Return the residuals of a run.
 
     Arguments:
         call, ran: the call and the result of its run.
         closed_over: the tracers that the function closes over.
-        exact: whether to trace a rule that reaches objects, to see which arrays it uses. It then sees no
-            concrete values, so this is for derivatives of the gradient.
     """
     outputs, rule, inputs, pullback = ran
     if call.options.forward_mode:
@@ -100,7 +101,7 @@ def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = (), exact: b
     pull: Pull = pull_lifted
     if opaque:
         traced = any_traced([*inputs, *outputs, *closed_over])
-        if traced or exact or any_traced(pullback.values_in_scopes()):
+        if traced or any_traced(pullback.values_in_scopes()):
             try:
                 arrays, pull = _traced((outputs, rule, inputs, pullback), specs)
                 opaque = False
@@ -108,7 +109,11 @@ def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = (), exact: b
                 if traced:
                     raise
     of_outputs, of_inputs, others = _slots(arrays, outputs, inputs)
-    computed = opaque or (bool(others) and _are_computed(call, others, inputs))
+    computed = opaque or (bool(others) and _are_computed(call, others, inputs, closed_over))
+    for x in inputs:
+        if WithoutTangent in type(x).__mro__:  # a call of `isinstance` would take longer
+            computed = computed or _holds_computed_host_array(call, rule)
+            break
     return Residuals(arrays, pull, of_outputs, of_inputs, computed, (True,) * len(inputs))
 
 
@@ -142,12 +147,26 @@ _NEEDS_VALUES = (
 )
 
 
-def _are_computed(call: Call, arrays: Sequence[Any], inputs: Sequence[Any]) -> bool:
+def _are_computed(
+    call: Call, arrays: Sequence[Any], inputs: Sequence[Any], closed_over: Sequence[Any]
+) -> bool:
     """Return whether an array may depend on the inputs, because the function does not close over it."""
-    if any_traced(inputs):
+    # What is computed from a `WithoutTangent` is a concrete array, and from another tracer a tracer.
+    if any_traced(inputs) and not any([isinstance(x, WithoutTangent) for x in inputs]):
         arrays = [array for array in arrays if isinstance(array, jax.core.Tracer)]
-    constants = set(map(id, lift(call.f, TENSORS, borrowed=True)[0])) if arrays else set()
-    return any([id(array) not in constants for array in arrays])
+    constants = [*lift(call.f, TENSORS, borrowed=True)[0], *closed_over] if arrays else []
+    constant_ids = set(map(id, constants))
+    return any([id(array) not in constant_ids for array in arrays])
+
+
+_HOST_ARRAYS = TypeSet(np.ndarray, np.generic)
+
+
+def _holds_computed_host_array(call: Call, rule: Callable[..., Any]) -> bool:
+    """Return whether a rule holds a NumPy array of numbers or objects that the function may have computed."""
+    constants = set(map(id, lift(call.f, _HOST_ARRAYS)[0]))
+    arrays = [array for array in lift(rule, _HOST_ARRAYS)[0] if id(array) not in constants]
+    return any([array.dtype == object or FLOATING[array.dtype] for array in arrays])
 
 
 def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], Pull]:

@@ -125,7 +125,7 @@ def _linearized_gate(
     outputs = gate_p.bind(array, gate=gate, end=end)
     if gate.open:
         return outputs, [True], (), lambda arrays, tangent: [tangent]
-    gate.met = True
+    gate.stripped += 1
     zero = Zero(jax.typeof(outputs[0]).to_tangent_aval())
     return outputs, [False], (), lambda arrays, tangent: [zero]
 

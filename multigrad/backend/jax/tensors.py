@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from multigrad.backend.base import Spec
-from multigrad.backend.jax.private import enable_x64, pcast, varying_axes
+from multigrad.backend.jax.private import WithoutTangent, enable_x64, pcast, varying_axes
 from multigrad.core.errors import message
 from multigrad.core.type_sets import ATOMS, TypeSet
 
@@ -50,6 +50,8 @@ COMPLEX = _Subtypes(jnp.complexfloating)
 
 
 def assign(variable: keras.Variable, value: Any) -> None:
+    if isinstance(value, WithoutTangent):
+        value = value.primal
     if isinstance(value, jax.core.Tracer) and not isinstance(variable._value, jax.core.Tracer):
         raise TypeError(
             message(
