@@ -96,7 +96,7 @@ def test_objects_that_may_hold_tensors():
         [deque([Held(e)])],
     ):
         assert lift(lambda held=held: held, TENSORS)[2]
-    for held in range(3), iter, "text", frozenset({1}), deque([1, 2]), OrderedDict(a=1):
+    for held in itertools.count(), range(3), iter, "text", frozenset({1}), deque([1, 2]), OrderedDict(a=1):
         assert not lift(lambda held=held: held, TENSORS)[2]
 
 

@@ -1,6 +1,7 @@
 """Sets of types: the types of tensors, and the types whose objects hold no tensor."""
 
 import enum
+import itertools
 import types
 
 import numpy as np
@@ -42,5 +43,5 @@ class HoldsNoTensor:
 # Types whose objects hold no tensor of a call.
 ATOMS = TypeSet(
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,
-    enum.Enum, np.dtype, np.generic, np.ndarray, np.ufunc, HoldsNoTensor,
+    enum.Enum, itertools.count, np.dtype, np.generic, np.ndarray, np.ufunc, HoldsNoTensor,
 )  # fmt: skip

@@ -166,8 +166,9 @@ def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
             required="for a derivative of the gradient, a function that can run again and that JAX can "
             "differentiate, or a rule that closes over inputs, outputs and constants only",
             got=f"{type(error).__name__}: {error}",
-            fix="compute the intermediate result in a separate op that returns it; an object of another "
-            "library, such as a sparse matrix, can be a global variable",
+            fix="compute the intermediate result in a separate op that returns it; create constants outside "
+            "of the function; an object of another library, such as a sparse matrix, can be a global "
+            "variable",
             see="jax#derivative-of-the-gradient",
         )
     )

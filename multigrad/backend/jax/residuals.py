@@ -18,6 +18,7 @@ from multigrad.backend.jax.tensors import (
     varying_alike,
 )
 from multigrad.core.closure import lift, restore
+from multigrad.core.reachable import reachable_tensors
 from multigrad.core.type_sets import TypeSet
 
 Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
@@ -150,7 +151,7 @@ _NEEDS_VALUES = (
 def _are_computed(
     call: Call, arrays: Sequence[Any], inputs: Sequence[Any], closed_over: Sequence[Any]
 ) -> bool:
-    """Return whether an array may depend on the inputs, because the function does not close over it."""
+    """Return whether an array may depend on the inputs: whether the function does not close over it."""
     # What is computed from a `WithoutTangent` is a concrete array, and from another tracer a tracer.
     if any_traced(inputs) and not any([isinstance(x, WithoutTangent) for x in inputs]):
         arrays = [array for array in arrays if isinstance(array, jax.core.Tracer)]
@@ -163,8 +164,9 @@ _HOST_ARRAYS = TypeSet(np.ndarray, np.generic)
 
 
 def _holds_computed_host_array(call: Call, rule: Callable[..., Any]) -> bool:
-    """Return whether a rule holds a NumPy array of numbers or objects that the function may have computed."""
-    constants = set(map(id, lift(call.f, _HOST_ARRAYS)[0]))
+    """Return whether a rule holds a NumPy array of floats or objects that the function may have computed."""
+    roots = (call.f, *call.objects())
+    constants = {id(array) for root in roots for array in reachable_tensors(root, _HOST_ARRAYS)}
     arrays = [array for array in lift(rule, _HOST_ARRAYS)[0] if id(array) not in constants]
     return any([array.dtype == object or FLOATING[array.dtype] for array in arrays])
 
