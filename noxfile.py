@@ -279,11 +279,12 @@ def tfp(session: nox.Session) -> None:
     """The guide for code of TensorFlow, with its example of TensorFlow Probability."""
     tools, backend = GROUPS(PYPROJECT, "test"), REQUIREMENTS["tensorflow"]
     install(session, *tools, "--editable", ".", *backend, "tensorflow-probability")
-    # TensorFlow Probability imports the older Keras, whose requirement is another build of TensorFlow.
+    # TensorFlow Probability imports tf-keras, which requires another build of TensorFlow.
     install(session, "--no-deps", "tf-keras")
     environment = QUIET | {"KERAS_BACKEND": "tensorflow"}
+    # Without the package, the test would omit the example.
     session.run("python", "-c", "import tensorflow_probability", env=environment)
-    # It warns (0.25) that it uses distutils.
+    # TensorFlow Probability (0.25) uses distutils, which is deprecated.
     options = ("-W", "ignore:distutils:DeprecationWarning", "-k", "from-tensorflow", *session.posargs)
     session.run("pytest", "tests/test_documentation.py", *options, env=environment)
 

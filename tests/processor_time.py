@@ -55,7 +55,7 @@ def pytest_runtest_protocol(
     """Run a fast test that took too long a second time: the first use of a compiler takes seconds."""
     result = yield
     seconds = item.stash.get(SECONDS, [])
-    # There is no limit in the full run (`-m ""`), in which property tests generate many more examples.
+    # The full run (`-m ""`) has no time limit, because its property tests generate many more examples.
     is_fast = item.config.option.markexpr and item.get_closest_marker("slow") is None
     if is_fast and len(seconds) == 1 and is_too_long(seconds[0]):
         item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)

@@ -92,11 +92,21 @@ def test_objects_that_may_hold_tensors():
         itertools.repeat(e),
         (v for v in [e]),
         {"a": e}.values(),
+        types.MappingProxyType({"a": e}),
         Held(e),
         [deque([Held(e)])],
     ):
         assert lift(lambda held=held: held, TENSORS)[2]
-    for held in itertools.count(), range(3), iter, "text", frozenset({1}), deque([1, 2]), OrderedDict(a=1):
+    for held in (
+        itertools.count(),
+        types.MappingProxyType({}),
+        range(3),
+        iter,
+        "text",
+        frozenset({1}),
+        deque([1, 2]),
+        OrderedDict(a=1),
+    ):
         assert not lift(lambda held=held: held, TENSORS)[2]
 
 

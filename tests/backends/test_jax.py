@@ -325,6 +325,20 @@ def test_random_keys_are_used_once(f, forward_mode):
         close(jax.jit(jax.vmap(first, (0, None)))(X[None], jax.random.key(0))[0], wanted)
     second = jax.grad(lambda x, key: (first(x, key) * x).sum())  # runs again for the noise
     close(jax.jit(second)(X, jax.random.key(0)), wanted)
+    with jax.debug_key_reuse(True):
+        if isinstance(f, Noisy):
+            close(jax.jit(second)(X, jax.random.key(0)), wanted)
+        elif jax.__version_info__ >= (0, 10):  # JAX 0.7 does not see that the key is used twice
+            with pytest.raises(jax.errors.KeyReuseError):
+                jax.jit(second)(X, jax.random.key(0))
+
+
+def test_a_second_derivative_uses_a_random_key_once_for_a_rule_of_inputs():
+    op = op_custom_gradient(lambda x, key: (x * jax.random.normal(key), lambda u: (u * 7.0 * x**2, None)))
+    second = jax.grad(jax.grad(op))
+    with jax.debug_key_reuse(True):
+        for compiled in (lambda f: f, jax.jit):
+            close(compiled(second)(2.0, jax.random.key(0)), 28.0)
 
 
 def test_python_numbers():

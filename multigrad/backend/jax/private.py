@@ -62,7 +62,7 @@ def _of_value(name: str) -> Callable[..., Any]:
 # What a concrete array can be converted to, and a tracer cannot.
 for _name in (
     *("__array__", "__bool__", "__complex__", "__dlpack__", "__dlpack_device__", "__float__", "__format__"),
-    *("__index__", "__int__", "__repr__", "item", "tolist"),
+    *("__int__", "__repr__", "item", "tolist"),
 ):
     setattr(WithoutTangent, _name, _of_value(_name))
 

@@ -152,7 +152,7 @@ def _are_computed(
     call: Call, arrays: Sequence[Any], inputs: Sequence[Any], closed_over: Sequence[Any]
 ) -> bool:
     """Return whether an array may depend on the inputs: whether the function does not close over it."""
-    # What is computed from a `WithoutTangent` is a concrete array, and from another tracer a tracer.
+    # Operations on a `WithoutTangent` return concrete arrays. Operations on other tracers return tracers.
     if any_traced(inputs) and not any([isinstance(x, WithoutTangent) for x in inputs]):
         arrays = [array for array in arrays if isinstance(array, jax.core.Tracer)]
     constants = [*lift(call.f, TENSORS, borrowed=True)[0], *closed_over] if arrays else []
