@@ -109,7 +109,12 @@ class Call(Protocol):
         """The name of the op in messages."""
 
     def run(
-        self, tensors: Sequence[Any], *, strict: bool = False, read_as: Callable[[Any], Any] | None = None
+        self,
+        tensors: Sequence[Any],
+        *,
+        strict: bool = False,
+        read_as: Callable[[Any], Any] | None = None,
+        values: list[Any] | None = None,
     ) -> Ran:
         """Run the function.
 
@@ -117,6 +122,7 @@ class Call(Protocol):
             tensors: the tensors among the arguments of the call.
             strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
             read_as: maps the value of each variable to the value that the function reads.
+            values: a list to which the values of the trainable variables before `read_as` are added.
         """
 
     def run_again(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Ran:

@@ -62,6 +62,7 @@ class Call:
         *,
         strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
+        values: list[Any] | None = None,
     ) -> "Ran":
         """Run the function and return its flat outputs, its rule, the inputs of the op and the pullback.
 
@@ -72,6 +73,7 @@ class Call:
             tensors: the tensors among the arguments of the call.
             strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
             read_as: maps the value of each variable to the value that the function reads.
+            values: a list to which the values of these variables before `read_as` are added.
         """
         pullback, scope, context = self.pullback, _Reads(), current_context()
         scope.name = pullback.name
@@ -94,7 +96,10 @@ class Call:
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
                 return (output,), rule, tensors, pullback if context is None else pullback.copy(context)
-        return self._result(returned, tensors, scope, outer_scope, context)
+        ran = self._result(returned, tensors, scope, outer_scope, context)
+        if values is not None:
+            values += scope.originals()
+        return ran
 
     def run_again(
         self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None

@@ -181,6 +181,8 @@ class Reads(_Scope):
     read_as: Callable[[Any], Any] | None = None
     """Maps the value of a variable to the value that the function reads."""
     _dtypes: Any = ()
+    _originals: Any = ()
+    """The values to which `read_as` was applied, by the ids of their variables."""
 
     def as_tensor(self, value: Any) -> Any:
         """Return the value of a variable of the framework as a tensor."""
@@ -204,11 +206,22 @@ class Reads(_Scope):
         if key in self.assigned:
             self._record(variable, self.assigned[key][1])
             return value
-        if self.read_as is not None:
-            value = self.read_as(value)
+        value = self._as_read(variable, value)
         self._record(variable, value)
         self.current[key] = value
         return value
+
+    def _as_read(self, variable: keras.Variable, value: Any) -> Any:
+        """Return the value that the function reads for the value of a variable before the call."""
+        if self.read_as is None:
+            return value
+        self._originals = self._originals or {}
+        self._originals[id(variable)] = value
+        return self.read_as(value)
+
+    def originals(self) -> Sequence[Any]:
+        """Return the values of the variables that were read, as they were before `read_as`."""
+        return [self._originals[id(variable)] for variable in self.variables]
 
     def _read_state(self, variable: keras.Variable, value: Any) -> Any:
         """Return the value of a variable that is not trainable. None means that Keras reads its stored value.
@@ -232,10 +245,8 @@ class Reads(_Scope):
             initial = _value_of(variable, self.as_tensor) if value is None else value
             if not variable.trainable:
                 initial = backend.active.snapshot(initial)
-            if self.read_as is not None:
-                initial = self.read_as(initial)
             self.state = self.state or {}
-            self.state[key] = variable, initial
+            self.state[key] = variable, self._as_read(variable, initial)
         return self.state[key][1]
 
     def _record(self, variable: keras.Variable, value: Any) -> None:

@@ -9,7 +9,7 @@ from multigrad.backend.base import Call
 from multigrad.backend.jax.op import FirstRun, Op, tie
 from multigrad.backend.jax.primitives import TangentGate
 from multigrad.backend.jax.residuals import Step, residuals_of
-from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, is_integer
+from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced
 from multigrad.core.closure import lift, restore
 from multigrad.core.errors import TouchedVariable
 from multigrad.core.reachable import reachable_tensors
@@ -60,29 +60,25 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
     if (opaque or call.has_objects()) and _reaches_more_tracers(call, closed_over):
         return _apply_with_tangents(call, tensors)
     gate = TangentGate(concrete_order=1)
-    ran = call.run([gate.strip(array) for array in tensors], read_as=gate.strip)
-    outputs, _, stripped, pullback = ran
-    inputs = [gate.original(array) for array in stripped]
+    inputs = list(tensors)
+    ran = call.run([gate.strip(array) for array in tensors], read_as=gate.strip, values=inputs)
+    outputs, _, _, pullback = ran
     if not _need_tie(inputs, outputs):
         return pullback.output.join(_without_gradient(outputs))
     residuals = residuals_of(call, ran, closed_over)
-    if residuals.computed:
+    if residuals.computed and gate.met:
         gate.open()
+    is_floating = [FLOATING[x.dtype] for x in inputs]
 
     def run_again(floating: list[Any], first: FirstRun) -> Step:
         remaining = iter(first.integers)
-        new_inputs = [
-            new if FLOATING[old.dtype] else next(remaining) if is_integer(old) else old  # old: a random key
-            for new, old in zip(floating, inputs, strict=True)
-        ]
+        new_inputs = [new if f else next(remaining) for new, f in zip(floating, is_floating, strict=True)]
         f = restore(template, first.closed_over)
         outputs, rule, ran_on, _ = call.run_again(new_inputs, pullback, f)
         return list(outputs), residuals_of(call, (outputs, rule, ran_on, pullback), first.closed_over)
 
     name, forward_mode = call.name, call.options.forward_mode
-    outputs = tie(
-        inputs, list(outputs), residuals, name, forward_mode, run_again, gate.made_concrete, closed_over
-    )
+    outputs = tie(inputs, list(outputs), residuals, name, forward_mode, run_again, gate, closed_over)
     return pullback.output.join(outputs)
 
 

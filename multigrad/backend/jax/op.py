@@ -33,7 +33,6 @@ from multigrad.backend.jax.tensors import (
     concrete,
     conjugate,
     is_differentiable,
-    is_integer,
     scatter,
     varying_alike,
 )
@@ -120,28 +119,30 @@ class TiedOp(Op):
     """An op whose function has run without tangents before. Its rest is a `FirstRun`.
 
     Arguments:
-        first_was_concrete: whether an input of the first run was concrete, and thus the same object as its
-            `stop_gradient`.
+        first_gate: the gate of this run, None if the residuals have tangents. An input that it made concrete is
+            the same object as its `stop_gradient`.
     """
 
-    __slots__ = ("first_was_concrete",)
+    __slots__ = ("first_gate",)
 
     def __init__(
-        self, name: str, forward_mode: bool, run_again: Run | None, first_was_concrete: bool
+        self, name: str, forward_mode: bool, run_again: Run | None, first_gate: TangentGate | None
     ) -> None:
         super().__init__(name, forward_mode, lambda inputs, rest: (rest.outputs, rest.residuals), run_again)
-        self.first_was_concrete = first_was_concrete
+        self.first_gate = first_gate
 
     def run_traced(self, inputs: list[Any], rest: Any) -> Step:
         first = outputs, residuals = rest.outputs, rest.residuals
-        in_program = all([isinstance(x, DynamicJaxprTracer) for x in inputs if any_traced([x])])
-        if self.run_again is None or in_program:
+        if self.first_gate is None or not (residuals.computed or self.first_gate.made_concrete):
             return first
         gate = TangentGate(concrete_order=0)
         stripped = [gate.strip(array) for array in inputs]
-        if not gate.met:
+        # The program may be differentiated again, and a closed gate would strip the tangents of residuals.
+        again_later = gate.is_in_program and not self.first_gate.is_open
+        if not (gate.met or again_later):
             return first
-        if self.first_was_concrete:
+        if gate.met and self.first_gate.made_concrete:
+            assert self.run_again is not None
             outputs, residuals = self.run_again(stripped, rest)
         return self.run_with_tangents(inputs, rest) if residuals.computed else (outputs, residuals)
 
@@ -152,7 +153,7 @@ class FirstRun(NamedTuple):
     outputs: list[Any]
     residuals: Residuals
     integers: list[Any]
-    """The integers among the inputs."""
+    """The inputs without a derivative, if the function may run again: integers, booleans and random keys."""
     closed_over: list[Any]
     """The tracers that the function closes over."""
 
@@ -275,7 +276,7 @@ def tie(
     name: str,
     forward_mode: bool,
     run_again: Run | None = None,
-    first_was_concrete: bool = False,
+    first_gate: TangentGate | None = None,
     closed_over: Sequence[Any] = (),
 ) -> list[Any]:
     """Return computed outputs as the outputs of a `TiedOp`, whose derivative is the rule.
@@ -284,13 +285,13 @@ def tie(
     """
     integers: list[Any] = []
     if not all([FLOATING[x.dtype] for x in inputs]):
-        if run_again is not None:
-            integers = [x for x in inputs if is_integer(x)]
+        if residuals.computed and run_again is not None:
+            integers = [x for x in inputs if not FLOATING[x.dtype]]
         inputs = _only_differentiable(inputs)
     outputs = [jax.lax.stop_gradient(output) for output in outputs]  # the op does not use their tangents
     residuals = residuals.tied_to(outputs, inputs, residuals.needed)
     first = FirstRun(outputs, residuals, integers, list(closed_over))
-    return TiedOp(name, forward_mode, run_again, first_was_concrete)(inputs, first)
+    return TiedOp(name, forward_mode, run_again, first_gate)(inputs, first)
 
 
 _tied_p = identity()

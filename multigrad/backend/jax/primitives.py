@@ -39,8 +39,9 @@ class TangentGate:
     """Strips the tangents of the arrays on which a function runs, so that JAX does not differentiate it.
 
     In eager code the function then gets a concrete array, or a `WithoutTangent` if an outer derivative must
-    tell the array from its `stop_gradient`. In a traced program the gate is an equation. When the program is
-    differentiated later, the equation passes tangents if the gate is open.
+    tell the array from its `stop_gradient`. Each one is a new object, so that a residual is known by the
+    position of the input. In a traced program the gate is an equation. When the program is differentiated
+    later, the equation passes tangents if the gate is open.
 
     Arguments:
         concrete_order: the highest order of a derivative for which eager code gets concrete arrays.
@@ -48,7 +49,6 @@ class TangentGate:
 
     def __init__(self, concrete_order: int) -> None:
         self.state, self._concrete_order = GateState(), concrete_order
-        self._originals: dict[int, tuple[Any, Any]] = {}
         self.made_concrete = False
         """Whether an array whose tangents were stripped is concrete."""
 
@@ -57,8 +57,21 @@ class TangentGate:
         """Whether tangents were stripped, because a derivative is being taken here."""
         return self.state.stripped > 0
 
+    @property
+    def is_in_program(self) -> bool:
+        """Whether a program contains the gate, which may be differentiated later."""
+        return self.state.in_program
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tangents pass in a program."""
+        return self.state.open
+
     def open(self) -> None:
-        """Let tangents pass in a program, because the rule uses an intermediate result of the function."""
+        """Let tangents pass in a program, because the rule uses an intermediate result of the function.
+
+        This is right only if a derivative is being taken here, as the first derivative uses the rule alone.
+        """
         self.state.open = True
 
     def strip(self, array: Any) -> Any:
@@ -74,25 +87,28 @@ class TangentGate:
             if order > self._concrete_order:
                 stripped = without_tangent(array, stripped)
             else:
+                stripped = _other_object(stripped)
                 self.made_concrete = True
-        self._originals[id(stripped)] = array, stripped
         return stripped
 
-    def original(self, array: Any) -> Any:
-        """Return the array from which `strip` made this one."""
-        return self._originals.get(id(array), (array,))[0]
+
+def _other_object(array: Any) -> Any:
+    """Return a concrete array with the same buffer.
+
+    A residual is known as an input by being the object that the function got for this input. The value of the
+    input itself may also be another input, the value of a variable or a constant.
+    """
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 class GateState:
-    """The state of a gate: whether it is open, and the number of tangents that it has stripped.
+    """The state of a gate, to which its equations refer."""
 
-    Its equations refer to it.
-    """
-
-    __slots__ = ("open", "stripped")
+    __slots__ = ("in_program", "open", "stripped")
 
     def __init__(self) -> None:
-        self.open, self.stripped = False, 0
+        self.in_program, self.open, self.stripped = False, False, 0
 
 
 gate_p = identity()
@@ -100,6 +116,12 @@ gate_p = identity()
 # is freed. Without one, the cache would keep the parameters alive longer than the program. So equations get
 # this one.
 NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def _type_of_gate(operand: Any, *, gate: GateState, end: Any) -> list[Any]:
+    """Return the type of the result, for which JAX asks when it adds the equation to a program."""
+    gate.in_program = True
+    return [operand]
 
 
 def _differentiate_gate(
@@ -118,6 +140,7 @@ def _map_gate(
     return gate_p.bind(*operands, gate=gate, end=end), axes
 
 
+gate_p.def_abstract_eval(_type_of_gate)
 primitive_jvps[gate_p] = _differentiate_gate
 primitive_batchers[gate_p] = _map_gate
 

@@ -187,14 +187,15 @@ def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
     if jax.sharding.get_abstract_mesh().manual_axes:
         # Arrays, because a ShapeDtypeStruct does not have the axes along which an array varies.
         like = varying_alike([*floating_outputs, *inputs])[: len(floating_outputs)]
-    jaxpr = jax.make_jaxpr(traced_rule)(*like)
+    traced = jax.make_jaxpr(traced_rule)(*like)
+    jaxpr, arrays = traced.jaxpr, list(traced.consts)  # `pull` must not hold the arrays, which may be tracers
 
     def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
         floating_upstream = [u for u, f in zip(upstream, floating, strict=True) if f]
-        answer = jax.core.eval_jaxpr(jaxpr.jaxpr, arrays, *floating_upstream)
+        answer = jax.core.eval_jaxpr(jaxpr, arrays, *floating_upstream)
         gradients: list[Any] = [None] * len(needed)
         for i, gradient in zip(nonzero, answer, strict=True):
             gradients[i] = gradient
         return gradients
 
-    return list(jaxpr.consts), pull
+    return arrays, pull

@@ -72,11 +72,6 @@ def is_differentiable(tensor: Any) -> bool:
     return FLOATING[tensor.dtype]
 
 
-def is_integer(tensor: Any) -> bool:
-    """Return whether a tensor holds integers or booleans, and is not a random key."""
-    return not (FLOATING[tensor.dtype] or jnp.issubdtype(tensor.dtype, jax.dtypes.prng_key))
-
-
 def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
     return [(t.shape, t.dtype, None) if FLOATING[t.dtype] else None for t in tensors]
 
