@@ -119,8 +119,8 @@ class TiedOp(Op):
     """An op whose function has run without tangents before. Its rest is a `FirstRun`.
 
     Arguments:
-        first_gate: the gate of this run, None if the residuals have tangents. An input that it made concrete is
-            the same object as its `stop_gradient`.
+        first_gate: the gate of this run, None if the residuals have tangents. An input that it made concrete
+            is the same object as its `stop_gradient`.
     """
 
     __slots__ = ("first_gate",)

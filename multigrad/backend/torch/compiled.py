@@ -7,25 +7,15 @@ from typing import Any
 
 import keras
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from multigrad.backend.base import Call, Pullback
-from multigrad.backend.torch.eager import dense_floating, is_alias, mark_integers
+from multigrad.backend.torch.eager import dense_floating, is_alias, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.state import autocasting, current_autocast, is_transforming, untraced
-from multigrad.backend.torch.tensors import specs_of
+from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
+from multigrad.core.closure import lift, restore
 from multigrad.core.process_wide import Shared
-
-
-def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors with an alias for each repeated one, which Dynamo (PyTorch 2.13) does not accept."""
-    distinct: list[torch.Tensor] = []
-    for tensor in tensors:
-        for other in distinct:
-            if tensor is other:
-                tensor = tensor.view_as(tensor)
-                break
-        distinct.append(tensor)
-    return distinct
 
 
 def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -60,7 +50,7 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         outputs, rule, inputs, pullback = call.run(tensors)
         copied = _without_aliases(inputs, outputs)
     state = pullback, rule, specs_of(inputs), current_autocast()
-    return pullback.output.join(_Compiled.apply(state, *_distinct(inputs), *copied))
+    return pullback.output.join(_Compiled.apply(state, *distinct(inputs), *copied))
 
 
 # Keras creates the attribute for the active scope when the first one is entered. Dynamo would see the change,
@@ -84,7 +74,11 @@ _apply_uncompiled = torch.compiler.disable(
 
 
 class _Compiled(torch.autograd.Function):
-    """A Function in compiled code. It keeps the rule itself: compiled code has no reference cycles."""
+    """A Function in compiled code. It keeps the rule itself: compiled code has no reference cycles.
+
+    Where Dynamo cannot trace the rule, it runs uncompiled. A derivative of the gradient then goes through
+    the residuals that are inputs, and raises an error if it needs others.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -92,6 +86,7 @@ class _Compiled(torch.autograd.Function):
         ctx.state, *tensors = args
         _, _, specs, _ = ctx.state
         outputs = tensors[len(specs) :]
+        ctx.save_for_backward(*tensors[: len(specs)])  # not in the program, which does not use them
         mark_integers(ctx, outputs)
         return tuple(outputs)
 
@@ -99,9 +94,26 @@ class _Compiled(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         pullback, rule, specs, autocast = ctx.state
         needed = ctx.needs_input_grad[1 : 1 + len(specs)]
+        opaque = False
+        if not is_dynamo_compiling() and torch.is_grad_enabled():
+            rule, opaque = _refusing(rule, ctx.saved_tensors)
         with autocasting(autocast):
             gradients = pullback.pull(rule, dense_floating(upstream), needed, specs)
+        if opaque:
+            gradients = refuse_compiled(gradients, ctx.saved_tensors)
         return None, *gradients, *(None,) * len(upstream)
+
+
+def _refusing(rule: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], bool]:
+    """Return the rule with residuals that raise when they are differentiated, and whether it is opaque.
+
+    Inputs have their history. Other residuals were computed without recording.
+    """
+    residuals, template, opaque = lift(rule, TENSORS)
+    for slot, residual in enumerate(residuals):
+        if FLOATING[residual.dtype] and not any([residual is x for x in inputs]):
+            (residuals[slot],) = refuse_compiled([residual], inputs)
+    return restore(template, residuals), opaque
 
 
 def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:

@@ -294,6 +294,8 @@ def _alike(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
         return False
     if is_unreadable(first):
         return True
+    if hasattr(first, "to_local"):  # a DTensor, of which each process compares its shard
+        first, second = first.to_local(), second.redistribute(placements=first.placements).to_local()
     levels = sorted({level for tensor in (first, second) for level, _ in vmaps_of(tensor)})
     with no_transforms():
         first, second = torch.broadcast_tensors(
@@ -329,13 +331,28 @@ def dense_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tenso
     )
 
 
+_COMPILED = message(
+    "multigrad",
+    "the gradient of a compiled function cannot be differentiated in PyTorch",
+    required="one compiled function that takes both derivatives, or a function that is not compiled",
+    got="a derivative of the gradient of a result of torch.compile or multigrad.jit",
+    fix="compile the outermost function, as in multigrad.jit(lambda x: grad(lambda x: ...grad(f)...)(x))",
+    see="pytorch#compile",
+)
+
+
 class _Refused(torch.autograd.Function):
     """A Function that raises an error when it is differentiated."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, error: str, result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.error = error
+    def forward(error: str, result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         return result.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.error = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> NoReturn:
@@ -345,6 +362,17 @@ class _Refused(torch.autograd.Function):
 def refuse(result: torch.Tensor, error: str, *sources: torch.Tensor) -> torch.Tensor:
     """Return the result, so that differentiating it with respect to a source raises the error."""
     return _Refused.apply(error, result, *sources)
+
+
+def refuse_compiled(
+    tensors: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Return tensors of a compiled function, so that differentiating them with respect to a source raises.
+
+    They keep their own history: a gradient can be differentiated with respect to its upstream gradient.
+    """
+    refused = [None if t is None else refuse(torch.zeros_like(t), _COMPILED, *sources) for t in tensors]
+    return [None if r is None else t + r for t, r in zip(tensors, refused, strict=True)]
 
 
 def _anchors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

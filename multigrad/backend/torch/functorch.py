@@ -26,7 +26,7 @@ from multigrad.backend.torch.state import (
     unwrapped,
     vmaps_of,
 )
-from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
+from multigrad.backend.torch.tensors import TENSORS, distinct, is_differentiable, specs_of
 from multigrad.core.closure import lift, restore
 from multigrad.core.errors import TouchedVariable, message
 from multigrad.core.linearity import FAR, require_linear, trial
@@ -139,6 +139,7 @@ class _Transformed(torch.autograd.Function):
         if run.before:
             results = tensors[run.inputs : run.inputs + run.outputs]
         else:
+            tensors = tuple(distinct(tensors))
             ran = call.run(tensors, strict=True)
             results = (*ran[0], *run.set(call, ran))
         mapped = _mapped_alike(results, tensors)

@@ -3,14 +3,15 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import torch
 
-from multigrad.backend.torch.eager import is_view_without_node, node_of, refuse
+from multigrad.backend.torch.eager import is_view_without_node, node_of, refuse, refuse_compiled
 from multigrad.backend.torch.jit import is_in_pieces
+from multigrad.backend.torch.private import COMPILED_NODE
 from multigrad.backend.torch.state import current_autocast, is_compiling, is_transforming
 from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
@@ -50,6 +51,8 @@ def _recorded(
         weights = [tensor for tensor in tensors[len(tensors) - variables :] if tensor.requires_grad]
         recorded = recording and (depth > 0 or _depends_on_others(value, [*inputs, *weights]))
         gradients = torch.autograd.grad(value, inputs, create_graph=recorded, materialize_grads=True)
+        if recorded:
+            gradients = _refuse_in_programs(gradients, inputs, [value])
         results = [value, *gradients]
         if not recorded:
             results = [tensor.detach() for tensor in results]
@@ -104,14 +107,17 @@ def vjp(
             return [torch.zeros_like(tensor) for tensor in tensors]
         # As above, or if the upstream gradients are differentiated, as in forward mode.
         again = depends or getattr(_DEPTH, "value", 0) > 0 or any([u.requires_grad for u in upstream])
-        return torch.autograd.grad(
-            [output for output, _ in pairs],
+        again = again and torch.is_grad_enabled()
+        values = [output for output, _ in pairs]
+        gradients = torch.autograd.grad(
+            values,
             inputs,
             [u for _, u in pairs],
             retain_graph=True,
-            create_graph=torch.is_grad_enabled() and again,
+            create_graph=again,
             materialize_grads=True,
         )
+        return _refuse_in_programs(gradients, inputs, values) if again else gradients
 
     return (outputs, aux), pull
 
@@ -237,6 +243,33 @@ _CHANGED = message(
 
 _DEPTH = threading.local()
 """The number of nested calls of `value_and_grad` and `vjp` in this thread."""
+
+
+def _refuse_in_programs(
+    gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """Return the gradients. If a program computed them, differentiating them raises an error.
+
+    PyTorch (2.13 to 2.15) attaches the backward pass of a compiled function only to those tensors that the
+    program saved with their history. A derivative of it with respect to other tensors would be zero.
+    """
+    nodes = [node_of(value) for value in values]
+    programs = [node for node in _nodes_from(nodes) if type(node).__name__ == COMPILED_NODE]
+    ends = set(map(node_of, inputs)) if programs else set()
+    if not any(node in ends for program in programs for node in _nodes_from([program])):
+        return gradients
+    return refuse_compiled(gradients, values)
+
+
+def _nodes_from(nodes: list[Any]) -> Iterator[Any]:
+    """Yield these nodes and the nodes on which they depend."""
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend([parent for parent, _ in node.next_functions])
 
 
 def _depends_on_others(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:

@@ -75,3 +75,7 @@ def direct_apply(function: Any) -> Callable[..., Any]:
         return function.apply
     function._backward_cls.apply = function.backward
     return super(torch.autograd.Function, function).apply
+
+
+# The name of the nodes of compiled functions in a graph. A test fails if it changes.
+COMPILED_NODE = "CompiledFunctionBackward"

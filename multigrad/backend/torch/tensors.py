@@ -49,6 +49,22 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
+def distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors with an alias for each repeated one, so that each input has an object of its own.
+
+    Under a transform, two inputs may be wrappers of one tensor, and a residual must be known by the position
+    of its input. Dynamo (PyTorch 2.13) does not accept a repeated argument of a Function.
+    """
+    aliased: list[torch.Tensor] = []
+    for tensor in tensors:
+        for other in aliased:
+            if tensor is other:
+                tensor = tensor.view_as(tensor)
+                break
+        aliased.append(tensor)
+    return aliased
+
+
 def is_differentiable(tensor: torch.Tensor) -> bool:
     return FLOATING[tensor.dtype]
 

@@ -7,6 +7,7 @@ import torch
 from cases import CASES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH = torch.linspace(-1.0, 1.5, 12).reshape(4, 3)
@@ -49,6 +50,29 @@ def gradients(module, batch):
     return [parameter.grad for parameter in module.parameters()]
 
 
+ROWS = torch.tensor([0.5, -1.25, 1.5, 0.75])
+SECOND = ["input", "intermediate", "output"]
+"""The cases whose second derivative is taken, with respect to a sharded tensor."""
+
+
+def second_derivative(function, x, w):
+    """Return the second derivative of a function with respect to `x`, an ordinary or a distributed tensor."""
+
+    def total(y):
+        return (y.full_tensor() if hasattr(y, "full_tensor") else y).sum()
+
+    (slope,) = torch.autograd.grad(total(function(x, w)), x, create_graph=True)
+    return torch.autograd.grad(total(slope), x)[0]
+
+
+def second_derivatives():
+    """Return the second derivative of each op with respect to a tensor that two processes share."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(ROWS, mesh, [Shard(0)]).requires_grad_()
+    w = distribute_tensor(2.0 * ROWS, mesh, [Shard(0)])
+    return {name: second_derivative(CASES[name].op, x, w).full_tensor() for name in SECOND}
+
+
 def work(rank, folder):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -61,6 +85,7 @@ def work(rank, folder):
         for name, case in CASES.items():
             own = gradients(distribute(Module(case.op)), BATCH[rank::2])
             found[way, name] = [g.full_tensor() if way == "sharded" else g for g in own]
+    torch.save(second_derivatives(), f"{folder}/second_of_{rank}")
     torch.save(found, f"{folder}/of_{rank}")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -343,7 +343,7 @@ def test_nested_gradients_of_a_compiled_function_raise(compiler, inner):
     """They would be zero if the inputs of the inner derivative were views, which PyTorch detaches."""
     slope = grad(compiler(lambda x: ops.sum(x**3)))
     close(slope(inner(X)), 3.0 * inner(X) ** 2)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with pytest.raises(RuntimeError, match=r"gradient of a compiled function|double backward"):
         grad(lambda x: ops.sum(slope(inner(x))))(X)
 
 

@@ -1,4 +1,7 @@
-"""DistributedDataParallel and FSDP2 on two processes with gloo: the gradients equal those of one process."""
+"""Two processes with gloo: DistributedDataParallel, FSDP2, and second derivatives of distributed tensors.
+
+The gradients equal those of one process.
+"""
 
 import data_parallel
 import pytest
@@ -20,3 +23,8 @@ def test_two_processes_have_the_gradients_of_one_process(tmp_path):
         for (_, name), got in found.items():
             module = data_parallel.Module(CASES[name].meant)
             close(got, data_parallel.gradients(module, data_parallel.BATCH), 1e-3)
+        second = torch.load(tmp_path / f"second_of_{rank}")
+        x = data_parallel.ROWS.clone().requires_grad_()
+        for name, got in second.items():
+            close(got, data_parallel.second_derivative(CASES[name].meant, x, 2.0 * data_parallel.ROWS), 1e-4)
+        assert list(second) == data_parallel.SECOND

@@ -1,6 +1,7 @@
 """torch.func: its transforms and their nestings, on every op."""
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import keras
@@ -644,6 +645,19 @@ def test_one_tensor_for_two_arguments(function, name):
 
     close(SECOND_OF_ONE[name](loss)(x), grad(meant)(x.detach()), 1e-4)
     close(jvp(loss, (x.detach(),), (V,))[1], meant(x.detach()), 1e-4)
+
+
+@pytest.mark.parametrize("argnums", [*itertools.product((0, 1), repeat=2)], ids=str)
+@pytest.mark.parametrize("outer", [jacfwd, jacrev])
+def test_one_tensor_in_two_positions(outer, argnums):
+    """It is differentiated with respect to one of them at a time."""
+    first, second = argnums
+    op = CASES["input"].op
+
+    def derivative(f):
+        return outer(grad(lambda x, w: (f(x, w) * V).sum(), first), second)(X, X)
+
+    close(derivative(op), derivative(CASES["input"].meant), 1e-4)
 
 
 def test_a_tensor_that_occurs_twice_in_a_rule_is_saved_once():

@@ -1,0 +1,126 @@
+"""Second derivatives of compiled functions: each is right or raises an error, and none is silently wrong."""
+
+import pytest
+import torch
+from cases import CASES
+from keras import ops
+from support import close, numpy
+
+import multigrad
+from multigrad import grad, hessian, jacobian, jvp, vjp
+from multigrad.backend.torch.private import COMPILED_NODE
+
+X, V = torch.tensor([0.5, -0.75, 1.25]), torch.tensor([1.0, 2.0, -1.0])
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    """Reset the compiler, so that functions of one test do not count for another."""
+    torch.compiler.reset()
+
+
+def slope(f):
+    return grad(lambda x: ops.sum(f(x) * V))
+
+
+WAYS = {
+    "grad of grad": lambda f: slope(slope(f))(X),
+    "grad of vjp": lambda f: slope(lambda x: vjp(f, x)[1](V)[0])(X),
+    "vjp of grad": lambda f: vjp(slope(f), X)[1](V)[0],
+    "jacobian of grad": lambda f: jacobian(slope(f))(X),
+    "grad of jacobian": lambda f: slope(lambda x: jacobian(f)(x) @ V)(X),
+    "hessian": lambda f: hessian(lambda x: ops.sum(f(x) * V))(X),
+    "jvp of grad": lambda f: jvp(slope(f), (X,), (V,))[1],
+    "grad of jvp": lambda f: slope(lambda x: jvp(f, (x,), (V,))[1])(X),
+    "grad of torch.func.grad": lambda f: slope(torch.func.grad(lambda x: (f(x) * V).sum()))(X),
+    "torch.func.grad of grad": lambda f: torch.func.grad(lambda x: (slope(f)(x) * V).sum())(X),
+}
+
+cases = {name: CASES[name].op for name in ("input", "intermediate", "output")}
+FUNCTIONS = {
+    **{name: lambda x, op=op: op(x, V) for name, op in cases.items()},
+    "between": lambda x: ops.sin(cases["intermediate"](2.0 * x, V)),
+    "beside": lambda x: cases["intermediate"](x, V) * x,
+    "without an op": torch.exp,
+    "reshaped": lambda x: cases["intermediate"](x.reshape(-1), V),
+}
+COMPILERS = {
+    "multigrad.jit": multigrad.jit,
+    "torch.compile": lambda f: torch.compile(f, backend="aot_eager"),
+}
+RAISED = ["gradient of a compiled function", "double backward", "compiled backward function within vmap"]
+"""The error of this package, and those of PyTorch (2.13)."""
+
+FAST = [
+    ("grad of grad", "intermediate", "torch.compile"),
+    ("grad of jvp", "output", "torch.compile"),
+    ("hessian", "beside", "torch.compile"),
+]
+
+
+def slow_but_some():
+    every = [(w, f, c) for w in WAYS for f in FUNCTIONS for c in COMPILERS]
+    return [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in every]
+
+
+@pytest.mark.parametrize(("way", "function", "compiler"), slow_but_some())
+def test_a_second_derivative_of_a_compiled_function_is_right_or_raises(way, function, compiler):
+    f = FUNCTIONS[function]
+    wanted, got, text = WAYS[way](f), None, ""
+    try:
+        got = WAYS[way](COMPILERS[compiler](f))
+    except RuntimeError as error:
+        text = str(error)
+    if got is None:
+        assert any(known in text for known in RAISED), text
+    else:
+        close(got, wanted, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["intermediate", "between"])
+def test_the_first_derivative_is_right_where_the_second_raises(function):
+    f = FUNCTIONS[function]
+    compiled, seen = COMPILERS["torch.compile"](f), []
+
+    def penalty(x):
+        gradient = slope(compiled)(x)
+        seen.append(numpy(gradient.detach()))
+        return ops.sum(gradient**2)
+
+    with pytest.raises(RuntimeError, match="gradient of a compiled function cannot be differentiated"):
+        grad(penalty)(X)
+    close(seen[0], numpy(slope(f)(X)), 1e-4)
+
+
+@pytest.mark.slow
+def test_a_gradient_penalty_of_a_compiled_function_raises():
+    """It is differentiated with respect to a weight, and not with respect to the input of the function."""
+    critic = torch.compile(lambda x, w: cases["intermediate"](x * w, V).sum(), backend="aot_eager")
+
+    def penalty(w):
+        return ops.sum(grad(critic)(X, w) ** 2)
+
+    with pytest.raises(RuntimeError, match=r"gradient of a compiled function|double backward"):
+        grad(penalty)(2.0 * V)
+
+
+def test_a_gradient_with_respect_to_a_tensor_beside_a_compiled_function():
+    """A step size: the gradient is a constant of the derivative with respect to it."""
+    f = FUNCTIONS["intermediate"]
+    compiled = COMPILERS["torch.compile"](f)
+
+    def after_a_step(function):
+        return grad(lambda rate: ops.sum((X - rate * slope(function)(X)) ** 2))(torch.tensor(0.1))
+
+    close(after_a_step(compiled), after_a_step(f), 1e-4)
+
+
+def test_the_name_of_the_node_of_a_compiled_function():
+    x = X.clone().requires_grad_()
+    y = torch.compile(torch.exp, backend="aot_eager")(x)
+    assert type(y.grad_fn).__name__ == COMPILED_NODE
