@@ -68,10 +68,6 @@ class Variable(Tensor):
     def assign(self, other: Any) -> None:
         self.primal = np.array(tensor(other).primal)
 
-    @property
-    def value(self) -> Tensor:
-        return Tensor(self.primal)
-
 
 READS: list[list[Variable]] = []
 """The variables that the functions of the active ops have read, in the order of first use."""
@@ -281,6 +277,7 @@ def derivatives(
 NAMES: dict[str, Any] = {
     "array": lambda *values: Tensor(values),
     "Variable": Variable,
+    "value_of": lambda variable: Tensor(variable.primal),
     "Layer": Layer,
     "op_custom_gradient": op_custom_gradient,
     "derivatives": derivatives,

@@ -123,6 +123,7 @@ def derivatives(
 NAMES: dict[str, Any] = {
     "array": array,
     "Variable": lambda *values: keras.Variable(array(*values)),
+    "value_of": ops.convert_to_tensor,  # on JAX and PyTorch the array of the variable, not a copy
     "Layer": keras.layers.Layer,
     "op_custom_gradient": op_custom_gradient,
     "derivatives": derivatives,

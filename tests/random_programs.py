@@ -4,9 +4,14 @@
 NumPy. The text is run with both. It is Python, so a failing program can be read, edited and kept.
 """
 
+import itertools
+import linecache
+import sys
 import textwrap
+import types
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 FACTORS = ["2.0", "-3.0", "0.5", "1.5"]  # the false factors of rules
 NUMBERS = ["0.5", "-0.7", "1.3"]
@@ -86,7 +91,7 @@ class Drawing:
             if self.chance(0.4):
                 lines.append(f"w{i}.assign({self.random.choice(arrays)})")
             self.weights.append(f"w{i}")
-            arrays.append(f"w{i}.value")
+            arrays.append(f"value_of(w{i})")
         if self.chance(0.3):
             shared = self.chance(0.5)
             lines.append(f"k = {self._array(arrays if shared else [])}")
@@ -234,3 +239,24 @@ def _indented(lines: list[str]) -> list[str]:
 
 def draw(seed: int, transforms: list[str] = TRANSFORMS) -> Program:
     return Drawing(Random(seed), transforms).program()
+
+
+NUMBERS_OF_MODULES = itertools.count()
+
+
+def run(text: str, names: dict[str, Any]) -> Any:
+    """Return the result of a program, run with these names.
+
+    It is run as a module whose source can be read, which AutoGraph requires.
+    """
+    name = f"random_program_{next(NUMBERS_OF_MODULES)}"
+    module = types.ModuleType(name)
+    module.__file__ = f"{name}.py"
+    linecache.cache[module.__file__] = len(text), None, text.splitlines(keepends=True), module.__file__
+    sys.modules[name] = module
+    try:
+        module.__dict__.update(names)
+        exec(compile(text, module.__file__, "exec"), module.__dict__)
+        return module.__dict__["result"]
+    finally:
+        del sys.modules[name], linecache.cache[module.__file__]
