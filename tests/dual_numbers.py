@@ -144,11 +144,12 @@ def op_custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     def op(*args: Any) -> Any:
         READS.append([])
         output, rule = f(*args)
-        # Outputs are tensors of their own, which the rule holds: their tangents and nodes are replaced below.
-        outputs = list(output) if isinstance(output, tuple) else [output]
+        outputs = list(output) if isinstance(output, tuple) else [tensor(output)]
         inputs = [tensor(a) for a in args if isinstance(a, Tensor)]
         variables = [variable for variable in READS.pop() if variable not in inputs]
         inputs += variables
+        # The rule holds the outputs, whose tangents and nodes are replaced below. An input in its place is an input.
+        outputs = [Tensor(y.primal) if y in inputs else y for y in outputs]
         pull = _pull(rule, isinstance(output, tuple), inputs, len(variables))
         if Tensor.directions:
             for y, rows in zip(outputs, _jacobian(pull, outputs), strict=True):
@@ -160,7 +161,7 @@ def op_custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
         node = Node(inputs, outputs, pull)
         for y in outputs:
             y.node = node
-        return output
+        return tuple(outputs) if isinstance(output, tuple) else outputs[0]
 
     return op
 
@@ -183,6 +184,9 @@ def _pull(rule: Any, several: bool, inputs: Sequence[Tensor], variables: int) ->
 
 def _jacobian(pull: Callable[..., list[Tensor]], outputs: Sequence[Tensor]) -> list[list[Array]]:
     """Return for each output a matrix for each input: the rule, at all upstream gradients of one element."""
+    at_zero = pull(*[Tensor(np.zeros_like(y.primal)) for y in outputs])
+    if any(np.any(gradient.primal) for gradient in at_zero):
+        raise ValueError("a rule is not linear in its upstream gradient")
     result = []
     for y in outputs:
         rows = []

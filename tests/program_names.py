@@ -85,6 +85,13 @@ def cond(f: Function) -> Function:
     return lambda x, *others: ops.cond(ops.sum(x) < 1e9, lambda: f(x, *others), lambda: x * 0.0)
 
 
+def value_of(variable: keras.Variable) -> Any:
+    """Return the value of a variable: on JAX and PyTorch, the object that the variable holds."""
+    if BACKEND == "tensorflow":
+        return variable.value.read_value()
+    return variable.value
+
+
 def derivatives(
     loss: Function,
     inputs: Sequence[Any],
@@ -123,7 +130,7 @@ def derivatives(
 NAMES: dict[str, Any] = {
     "array": array,
     "Variable": lambda *values: keras.Variable(array(*values)),
-    "value_of": ops.convert_to_tensor,  # on JAX and PyTorch the array of the variable, not a copy
+    "value_of": value_of,
     "Layer": keras.layers.Layer,
     "op_custom_gradient": op_custom_gradient,
     "derivatives": derivatives,
