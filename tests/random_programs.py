@@ -15,7 +15,9 @@ from typing import Any
 
 FACTORS = ["2.0", "-3.0", "0.5", "1.5"]  # the false factors of rules
 NUMBERS = ["0.5", "-0.7", "1.3"]
-TRANSFORMS = ["jit", "plain_jit", "remat", "checkpoint", "vmap", "scan", "loop", "cond"]
+COMPILERS = ["jit", "plain_jit"]
+CHECKPOINTS = ["remat", "checkpoint"]
+CONTROL_FLOW = ["vmap", "scan", "loop", "cond"]
 FORMS = ["function", "method", "layer", "layer's call"]
 
 
@@ -30,24 +32,21 @@ class Op:
     """The weights that its function reads, in the order of first use."""
 
 
-@dataclass
-class Program:
-    text: str
-    order: int
-    transforms: set[str]
-    """The transforms that it uses."""
-    weights: list[str]
-    """The weights that its ops read."""
-    compiled: bool
-
-
 class Drawing:
-    """One program while it is drawn."""
+    """One program while it is drawn.
 
-    def __init__(self, random: Random, transforms: list[str]) -> None:
+    Arguments:
+        random: draws it.
+        backend: the backend, whose limits it respects.
+        small: whether it has one op and one call.
+        compiled: whether it may be compiled.
+    """
+
+    def __init__(self, random: Random, backend: str, small: bool, compiled: bool) -> None:
         self.random = random
-        self.transforms = transforms
-        self.used: set[str] = set()
+        self.backend = backend
+        self.small = small
+        self.compiled = compiled
         self.ops: list[Op] = []
         self.weights: list[str] = []
         self.constants: list[str] = []
@@ -55,23 +54,31 @@ class Drawing:
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def program(self) -> Program:
-        random = self.random
-        order, inputs = random.choice([1, 2, 2]), random.choice([1, 2, 2])
+    def program(self) -> str:
+        order, inputs = self.random.choice([1, 2, 2]), self.random.choice([1, 2, 2])
         lines = self._arrays(inputs)
-        for number in range(random.randint(1, 3)):
+        for number in range(1 if self.small else self.random.randint(1, 3)):
             lines += ["", *self._op(number)]
-        lines += ["", *self._loss(inputs)]
+        lines += ["", *self._loss(inputs, self._transforms(order))]
         argnums, variables = self._differentiated(inputs)
-        compiled = self.chance(0.2)
+        compiled = self.compiled and self.chance(0.15)
         names = ", ".join(f"x{i}" for i in range(inputs))
-        lines += [
-            "",
-            "",
-            f"result = derivatives(loss, [{names}], {argnums}, [{', '.join(variables)}], order={order}, {compiled=})",
-        ]
-        read = [w for w in self.weights if any(w in op.weights for op in self.ops)]
-        return Program("\n".join(lines) + "\n", order, self.used, read, compiled)
+        differentiated = f"{argnums}, [{', '.join(variables)}]"
+        lines += ["", f"result = derivatives(loss, [{names}], {differentiated}, {order=}, {compiled=})"]
+        return "\n".join(lines) + "\n"
+
+    def _transforms(self, order: int) -> list[str]:
+        """Return the transforms that the framework supports for this program: see docs/limits."""
+        transforms = list(CONTROL_FLOW)
+        if self.compiled:
+            transforms += COMPILERS
+        # TensorFlow: second derivatives through `tf.recompute_grad`, and variables in it.
+        if self.backend != "tensorflow" or (order == 1 and not self.weights):
+            transforms += CHECKPOINTS
+        # TensorFlow: rules in control flow that get an eager tensor from a global name.
+        if self.backend == "tensorflow" and self.constants:
+            transforms = [t for t in transforms if t not in CONTROL_FLOW]
+        return transforms
 
     def _differentiated(self, inputs: int) -> tuple[list[int], list[str]]:
         argnums = [i for i in range(inputs) if self.chance(0.7)]
@@ -151,6 +158,9 @@ class Drawing:
             values.append(m)
         outputs = [f"y{i}" for i in range(random.choice([1, 1, 1, 2]))]
         for y in outputs:
+            if self.chance(0.1):  # the output is an input, which the rule cannot tell from it
+                body.append(f"{y} = {random.choice(arguments)}")
+                continue
             body.append(f"{y} = {random.choice(NUMBERS)} * {self._expression(2, values, nested)}")
             values.append(y)
         op = Op(f"op{number}", len(arguments), len(outputs), weights)
@@ -206,23 +216,24 @@ class Drawing:
 
     # ------------------------------------------------------------------------------------------------- loss
 
-    def _loss(self, inputs: int) -> list[str]:
+    def _loss(self, inputs: int, transforms: list[str]) -> list[str]:
         values = [f"x{i}" for i in range(inputs)]
         body = []
-        for i in range(self.random.randint(1, 3)):
-            body.append(f"v{i} = {self._statement(values)}")
+        for i in range(1 if self.small else self.random.randint(1, 3)):
+            body.append(f"v{i} = {self._statement(values, transforms)}")
             values.append(f"v{i}")
         last = [values[-1], *([self.random.choice(values)] if self.chance(0.5) else [])]
+        last += [w for w in self.weights if self.chance(0.2)]
         total = " + ".join(f"{self.random.choice(NUMBERS)} * {v}" for v in last)
         body.append(f"return ops.sum({total})")
         return [f"def loss({', '.join(values[:inputs])}):", *_indented(body)]
 
-    def _statement(self, values: list[str]) -> str:
+    def _statement(self, values: list[str], transforms: list[str]) -> str:
         op = self.random.choice(self.ops)
-        if not self.transforms or self.chance(0.5):
+        if self.chance(0.5):
             return self._call(op, lambda: self._expression(1, values, self.ops))
-        transform = self.random.choice(self.transforms)
-        self.used.add(transform)
+        # A lambda is a new function in each run, because `jax.checkpoint` keeps the trace of a function.
+        transform = self.random.choice(transforms) if transforms else ""
         arguments = ["p", "q"][: self.random.choice([1, 2, 2])]
         called = self._call(op, lambda: self._expression(1, arguments, self.ops))
         passed = [self.random.choice(values) for _ in arguments]
@@ -237,8 +248,9 @@ def _indented(lines: list[str]) -> list[str]:
     return [textwrap.indent(line, "    ") for line in lines]
 
 
-def draw(seed: int, transforms: list[str] = TRANSFORMS) -> Program:
-    return Drawing(Random(seed), transforms).program()
+def draw(seed: int, backend: str, small: bool = False, compiled: bool = True) -> str:
+    """Return a program that this backend supports."""
+    return Drawing(Random(seed), backend, small, compiled).program()
 
 
 NUMBERS_OF_MODULES = itertools.count()
