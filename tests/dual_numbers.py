@@ -1,8 +1,8 @@
 """The reference for random programs: derivatives by the rules, in NumPy, without multigrad.
 
-The names in `NAMES` are those that the text of a program uses (`random_programs.py`). A tensor is a dual number: a
-value with its tangents, one for each element that the program is differentiated with respect to. Gradients are
-computed in reverse mode on dual numbers, so their tangents are the second derivatives:
+`NAMES` defines the names that the text of a program uses (`random_programs.py`). A tensor is a dual number: a
+value with its tangents, one for each element that the program is differentiated with respect to. Gradients
+are computed in reverse mode on dual numbers, so their tangents are the second derivatives:
 
 - The tangent of an op's output is the transposed rule, applied to the tangents of the op's inputs.
 - The tangent of an intermediate is the derivative of the function that computed it.
@@ -148,7 +148,8 @@ def op_custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
         inputs = [tensor(a) for a in args if isinstance(a, Tensor)]
         variables = [variable for variable in READS.pop() if variable not in inputs]
         inputs += variables
-        # The rule holds the outputs, whose tangents and nodes are replaced below. An input in its place is an input.
+        # The rule holds the outputs, whose tangents and nodes are replaced below. If an output is an input, the
+        # rule holds the input.
         outputs = [Tensor(y.primal) if y in inputs else y for y in outputs]
         pull = _pull(rule, isinstance(output, tuple), inputs, len(variables))
         if Tensor.directions:
@@ -259,7 +260,7 @@ def derivatives(
     order: int,
     compiled: bool,
 ) -> list[Array]:
-    """Return the value of a loss, its gradients, and the gradients of their weighted sum if the order is 2."""
+    """Return the value of a loss, its gradients and, for order 2, those of the gradients' weighted sum."""
     xs = [Tensor(x.primal) for x in inputs]
     leaves = [*[xs[i] for i in argnums], *variables]
     sizes = [leaf.primal.size for leaf in leaves]
@@ -285,9 +286,7 @@ NAMES: dict[str, Any] = {
     "Layer": Layer,
     "op_custom_gradient": op_custom_gradient,
     "derivatives": derivatives,
-    "ops": SimpleNamespace(
-        sin=sin, cos=cos, tanh=tanh, sum=total, flip=flip, stop_gradient=stop_gradient
-    ),
+    "ops": SimpleNamespace(sin=sin, cos=cos, tanh=tanh, sum=total, flip=flip, stop_gradient=stop_gradient),
     "jit": same,
     "plain_jit": same,
     "remat": same,

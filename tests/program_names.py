@@ -13,7 +13,7 @@ from keras import ops
 from support import BACKEND, array
 
 import multigrad
-from multigrad import grad, op_custom_gradient, value_and_grad
+from multigrad import op_custom_gradient, value_and_grad
 
 Function = Callable[..., Any]
 
@@ -100,19 +100,19 @@ def derivatives(
     order: int,
     compiled: bool,
 ) -> list[np.ndarray]:
-    """Return the value of a loss, its gradients, and the gradients of their weighted sum if the order is 2."""
+    """Return the value of a loss, its gradients and, for order 2, those of the gradients' weighted sum."""
 
     def of(f: Function) -> Function:
-        if not argnums:
-            return lambda *xs: (lambda value, own: (value, [*own]))(*value_and_grad(f, variables=variables)(*xs))
-        if not variables:
-            return lambda *xs: (lambda value, own: (value, [*own]))(*value_and_grad(f, argnums)(*xs))
+        """Return a function of the value of `f` and the list of its gradients."""
 
-        def both(*xs: Any) -> Any:
+        def value_and_list(*xs: Any) -> tuple[Any, list[Any]]:
+            if not argnums or not variables:
+                value, gradients = value_and_grad(f, argnums or None, variables=variables or None)(*xs)
+                return value, [*gradients]
             value, (of_inputs, of_variables) = value_and_grad(f, argnums, variables=variables)(*xs)
             return value, [*of_inputs, *of_variables]
 
-        return both
+        return value_and_list
 
     def sum_of_gradients(*xs: Any) -> Any:
         _, gradients = of(loss)(*xs)

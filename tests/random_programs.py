@@ -1,7 +1,7 @@
 """Random programs as text: ops with false rules, and a loss that calls them in transforms of the frameworks.
 
-`program_names.py` defines the names that a program uses on the active backend, `dual_numbers.py` defines them in
-NumPy. The text is run with both. It is Python, so a failing program can be read, edited and kept.
+`program_names.py` defines the names that a program uses on the active backend, and `dual_numbers.py` defines
+them in NumPy. The text is run with both. It is Python, so a failing program can be read, edited and kept.
 """
 
 import itertools
@@ -121,7 +121,7 @@ class Drawing:
         def part() -> str:
             return self._expression(depth - 1, names, ops)
 
-        kind = self.random.choice(["+", "*", "*", "number", "sin", "cos", "tanh", "flip", "op", "op"])
+        kind = self.random.choice(["+", "*", "*", "number", "sin", "cos", "tanh", "flip", "op"])
         if kind in "+*":
             return f"({part()} {kind} {part()})"
         if kind == "number":
@@ -189,8 +189,7 @@ class Drawing:
         answer = _packed(own)
         if op.weights:
             answer = f"{answer}, [{', '.join(gradient() for _ in op.weights)}]"
-        lines = [f"def rule({', '.join(parameters)}):", *[f"    {line}" for line in head], f"    return {answer}"]
-        return lines
+        return [f"def rule({', '.join(parameters)}):", *_indented([*head, f"return {answer}"])]
 
     def _gradient(self, u: str, values: list[str], nested: list[Op]) -> str:
         upstream = f"ops.flip({u})" if self.chance(0.1) else u
@@ -230,10 +229,10 @@ class Drawing:
 
     def _statement(self, values: list[str], transforms: list[str]) -> str:
         op = self.random.choice(self.ops)
-        if self.chance(0.5):
+        if not transforms or self.chance(0.6):
             return self._call(op, lambda: self._expression(1, values, self.ops))
         # A lambda is a new function in each run, because `jax.checkpoint` keeps the trace of a function.
-        transform = self.random.choice(transforms) if transforms else ""
+        transform = self.random.choice(transforms)
         arguments = ["p", "q"][: self.random.choice([1, 2, 2])]
         called = self._call(op, lambda: self._expression(1, arguments, self.ops))
         passed = [self.random.choice(values) for _ in arguments]

@@ -1,9 +1,8 @@
 """Random programs on the active backend, compared with the reference in NumPy.
 
-`random_programs.py` draws them, `dual_numbers.py` is the reference. A failing program belongs in `failed_programs.py`.
+`random_programs.py` draws them, `dual_numbers.py` is the reference, and `failed_programs.py` keeps programs that
+failed.
 """
-
-import contextlib
 
 import dual_numbers
 import numpy as np
@@ -11,7 +10,7 @@ import program_names
 import pytest
 from failed_programs import FAILED
 from random_programs import draw, run
-from support import BACKEND, array
+from support import BACKEND
 
 from multigrad import op_custom_gradient
 from multigrad.core import call
@@ -20,7 +19,7 @@ TOLERANCE = 1e-4  # relative to the largest result
 
 # PyTorch takes seconds to compile a program. So it compiles few and small ones, in tests of their own.
 COMPILES = BACKEND != "torch"
-PER_TEST = 10
+PER_TEST = 5
 FAST = range(0, 100, PER_TEST)
 FULL = range(100, 2100, PER_TEST)
 
@@ -59,11 +58,11 @@ def test_a_program_that_once_failed(name):
 
 
 @pytest.mark.skipif(COMPILES, reason="the other backends compile programs in the test above")
-@pytest.mark.parametrize("seed", [*range(4), *[pytest.param(s, marks=pytest.mark.slow) for s in range(4, 40)]])
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40)]])
 def test_a_program_that_pytorch_compiles(seed):
     import torch
 
-    torch._dynamo.reset()  # or it would stop to compile functions of the same name
+    torch._dynamo.reset()  # it stops compiling a function after eight versions of it
     text = draw_compiled(seed)
     try:
         check_all({f"seed {seed}": text})
@@ -83,7 +82,7 @@ def draw_compiled(seed: int) -> str:
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="jax.checking_leaks")
-@pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(10, 200, 10)]])
+@pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(5, 200, 5)]])
 def test_a_random_program_leaks_no_tracer(first):
     import jax
 
@@ -95,7 +94,7 @@ def test_a_random_program_leaks_no_tracer(first):
 
 
 def failing(count: int, names=program_names.NAMES) -> list[str]:
-    """Return the first small program that fails, if one does."""
+    """Return the first of `count` small programs that fails, if one does."""
     for seed in range(count):
         text = draw(seed, BACKEND, small=True, compiled=False)
         try:
@@ -132,15 +131,13 @@ def test_a_lost_derivative_of_an_intermediate_is_found():
 
 
 def test_the_first_of_two_equal_arrays_is_found(monkeypatch):
-    """The fault takes an input for another one that holds the same array, as `id` would."""
+    """The fault differentiates with respect to the first input that holds an array, as with `id`."""
     differentiate = program_names.value_and_grad
 
     def first_of_equal(f, argnums=None, **kwargs):
         def gradient(*xs):
-            found = argnums
-            if argnums and len(xs) == 2 and xs[0] is xs[1]:
-                found = tuple(0 for _ in argnums) if len(argnums) == 1 else argnums
-            return differentiate(f, found, **kwargs)(*xs)
+            second = argnums == [1] and xs[0] is xs[1]
+            return differentiate(f, [0] if second else argnums, **kwargs)(*xs)
 
         return gradient
 
@@ -150,5 +147,5 @@ def test_the_first_of_two_equal_arrays_is_found(monkeypatch):
 
 def test_the_reference_rejects_a_rule_that_is_not_linear():
     text = FAILED["two inputs of a method are one array"].replace("2.0 * u0 * m0", "2.0 * m0")
-    with contextlib.suppress(AssertionError), pytest.raises(ValueError, match="not linear"):
-        run(text, {**dual_numbers.NAMES, "array": array} if False else dual_numbers.NAMES)
+    with pytest.raises(ValueError, match="not linear"):
+        run(text, dual_numbers.NAMES)
