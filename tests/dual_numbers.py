@@ -148,8 +148,8 @@ def op_custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
         inputs = [tensor(a) for a in args if isinstance(a, Tensor)]
         variables = [variable for variable in READS.pop() if variable not in inputs]
         inputs += variables
-        # The rule holds the outputs, whose tangents and nodes are replaced below. If an output is an input, the
-        # rule holds the input.
+        # The rule holds the outputs, whose tangents and nodes are replaced below. If an output is an input,
+        # the rule holds the input.
         outputs = [Tensor(y.primal) if y in inputs else y for y in outputs]
         pull = _pull(rule, isinstance(output, tuple), inputs, len(variables))
         if Tensor.directions:

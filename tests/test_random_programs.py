@@ -1,7 +1,7 @@
 """Random programs on the active backend, compared with the reference in NumPy.
 
-`random_programs.py` draws them, `dual_numbers.py` is the reference, and `failed_programs.py` keeps programs that
-failed.
+`random_programs.py` draws them, `dual_numbers.py` is the reference, and `failed_programs.py` keeps programs
+that failed.
 """
 
 import dual_numbers
@@ -17,7 +17,8 @@ from multigrad.core import call
 
 TOLERANCE = 1e-4  # relative to the largest result
 
-# PyTorch takes seconds to compile a program. So it compiles few and small ones, in tests of their own.
+# PyTorch takes up to 20 s to compile a program. So it compiles few and small ones, in slow tests of their own.
+# Fast tests of compiled PyTorch are in `transforms/on_torch/test_torch_compile.py`.
 COMPILES = BACKEND != "torch"
 PER_TEST = 5
 FAST = range(0, 100, PER_TEST)
@@ -57,8 +58,9 @@ def test_a_program_that_once_failed(name):
     check_all({name: FAILED[name]})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILES, reason="the other backends compile programs in the test above")
-@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40)]])
+@pytest.mark.parametrize("seed", range(40))
 def test_a_program_that_pytorch_compiles(seed):
     import torch
 
