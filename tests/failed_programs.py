@@ -74,6 +74,7 @@ result = derivatives(loss, [x0], [0], [w0, w1], order=2, compiled=False)
     "two inputs of a method are one array": """
 x0 = array(0.3, -0.8, 0.5)
 x1 = x0
+k = x0
 
 class Class0:
     @op_custom_gradient
@@ -82,13 +83,13 @@ class Class0:
         y0 = ops.sin(a) * m0
 
         def rule(u0):
-            return 2.0 * u0 * m0, -3.0 * u0 * a
+            return 2.0 * u0 * b, -3.0 * u0 * a * m0
         return y0, rule
 
 op0 = Class0().method
 
 def loss(x0, x1):
-    return ops.sum(op0(x0, x1))
+    return ops.sum(op0(x0, k))
 
 result = derivatives(loss, [x0, x1], [0], [], order=2, compiled=False)
 """,

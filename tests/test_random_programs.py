@@ -17,7 +17,7 @@ from multigrad.core import call
 
 TOLERANCE = 1e-4  # relative to the largest result
 
-# PyTorch takes up to 20 s to compile a program. So it compiles few and small ones, in slow tests of their own.
+# PyTorch takes up to 20 s to compile a program. So it compiles few and small ones, in slow tests.
 # Fast tests of compiled PyTorch are in `transforms/on_torch/test_torch_compile.py`.
 COMPILES = BACKEND != "torch"
 PER_TEST = 5
@@ -148,6 +148,6 @@ def test_the_first_of_two_equal_arrays_is_found(monkeypatch):
 
 
 def test_the_reference_rejects_a_rule_that_is_not_linear():
-    text = FAILED["two inputs of a method are one array"].replace("2.0 * u0 * m0", "2.0 * m0")
+    text = FAILED["two inputs of a method are one array"].replace("2.0 * u0 * b", "2.0 * b")
     with pytest.raises(ValueError, match="not linear"):
         run(text, dual_numbers.NAMES)
