@@ -41,7 +41,7 @@ BOUNDS = {
         "two outputs": Counts(forward=58, backward=13, written=21),
         "structure": Counts(forward=107, backward=67, written=23),
         "narrow": Counts(forward=47, backward=13, written=16),
-        "weight": Counts(forward=150, backward=36, written=17),
+        "weight": Counts(forward=155, backward=34, written=17),
         "method": Counts(forward=90, backward=27, written=16),
         "unused": Counts(forward=48, backward=13, written=13),
     },

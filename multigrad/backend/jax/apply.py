@@ -61,13 +61,13 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
         return _apply_with_tangents(call, tensors)
     gate = TangentGate(concrete_order=1)
     inputs = list(tensors)
-    ran = call.run([gate.strip(array) for array in tensors], read_as=gate.strip, values=inputs)
+    ran = call.run(gate.strip(tensors), read_as=lambda value: gate.strip([value])[0], values=inputs)
     outputs, _, _, pullback = ran
     if not _need_tie(inputs, outputs):
         return pullback.output.join(_without_gradient(outputs))
     residuals = residuals_of(call, ran, closed_over)
-    if residuals.computed and gate.met:
-        gate.open()
+    if residuals.computed:
+        gate.open(taken=gate.met)
     is_floating = [FLOATING[x.dtype] for x in inputs]
 
     def run_again(floating: list[Any], first: FirstRun) -> Step:

@@ -98,11 +98,11 @@ class Op:
     def run_traced(self, inputs: list[Any], rest: Any) -> Step:
         """Return the outputs and residuals on traced inputs, which an outer derivative may differentiate."""
         gate = TangentGate(concrete_order=0)
-        outputs, residuals = self.run([gate.strip(array) for array in inputs], rest)
+        outputs, residuals = self.run(gate.strip(inputs), rest)
         if residuals.computed and gate.met:
             return self.run_with_tangents(inputs, rest)
         if residuals.computed:
-            gate.open()
+            gate.open(taken=True)
         return outputs, residuals
 
     def run_with_tangents(self, inputs: list[Any], rest: Any) -> Step:
@@ -136,7 +136,7 @@ class TiedOp(Op):
         if self.first_gate is None or not (residuals.computed or self.first_gate.made_concrete):
             return first
         gate = TangentGate(concrete_order=0)
-        stripped = [gate.strip(array) for array in inputs]
+        stripped = gate.strip(inputs)
         # The program may be differentiated again, and a closed gate would strip the tangents of residuals.
         again_later = gate.is_in_program and not self.first_gate.is_open
         if not (gate.met or again_later):

@@ -38,10 +38,13 @@ def identity() -> Any:
 class TangentGate:
     """Strips the tangents of the arrays on which a function runs, so that JAX does not differentiate it.
 
-    In eager code the function then gets a concrete array, or a `WithoutTangent` if an outer derivative must
-    tell the array from its `stop_gradient`. Each one is a new object, so that a residual is known by the
-    position of the input. In a traced program the gate is an equation. When the program is differentiated
-    later, the equation passes tangents if the gate is open.
+    In eager code the function then gets concrete arrays, or `WithoutTangent`s if an outer derivative must
+    tell an array from its `stop_gradient`. Each one is a new object, so that a residual is known by the
+    position of the input.
+
+    In a traced program the gate is one equation for all inputs. It strips tangents when the program is
+    differentiated later. If the rule uses an intermediate result, the gate opens for the derivatives after
+    the first one of the call, which uses the rule alone.
 
     Arguments:
         concrete_order: the highest order of a derivative for which eager code gets concrete arrays.
@@ -60,36 +63,49 @@ class TangentGate:
     @property
     def is_in_program(self) -> bool:
         """Whether a program contains the gate, which may be differentiated later."""
-        return self.state.in_program
+        return self.state.equations > 0
 
     @property
     def is_open(self) -> bool:
-        """Whether tangents pass in a program."""
-        return self.state.open
+        """Whether the gate passes tangents in a program."""
+        return self.state.open_from is not None
 
-    def open(self) -> None:
-        """Let tangents pass in a program, because the rule uses an intermediate result of the function.
+    def open(self, taken: bool) -> None:
+        """Let the tangents of later derivatives pass in a program, if the gate knows which are later.
 
-        This is right only if a derivative is being taken here, as the first derivative uses the rule alone.
+        If the variables that the function read are in other equations than its arguments, a first derivative
+        with respect to one is not seen by the others.
+
+        Arguments:
+            taken: whether the first derivative of the call is being taken.
         """
-        self.state.open = True
+        if taken:
+            self.state.open_from = 0
+        elif self.state.equations == 1:
+            self.state.open_from = 1
 
-    def strip(self, array: Any) -> Any:
-        """Return the array without tangents."""
-        if not TRACERS[type(array)] or not FLOATING[array.dtype]:
-            return array
-        stripped_before = self.state.stripped
-        (stripped,) = gate_p.bind(array, gate=self.state, end=ClosedJaxpr(NOTHING, ()))
+    def strip(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the arrays without tangents."""
+        traced = [i for i, x in enumerate(arrays) if TRACERS[type(x)] and FLOATING[x.dtype]]
+        stripped = list(arrays)
+        if traced:
+            before, end = self.state.stripped, ClosedJaxpr(NOTHING, ())
+            results = gate_p.bind(*[arrays[i] for i in traced], gate=self.state, level=0, end=end)
+            order = self.state.stripped - before
+            for i, result in zip(traced, results, strict=True):
+                stripped[i] = self._known(arrays[i], result, order)
+        return stripped
+
+    def _known(self, original: Any, stripped: Any, order: int) -> Any:
+        """Return the stripped array as a new object, if a derivative of this order is being taken."""
         if not TENSORS[type(stripped)]:
             stripped = jnp.asarray(stripped)  # JAX also traces Python numbers
-        order = self.state.stripped - stripped_before
-        if order and not TRACERS[type(stripped)]:
-            if order > self._concrete_order:
-                stripped = without_tangent(array, stripped)
-            else:
-                stripped = _other_object(stripped)
-                self.made_concrete = True
-        return stripped
+        if not order or TRACERS[type(stripped)]:
+            return stripped
+        if order > self._concrete_order:
+            return without_tangent(original, stripped)
+        self.made_concrete = True
+        return _other_object(stripped)
 
 
 def _other_object(array: Any) -> Any:
@@ -105,10 +121,22 @@ def _other_object(array: Any) -> Any:
 class GateState:
     """The state of a gate, to which its equations refer."""
 
-    __slots__ = ("in_program", "open", "stripped")
+    __slots__ = ("equations", "open_from", "stripped")
 
     def __init__(self) -> None:
-        self.in_program, self.open, self.stripped = False, False, 0
+        self.stripped = 0
+        """How often tangents were stripped."""
+        self.equations = 0
+        """How many equations of the gate are in programs."""
+        self.open_from: int | None = None
+        """The level from which equations pass tangents. The level is the number of earlier derivatives."""
+
+    def passes(self, level: int) -> bool:
+        """Return whether an equation passes tangents. If not, note that it strips them."""
+        if self.open_from is not None and level >= self.open_from:
+            return True
+        self.stripped += 1
+        return False
 
 
 gate_p = identity()
@@ -118,26 +146,28 @@ gate_p = identity()
 NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def _type_of_gate(operand: Any, *, gate: GateState, end: Any) -> list[Any]:
-    """Return the type of the result, for which JAX asks when it adds the equation to a program."""
-    gate.in_program = True
-    return [operand]
+def _type_of_gate(*operands: Any, gate: GateState, level: int, end: Any) -> list[Any]:
+    """Return the types of the results, for which JAX asks when it adds the equation to a program."""
+    gate.equations += level == 0
+    return list(operands)
 
 
 def _differentiate_gate(
-    primals: Sequence[Any], tangents: Sequence[Any], *, gate: GateState, end: Any
+    primals: Sequence[Any], tangents: Sequence[Any], *, gate: GateState, level: int, end: Any
 ) -> tuple[list[Any], list[Any]]:
-    outputs = gate_p.bind(*primals, gate=gate, end=end)
-    if gate.open:
-        return outputs, list(tangents)
-    gate.stripped += 1
-    return outputs, [Zero(jax.typeof(output).to_tangent_aval()) for output in outputs]
+    outputs = gate_p.bind(*primals, gate=gate, level=level + 1, end=end)
+    return outputs, list(tangents) if gate.passes(level) else zeros_like_tangents(outputs)
+
+
+def zeros_like_tangents(outputs: Sequence[Any]) -> list[Any]:
+    """Return symbolic zeros as the tangents of outputs."""
+    return [Zero(jax.typeof(output).to_tangent_aval()) for output in outputs]
 
 
 def _map_gate(
-    operands: Sequence[Any], axes: Sequence[int | None], *, gate: GateState, end: Any
+    operands: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], Sequence[int | None]]:
-    return gate_p.bind(*operands, gate=gate, end=end), axes
+    return gate_p.bind(*operands, **params), axes
 
 
 gate_p.def_abstract_eval(_type_of_gate)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
-from multigrad.backend.jax.primitives import GateState, gate_p
+from multigrad.backend.jax.primitives import GateState, gate_p, zeros_like_tangents
 from multigrad.backend.jax.private import (
     REVERSE_IS_KNOWN,
     LinearizeTrace,
@@ -119,15 +119,14 @@ primitive_linearizations[_op_p] = _linearized
 
 
 def _linearized_gate(
-    is_vjp: bool, perturbed: Sequence[bool], array: Any, *, gate: GateState, end: Any
+    is_vjp: bool, perturbed: Sequence[bool], *arrays: Any, gate: GateState, level: int, end: Any
 ) -> tuple[Sequence[Any], Sequence[bool], Sequence[Any], Callable[..., Sequence[Any]]]:
     """Return the linearization that JAX would derive from the jvp of the gate in ten times the time."""
-    outputs = gate_p.bind(array, gate=gate, end=end)
-    if gate.open:
-        return outputs, [True], (), lambda arrays, tangent: [tangent]
-    gate.stripped += 1
-    zero = Zero(jax.typeof(outputs[0]).to_tangent_aval())
-    return outputs, [False], (), lambda arrays, tangent: [zero]
+    outputs = gate_p.bind(*arrays, gate=gate, level=level + 1, end=end)
+    if gate.passes(level):
+        return outputs, perturbed, (), lambda residuals, *tangents: tangents
+    zeros = zeros_like_tangents(outputs)
+    return outputs, [False] * len(outputs), (), lambda residuals, *tangents: zeros
 
 
 primitive_linearizations[gate_p] = _linearized_gate
