@@ -9,8 +9,9 @@ import keras
 import torch
 
 from multigrad.backend.base import Call, Pullback
-from multigrad.backend.torch.eager import dense_floating, is_alias, mark_integers
+from multigrad.backend.torch.eager import dense_floating, mark_integers
 from multigrad.backend.torch.functorch import apply_transforming
+from multigrad.backend.torch.private import disable_torch_function
 from multigrad.backend.torch.state import autocasting, current_autocast, is_transforming, untraced
 from multigrad.backend.torch.tensors import specs_of
 from multigrad.core.process_wide import Shared
@@ -55,7 +56,7 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         return _apply_uncompiled(call, tensors)
     if torch.compiler.is_exporting():
         outputs, _, _, pullback = call.run(tensors)
-        return pullback.output.join([output.detach() for output in outputs])
+        return pullback.output.join([_without_derivative(output) for output in outputs])
     with torch.no_grad():
         outputs, rule, inputs, pullback = call.run(tensors)
         copied = _without_aliases(inputs, outputs)
@@ -107,15 +108,30 @@ class _Compiled(torch.autograd.Function):
 def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the output of a call that is recorded for export.
 
-    The program contains the operations of the function. They are detached, because their gradient is not the
-    rule's. If the program itself takes a gradient, it uses a node that is attached without being recorded.
+    The program contains the operations of the function. It raises an error if it is differentiated through
+    them, because their gradient is not the rule's. If the program itself takes a gradient, it uses a node that
+    is attached without being recorded.
     """
     outputs, rule, inputs, pullback = call.run(tensors)
-    detached = [o.clone().detach() if is_alias(o, inputs) else o.detach() for o in outputs]
+    # The outputs have no history except for the node. A program with `no_grad` or `detach` would have no
+    # gradient, without an error. `torch.export` would record `no_grad`.
+    with disable_torch_function(), torch.no_grad():
+        copied = [_without_derivative(output) for output in outputs]
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
         with untraced():
-            _Exported.apply(pullback, rule, specs_of(inputs), *inputs, *detached)
-    return pullback.output.join(detached)
+            _Exported.apply(pullback, rule, specs_of(inputs), *inputs, *copied)
+    return pullback.output.join(copied)
+
+
+def _without_derivative(output: torch.Tensor) -> torch.Tensor:
+    """Return a copy, which a recorded program cannot differentiate with respect to the output.
+
+    `aten::copy(y, y)` equals `y` and has no derivative: PyTorch raises an error in the backward pass. It is the
+    only such operation that all of Keras's export formats support, except for ONNX through TorchScript.
+    """
+    if torch.onnx.is_in_onnx_export():
+        return output.clone()
+    return torch.ops.aten.copy(output, output)
 
 
 class _Exported(torch.autograd.Function):
