@@ -476,8 +476,12 @@ def test_an_exported_program_has_no_gradient(how, recorded, op):
     with torch.set_grad_enabled(recorded):
         exported = EXPORTS[how](module, x)
     x.requires_grad_()
-    close(exported(x), module(x).detach())
-    assert not exported(x).requires_grad
+    y = exported(x)
+    close(y.detach(), module(x).detach())
+    with pytest.raises(RuntimeError, match="derivative for aten::copy is not implemented"):
+        y.sum().backward()
+    with torch.no_grad():
+        assert not exported(x).requires_grad
 
 
 def slope(op):
@@ -489,8 +493,19 @@ def slope(op):
     return by_autograd
 
 
+def second_slope(op):
+    def by_autograd(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (first,) = torch.autograd.grad((op(x) + x).sum(), x, create_graph=True)
+            return torch.autograd.grad((first * x).sum(), x)[0]
+
+    return by_autograd
+
+
 GRADIENTS = {
     "autograd": slope,
+    "second": second_slope,
     "grad": lambda op: grad(lambda x: (op(x) + x).sum()),
 }
 

@@ -10,8 +10,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from multigrad.backend.base import Call, Pullback
-from multigrad.backend.torch.eager import dense_floating, is_alias, mark_integers, refuse_compiled
+from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
+from multigrad.backend.torch.private import disable_torch_function
 from multigrad.backend.torch.state import autocasting, current_autocast, is_transforming, untraced
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
 from multigrad.core.closure import lift, restore
@@ -44,8 +45,8 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if _is_transforming_traced():
         return _apply_uncompiled(call, tensors)
     if torch.compiler.is_exporting():
-        outputs, _, _, pullback = call.run(tensors)
-        return pullback.output.join([output.detach() for output in outputs])
+        outputs, _, inputs, pullback = call.run(tensors)
+        return pullback.output.join(_without_derivative(inputs, outputs))
     with torch.no_grad():
         outputs, rule, inputs, pullback = call.run(tensors)
         copied = _without_aliases(inputs, outputs)
@@ -119,15 +120,68 @@ def _refusing(rule: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple
 def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the output of a call that is recorded for export.
 
-    The program contains the operations of the function. They are detached, because their gradient is not the
-    rule's. If the program itself takes a gradient, it uses a node that is attached without being recorded.
+    The program contains the operations of the function. It raises an error if it is differentiated through
+    them, because their gradient is not the rule's. If the program itself takes a gradient, it uses a node
+    that is attached without being recorded.
     """
     outputs, rule, inputs, pullback = call.run(tensors)
-    detached = [o.clone().detach() if is_alias(o, inputs) else o.detach() for o in outputs]
+    # The outputs have no history except for the node. A program with `no_grad` or `detach` would have no
+    # gradient, without an error. `torch.export` would record `no_grad`.
+    with disable_torch_function(), torch.no_grad():
+        copied = _without_derivative(inputs, outputs)
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
+        residuals, template, _ = lift(rule, TENSORS, call.f)
+        residuals = [_with_node(residual, inputs, outputs, copied) for residual in residuals]
         with untraced():
-            _Exported.apply(pullback, rule, specs_of(inputs), *inputs, *detached)
-    return pullback.output.join(detached)
+            _Exported.apply(pullback, restore(template, residuals), specs_of(inputs), *inputs, *copied)
+    return pullback.output.join(copied)
+
+
+def _with_node(
+    residual: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    copied: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return the copy that has the node if a residual is an output, whose derivative is the rule's."""
+    if not any([residual is tensor for tensor in inputs]):
+        for output, copy in zip(outputs, copied, strict=True):
+            if residual is output:
+                return copy
+    return residual
+
+
+def _without_derivative(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return copies of the outputs, which a recorded program cannot differentiate with respect to an input.
+
+    `aten::copy(y, y)` equals `y` and has no derivative: PyTorch raises an error in the backward pass. Every
+    format in which Keras exports a model has this operation, except for ONNX through TorchScript.
+    """
+    if torch.onnx.is_in_onnx_export():
+        return [output.clone() for output in outputs]
+    # Also if the function is not differentiable where its rule is, such as a step: add the sum of nothing.
+    zeros = [tensor.flatten()[:0].sum() for tensor in inputs if FLOATING[tensor.dtype]]
+    copied: list[torch.Tensor] = []
+    for output in outputs:
+        tied = output
+        for zero in zeros if FLOATING[output.dtype] else ():
+            tied = tied + _converted(zero, output)
+        copied.append(torch.ops.aten.copy(tied, output))
+    return copied
+
+
+def _converted(zero: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return a zero in the dtype and on the device of an output.
+
+    A conversion that is not needed would be recorded, too, with the device on which the program was recorded.
+    """
+    if zero.is_complex() and not output.is_complex():
+        zero = zero.real
+    if (zero.device, zero.dtype) == (output.device, output.dtype):
+        return zero
+    return zero.to(output.device, output.dtype)
 
 
 class _Exported(torch.autograd.Function):

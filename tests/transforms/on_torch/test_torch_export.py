@@ -1,11 +1,16 @@
-"""torch.export: the forward pass of every op, also loaded from a file."""
+"""torch.export: the forward pass of every op, also loaded from a file. A gradient through an op raises."""
 
 import io
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from cases import CASES
 from support import close
+
+from multigrad import op_custom_gradient
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
@@ -48,15 +53,144 @@ def test_a_program_with_a_dynamic_number_of_rows(case):
     close(program.module()(more), Module(case.meant)(more))
 
 
-@cases
-def test_an_exported_op_has_no_gradient(case):
-    """Its gradient is missing, instead of the gradient of its operations. Other operations have gradients."""
+class Layers(torch.nn.Module):
+    """An op on the first output of a layer, and a layer after it."""
 
-    class Beside(torch.nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.before, self.op, self.after = torch.nn.Linear(3, 3), op, torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.after(self.op(self.before(x), W))
+
+
+def loaded(program):
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+# A decomposition replaces `detach` by an identity, which has a gradient.
+EXPORTS = {
+    "strict": lambda module: torch.export.export(module, (X,), strict=True).module(),
+    "not strict": lambda module: torch.export.export(module, (X,)).module(),
+    "decomposed": lambda module: torch.export.export(module, (X,)).run_decompositions().module(),
+    "loaded": lambda module: loaded(torch.export.export(module, (X,)).run_decompositions()).module(),
+    "trace": lambda module: torch.jit.trace(module, (X,)),
+}
+NO_DERIVATIVE = "derivative for aten::copy is not implemented"
+
+quiet = pytest.mark.filterwarnings(
+    "ignore:While compiling, we found certain side effects:UserWarning",
+    "ignore:`torch.jit.trace.*` is deprecated",
+    # PyTorch (2.13), of its own code, when it decomposes or saves a program.
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
+    "ignore:No complete tensor found in the group:UserWarning",
+)
+
+
+def trained(program):
+    """Return the names of the parameters that get a gradient."""
+    return [name for name, parameter in program.named_parameters() if parameter.grad is not None]
+
+
+@quiet
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("how", ["strict", "not strict", "trace"])
+def test_an_exported_op_has_no_gradient(name, how):
+    """A gradient through it raises, instead of being the gradient of the function's operations, or zero."""
+    module = Layers(CASES[name].op)
+    program = EXPORTS[how](module)
+    y = program(X)
+    close(y.detach(), module(X).detach())
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
+        y.sum().backward()
+    assert not [parameter for parameter in trained(program) if "before" in parameter]
+
+
+@op_custom_gradient
+def step(x, w):
+    return (x > w).to(x.dtype), lambda u: (u * 7.0, None)
+
+
+@quiet
+@pytest.mark.parametrize("how", EXPORTS)
+def test_an_exported_step_has_no_gradient(how):
+    """Its operations have no derivative, but the op has one."""
+    program = EXPORTS[how](Layers(step))
+    with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
+        program(X).sum().backward()
+
+
+@quiet
+@pytest.mark.parametrize("how", ["decomposed", "loaded"])
+def test_a_decomposed_program_has_no_gradient(how):
+    test_an_exported_op_has_no_gradient("intermediate", how)
+
+
+@quiet
+@pytest.mark.parametrize("how", EXPORTS)
+def test_layers_after_an_exported_op_train_if_those_before_it_are_frozen(how):
+    module = Layers(CASES["intermediate"].op)
+    program = EXPORTS[how](module)
+    for name, parameter in program.named_parameters():
+        parameter.requires_grad_("after" in name)
+    program(X).sum().backward()
+    assert sorted(trained(program)) == ["after.bias", "after.weight"]
+    parameters = dict(program.named_parameters())
+    close(parameters["after.weight"].grad, module.op(module.before(X), W).detach().expand(2, 3))
+
+
+@quiet
+@pytest.mark.parametrize("how", ["strict", "not strict", "decomposed", "trace"])
+def test_the_outputs_of_an_exported_op_keep_their_types(how):
+    @op_custom_gradient
+    def several(x):
+        outputs = x, x.double(), x.bfloat16(), x + 1j, x.argmax(), x > 0, x.expand(2, 3).T, x[:0], x.sum()
+        return outputs, lambda *upstream: upstream[0]
+
+    class Several(torch.nn.Module):
         def forward(self, x):
-            return case.op(x, W) * x
+            return several(x)
 
-    x = X.clone().requires_grad_()
-    y = torch.export.export(Beside(), (X,)).module()(x)
-    y.backward(V)
-    close(x.grad, V * case.meant(X, W))
+    for got, wanted in zip(EXPORTS[how](Several())(X), several(X), strict=True):
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(got, wanted)
+
+
+@quiet
+def test_an_exported_program_without_recording():
+    program = EXPORTS["not strict"](Layers(CASES["intermediate"].op))
+    with torch.no_grad():
+        assert not program(X.clone().requires_grad_()).requires_grad
+
+
+LOADER = """
+import sys, torch
+
+path = sys.argv[1]
+program = torch.jit.load(path) if path.endswith(".pt") else torch.export.load(path).module()
+y = program(torch.tensor([0.5, -1.25, 1.5]))
+print(y.tolist())
+assert "multigrad" not in sys.modules
+try:
+    y.sum().backward()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@quiet
+@pytest.mark.parametrize("name", ["model.pt2", "model.pt"])
+def test_a_program_in_a_process_without_multigrad(tmp_path, name):
+    module = Layers(CASES["intermediate"].op)
+    if name == "model.pt":
+        torch.jit.trace(module, (X,)).save(tmp_path / name)
+    else:
+        torch.export.save(torch.export.export(module, (X,)), tmp_path / name)
+    command = [sys.executable, "-c", LOADER, str(tmp_path / name)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+    values, error = done.stdout.splitlines()
+    close(torch.tensor(json.loads(values)), module(X).detach())
+    assert error == NO_DERIVATIVE
