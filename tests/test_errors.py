@@ -97,6 +97,7 @@ def answering(answer):
 
 
 WRONG = [
+    (lambda u: None, TypeError, ["returned None instead of a gradient", "end the rule with `return gradient`"]),
     (lambda u: u, TypeError, ["number of gradients", "got: one entry"]),
     (lambda u: (u,), TypeError, ["number of gradients", "got: 1 in a tuple", "'left', 'right', 'n'"]),
     (lambda u: (u, u, None, u), TypeError, ["number of gradients", "got: 4 in a tuple"]),
@@ -127,7 +128,7 @@ def test_wrong_answers(answer, kind, texts):
         answering(answer)(ONES, ONES)
 
 
-@pytest.mark.parametrize(("answer", "kind", "texts"), WRONG[:8])
+@pytest.mark.parametrize(("answer", "kind", "texts"), WRONG[:9])
 def test_wrong_answers_in_compiled_code(answer, kind, texts):
     with raises(kind, *texts):
         compiled(answering(answer))(array(ONES), array(ONES))

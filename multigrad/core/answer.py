@@ -122,8 +122,8 @@ class _Reader(ExpectedGradients):
 
     def _entries(self, answer: Any) -> Sequence[Any]:
         """Return the entry for each tensor, from the first documented structure that fits."""
-        if answer is None:
-            return [None] * len(self.specs)
+        if answer is None:  # in place of the gradients of variables
+            raise self.wrong_entries(answer)
         readings: list[_Reading] = []
         mismatches = []
         for entries in self._structures(answer):

@@ -109,7 +109,9 @@ def op_custom_gradient(
       argument, or with one entry per flattened tensor.
     - A dict from argument names to such entries. The entry for `*args` is a tuple.
 
-    An entry of None is a zero gradient. A function of no arguments is a gradient that is computed only if it
+    An entry of None is a zero gradient. A rule that returns None itself raises an error, because it probably
+    forgot `return`. In the pair of a rule with `variables`, None as the first item is zero for all arguments,
+    and the second item has one entry for each variable. A function of no arguments is a gradient that is computed only if it
     is needed. Eager TensorFlow computes all gradients, because its tapes ask for them; `tf.function` prunes
     those that are not used. The entry of an argument without a gradient is None or zero. Gradients of Python
     floats and complex numbers are discarded. A result raises an error if an entry could belong to such a
@@ -125,7 +127,7 @@ def op_custom_gradient(
 
     Raises:
         TypeError: if `f` does not return such a pair; if the signature of the rule is not supported; if the
-            result fits none of these forms, or two with different meanings; if the rule has a default for an
+            result is None, fits none of these forms, or two with different meanings; if the rule has a default for an
             argument that it is not passed; if `f` reads trainable variables and the rule does not take
             them; if an argument is a sparse tensor.
         ValueError: if a gradient has a different shape than its argument, or another op is registered under
