@@ -316,8 +316,9 @@ class Pullback(HoldsNoTensor):
             message(
                 self.name,
                 "the rule returned None instead of a gradient",
-                required="a pair `gradients, gradients_of_variables`" if self.handed else "a gradient, "
-                "or a tuple, list or dict of gradients, in which None stands for zero",
+                required="a pair `gradients, gradients_of_variables`"
+                if self.handed
+                else "a gradient, or a tuple, list or dict of gradients, in which None stands for zero",
                 got="None, as from a function without `return`",
                 fix=f"end the rule with `return gradient`; if the gradient is zero, write `{zero}`",
             )
