@@ -957,10 +957,7 @@ keras.models.load_model({path!r})
 @pytest.mark.package
 @pytest.mark.parametrize(
     ("module", "needed"),
-    [
-        ("__main__", "define the op with @op_custom_gradient(name='tests>alone')"),
-        ("own.ops", "import own.ops"),
-    ],
+    [("__main__", "define the op with @op_custom_gradient(name="), ("own.ops", "import own.ops")],
 )
 def test_a_program_without_multigrad_is_told_what_to_import(module, needed, tmp_path):
     def alone(x):

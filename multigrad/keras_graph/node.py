@@ -162,7 +162,7 @@ class CustomGradient(keras.Operation):
     def get_config(self) -> dict[str, Any]:
         """Return the config of the node. It holds the application itself, which Keras serializes.
 
-        Where multigrad is not imported, Keras cannot load it, and shows the config, which says what to import.
+        Where multigrad is not imported, Keras cannot load it and shows the config, which says what to import.
         """
         needs = registry.needed_to_load(self.application.name, self.application.op)
         return {"needed_to_load": needs, "name": self.name, "application": self.application}
