@@ -104,10 +104,10 @@ def test_stateless_call(losses):
     variables = model.trainable_variables
 
     def loss(values):
-        output, state, *rest = model.stateless_call(values, [], X, return_losses=losses)
+        output, _, *rest = model.stateless_call(values, [], ops.array(X), return_losses=losses)
         return ops.sum(output) + sum(map(ops.sum, rest[0] if losses else rest))
 
-    values = [ops.convert_to_tensor(variable.value) for variable in variables]
+    values = [ops.array(ops.convert_to_numpy(variable)) for variable in variables]
     wanted = grad(loss)(values)
     with trace_gradients(model) as trace:
         close(grad(loss)(values), wanted)
