@@ -113,7 +113,8 @@ def test_stateless_call(losses):
         close(grad(loss)(values), wanted)
     assert calls_of(trace) == ["a", "b", "model"]
     assert trace.calls[-1].inputs.keys() == {"inputs"}
-    assert [step.call.op for step in trace.steps] == ["model", "b", "a"]
+    # PyTorch may differentiate this gradient again, and runs such a rule twice.
+    assert list(dict.fromkeys(step.call.op for step in trace.steps)) == ["model", "b", "a"]
 
 
 @pytest.mark.forward
