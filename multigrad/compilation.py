@@ -9,7 +9,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
+import numpy as np
+
 from multigrad import backend
+from multigrad.core.conversions import arrays_to_tensors
 from multigrad.core.errors import message, require_function
 from multigrad.core.signature import name_of, signature_of
 
@@ -105,7 +108,11 @@ def jit(
     positions = {name: position for position, name in enumerate(signature.positional)}
     compiled = backend.active.jit(f, name_of(f), {name: positions.get(name) for name in names}, options)
 
+    converts = backend.active.FOREIGN[np.ndarray]  # the other compilers convert arrays themselves
+
     def run(*args: Any, **kwargs: Any) -> Any:
+        if converts and not backend.active.is_reading_code():
+            args, kwargs = arrays_to_tensors((args, kwargs))
         return compiled(*args, **kwargs)
 
     return functools.update_wrapper(run, f)

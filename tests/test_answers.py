@@ -118,8 +118,9 @@ def test_another_dict_for_arguments_of_the_same_name(answer, said):
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
-        (lambda u: None, (0, 0, 0)),
         (lambda u: (None, None), (0, 0, 0)),
+        (lambda u: [None, None, None], (0, 0, 0)),
+        (lambda u: {"x": None, "pair": None}, (0, 0, 0)),
         (lambda u: (2 * u, None), (2, 0, 0)),
         (lambda u: (None, (3 * u, None)), (0, 3, 0)),
         (lambda u: (lambda: None, (3 * u, lambda: None)), (0, 3, 0)),

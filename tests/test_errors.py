@@ -73,6 +73,36 @@ def test_unsupported_rule_signatures(rule):
 
 
 @pytest.mark.forward
+@pytest.mark.parametrize(
+    ("rule", "meant"),
+    [
+        (lambda x, y, upsteam: x, "`upstream` instead of `upsteam`"),
+        (lambda x, y, *, grad: x, "`upstream` instead of `grad`"),
+        (lambda x, y, dy: x, "`upstream` instead of `dy`"),
+        (lambda x, up_stream: x, "`upstream` instead of `up_stream`"),
+        (lambda upstream, variable: upstream, "`variables` instead of `variable`"),
+        (lambda upstream, weights: upstream, "`variables` instead of `weights`"),
+        (lambda a, b, c: a, None),
+        (lambda x, y, z, upstream: x, None),
+    ],
+)
+def test_a_parameter_with_almost_the_right_name(rule, meant):
+    op = op_custom_gradient(lambda x, y: (x * y, rule), name="odd")
+    with raises(TypeError, "odd: the rule has an unsupported signature", "write the rule in one of") as error:
+        op(array(1.0), array(2.0))
+    assert (meant is not None) == ("did you mean" in str(error.value))
+    assert (meant or "") in str(error.value)
+
+
+@pytest.mark.forward
+def test_a_rule_with_almost_the_right_name_for_variables():
+    weight = keras.Variable(2.0, name="weight")
+    op = op_custom_gradient(lambda x: (x * weight, lambda upstream, variable=None: upstream), name="odd")
+    with raises(TypeError, "variable 'weight'", "did you mean `variables` instead of `variable`?"):
+        op(array(1.0))
+
+
+@pytest.mark.forward
 @pytest.mark.parametrize("decorated", [None, 3, "name"])
 def test_decorating_a_non_function(decorated):
     if decorated is None:
@@ -97,6 +127,11 @@ def answering(answer):
 
 
 WRONG = [
+    (
+        lambda u: None,
+        TypeError,
+        ["returned None instead of a gradient", "the rule with `return gradient`"],
+    ),
     (lambda u: u, TypeError, ["number of gradients", "got: one entry"]),
     (lambda u: (u,), TypeError, ["number of gradients", "got: 1 in a tuple", "'left', 'right', 'n'"]),
     (lambda u: (u, u, None, u), TypeError, ["number of gradients", "got: 4 in a tuple"]),
@@ -127,7 +162,7 @@ def test_wrong_answers(answer, kind, texts):
         answering(answer)(ONES, ONES)
 
 
-@pytest.mark.parametrize(("answer", "kind", "texts"), WRONG[:8])
+@pytest.mark.parametrize(("answer", "kind", "texts"), WRONG[:9])
 def test_wrong_answers_in_compiled_code(answer, kind, texts):
     with raises(kind, *texts):
         compiled(answering(answer))(array(ONES), array(ONES))
@@ -326,6 +361,22 @@ def test_the_frames_of_the_package_are_hidden(tmp_path):
     assert "the rule returned a gradient of the wrong shape" in shown()
     assert "answer.py" not in shown()
     assert own in shown("--full-trace")
+
+
+@pytest.mark.forward
+def test_no_line_of_a_message_is_long():
+    words = " ".join(f"word{i}," for i in range(100))
+    long = f"{words} {'x' * 200}"
+    text = message("op", words, argument="'x'", required=words, got=f"one\n{words}", fix=long)
+    assert " ".join(text.split()).count(words) == 4
+    lines = text.splitlines()
+    assert all(len(line) <= 120 for line in lines[:-1])
+    assert sum(len(line) > 100 for line in lines[:-1]) > 20  # and not shorter than necessary
+    assert lines[-1] == f"    {'x' * 200}"  # a word is not broken
+    many = op_custom_gradient(lambda **xs: (xs["x"] * 1.0, lambda a, b, c: a))
+    with pytest.raises(TypeError) as error:
+        many(**{name: array(1.0) for name in ("x", *(f"argument_{i}" for i in range(30)))})
+    assert max(map(len, str(error.value).splitlines())) <= 120
 
 
 # ----------------------------------------------------------------------------------- links to the limits

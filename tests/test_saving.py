@@ -909,3 +909,77 @@ def test_an_op_of_multigrad_as_an_activation(name):
     close(loaded(x), op(x))
     if DIFFERENTIATES:
         close(grad(lambda x: ops.sum(loaded(x)))(x), grad(lambda x: ops.sum(op(x)))(x))
+
+
+# ----------------------------------------------------------------------------- what to write or to import
+
+
+class Times:
+    def __call__(self, x):
+        return x * 1.0, lambda upstream: upstream
+
+
+def times(x, factor):
+    return x * factor, lambda upstream: upstream
+
+
+UNNAMED = {
+    "a lambda": lambda: op_custom_gradient(lambda x: (x * 1.0, lambda upstream: upstream)),
+    "a named lambda": lambda: op_custom_gradient(
+        lambda x: (x * 1.0, lambda upstream: upstream), name="times"
+    ),
+    "a partial": lambda: op_custom_gradient(functools.partial(times, factor=2.0)),
+    "a callable": lambda: op_custom_gradient(Times()),
+}
+
+
+@pytest.mark.parametrize("make", UNNAMED.values(), ids=UNNAMED)
+@pytest.mark.parametrize("where", ["activation", "Lambda", "node", "mapped", "json"])
+def test_an_error_says_how_to_name_an_op(make, where, tmp_path):
+    op, inputs = make(), keras.Input((3,))
+    if where in ("activation", "json"):
+        outputs = keras.layers.Dense(1, activation=op)(inputs)
+    elif where == "mapped":
+        outputs = keras.layers.TimeDistributed(keras.layers.Dense(1, activation=op))(inputs[:, None])
+    else:
+        outputs = keras.layers.Lambda(op)(inputs) if where == "Lambda" else op(inputs)
+    model = keras.Model(inputs, outputs)
+    with pytest.raises(NotImplementedError, match=r"@op_custom_gradient\(name='my_package>\w+'\)"):
+        model.to_json() if where == "json" else model.save(tmp_path / "model.keras")
+
+
+ALONE = """
+import keras
+keras.models.load_model({path!r})
+"""
+
+
+@pytest.mark.package
+@pytest.mark.parametrize(
+    ("module", "needed"),
+    [("__main__", "define the op with @op_custom_gradient(name="), ("own.ops", "import own.ops")],
+)
+def test_a_program_without_multigrad_is_told_what_to_import(module, needed, tmp_path):
+    def alone(x):
+        return x * 1.0, lambda upstream: upstream
+
+    alone.__module__ = module
+    inputs = keras.Input((3,))
+    path = str(tmp_path / "model.keras")
+    name = "tests>alone" if module == "__main__" else "tests>alone_in_module"
+    keras.Model(inputs, op_custom_gradient(alone, name=name)(inputs)).save(path)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE.format(path=path)], capture_output=True, text=True, check=False
+    )
+    assert "Could not locate class 'CustomGradient'" in done.stderr
+    assert f"import multigrad, and {needed}" in done.stderr.replace("\\'", "'")
+
+
+def test_a_file_without_the_text_on_imports_is_loaded(tmp_path):
+    """The first version did not write it."""
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, op_custom_gradient(times, name="tests>loaded")(inputs, 7.0))
+    config = json.loads(json.dumps(model.get_config()))
+    (node,) = [layer["config"] for layer in config["layers"] if "needed_to_load" in layer["config"]]
+    assert "import multigrad" in node.pop("needed_to_load")
+    close(keras.Model.from_config(config)(array(np.ones((1, 3)))), array(7 * np.ones((1, 3))))

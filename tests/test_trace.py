@@ -586,5 +586,5 @@ def test_gradients_are_at_the_right_end_of_a_gap():
 
 
 def test_a_call_without_tensors_has_a_row():
-    trace = traced(square, 2.0)
+    trace = traced(square, 2)
     assert str(trace).splitlines()[1].split() == ["1", "square", "no", "gradient"]

@@ -15,6 +15,7 @@ from multigrad.tracing.records import summarize
 from multigrad.tracing.table import format_value
 
 CALL = keras.Operation.__call__
+STATELESS_CALL = keras.Layer.stateless_call
 
 
 @op_custom_gradient
@@ -90,10 +91,30 @@ def test_fit(mode):
     model.fit(X, X, verbose=0)
     with trace_gradients(model) as trace:
         model.fit(X, X, verbose=0)
-    assert calls_of(trace)[:2] == ["a", "b"]
-    assert [step.call.op for step in trace.steps][-2:] == ["b", "a"]
+    assert calls_of(trace) == ["a", "b", "model"]
+    assert [call.within for call in trace.calls] == ["model", "model", None]
+    assert [step.call.op for step in trace.steps] == ["model", "b", "a"]
     model.fit(X, X, verbose=0)
-    assert len(trace.calls) <= 3
+    assert len(trace.calls) == 3
+
+
+@pytest.mark.parametrize("losses", [False, True])
+def test_stateless_call(losses):
+    model = model_of(dense("a"), dense("b", activity_regularizer="l2"))
+    variables = model.trainable_variables
+
+    def loss(values):
+        output, _, *rest = model.stateless_call(values, [], ops.array(X), return_losses=losses)
+        return ops.sum(output) + sum(map(ops.sum, rest[0] if losses else rest))
+
+    values = [ops.array(ops.convert_to_numpy(variable)) for variable in variables]
+    wanted = grad(loss)(values)
+    with trace_gradients(model) as trace:
+        close(grad(loss)(values), wanted)
+    assert calls_of(trace) == ["a", "b", "model"]
+    assert trace.calls[-1].inputs.keys() == {"inputs"}
+    # PyTorch may differentiate this gradient again, and runs such a rule twice.
+    assert list(dict.fromkeys(step.call.op for step in trace.steps)) == ["model", "b", "a"]
 
 
 @pytest.mark.forward
@@ -105,6 +126,7 @@ def test_the_model_is_unchanged():
         assert keras.Operation.__call__ is not CALL
         close(model(X), outputs)
     assert keras.Operation.__call__ is CALL
+    assert keras.Layer.stateless_call is STATELESS_CALL
     assert {layer.name: dict(vars(layer)).keys() for layer in model.layers} == {
         name: attributes.keys() for name, attributes in before.items()
     }

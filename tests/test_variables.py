@@ -269,6 +269,8 @@ ANSWERS = {
     "too many": (lambda u: (u, [u, u, u]), "3 in a list"),
     "no pair": (lambda u: u, "a pair `gradients, gradients_of_variables`"),
     "a triple": (lambda u: (u, u, u), "a pair `gradients, gradients_of_variables`"),
+    "nothing": (lambda u: None, "write `return gradients, [None for v in variables]`"),
+    "None": (lambda u: (u, None), "got: one entry, NoneType None"),
     "a wrong shape": (lambda u: (u, [u, ops.ones((3,))]), "argument: variable 'b'"),
     "no tensor": (lambda u: (u, [u, "x"]), "argument: variable 'b'"),
 }
@@ -281,6 +283,20 @@ def test_wrong_answers_for_variables_raise(answer: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match="product: ") as caught:
         grad(op, variables=[a, b])(1.0)
     assert text in str(caught.value)
+
+
+def test_none_in_the_pair_is_zero_for_the_arguments_only() -> None:
+    """`return u, None` may be meant as two gradients of arguments, without that of the variable."""
+    weight = keras.Variable(3.0, name="weight")
+    answers = [lambda u: (None, [u * 7.0]), lambda u: ((u, u), None)]
+    zero, wrong = [
+        op_custom_gradient(lambda x, y, answer=answer: (x * y * weight, lambda u, variables: answer(u)))
+        for answer in answers
+    ]
+    x, y = array(2.0), array(5.0)
+    close(grad(zero, (0, 1), variables=[weight])(x, y), ((array(0.0), array(0.0)), [array(7.0)]))
+    with pytest.raises(TypeError, match="the wrong number of gradients of variables"):
+        grad(wrong, variables=[weight])(x, y)
 
 
 def test_gradients_with_respect_to_other_objects_raise() -> None:

@@ -21,7 +21,7 @@ def _load() -> "Backend":
     name = importlib.import_module("keras").backend.backend()
     if name not in DIFFERENTIATING + FORWARD_ONLY:
         raise ValueError(
-            f"multigrad has no backend named {name!r}. It has {', '.join(DIFFERENTIATING + FORWARD_ONLY)}. "
+            f"multigrad has no backend named {name!r}. It has {', '.join(DIFFERENTIATING + FORWARD_ONLY)}.\n"
             "Choose one with the environment variable KERAS_BACKEND before Keras is imported."
         )
     require_supported(name)

@@ -27,7 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Spec = tuple[Any, Any, Any]
 """The shape and dtype that the gradient of a tensor must have, in the framework's own types. The third item
-is the tensor itself if its shape is known only at run time, and None otherwise."""
+is the device of the tensor if the backend `HAS_DEVICES`. Otherwise it is the tensor itself if its shape is
+known only at run time, and None if not."""
 
 
 TensorSpec = tuple[Sequence[int | None], str]
@@ -169,6 +170,9 @@ class Backend(abc.ABC):
     FOREIGN: ClassVar[TypeSet] = TypeSet()
     """Array types that must be converted before they meet a tensor that has a gradient."""
 
+    HAS_DEVICES: ClassVar[bool] = False
+    """Whether a gradient must be on the device of its tensor. TensorFlow and JAX take it from any device."""
+
     STAND_INS: ClassVar[TypeSet] = TypeSet()
     """Types that stand for a tensor while a program is recorded. They cannot have a rule."""
 
@@ -225,7 +229,10 @@ class Backend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def conform(gradient: Any, spec: Spec) -> Any:
-        """Sum `gradient` over the axes that broadcasting enlarged, and cast it to the dtype of the spec."""
+        """Sum `gradient` over the axes that broadcasting enlarged, and cast it to the dtype of the spec.
+
+        If the backend `HAS_DEVICES`, also move it to the device of the spec.
+        """
 
     @staticmethod
     @abc.abstractmethod

@@ -88,9 +88,9 @@ class ForwardOnlyBackend(Backend):
 
 def _no_gradients() -> NotImplementedError:
     return NotImplementedError(
-        f"Keras's {keras.backend.backend()} backend computes no gradients. The backends that do are "
-        f"{', '.join(DIFFERENTIATING)}. Choose one with the environment variable KERAS_BACKEND before "
-        "Keras is imported. See docs/limits/general.md#numpy-and-openvino."
+        f"Keras's {keras.backend.backend()} backend computes no gradients.\n"
+        f"The backends that do are {', '.join(DIFFERENTIATING)}. Choose one with the environment variable\n"
+        "KERAS_BACKEND before Keras is imported. See docs/limits/general.md#numpy-and-openvino."
     )
 
 

@@ -40,7 +40,10 @@ def grad(
 
     Arguments:
         f: a function of tensors, NumPy arrays, Python floats, Keras Variables and nested structures of
-            them. It returns a real scalar tensor.
+            them. It returns a real scalar tensor. It gets an argument that it is differentiated with respect
+            to, and each floating NumPy array, as a tensor. It gets other Python floats as an op does: as
+            tensors of Keras's floatx if they are passed by position in a call without tensors, and unchanged
+            otherwise.
         argnums: the position of the argument to differentiate with respect to, or a sequence of positions.
             The default is the first argument, or no argument if `variables` is passed.
         has_aux: whether `f` returns a pair `(scalar, aux)`. Only the scalar is differentiated.

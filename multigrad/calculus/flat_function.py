@@ -20,9 +20,10 @@ from multigrad.calculus.validation import (
     require_pair,
     resolve_positions,
 )
+from multigrad.core.conversions import arrays_to_tensors, numbers_to_tensors
 from multigrad.core.errors import message, require_function
 from multigrad.core.signature import name_of
-from multigrad.core.structure import NON_NUMERIC, leaves_of, rebuild
+from multigrad.core.structure import leaves_of, rebuild
 from multigrad.core.variables import Pinned
 
 
@@ -72,10 +73,13 @@ class FlatFunction:
         self._variables = function.variables or []
         self._positions = resolve_positions(function.name, function.argnums, len(args))
         self._structures = [args[position] for position in self._positions]
+        if self._positions:
+            args = numbers_to_tensors(tuple(args), kwargs)
         self._args = [
-            arg if position in self._positions else _convert_foreign(arg) for position, arg in enumerate(args)
+            arg if position in self._positions else arrays_to_tensors(arg)
+            for position, arg in enumerate(args)
         ]
-        self._kwargs = {name: _convert_foreign(arg) for name, arg in kwargs.items()}
+        self._kwargs = {name: arrays_to_tensors(arg) for name, arg in kwargs.items()}
         leaves = [
             as_differentiable(function.name, f"position {position}", leaf)
             for position, structure in zip(self._positions, self._structures, strict=True)
@@ -143,19 +147,3 @@ class _DifferentiatedVariables(Pinned):
                 )
             )
         return value
-
-
-def _convert_foreign(structure: Any) -> Any:
-    """Convert arrays that the framework cannot combine with recorded tensors (NumPy arrays on PyTorch).
-
-    If the structure contains no such array, it is returned unchanged.
-    """
-    foreign = backend.active.FOREIGN
-    if not any(foreign[type(leaf)] for leaf in leaves_of(structure)):
-        return structure
-
-    def convert(leaf: Any) -> Any:
-        is_numeric = foreign[type(leaf)] and leaf.dtype.kind not in NON_NUMERIC
-        return backend.active.as_tensor(leaf) if is_numeric else leaf
-
-    return rebuild(structure, convert)

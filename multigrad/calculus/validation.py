@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
+from multigrad.core.conversions import number_to_tensor
 from multigrad.core.errors import describe, message, shape_text
 from multigrad.core.variables import in_scope
 
@@ -166,7 +167,7 @@ def _resolve_position(name: str, argnum: int, count: int) -> int:
 def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
     """Return a leaf of an argument as a floating or complex tensor."""
     if holds_numbers(leaf):
-        tensor = backend.active.as_tensor(leaf)
+        tensor = backend.active.as_tensor(number_to_tensor(leaf))
         if keras.backend.standardize_dtype(tensor.dtype).startswith(("float", "bfloat", "complex")):
             return tensor
     raise TypeError(

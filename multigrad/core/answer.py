@@ -22,6 +22,7 @@ Entry = tuple[str, Any, Any]
 """A path, the template at this path, and the part of an answer for it."""
 
 _TENSORS = backend.active.TENSORS
+_DEVICES = backend.active.HAS_DEVICES
 _SEQUENCES = (tuple, list)
 
 # Levels of doubt that an entry belongs to an argument without a gradient: None or a plain zero; possibly the
@@ -59,7 +60,7 @@ def read(target: Target, answer: Any, specs: list[Spec | None], needed: Sequence
     if target.arguments.is_flat:
         # The common case: every argument is a tensor, and every entry is the gradient of one.
         if _TENSORS[type(answer)]:
-            if specs == [(answer.shape, answer.dtype, None)]:
+            if specs == [(answer.shape, answer.dtype, answer.device if _DEVICES else None)]:
                 return (answer,)
             entries = None
         else:
@@ -68,7 +69,9 @@ def read(target: Target, answer: Any, specs: list[Spec | None], needed: Sequence
         entries = target.arguments.tensors_of(answer)
     if entries is not None:
         for entry, spec in zip(entries, specs):  # noqa: B905 - of equal length, and on the fast path
-            if not _TENSORS[type(entry)] or (entry.shape, entry.dtype, None) != spec:
+            if not _TENSORS[type(entry)]:
+                break
+            if (entry.shape, entry.dtype, entry.device if _DEVICES else None) != spec:
                 break
         else:
             return entries
@@ -122,8 +125,8 @@ class _Reader(ExpectedGradients):
 
     def _entries(self, answer: Any) -> Sequence[Any]:
         """Return the entry for each tensor, from the first documented structure that fits."""
-        if answer is None:
-            return [None] * len(self.specs)
+        if answer is None:  # in place of the gradients of variables
+            raise self.wrong_entries(answer)
         readings: list[_Reading] = []
         mismatches = []
         for entries in self._structures(answer):
@@ -234,10 +237,9 @@ class _Reader(ExpectedGradients):
             return None
         if not _TENSORS[type(gradient)]:
             gradient = self._to_tensor(index, gradient)
-        shape, dtype, like = spec
-        if gradient.dtype == dtype and gradient.shape == shape and like is None:
+        if (gradient.shape, gradient.dtype, gradient.device if _DEVICES else None) == spec:
             return gradient
-        framework = backend.active
+        shape, framework = spec[0], backend.active
         if not _is_broadcast(framework.sizes(gradient.shape), framework.sizes(shape)):
             raise self.wrong_shape(index, shape, gradient)
         return framework.conform(gradient, spec)

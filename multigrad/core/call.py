@@ -278,6 +278,8 @@ class Pullback(HoldsNoTensor):
             scope.name = self.name
             with scope:
                 answer = self._answer(rule, upstream)
+        if answer is None:
+            raise self._no_answer()
         if self.handed:
             return self._read_with_variables(answer, needed, specs)
         return read(self, answer, specs, needed)
@@ -307,9 +309,25 @@ class Pullback(HoldsNoTensor):
             )
         count = len(specs) - len(self.variables)
         variables = _VariableTarget(self.name, FLAT_LAYOUTS[len(self.variables)], self.variables)
-        of_arguments = read(self, answer[0], specs[:count], needed[:count])
-        of_variables = read(variables, answer[1], specs[count:], needed[count:])
-        return [*of_arguments, *of_variables]
+        # None as the first item is written down, unlike a forgotten `return`: zero for all arguments.
+        of_arguments = [None] * count
+        if answer[0] is not None:
+            of_arguments = [*read(self, answer[0], specs[:count], needed[:count])]
+        return [*of_arguments, *read(variables, answer[1], specs[count:], needed[count:])]
+
+    def _no_answer(self) -> TypeError:
+        zero = "return gradients, [None for v in variables]" if self.handed else "return None,"
+        return TypeError(
+            message(
+                self.name,
+                "the rule returned None instead of a gradient",
+                required="a pair `gradients, gradients_of_variables`"
+                if self.handed
+                else "a gradient, or a tuple, list or dict of gradients, in which None stands for zero",
+                got="None, as from a function without `return`",
+                fix=f"end the rule with `return gradient`; if the gradient is zero, write `{zero}`",
+            )
+        )
 
 
 class _PullbackInLayer(Pullback):

@@ -55,7 +55,25 @@ def message(
     if see is not None:
         page, _, section = see.partition("#")
         lines.append(f"  see: docs/limits/{page}.md#{section}")
-    return "\n".join(lines)
+    return "\n".join(map(_wrapped, "\n".join(lines).split("\n")))
+
+
+LONGEST_LINE = 120
+
+
+def _wrapped(line: str) -> str:
+    """Return a line of a message, with line breaks between its words if it is too long.
+
+    The methods of strings suffice: Dynamo (PyTorch 2.13) traces this code, and cannot trace `textwrap`.
+    """
+    lines = []
+    while len(line) > LONGEST_LINE:
+        end = line.rfind(" ", 5, LONGEST_LINE + 1)
+        if end < 0:  # one long word
+            break
+        lines.append(line[:end])
+        line = f"    {line[end + 1 :]}"
+    return "\n".join([*lines, line])
 
 
 def unusable(

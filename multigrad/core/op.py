@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_origin, overload
 from multigrad import backend
 from multigrad.backend.base import Options
 from multigrad.core.call import Call, Pullback
+from multigrad.core.conversions import numbers_to_tensors
 from multigrad.core.errors import describe, message
 from multigrad.core.signature import Signature, name_of, signature_of
 from multigrad.core.structure import FLAT_LAYOUTS, Refused, Symbolic, split
@@ -67,10 +68,13 @@ def op_custom_gradient(
 
     Arguments:
         f: a function of any arguments that returns a pair `output, rule`. It gets tensors, NumPy arrays and
-            Keras Variables as tensors, also when they are nested in tuples, lists and dicts. It gets Python
-            numbers and all other objects unchanged. Floating and complex tensors are differentiable. The
-            output is a tensor or a nested structure, in which other objects are returned unchanged. `f` can
-            be a function, method, lambda, partial or callable object, and can be defined again in every call.
+            Keras Variables as tensors, also when they are nested in tuples, lists and dicts. It gets all
+            other objects unchanged. A Python float or complex number is a constant beside a tensor or an
+            object with attributes, such as `self`, and if it is passed by name. In a call without these, as
+            in `f(2.0, 3.0)`, such numbers become tensors of Keras's floatx. Floating and complex tensors are
+            differentiable. The output is a tensor or a nested structure, in which other objects are returned
+            unchanged. `f` can be a function, method, lambda, partial or callable object, and can be defined
+            again in every call.
         name: the name of the op in messages. The default is the name of the function. A name of the form
             `package>name` registers the op with Keras, so that a model that uses it can be saved, and loaded
             where an op with this name is defined.
@@ -109,12 +113,16 @@ def op_custom_gradient(
       argument, or with one entry per flattened tensor.
     - A dict from argument names to such entries. The entry for `*args` is a tuple.
 
-    An entry of None is a zero gradient. A function of no arguments is a gradient that is computed only if it
-    is needed. Eager TensorFlow computes all gradients, because its tapes ask for them; `tf.function` prunes
-    those that are not used. The entry of an argument without a gradient is None or zero. Gradients of Python
-    floats and complex numbers are discarded. A result raises an error if an entry could belong to such a
-    number or to a tensor. A gradient is cast to the dtype of its argument, and summed over the axes that
-    broadcasting enlarged.
+    An entry of None is a zero gradient. A rule that returns None itself raises an error, because it probably
+    forgot `return`. In the pair of a rule with `variables`, None as the first item is zero for all arguments,
+    and the second item has one entry for each variable.
+
+    A function of no arguments is a gradient that is computed only if it is needed. Eager TensorFlow computes
+    all gradients, because its tapes ask for them; `tf.function` prunes those that are not used. The entry of
+    an argument without a gradient is None or zero. Gradients of Python floats and complex numbers are
+    discarded, if the numbers are not tensors of the call. A result raises an error if an entry could belong
+    to such a number or to a tensor. A gradient is cast to the dtype of its argument, and summed over the axes
+    that broadcasting enlarged. On PyTorch, it is moved to the device of its argument.
 
     Returns:
         A function with the name, documentation and parameters of `f`. It returns only the output, and the
@@ -125,9 +133,9 @@ def op_custom_gradient(
 
     Raises:
         TypeError: if `f` does not return such a pair; if the signature of the rule is not supported; if the
-            result fits none of these forms, or two with different meanings; if the rule has a default for an
-            argument that it is not passed; if `f` reads trainable variables and the rule does not take
-            them; if an argument is a sparse tensor.
+            result is None, or fits none of these forms, or two with different meanings; if the rule has a
+            default for an argument that it is not passed; if `f` reads trainable variables and the rule does
+            not take them; if an argument is a sparse tensor.
         ValueError: if a gradient has a different shape than its argument, or another op is registered under
             the name.
 
@@ -211,6 +219,11 @@ def _split_arguments(
         raise signature.binding_error(name, args, kwargs, error) from error
     try:
         tensors, arguments = split(values)
+        if not tensors:
+            numbers = numbers_to_tensors(args, kwargs)
+            if numbers is not args:
+                values, binding = signature.bind(numbers, kwargs)
+                tensors, arguments = split(values)
     except Symbolic:
         raise
     except Refused as refused:

@@ -1,5 +1,6 @@
 """Find the form in which a rule is called from its signature. `answer.py` reads the result of the rule."""
 
+import difflib
 import functools
 import inspect
 import types
@@ -225,9 +226,37 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
             required=FORMS,
             got=f"{name_of(rule)}{inspect.signature(rule)}, for {outputs} tensor(s) in the output and "
             f"{binding.passed} positional argument(s)",
-            fix="write the rule in one of these forms",
+            fix=f"{_did_you_mean(rule)}write the rule in one of these forms",
         )
     )
+
+
+# Names that users of other libraries may give to the two parameters.
+_OTHER_NAMES = {
+    "upstream": (
+        "g",
+        "dy",
+        "ct",
+        "cotangent",
+        "grad",
+        "grads",
+        "gradient",
+        "grad_output",
+        "upstream_gradient",
+    ),
+    "variables": ("vars", "weights", "trainable_variables"),
+}
+
+
+def _did_you_mean(rule: Any) -> str:
+    """Return the beginning of a fix for a parameter with almost the right name."""
+    names = list(inspect.signature(rule).parameters)
+    for name in names:
+        for right, others in _OTHER_NAMES.items():
+            is_alike = name in others or difflib.get_close_matches(name, [right], cutoff=0.7)
+            if right not in names and is_alike:
+                return f"did you mean `{right}` instead of `{name}`? If not, "
+    return ""
 
 
 def arguments_for(op: str, rule: Any, binding: Binding) -> int | None:
@@ -275,7 +304,8 @@ def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
                 required="a rule with a parameter `variables`, which returns "
                 "`(gradients, gradients_of_variables)`",
                 got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(read)}",
-                fix="write the rule as `def rule(upstream, variables)`, or pass the variables as arguments",
+                fix=f"{_did_you_mean(rule)}write the rule as `def rule(upstream, variables)`, or pass the "
+                "variables as arguments",
                 see="general#weights-that-the-function-reads",
             )
         )

@@ -160,8 +160,12 @@ class CustomGradient(keras.Operation):
             return super().compute_output_spec(*tensors)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the config of the node. It holds the application itself, which Keras serializes."""
-        return {"name": self.name, "application": self.application}
+        """Return the config of the node. It holds the application itself, which Keras serializes.
+
+        Where multigrad is not imported, Keras cannot load it and shows the config, which says what to import.
+        """
+        needs = registry.needed_to_load(self.application.name, self.application.op)
+        return {"needed_to_load": needs, "name": self.name, "application": self.application}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "CustomGradient":

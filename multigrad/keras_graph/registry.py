@@ -70,6 +70,8 @@ def refuse_config(op: Op, name: str) -> Op:
     Keras (3.15) saves a function such as an `activation=` by its name alone, and loads `tanh` as its own.
     Before, it calls `get_build_config` of the function if there is one. Here it raises.
     """
+    if getattr(op, "__name__", "") == "<lambda>":
+        op.__name__ = identifier(name)  # Keras would save the code of the lambda, with the rule in it
     op.get_build_config = _ConfigRefusal(weakref.ref(op), name)  # type: ignore[attr-defined]
     return op
 
@@ -127,6 +129,16 @@ def find(name: Any) -> Op:
             fix=f"define it with @op_custom_gradient(name={name!r}), or import its module",
         )
     )
+
+
+def needed_to_load(name: str, op: Op) -> str:
+    """Return what a program must import or define before it loads a model with this op, as a text."""
+    module = getattr(op, "__module__", None)
+    if name.startswith("multigrad>"):
+        return "import multigrad"
+    if module in (None, "__main__"):
+        return f"import multigrad, and define the op with @op_custom_gradient(name={name!r})"
+    return f"import multigrad, and import {module}, which defines the op {name!r}"
 
 
 def _definition_of(registered: Any) -> _Definition | None:

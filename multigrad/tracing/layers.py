@@ -1,13 +1,14 @@
 """Record calls of layers while a trace of a model is open.
 
-`recording_layers` replaces `keras.Operation.__call__`, through which Keras calls the `call` of every layer.
-The outputs of a traced layer pass an identity op, whose rule records the gradient, before Keras adds a mask.
-No layer is changed, and outside of the context the method of Keras is restored.
+`recording_layers` replaces two methods of Keras: `keras.Operation.__call__`, through which Keras calls the
+`call` of every layer, and `keras.Layer.stateless_call`, through which `fit` calls the model on JAX. The
+outputs of a traced layer pass an identity op, whose rule records the gradient, before Keras adds a mask.
+No layer is changed, and outside of the context the methods of Keras are restored.
 """
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -71,37 +72,56 @@ class TracedLayers:
 
 @contextlib.contextmanager
 def _record_layers() -> Iterator[None]:
-    original = keras.Operation.__call__
+    call, stateless_call = keras.Operation.__call__, keras.Layer.stateless_call
 
     def call_recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, keras.Layer) or not OPEN_TRACES.get() or _is_symbolic(args, kwargs):
-            return original(self, *args, **kwargs)
-        caller = _LAYER.get()
-        paths = {
-            trace: path
-            for trace in OPEN_TRACES.get()
-            if trace.layers is not None and (path := trace.layers.path_of(self, caller)) is not None
-        }
-        if not paths:
-            return original(self, *args, **kwargs)
-        recorder = recorder_here(next(iter(paths.values())), type(self).__name__, list(paths))
-        token = _LAYER.set(self)
-        try:
-            with enclosed_by(recorder):
-                outputs = original(self, *args, **kwargs)
-        finally:
-            _LAYER.reset(token)
-        return outputs if recorder.has_run else _record(recorder, self, args, kwargs, outputs)
+        if not isinstance(self, keras.Layer):
+            return call(self, *args, **kwargs)
+        return _recorded(self, args, kwargs, lambda: (call(self, *args, **kwargs),))[0]
+
+    def stateless_call_recorded(
+        self: Any, variables: Any, state: Any, *args: Any, return_losses: bool = False, **kwargs: Any
+    ) -> Any:
+        def run() -> Any:
+            return stateless_call(self, variables, state, *args, return_losses=return_losses, **kwargs)
+
+        return _recorded(self, args, kwargs, run)
 
     keras.Operation.__call__ = call_recorded
+    keras.Layer.stateless_call = stateless_call_recorded
     try:
         yield
     finally:
-        keras.Operation.__call__ = original
+        keras.Operation.__call__ = call
+        keras.Layer.stateless_call = stateless_call
+
+
+def _recorded(
+    layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]
+) -> tuple[Any, ...]:
+    """Return the tuple that `run()` returns, whose first item is the output of the layer. Record the call."""
+    if not OPEN_TRACES.get() or _is_symbolic(args, kwargs):
+        return run()
+    caller = _LAYER.get()
+    paths = {
+        trace: path
+        for trace in OPEN_TRACES.get()
+        if trace.layers is not None and (path := trace.layers.path_of(layer, caller)) is not None
+    }
+    if not paths:
+        return run()
+    recorder = recorder_here(next(iter(paths.values())), type(layer).__name__, list(paths))
+    token = _LAYER.set(layer)
+    try:
+        with enclosed_by(recorder):
+            outputs, *others = run()
+    finally:
+        _LAYER.reset(token)
+    return (outputs if recorder.has_run else _record(recorder, layer, args, kwargs, outputs), *others)
 
 
 recording_layers = Shared(_record_layers)
-"""Records calls of layers while any thread is in this context. It replaces the method for all threads."""
+"""Records calls of layers while any thread is in this context. It replaces the methods for all threads."""
 
 
 def _is_symbolic(args: Any, kwargs: Any) -> bool:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from keras import ops
-from support import close
+from support import array, close
 
 from multigrad import grad, jvp, op_custom_gradient, trace_gradients, value_and_grad, vjp
+from multigrad.backend.torch.tensors import conform
 from multigrad.keras_graph.saving import Unsaved, decode, encode
 from multigrad.ops import fake_quantize, linear_cross_entropy
 
@@ -1203,3 +1204,18 @@ def test_a_quantized_embedding_with_sparse_gradients():
     embedding(ROWS).sum().backward()
     gradient = embedding.parametrizations.weight.original.grad
     close(gradient, torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [0.0, 0.0]]))
+
+
+def test_a_gradient_is_moved_to_the_device_of_its_argument():
+    """The device `meta` stands for a GPU. PyTorch raises an error for a gradient on another device."""
+    elsewhere, here = torch.ones(3, device="meta", requires_grad=True), torch.ones(3, requires_grad=True)
+    op = op_custom_gradient(lambda x, y: (x * 2.0, lambda u: (torch.ones(3), torch.ones(2, 3) * 7.0)))
+    op(elsewhere, here).sum().backward()
+    assert elsewhere.grad.device == elsewhere.device
+    close(here.grad, array(14.0, 14.0, 14.0))
+
+
+@pytest.mark.parametrize("gradient", [torch.ones(3), torch.ones(2, 3), torch.ones(3, dtype=torch.float64)])
+def test_conform_moves_sums_and_casts(gradient):
+    moved = conform(gradient, (torch.Size([3]), torch.float32, torch.device("meta")))
+    assert (moved.shape, moved.dtype, moved.device.type) == ((3,), torch.float32, "meta")

@@ -16,5 +16,5 @@ LINEAR = {
     "guarded": lambda u: ops.where(u == 0.0, 0.0, 3.0 * u),
     "turned": lambda u: -7.0 * ops.flip(u),
     "centred": lambda u: u - ops.mean(u),
-    "none": lambda u: None,
+    "none": lambda u: (None,),
 }

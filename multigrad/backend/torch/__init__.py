@@ -31,6 +31,7 @@ class TorchBackend(Backend):
 
     TENSORS = tensors.TENSORS
     FOREIGN = tensors.FOREIGN
+    HAS_DEVICES = True
     STAND_INS = tensors.STAND_INS
     apply = staticmethod(apply)
     value_and_grad = staticmethod(gradients.value_and_grad)

@@ -73,17 +73,17 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> list[Spec | None]:
     specs: list[Spec | None] = []
     for tensor in tensors:  # not a comprehension, which is a function call
         dtype = tensor.dtype
-        specs.append((tensor.shape, dtype, None) if FLOATING[dtype] else None)
+        specs.append((tensor.shape, dtype, tensor.device) if FLOATING[dtype] else None)
     return specs
 
 
 def conform(gradient: torch.Tensor, spec: Spec) -> torch.Tensor:
-    shape, dtype, _ = spec
+    shape, dtype, device = spec
     if gradient.shape != shape:
         gradient = gradient.sum_to_size(shape)
     if gradient.dtype.is_complex and not dtype.is_complex:
         gradient = gradient.real
-    return gradient.to(dtype)
+    return gradient.to(device, dtype)
 
 
 def concrete(tensor: torch.Tensor) -> np.ndarray | None:
