@@ -64,3 +64,8 @@ WAYS = {
     "tf.autodiff.ForwardAccumulator": by_forward_mode,
 }
 LACKING = set()
+
+EAGER = ["tf.GradientTape", "a persistent tape"]
+"""The ways in which a function sees concrete values."""
+LACKING_OF_KERAS = set()
+LACKING_OF_HOST_CALLS = {"XLA"}  # XLA cannot call the host

@@ -1,6 +1,7 @@
 """`jax.jvp` and functions that use it: an error or the derivative by the rule, depending on the option."""
 
 import runpy
+import sys
 
 import cases
 import jax
@@ -19,7 +20,9 @@ def in_both_modes():
     define = multigrad.op_custom_gradient
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multigrad, "op_custom_gradient", lambda f: define(f, forward_mode=True))
-        return runpy.run_path(cases.__file__)["CASES"]
+        patch.delitem(sys.modules, "forms")
+        defined = runpy.run_path(cases.__file__)
+        return {**defined["CASES"], **defined["IN_OTHER_FORMS"]}
 
 
 BOTH_MODES = in_both_modes()
