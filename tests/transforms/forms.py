@@ -5,6 +5,7 @@ a plain function, an attribute of the layer in a method, and a trainable weight 
 its output, a rule that returns the gradients of `x` and `w`, and a rule for the gradient of the weight.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def with_weight(output: Any, rule: Any, of_weight: Any, weight: keras.Variable) 
         elements = of_weight(*us)
         return elements if weight.shape else ops.sum(elements)
 
-    if isinstance(output, tuple):
+    if len(inspect.signature(rule).parameters) > 1:
         return output, lambda *us, variables: (rule(*us), [gradient(*us) for _ in variables])
     return output, lambda upstream, variables: (rule(upstream), [gradient(upstream) for _ in variables])
 

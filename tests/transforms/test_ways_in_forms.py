@@ -4,13 +4,14 @@ import keras
 import pytest
 from cases import BLACK_BOXES, CASES, IN_OTHER_FORMS
 from keras import ops
-from support import BACKEND, array, close
+from support import BACKEND, array, close, numpy
 from ways import EVERY_PAIR, EVERY_WAY, by_multigrad, own
 
 X, W = array(0.5, -0.25, 1.0), array(0.75, 1.0, -0.5)
 
 # Each case as a function is in the tests of the transforms.
 NAMES = ("input", "intermediate", "output", "two outputs", "structure")
+FAST = ["intermediate-method that reads", *(["intermediate-method"] if BACKEND != "jax" else [])]
 FORMED = {id_: case for id_, case in IN_OTHER_FORMS.items() if case.name in NAMES}
 
 
@@ -28,7 +29,8 @@ def with_weights(case):
 
         return loss
 
-    return stateless(case.op), stateless(case.meant), [X, W, *[weight.value for weight in case.weights]]
+    values = [array(numpy(weight)) for weight in case.weights]
+    return stateless(case.op), stateless(case.meant), [X, W, *values]
 
 
 def twice(outer, inner, loss):
@@ -49,7 +51,7 @@ def product_of(names, cases, fast, lacking=frozenset()):
 
 
 @pytest.mark.parametrize(
-    ("way", "case"), product_of(EVERY_WAY, FORMED, ["intermediate-method that reads", "output-method"])
+    ("way", "case"), product_of(EVERY_WAY, FORMED, FAST)
 )
 def test_each_way(way, case):
     """The weights keep their own values."""
@@ -66,19 +68,25 @@ def test_each_way_with_respect_to_a_weight(way, case):
     close(list(EVERY_WAY[way](loss)(*inputs)), list(by_multigrad(meant)(*inputs)), 1e-4)
 
 
-# A few pairs for the fast run. `test_ways.py` draws from all pairs of ways for functions.
-FAST_PAIRS = EVERY_PAIR[:: len(EVERY_PAIR) // 8]
+def pairs_in_forms():
+    """Return each pair of ways with three cases. The fast run has a few pairs with one case.
+
+    `test_ways.py` draws from the pairs for functions.
+    """
+    parameters = []
+    for i, (outer, inner) in enumerate(EVERY_PAIR):
+        for j, id_ in enumerate(["intermediate-method that reads", "output-reader", "input-method"]):
+            is_fast = i % (len(EVERY_PAIR) // 8) == 0 and i % 3 == j
+            marks = () if is_fast else pytest.mark.slow
+            parameters.append(pytest.param(outer, inner, FORMED[id_], id=f"{id_}-{outer}-{inner}", marks=marks))
+    return parameters
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner"),
-    [pytest.param(*pair, marks=() if pair in FAST_PAIRS else pytest.mark.slow) for pair in EVERY_PAIR],
-)
-def test_each_pair_of_ways(outer, inner):
-    for id_ in ("intermediate-method that reads", "output-reader", "input-method"):
-        loss, meant, inputs = with_weights(FORMED[id_])
-        got = twice(EVERY_WAY[outer], EVERY_WAY[inner], loss)(*inputs)
-        close(list(got), list(twice(by_multigrad, by_multigrad, meant)(*inputs)), 1e-3)
+@pytest.mark.parametrize(("outer", "inner", "case"), pairs_in_forms())
+def test_each_pair_of_ways(outer, inner, case):
+    loss, meant, inputs = with_weights(case)
+    got = twice(EVERY_WAY[outer], EVERY_WAY[inner], loss)(*inputs)
+    close(list(got), list(twice(by_multigrad, by_multigrad, meant)(*inputs)), 1e-3)
 
 
 # ------------------------------------------------------------------------------- functions without a derivative
@@ -89,7 +97,7 @@ HOST_CALL_WAYS = [way for way in EVERY_WAY if way not in own.LACKING_OF_HOST_CAL
 
 @pytest.mark.parametrize(
     ("way", "case"),
-    product_of(HOST_CALL_WAYS, COMPILABLE, ["intermediate-method", "intermediate-method that reads"]),
+    product_of(HOST_CALL_WAYS, COMPILABLE, FAST),
 )
 def test_a_function_without_a_derivative(way, case):
     got = EVERY_WAY[way](weighted(case.op))(X, W)
