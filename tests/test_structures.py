@@ -24,7 +24,7 @@ class Mode(enum.Enum):
 
 
 def defined(form, function):
-    """Return an op in a form, and its weights. It is called directly, so that it gets the structure itself."""
+    """Return an op in a form, and its weights. A layer would change the structure, so the op is called."""
     made = in_form(form, Written("structure", function, None))
     return getattr(made.op, "op", made.op), made.weights
 

@@ -3,8 +3,8 @@
 The rules have false factors, so that plain differentiation cannot give the same result. The equivalent plain
 function takes its value from one expression, and its derivatives of any order from another one.
 
-Each op is written once, and defined in four forms, see `forms.py`: a function, a method of a layer, a function
-that reads a trainable weight, and a method that does.
+Each op is written once, and defined in four forms, see `forms.py`: a function, a method of a layer, a
+function that reads a trainable weight, and a method that does.
 """
 
 from collections.abc import Sequence
@@ -278,7 +278,7 @@ BLACK_BOXES = {
     ]
     for form in FORMS
 }
-"""Functions without a derivative, in every form. If the rule uses an intermediate result, it has one order."""
+"""Functions without a derivative, in every form. By an intermediate result, a rule has only one order."""
 
 ONE_FOR_ALL = in_form("function", Written("one for all", of_one_for_all, meant_one_for_all, two_outputs))
 """A case for `vmap`, whose rule does not sum over the broadcast axes of `w`."""

@@ -1,8 +1,8 @@
 """The forms in which a user defines an op. Each case of the tests is written once, and defined in every form.
 
-A case is written as a function `f(x, w, scale)`. `scale(t, power)` returns `t * s**power`. The number `s` is 1 in
-a plain function, an attribute of the layer in a method, and a trainable weight where the op reads one. `f` returns
-its output, a rule that returns the gradients of `x` and `w`, and a rule for the gradient of the weight.
+A case is written as a function `f(x, w, scale)`. `scale(t, power)` returns `t * s**power`. The number `s` is 1
+in a plain function, an attribute of the layer in a method, and a trainable weight where the op reads one. `f`
+returns its output, a rule that returns the gradients of `x` and `w`, and a rule for the weight.
 """
 
 import inspect
@@ -115,7 +115,9 @@ class Reader(keras.layers.Layer):
     def __init__(self, written: Written, value: Any) -> None:
         super().__init__()
         self.written = written
-        self.weight = self.add_weight(np.shape(value), lambda shape, dtype: ops.convert_to_tensor(value, dtype))
+        self.weight = self.add_weight(
+            np.shape(value), lambda shape, dtype: ops.convert_to_tensor(value, dtype)
+        )
 
     @op_custom_gradient
     def op(self, x, w):

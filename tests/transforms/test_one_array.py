@@ -20,8 +20,7 @@ every_form = {**CASES, **IN_OTHER_FORMS}
 def each_form(fast):
     """Parametrize a test with every case in every form. Only the `fast` cases are in the fast run."""
     parameters = [
-        pytest.param(case, id=f"{case.name}-function" if id_ in CASES else id_, marks=marks(case.name in fast))
-        for id_, case in every_form.items()
+        pytest.param(case, id=id_, marks=marks(case.name in fast)) for id_, case in every_form.items()
     ]
     return pytest.mark.parametrize("case", parameters)
 

@@ -50,9 +50,7 @@ def product_of(names, cases, fast, lacking=frozenset()):
     ]
 
 
-@pytest.mark.parametrize(
-    ("way", "case"), product_of(EVERY_WAY, FORMED, FAST)
-)
+@pytest.mark.parametrize(("way", "case"), product_of(EVERY_WAY, FORMED, FAST))
 def test_each_way(way, case):
     """The weights keep their own values."""
     got = EVERY_WAY[way](weighted(case.op))(X, W)
@@ -78,7 +76,8 @@ def pairs_in_forms():
         for j, id_ in enumerate(["intermediate-method that reads", "output-reader", "input-method"]):
             is_fast = i % (len(EVERY_PAIR) // 8) == 0 and i % 3 == j
             marks = () if is_fast else pytest.mark.slow
-            parameters.append(pytest.param(outer, inner, FORMED[id_], id=f"{id_}-{outer}-{inner}", marks=marks))
+            title = f"{id_}-{outer}-{inner}"
+            parameters.append(pytest.param(outer, inner, FORMED[id_], id=title, marks=marks))
     return parameters
 
 
@@ -89,7 +88,7 @@ def test_each_pair_of_ways(outer, inner, case):
     close(list(got), list(twice(by_multigrad, by_multigrad, meant)(*inputs)), 1e-3)
 
 
-# ------------------------------------------------------------------------------- functions without a derivative
+# ----------------------------------------------------------------------------- functions without a derivative
 
 COMPILABLE = {id_: case for id_, case in BLACK_BOXES.items() if case.name != "NumPy"}
 HOST_CALL_WAYS = [way for way in EVERY_WAY if way not in own.LACKING_OF_HOST_CALLS]

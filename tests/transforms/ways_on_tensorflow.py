@@ -69,8 +69,8 @@ LACKING = set()
 
 EAGER = ["tf.GradientTape", "a persistent tape"]
 """The ways in which a function sees concrete values."""
-# XLA requires a known length for the gradient of the gradient of a loop. `keras.remat` is `tf.recompute_grad`, which
-# has no second derivative.
+# XLA requires a known length for the second derivative of a loop. `keras.remat` is `tf.recompute_grad`,
+# which has no second derivative.
 LACKING_OF_KERAS = {
     ("XLA", "keras.ops.scan"),
     *itertools.product(
@@ -78,7 +78,7 @@ LACKING_OF_KERAS = {
     ),
     *itertools.product(["keras.remat", "keras.ops.scan", "keras.ops.cond"], ["keras.remat"]),
 }
-# XLA cannot call the host. In forward mode, the function runs with tangents, which a host call does not have.
+# XLA cannot call the host. In forward mode, the function runs with tangents, which a host call lacks.
 LACKING_OF_HOST_CALLS = {"XLA", "tf.autodiff.ForwardAccumulator"}
 # Outside of a graph, a tape knows a tensor by its identity, and each position gets the sum of the gradients.
 LACKING_OF_ONE_ARRAY = {

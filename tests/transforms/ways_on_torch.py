@@ -84,6 +84,6 @@ LACKING_OF_KERAS = {
     *itertools.product(["keras.remat"], TRANSFORMS),
     ("torch.func.vmap", "keras.ops.cond"),  # a Python branch on a value, which is mapped
 }
-# In forward mode, the function of a method and of a reader runs with tangents, which a host call does not have.
+# In forward mode, the function of a method or a reader runs with tangents, which a host call lacks.
 LACKING_OF_HOST_CALLS = {"torch.func.jacfwd"}
 LACKING_OF_ONE_ARRAY = set()

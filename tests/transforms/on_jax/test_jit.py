@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import CASES, IN_OTHER_FORMS
+from forms import FORMS
 from orders import EACH, WS, XS, W, X, each_with, first, orders, same
 from support import close
 
@@ -116,10 +117,11 @@ LEAKS = {
 
 
 def leaking():
-    """Return pairs of a transform and a case in each form. The fast run has the methods of a few."""
+    """Return pairs of a case in a form and a transform."""
     parameters = []
     for name in ("input", "intermediate", "output"):
-        for form, case in [("function", CASES[name]), *[(f, IN_OTHER_FORMS[f"{name}-{f}"]) for f in OTHER_FORMS]]:
+        for form in FORMS:
+            case = CASES[name] if form == "function" else IN_OTHER_FORMS[f"{name}-{form}"]
             for title, transform in LEAKS.items():
                 is_fast = name == "intermediate" and (form, title) in FAST_LEAKS
                 marks = () if is_fast else pytest.mark.slow
@@ -127,7 +129,6 @@ def leaking():
     return parameters
 
 
-OTHER_FORMS = ("method", "reader", "method that reads")
 FAST_LEAKS = [
     ("function", "every order"),
     *[("method", title) for title in LEAKS if title != "every order"],
