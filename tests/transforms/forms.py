@@ -1,6 +1,6 @@
 """The forms in which a user defines an op. Each case of the tests is written once, and defined in every form.
 
-A case is written as a function `f(x, w, scale)`. `scale(t, power)` returns `t * s**power`. The number `s` is 1
+A case is a function `f(x, w, scale)`. `scale(t, power)` returns `t * s**power`. The number `s` is 1
 in a plain function, an attribute of the layer in a method, and a trainable weight where the op reads one. `f`
 returns its output, a rule that returns the gradients of `x` and `w`, and a rule for the weight.
 """
