@@ -14,6 +14,8 @@ SLOW = ("nothing", "view", "sum", "stopped")
 
 
 EACH = each_of(slow=SLOW)
+WITHOUT_WEIGHTS = each_of(slow=SLOW, forms=["method"])
+"""For an op around the case, whose rule has no gradient for a weight."""
 
 
 def each_with(name, values, everywhere, cases=CASES, thorough=("intermediate",)):

@@ -26,16 +26,25 @@ def in_both_modes():
 
 
 BOTH_MODES = in_both_modes()
-each_case = pytest.mark.parametrize("name", BOTH_MODES)
+IN_REVERSE_MODE = {**cases.CASES, **cases.IN_OTHER_FORMS}
+each_case = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in (*cases.CASES, "intermediate-method that reads") else pytest.mark.slow
+        )
+        for name in BOTH_MODES
+    ],
+)
 
 
 @each_case
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_jvp_without_forward_mode_raises(name, wrap):
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(wrap(cases.CASES[name].op), (X, W), ALONG)
+        jax.jvp(wrap(IN_REVERSE_MODE[name].op), (X, W), ALONG)
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jacfwd(wrap(cases.CASES[name].op))(X, W)
+        jax.jacfwd(wrap(IN_REVERSE_MODE[name].op))(X, W)
 
 
 def total(function):
