@@ -17,7 +17,7 @@ from multigrad import op_custom_gradient
 
 stop = ops.stop_gradient
 
-FACTOR, WEIGHT = 0.75, 0.8
+FACTOR, WEIGHT = 0.75, 0.5
 """The values of `s` in a method and in a weight."""
 
 
