@@ -3,14 +3,14 @@
 import keras
 import numpy as np
 import pytest
-from cases import CASES
+from cases import CASES, each_of
 from keras import ops
 from support import array, close, compiled
 
 from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, vjp
 
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
-EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+EACH = each_of()
 # For functions that a framework traces in every call.
 SOME = pytest.mark.parametrize(
     "case", [CASES["intermediate"], CASES["output"]], ids=["intermediate", "output"]

@@ -6,8 +6,10 @@ import weakref
 
 import numpy as np
 import pytest
+from cases import CASES, IN_OTHER_FORMS
+from forms import FORMS, Written, in_form
 from keras import ops
-from support import BACKEND, array, close
+from support import BACKEND, array, close, slow_on
 
 from multigrad import grad, op_custom_gradient
 
@@ -20,10 +22,17 @@ def by_output(x):
     return y, lambda u: u * y * 3.0
 
 
-@op_custom_gradient
-def by_intermediate(x):
-    e = ops.exp(x)
-    return e * 1.0, lambda u: u * e * 3.0
+EVERY_CASE = {**CASES, **IN_OTHER_FORMS}
+CALLED_OFTEN = [
+    pytest.param(case, id=id_, marks=marks)
+    for name, marks in (
+        ("output", ()),
+        ("intermediate", slow_on("jax")),
+        ("structure", pytest.mark.slow),
+    )
+    for id_, case in EVERY_CASE.items()
+    if case.name == name
+]
 
 
 class Marker:
@@ -34,56 +43,63 @@ def total_gradient(op):
     return grad(lambda x: ops.sum(op(x)))(0 * ONES)
 
 
-def define(marker):
-    @op_custom_gradient
-    def op(x):
+def define(marker, form="function"):
+    """Return a function with the derivative 3, whose rule holds the marker."""
+
+    def function(x, w, scale):
         e = ops.exp(x)
 
         def rule(u):
             assert marker is not None
-            return u * e
+            return 3.0 * u * e, None
 
-        return e * 1.0, rule
+        return scale(e * 1.0), rule, lambda u: u * e
 
-    return op
+    op = in_form(form, Written("marked", function, None)).op
+    return lambda x: op(x, x)
 
 
-def test_an_op_and_its_calls_are_freed_without_the_collector():
+@pytest.mark.parametrize("form", FORMS)
+def test_an_op_and_its_calls_are_freed_without_the_collector(form):
     gc.collect()
     gc.disable()
     try:
         marker = Marker()
         watch = weakref.ref(marker)
-        op = define(marker)
-        close(total_gradient(op), ONES)
+        op = define(marker, form)
+        close(total_gradient(op), 3.0 * ONES)
         del op, marker
-        # JAX and TensorFlow keep traces and tapes in their own reference cycles.
-        if BACKEND != "torch":
+        # JAX and TensorFlow keep traces and tapes in their own reference cycles, and Keras its layers.
+        if BACKEND != "torch" or "method" in form:
             gc.collect()
         assert watch() is None
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("op", [by_output, by_intermediate])
-def test_many_calls_leave_no_objects(op):
+@pytest.mark.parametrize("case", CALLED_OFTEN)
+def test_many_calls_leave_no_objects(case):
     def step():
-        return grad(lambda x: ops.sum(op(x)))(ONES)
+        return grad(lambda x, w: ops.sum(case.op(x, w)), (0, 1), variables=case.weights)(ONES, 2.0 * ONES)
 
     for _ in range(20):
         step()
     gc.collect()
     before = len(gc.get_objects())
-    for _ in range(200):
+    for _ in range(100):
         step()
     gc.collect()
-    assert len(gc.get_objects()) - before < 200
+    assert len(gc.get_objects()) - before < 100
 
 
-def test_redefined_ops_leave_no_objects():
+@pytest.mark.parametrize("form", ["function", "reader"])
+def test_redefined_ops_leave_no_objects(form):
     def step(factor):
-        op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * factor))
-        close(grad(op)(1.0), array(factor))
+        def function(x, w, scale):
+            return scale(x * 2.0), lambda u: (u * factor, None), lambda u: u * x
+
+        op = in_form(form, Written("redefined", function, None)).op
+        close(grad(op)(1.0, 1.0), array(factor))
 
     for i in range(20):
         step(float(i))

@@ -8,6 +8,8 @@ from collections import OrderedDict, namedtuple
 import keras
 import numpy as np
 import pytest
+from forms import FORMS as FORMS_OF_OPS
+from forms import Written, in_form
 from keras import ops
 from support import array, close, compiled, numpy
 
@@ -19,6 +21,12 @@ Point = namedtuple("Point", "x y")
 
 class Mode(enum.Enum):
     DOUBLE = 2.0
+
+
+def defined(form, function):
+    """Return an op in a form, and its weights. A layer would change the structure, so the op is called."""
+    made = in_form(form, Written("structure", function, None))
+    return getattr(made.op, "op", made.op), made.weights
 
 
 def total(structure):
@@ -38,27 +46,41 @@ def total(structure):
         [ONES],
     ],
 )
-def test_a_structure_in_and_out(structure):
-    """The rule multiplies the upstream gradient of each leaf by another factor, to find exchanged leaves."""
+@pytest.mark.parametrize("form", FORMS_OF_OPS)
+def test_a_structure_in_and_out(structure, form):
+    """The loss multiplies each leaf by another factor, to find exchanged leaves."""
 
-    @op_custom_gradient
-    def op(tree):
-        output = keras.tree.map_structure(lambda leaf: leaf * 2.0, tree)
+    def function(tree, factor, scale):
+        output = keras.tree.map_structure(lambda leaf: scale(leaf * factor), tree)
+
+        def whole(upstream):
+            keras.tree.assert_same_structure(upstream, tree)
+            return upstream
 
         def rule(upstream):
-            keras.tree.assert_same_structure(upstream, tree)
-            return (keras.tree.map_structure(lambda u: u * 7.0, upstream),)
+            return keras.tree.map_structure(lambda u: u * 7.0, whole(upstream)), None
 
-        return output, rule
+        return (
+            output,
+            rule,
+            lambda upstream: sum(
+                [5.0 * ops.sum(u) * (i + 1.0) for i, u in enumerate(keras.tree.flatten(whole(upstream)))]
+            ),
+        )
+
+    op, weights = defined(form, function)
 
     def loss(tree):
-        leaves = keras.tree.flatten(op(tree))
+        leaves = keras.tree.flatten(op(tree, 2.0))
         return sum(ops.sum(leaf) * (i + 1.0) for i, leaf in enumerate(leaves))
 
     leaves = keras.tree.flatten(structure)
     wanted = keras.tree.pack_sequence_as(structure, [7.0 * (i + 1) * ONES for i in range(len(leaves))])
+    of_weights = [array(sum([10.0 * (i + 1) ** 2 for i in range(len(leaves))])) for _ in weights]
     close(grad(loss)(structure), wanted)
-    out = op(keras.tree.map_structure(ops.convert_to_tensor, structure))
+    if weights:
+        close(grad(loss, 0, variables=weights)(structure), (wanted, of_weights))
+    out = op(keras.tree.map_structure(ops.convert_to_tensor, structure), 2.0)
     assert type(out) is type(structure) or structure is ONES
 
 

@@ -2,131 +2,151 @@
 
 The rules have false factors, so that plain differentiation cannot give the same result. The equivalent plain
 function takes its value from one expression, and its derivatives of any order from another one.
+
+Each op is written once, and defined in four forms, see `forms.py`: a function, a method of a layer, a
+function that reads a trainable weight, and a method that does.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
+from forms import FORMS, Case, Written, in_form, valued
 from keras import ops
+from support import BACKEND
 
 from multigrad import op_custom_gradient
 from multigrad import ops as shelf
+from multigrad.ops import host_call
 
 stop = ops.stop_gradient
 
 
-class Case(NamedTuple):
-    """A function of two vectors that returns a vector, all of the same length."""
+def by_input(x, w, scale):
+    def rule(u):
+        v = scale(u, 2)
+        return v * 21.0 * x**2 * w, v * 7.0 * x**3
 
-    op: Callable[[Any, Any], Any]
-    """The op."""
-    meant: Callable[[Any, Any], Any]
-    """The equivalent function without an op."""
-
-
-def valued(value: Any, potential: Any) -> Any:
-    """Return a function with the value of the first and the derivatives of the second expression."""
-    return stop(value) + potential - stop(potential)
+    return scale(x**3 * w), rule, lambda u: scale(u) * 14.0 * x**3 * w
 
 
-@op_custom_gradient
-def by_input(x, w):
-    return x**3 * w, lambda u: (u * 21.0 * x**2 * w, u * 7.0 * x**3)
+def by_intermediate(x, w, scale):
+    e, cube, squared = x**2 * w, x**3, scale(ops.ones_like(x), 2)
+
+    def rule(u):
+        return u * 21.0 * e * squared, u * 7.0 * cube * squared
+
+    return scale(e * x), rule, lambda u: scale(u) * 14.0 * cube * w
 
 
-@op_custom_gradient
-def by_intermediate(x, w):
-    e, cube = x**2 * w, x**3
-    return e * x, lambda u: (u * 21.0 * e, u * 7.0 * cube)
+def meant_cube(x, w, s):
+    return valued(x**3 * w * s, 7.0 * x**3 * w * s**2)
 
 
-@op_custom_gradient
-def by_output(x, w):
-    y = ops.exp(x * w)
-    return y, lambda u: (u * 3.0 * w * y, u * 3.0 * x * y)
+def by_output(x, w, scale):
+    y = scale(ops.exp(x * w))
+    return y, lambda u: (u * 3.0 * w * y, u * 3.0 * x * y), lambda u: scale(u * 5.0 * y, -1)
 
 
-def meant_by_output(x, w):
-    z = x * w
-    return ops.exp(stop(z)) * ops.exp(3.0 * (z - stop(z)))
+def meant_by_output(x, w, s):
+    z, s = x * w, s * ops.ones_like(x)
+    return stop(s * ops.exp(z)) * ops.exp(3.0 * (z - stop(z))) * (s / stop(s)) ** 5
 
 
-@op_custom_gradient
-def by_nothing(x, w):
-    return x + 10.0, lambda u: (-1.1 * u, 0.5 * u)
+def by_nothing(x, w, scale):
+    return scale(x + 10.0), lambda u: (-1.1 * u, 0.5 * u), lambda u: 7.0 * u
 
 
-@op_custom_gradient
-def of_two_outputs(x, w):
+def of_two_outputs(x, w, scale):
     sine, cosine = ops.sin(x), ops.cos(x)
-    return (sine * w, x + w), lambda u, v: (7.0 * u * cosine * w + v * (w - 2.0), 7.0 * u * sine + v * x)
+
+    def rule(u, v):
+        u = scale(u, 2)
+        return 7.0 * u * cosine * w + v * (w - 2.0), 7.0 * u * sine + v * x
+
+    return (scale(sine * w), x + w), rule, lambda u, v: scale(14.0 * u * sine * w)
 
 
-def two_outputs(x, w):
-    first, second = of_two_outputs(x, w)
+def two_outputs(op, x, w):
+    first, second = op(x, w)
     return first * second
 
 
-def meant_two_outputs(x, w):
-    first, second = ops.sin(x) * w, x + w
-    return valued(first, 7.0 * first) * valued(second, x * w - 2.0 * x)
+def meant_two_outputs(x, w, s):
+    sine = ops.sin(x) * w
+    return valued(s * sine, 7.0 * s**2 * sine), valued(x + w, x * w - 2.0 * x)
 
 
-@op_custom_gradient
-def of_a_structure(inputs, power):
+def of_a_structure(inputs, power, scale):
     x, (w, factor, kind) = inputs["x"], inputs["more"]
     assert kind == "static"
 
+    def whole(upstream):
+        return upstream["y"] + 2.0 * upstream["more"][0]
+
     def rule(upstream):
-        u = upstream["y"] + 2.0 * upstream["more"][0]
+        u = scale(whole(upstream), 2)
         return {"x": u * 5.0 * power * x ** (power - 1) * w, "more": (u * 5.0 * x**power, None, None)}, None
 
-    y = factor * x**power * w
-    return {"y": y, "more": [y + 1.0, "static"]}, rule
+    y = scale(factor * x**power * w)
+    return {"y": y, "more": [y + 1.0, "static"]}, rule, lambda u: scale(10.0 * whole(u) * x**power * w)
 
 
-def structure(x, w):
-    outputs = of_a_structure({"x": x, "more": (w, 2.0, "static")}, 3)
+def structure(op, x, w):
+    outputs = op({"x": x, "more": (w, 2.0, "static")}, 3)
     return outputs["y"] * outputs["more"][0]
 
 
-def meant_structure(x, w):
-    y, potential = 2.0 * x**3 * w, 5.0 * x**3 * w
-    return valued(y, potential) * valued(y + 1.0, 2.0 * potential)
+def meant_structure(inputs, power, s):
+    x, (w, _, _) = inputs["x"], inputs["more"]
+    y, potential = 2.0 * s * x**3 * w, 5.0 * s**2 * x**3 * w
+    return {"y": valued(y, potential), "more": [valued(y + 1.0, 2.0 * potential)]}
 
 
-@op_custom_gradient
-def of_a_sum(x, w):
+def of_a_sum(x, w, scale):
     total = ops.sum(w)
-    return x * total, lambda u: (5.0 * u * total, 5.0 * ops.sum(u * x) * ops.ones_like(w))
+
+    def rule(u):
+        v = scale(u, 2)
+        return 5.0 * v * total, 5.0 * ops.sum(v * x) * ops.ones_like(w)
+
+    return scale(x * total), rule, lambda u: scale(u) * 10.0 * x * total
 
 
-@op_custom_gradient
-def by_view(x, w):
+def meant_sum(x, w, s):
+    y = x * ops.sum(w)
+    return valued(s * y, 5.0 * s**2 * y)
+
+
+def by_view(x, w, scale):
     column = ops.expand_dims(x, 1)
-    return (column**3)[:, 0] * w, lambda u: (u * w * (21.0 * column**2)[:, 0], u * (7.0 * column**3)[:, 0])
+
+    def rule(u):
+        v = scale(u, 2)
+        return v * w * (21.0 * column**2)[:, 0], v * (7.0 * column**3)[:, 0]
+
+    return scale((column**3)[:, 0] * w), rule, lambda u: scale(u) * w * (14.0 * column**3)[:, 0]
 
 
-@op_custom_gradient
-def of_one_for_all(x, w):
+def of_one_for_all(x, w, scale):
     """If only `x` is mapped, the second output is not mapped."""
-    return [x * w, w**2], lambda u: (3.0 * u[0] * w, 3.0 * u[0] * x + 5.0 * u[1] * w)
+
+    def rule(u):
+        v = scale(u[0], 2)
+        return 3.0 * v * w, 3.0 * v * x + 5.0 * u[1] * w
+
+    return [scale(x * w), w**2], rule, lambda u: scale(u[0]) * 6.0 * x * w
 
 
-def one_for_all(x, w):
-    first, second = of_one_for_all(x, w)
-    return first * second
+def meant_one_for_all(x, w, s):
+    return valued(s * x * w, 3.0 * s**2 * x * w), valued(w**2, 2.5 * w**2)
 
 
-def meant_one_for_all(x, w):
-    return valued(x * w, 3.0 * x * w) * valued(w**2, 2.5 * w**2)
-
-
-@op_custom_gradient
-def stopped(x, w):
+def stopped(x, w, scale):
     """The output depends on the input only through the rule."""
-    return stop(x) ** 3 * stop(w), lambda u: (u * 21.0 * x**2 * w, u * 7.0 * x**3)
+    _, rule, of_weight = by_input(x, w, scale)
+    return stop(scale(x**3 * w)), rule, of_weight
 
 
 @op_custom_gradient
@@ -136,31 +156,131 @@ def slope(x, w):
 
 
 @op_custom_gradient
-def by_an_op(x, w):
+def rise(x, w):
+    return 2.0 * (x * w) ** 3, lambda u: (u * slope(x, w) * w, u * x * slope(x, w))
+
+
+def by_an_op(x, w, scale):
     """The rule calls an op with a false rule, which shows in the second derivative."""
-    return (x * w) ** 3, lambda u: (u * slope(x, w) * w, u * x * slope(x, w))
+
+    def rule(u):
+        v = scale(u, 2)
+        return v * slope(x, w) * w, v * x * slope(x, w)
+
+    return scale((x * w) ** 3), rule, lambda u: scale(2.0 * u * rise(x, w))
 
 
-def meant_by_an_op(x, w):
+def meant_by_an_op(x, w, s):
     z = x * w
-    move = z - stop(z)
-    return stop(z) ** 3 + 6.0 * stop(z) ** 2 * move + 15.0 * stop(z) * move * move + 5.0 * move * move * move
+    move, at = z - stop(z), stop(z)
+    of_rise = 2.0 * at**3 + 6.0 * at**2 * move + 15.0 * at * move * move + 5.0 * move * move * move
+    return valued(s * z**3, s**2 * of_rise)
 
 
-CASES = {
-    "input": Case(by_input, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
-    "intermediate": Case(by_intermediate, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
-    "output": Case(by_output, meant_by_output),
-    "nothing": Case(by_nothing, lambda x, w: valued(x + 10.0, 0.5 * w - 1.1 * x)),
-    "two outputs": Case(two_outputs, meant_two_outputs),
-    "structure": Case(structure, meant_structure),
-    "view": Case(by_view, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
-    "sum": Case(of_a_sum, lambda x, w: valued(x * ops.sum(w), 5.0 * x * ops.sum(w))),
-    "an op": Case(by_an_op, meant_by_an_op),
-    "stopped": Case(stopped, lambda x, w: valued(x**3 * w, 7.0 * x**3 * w)),
+WRITTEN = [
+    Written("input", by_input, meant_cube),
+    Written("intermediate", by_intermediate, meant_cube),
+    Written("output", by_output, meant_by_output),
+    Written("nothing", by_nothing, lambda x, w, s: valued(s * (x + 10.0), 0.5 * w - 1.1 * x + 7.0 * s)),
+    Written("two outputs", of_two_outputs, meant_two_outputs, two_outputs),
+    Written("structure", of_a_structure, meant_structure, structure),
+    Written("view", by_view, meant_cube),
+    Written("sum", of_a_sum, meant_sum),
+    Written("an op", by_an_op, meant_by_an_op),
+    Written("stopped", stopped, meant_cube),
+]
+
+CASES = {written.name: in_form("function", written) for written in WRITTEN}
+"""Each case as a plain function."""
+
+IN_OTHER_FORMS = {
+    f"{written.name}-{form}": in_form(form, written)
+    for written in WRITTEN
+    for form in FORMS
+    if form != "function"
 }
+"""Each case in each other form."""
 
-ONE_FOR_ALL = Case(one_for_all, meant_one_for_all)
+# The cases that the tests of a transform run in other forms. `test_orders.py` runs all of them.
+_IN_OTHER_FORMS = ("input", "intermediate", "output", "two outputs", "structure")
+# Which of these the fast run has. A test on JAX takes ten times as long as on another backend.
+_FAST = ["intermediate-method that reads", "output-reader", "two outputs-method"]
+_FAST = _FAST[:1] if BACKEND == "jax" else _FAST
+
+
+def each_of(
+    cases: dict[str, Case] = CASES, *, slow: Sequence[str] = (), forms: Sequence[str] = tuple(FORMS)
+) -> pytest.MarkDecorator:
+    """Parametrize a test with each case as a function, and with some cases in other forms.
+
+    The fast run leaves out the `slow` cases, and most cases in other forms.
+    """
+    names = [f"{name}-{form}" for name in _IN_OTHER_FORMS for form in forms if form != "function"]
+    parameters = [
+        *[pytest.param(cases[id_], id=id_, marks=pytest.mark.slow if id_ in slow else ()) for id_ in cases],
+        *[
+            pytest.param(IN_OTHER_FORMS[id_], id=id_, marks=() if id_ in _FAST else pytest.mark.slow)
+            for id_ in names
+        ],
+    ]
+    return pytest.mark.parametrize("case", parameters)
+
+
+def box_by_input(x, w, scale):
+    y = scale(host_call(np.sin, x, output=x) * w)
+
+    def rule(u):
+        v = scale(u, 2)
+        return v * 3.0 * x**2 * w, v * x**3
+
+    return y, rule, lambda u: scale(u) * 2.0 * x**3 * w
+
+
+def box_by_output(x, w, scale):
+    y = scale(host_call(np.exp, x * w, output=x))
+    return y, lambda u: (u * 3.0 * w * y, u * 3.0 * x * y), lambda u: scale(u * 5.0 * y, -1)
+
+
+def box_by_intermediate(x, w, scale):
+    """The host computes the sine, and its slope, which the rule uses."""
+    sine, slope = host_call(lambda v: (np.sin(v), np.cos(v)), x, output=(x, x))
+
+    def rule(u):
+        v = scale(u, 2)
+        return 3.0 * v * slope * w, 3.0 * v * sine
+
+    return scale(sine * w), rule, lambda u: scale(u) * 6.0 * sine * w
+
+
+def box_of_numpy(x, w, scale):
+    """A function on NumPy arrays, which runs in eager code only."""
+    sine, slope = [ops.convert_to_tensor(f(ops.convert_to_numpy(x))) for f in (np.sin, np.cos)]
+
+    def rule(u):
+        v = scale(u, 2)
+        return 3.0 * v * slope * w, 3.0 * v * sine
+
+    return scale(sine * w), rule, lambda u: scale(u) * 6.0 * sine * w
+
+
+def meant_sine(x, w, s):
+    y = ops.sin(x) * w
+    return valued(s * y, 3.0 * s**2 * y)
+
+
+BLACK_BOXES = {
+    f"{written.name}-{form}": in_form(form, written)
+    for written in [
+        Written("input", box_by_input, lambda x, w, s: valued(s * ops.sin(x) * w, s**2 * x**3 * w)),
+        Written("output", box_by_output, meant_by_output),
+        Written("intermediate", box_by_intermediate, meant_sine),
+        Written("NumPy", box_of_numpy, meant_sine),
+    ]
+    for form in FORMS
+}
+"""Functions without a derivative, in every form. By an intermediate result, a rule has only one order."""
+
+ONE_FOR_ALL = in_form("function", Written("one for all", of_one_for_all, meant_one_for_all, two_outputs))
 """A case for `vmap`, whose rule does not sum over the broadcast axes of `w`."""
 
 

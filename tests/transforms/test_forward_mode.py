@@ -1,7 +1,7 @@
 """Forward mode: `multigrad.jvp` on each backend."""
 
 import pytest
-from cases import CASES
+from cases import each_of
 from keras import ops
 from support import array, close, compiled
 
@@ -11,7 +11,7 @@ X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 ALONG = array(1.0, -0.5, 2.0), array(0.25, 1.5, -1.0)
 ACROSS = array(-1.0, 0.5, 1.0), array(2.0, 0.5, 0.25)
 
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+each_case = each_of()
 
 
 def forward(function):

@@ -1,13 +1,17 @@
 """Derivatives of every order by `multigrad.grad`, on each backend."""
 
+import keras
 import pytest
-from cases import CASES
+from cases import CASES, IN_OTHER_FORMS
 from keras import ops
-from support import array, close
+from support import BACKEND, array, close, compiled_with_variables, slow_on
 
 from multigrad import grad, op_custom_gradient
 
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
+
+
+ALONE, IN_A_GRAPH = (lambda y: y), (lambda y: ops.sin(y) * y)
 
 
 def directional(function, order):
@@ -27,10 +31,73 @@ def slope(function, argument):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("order", [1, 2, 3])
-@pytest.mark.parametrize("around", [lambda y: y, lambda y: ops.sin(y) * y], ids=["alone", "in a graph"])
+@pytest.mark.parametrize("around", [ALONE, IN_A_GRAPH], ids=["alone", "in a graph"])
 def test_derivatives_of_every_order(case, order, around):
     got = directional(lambda x, w: around(case.op(x, w)), order)(X, W)
     close(got, directional(lambda x, w: around(case.meant(x, w)), order)(X, W), 1e-4)
+
+
+def curved(y):
+    return ops.sin(0.1 * y) * y
+
+
+def all_gradients(function, weights):
+    """Return a function of the gradients with respect to the arguments and the weights."""
+
+    def gradients(x, w):
+        return keras.tree.flatten(grad(function, (0, 1), variables=weights)(x, w))
+
+    return gradients
+
+
+def with_weights(function, weights, order):
+    """Return a sum of derivatives of this order, each with respect to the arguments and the weights."""
+
+    def weighted(x, w):
+        return ops.sum(function(x, w) * array(1.0, -2.0, 0.5))
+
+    for i in range(order - 1):
+        gradients = all_gradients(weighted, weights)
+        # The last gradient is the weight's.
+        factors = array(0.5, 1.0, -1.0) if i % 2 else array(-1.0, 0.25, 1.0)
+
+        def weighted(x, w, gradients=gradients, factors=factors):
+            return sum([ops.sum(gradient * factors) for gradient in gradients(x, w)[1:]])
+
+    return all_gradients(weighted, weights)
+
+
+def in_other_forms(fast):
+    """Parametrize a test with each case in each other form. Only the `fast` cases are in the fast run."""
+    parameters = [
+        pytest.param(case, id=id_, marks=() if case.name in fast else pytest.mark.slow)
+        for id_, case in IN_OTHER_FORMS.items()
+    ]
+    return pytest.mark.parametrize("case", parameters)
+
+
+@in_other_forms(fast=CASES if BACKEND != "jax" else ("intermediate", "output"))
+@pytest.mark.parametrize("order", [1, 2, pytest.param(3, marks=slow_on("jax"))])
+def test_derivatives_in_other_forms(case, order):
+    got, wanted = [
+        with_weights(lambda x, w, f=f: curved(f(x, w)), case.weights, order)(X, W)
+        for f in (case.op, case.meant)
+    ]
+    close(got, wanted, 1e-4)
+
+
+@in_other_forms(fast=("intermediate",))
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=slow_on("jax"))])
+def test_compiled_derivatives_in_other_forms(case, order):
+    derivatives = compiled_with_variables(with_weights(case.op, case.weights, order))
+    close(derivatives(X, W), with_weights(case.meant, case.weights, order)(X, W), 1e-4)
+    for weight in case.weights:
+        value = ops.copy(weight.value)
+        weight.assign(1.2 * value)
+        try:
+            close(derivatives(X, W), with_weights(case.meant, case.weights, order)(X, W), 1e-4)
+        finally:
+            weight.assign(value)
 
 
 class Held:

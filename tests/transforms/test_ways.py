@@ -1,11 +1,9 @@
 """Random programs, differentiated twice, by two random ways of the framework.
 
-A way maps a scalar function of tensors to the function of its gradients, which another way can differentiate.
-The ways are listed in `ways_on_jax.py` and similar files, with the pairs that the framework does not support.
+The ways are listed in `ways.py`, and in `ways_on_jax.py` and similar files, with the pairs that the framework
+does not support.
 """
 
-import importlib
-import itertools
 import os
 from random import Random
 
@@ -14,24 +12,15 @@ import programs
 from hypothesis import event, given
 from hypothesis import strategies as st
 from meanings import function_of, inputs_of, numbers, weighted, with_ops, without_ops
-from support import BACKEND
+from ways import PAIRS, WAYS, by_multigrad
 
-from multigrad import backend, grad
+from multigrad import backend
 
 # JAX and TensorFlow take seconds for the second derivatives of four calls, which the full run has.
 MOST_CALLS = 4 if int(os.environ.get("MULTIGRAD_EXAMPLES", "2")) > 2 else 2
 PROGRAMS = st.randoms(use_true_random=False).map(
     lambda random: programs.draw(random, ["float32", "float64"], MOST_CALLS)
 )
-
-
-def by_multigrad(loss):
-    return lambda *xs: grad(loss, tuple(range(len(xs))))(*xs)
-
-
-own = importlib.import_module(f"ways_on_{BACKEND}")
-WAYS = {"multigrad.grad": by_multigrad, **own.WAYS}
-PAIRS = [pair for pair in itertools.product(WAYS, WAYS) if pair not in own.LACKING]
 
 
 def derivatives(program, made, outer, inner):

@@ -72,3 +72,9 @@ WAYS = {
     "jax.lax.cond": by_cond,
 }
 LACKING = set()
+
+EAGER = ["jax.grad", "jax.vjp"]
+"""The ways in which a function sees concrete values."""
+LACKING_OF_KERAS = set()
+LACKING_OF_HOST_CALLS = set()
+LACKING_OF_ONE_ARRAY = set()

@@ -1,5 +1,7 @@
 """The ways of TensorFlow to compute a gradient, see `test_ways.py`."""
 
+import itertools
+
 import tensorflow as tf
 
 
@@ -64,3 +66,24 @@ WAYS = {
     "tf.autodiff.ForwardAccumulator": by_forward_mode,
 }
 LACKING = set()
+
+EAGER = ["tf.GradientTape", "a persistent tape"]
+"""The ways in which a function sees concrete values."""
+# XLA requires a known length for the second derivative of a loop. `keras.remat` is `tf.recompute_grad`,
+# which has no second derivative.
+LACKING_OF_KERAS = {
+    ("XLA", "keras.ops.scan"),
+    *itertools.product(
+        ["multigrad.grad", *WAYS, "multigrad.jit", "a gradient of multigrad.jit"], ["keras.remat"]
+    ),
+    *itertools.product(["keras.remat", "keras.ops.scan", "keras.ops.cond"], ["keras.remat"]),
+}
+# XLA cannot call the host. In forward mode, the function runs with tangents, which a host call lacks.
+LACKING_OF_HOST_CALLS = {"XLA", "tf.autodiff.ForwardAccumulator"}
+# Outside of a graph, a tape knows a tensor by its identity, and each position gets the sum of the gradients.
+LACKING_OF_ONE_ARRAY = {
+    "tf.GradientTape",
+    "a persistent tape",
+    "a tape around a tf.function",
+    "tf.autodiff.ForwardAccumulator",
+}

@@ -76,3 +76,14 @@ LACKING = {
     *itertools.product(TRANSFORMS, RECORDED),
     *itertools.product(["a checkpoint", "tensors saved elsewhere"], TRANSFORMS),
 }
+
+EAGER = ["torch.autograd.grad"]
+"""The ways in which a function sees concrete values."""
+LACKING_OF_KERAS = {
+    *itertools.product(TRANSFORMS, ["keras.remat"]),
+    *itertools.product(["keras.remat"], TRANSFORMS),
+    ("torch.func.vmap", "keras.ops.cond"),  # a Python branch on a value, which is mapped
+}
+# In forward mode, the function of a method or a reader runs with tangents, which a host call lacks.
+LACKING_OF_HOST_CALLS = {"torch.func.jacfwd"}
+LACKING_OF_ONE_ARRAY = set()

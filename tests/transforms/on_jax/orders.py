@@ -3,25 +3,19 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES
+from cases import CASES, each_of
 from support import array, close
 
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 XS, WS = jnp.stack([X, X * 0.5, 0.25 - X, -X]), jnp.stack([W, W + 1.0, -W, W * W])
 
 # The fast run has these cases in `test_orders.py` alone, and the full run under each transform.
-_SLOW = ("nothing", "view", "sum", "stopped")
+SLOW = ("nothing", "view", "sum", "stopped")
 
 
-def each_of(cases):
-    """Parametrize a test with cases. The fast run leaves out a few of them."""
-    parameters = []
-    for id_, case in cases.items():
-        parameters.append(pytest.param(case, id=id_, marks=pytest.mark.slow if id_ in _SLOW else ()))
-    return pytest.mark.parametrize("case", parameters)
-
-
-EACH = each_of(CASES)
+EACH = each_of(slow=SLOW)
+WITHOUT_WEIGHTS = each_of(slow=SLOW, forms=["method"])
+"""For an op around the case, whose rule has no gradient for a weight."""
 
 
 def each_with(name, values, everywhere, cases=CASES, thorough=("intermediate",)):
@@ -33,7 +27,7 @@ def each_with(name, values, everywhere, cases=CASES, thorough=("intermediate",))
     pairs = []
     for title, value in values.items():
         for id_, case in cases.items():
-            is_fast = id_ in thorough or (title in everywhere and id_ not in _SLOW)
+            is_fast = id_ in thorough or (title in everywhere and id_ not in SLOW)
             marks = () if is_fast else pytest.mark.slow
             pairs.append(pytest.param(case, value, id=f"{id_}-{title}", marks=marks))
     return pytest.mark.parametrize(("case", name), pairs)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from cases import CASES
 from jax.ad_checkpoint import checkpoint_name
-from orders import EACH, W, X, orders, same
+from orders import EACH, WITHOUT_WEIGHTS, W, X, orders, same
 from support import close
 
 from multigrad import op_custom_gradient
@@ -66,7 +66,7 @@ def test_checkpoints_in_a_scan(case):
     same(scanned, meant)
 
 
-@EACH
+@WITHOUT_WEIGHTS
 def test_checkpoints_in_an_op(case):
     def outer(function):
         @op_custom_gradient

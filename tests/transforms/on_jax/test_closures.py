@@ -6,7 +6,7 @@ from it has a gradient, in a second derivative.
 
 import jax
 import jax.numpy as jnp
-from orders import EACH, WS, XS, W, X, first
+from orders import WITHOUT_WEIGHTS, WS, XS, W, X, first
 from support import close
 
 from multigrad import op_custom_gradient
@@ -30,7 +30,7 @@ def meant_gradients(x, w):
     return upstream * 7.0 * jnp.cos(x) * w, jnp.zeros_like(w)
 
 
-@EACH
+@WITHOUT_WEIGHTS
 def test_tracers_of_grad_and_jit(case):
     got = gradients(case)
     close(got(X, W), meant_gradients(X, W))
@@ -40,7 +40,7 @@ def test_tracers_of_grad_and_jit(case):
     close(within(X, W), meant_gradients(X, W)[0])
 
 
-@EACH
+@WITHOUT_WEIGHTS
 def test_tracers_of_vmap(case):
     wanted = jax.tree.map(
         lambda *parts: jnp.stack(parts), *[meant_gradients(x, w) for x, w in zip(XS, WS, strict=True)]
@@ -52,7 +52,7 @@ def test_tracers_of_vmap(case):
     close(inner, jnp.stack([jnp.stack([case.meant(x, w) for x in XS]) for w in WS]), 1e-4)
 
 
-@EACH
+@WITHOUT_WEIGHTS
 def test_tracers_of_a_loop(case):
     def scanned(x, ws):
         return jax.lax.scan(lambda x, w: (jnp.sin(closing_over(w, case)(x)), None), x, ws)[0]
@@ -65,7 +65,7 @@ def test_tracers_of_a_loop(case):
     close(jax.jit(first(scanned))(X, WS[:3]), first(unrolled)(X, WS[:3]), 1e-4)
 
 
-@EACH
+@WITHOUT_WEIGHTS
 def test_tracers_of_checkpoint(case):
     def function(x, w):
         return jax.checkpoint(lambda x, w: closing_over(w, case)(x))(x, w)

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES
+from cases import CASES, IN_OTHER_FORMS
+from forms import FORMS
 from orders import EACH, WS, XS, W, X, each_with, first, orders, same
 from support import close
 
@@ -102,7 +103,44 @@ def test_the_function_and_its_rule_are_traced_once():
     assert traced == ["function", "rule"]
 
 
-@pytest.mark.parametrize("name", ["input", "intermediate"])
-def test_no_tracer_leaks(name):
+LEAKS = {
+    "jit": lambda function: jax.jit(function),
+    "jit of grad": lambda function: jax.jit(first(function)),
+    "grad of jit": lambda function: first(jax.jit(function)),
+    "vmap": lambda function: lambda x, w: jax.vmap(first(function))(x[None], w[None]),
+    "checkpoint": lambda function: first(jax.checkpoint(function)),
+    "scan": lambda function: first(
+        lambda x, w: jax.lax.scan(lambda x, _: (function(x, w), None), x, None, length=1)[0]
+    ),
+    "every order": lambda function: jax.jit(orders(function)),
+}
+
+
+def leaking():
+    """Return pairs of a case in a form and a transform."""
+    parameters = []
+    for name in ("input", "intermediate", "output"):
+        for form in FORMS:
+            case = CASES[name] if form == "function" else IN_OTHER_FORMS[f"{name}-{form}"]
+            for title, transform in LEAKS.items():
+                is_fast = name == "intermediate" and (form, title) in FAST_LEAKS
+                marks = () if is_fast else pytest.mark.slow
+                parameters.append(pytest.param(case, transform, id=f"{name}-{form}-{title}", marks=marks))
+    return parameters
+
+
+FAST_LEAKS = [
+    ("function", "every order"),
+    *[("method", title) for title in LEAKS if title != "every order"],
+    ("method that reads", "jit"),
+    ("method that reads", "jit of grad"),
+    ("method that reads", "checkpoint"),
+    ("reader", "scan"),
+]
+
+
+@pytest.mark.parametrize(("case", "transform"), leaking())
+def test_no_tracer_leaks(case, transform):
     with jax.checking_leaks():
-        close(jax.jit(orders(CASES[name].op))(X, W), orders(CASES[name].meant)(X, W), 1e-4)
+        got = transform(case.op)(X, W)
+    close(got, transform(case.meant)(X, W), 1e-4)

@@ -1,6 +1,7 @@
 """`jax.jvp` and functions that use it: an error or the derivative by the rule, depending on the option."""
 
 import runpy
+import sys
 
 import cases
 import jax
@@ -19,20 +20,31 @@ def in_both_modes():
     define = multigrad.op_custom_gradient
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multigrad, "op_custom_gradient", lambda f: define(f, forward_mode=True))
-        return runpy.run_path(cases.__file__)["CASES"]
+        patch.delitem(sys.modules, "forms")
+        defined = runpy.run_path(cases.__file__)
+        return {**defined["CASES"], **defined["IN_OTHER_FORMS"]}
 
 
 BOTH_MODES = in_both_modes()
-each_case = pytest.mark.parametrize("name", BOTH_MODES)
+IN_REVERSE_MODE = {**cases.CASES, **cases.IN_OTHER_FORMS}
+each_case = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in (*cases.CASES, "intermediate-method that reads") else pytest.mark.slow
+        )
+        for name in BOTH_MODES
+    ],
+)
 
 
 @each_case
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_jvp_without_forward_mode_raises(name, wrap):
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(wrap(cases.CASES[name].op), (X, W), ALONG)
+        jax.jvp(wrap(IN_REVERSE_MODE[name].op), (X, W), ALONG)
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jacfwd(wrap(cases.CASES[name].op))(X, W)
+        jax.jacfwd(wrap(IN_REVERSE_MODE[name].op))(X, W)
 
 
 def total(function):

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL
-from orders import WS, XS, W, X, each_of, each_with, first, orders, same, weighted
+from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, each_of
+from orders import SLOW, WS, XS, W, X, each_with, first, orders, same, weighted
 from support import close, sizes_made
 
 from multigrad import op_custom_gradient
 
 EVERY = {**CASES, "one for all": ONE_FOR_ALL}
-EACH = each_of(EVERY)
+EACH = each_of(EVERY, slow=SLOW)
 AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None), 1)]
 
 

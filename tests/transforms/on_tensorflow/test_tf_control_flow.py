@@ -3,14 +3,14 @@
 import keras
 import pytest
 import tensorflow as tf
-from cases import CASES, valued
+from cases import CASES, each_of, valued
 from support import close
 from tapes import W, X, derivatives, value_and_gradients
 
 from multigrad import op_custom_gradient
 
 some = pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "two outputs")])
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+cases = each_of()
 
 
 def in_a_loop(function):

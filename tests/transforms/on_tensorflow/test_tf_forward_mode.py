@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CASES
+from cases import CASES, each_of
 from support import close
 from tapes import W, X
 
@@ -13,7 +13,7 @@ from multigrad import op_custom_gradient
 
 DIRECTION = [tf.constant([1.0, -2.0, 0.5]), tf.constant([0.25, 0.5, -1.5])]
 OTHER = [tf.constant([0.5, 1.5, -1.0]), tf.constant([2.0, -0.5, 1.0])]
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+cases = each_of()
 
 
 def derivative(function, direction=DIRECTION):

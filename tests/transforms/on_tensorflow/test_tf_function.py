@@ -2,13 +2,13 @@
 
 import pytest
 import tensorflow as tf
-from cases import CASES
+from cases import CASES, each_of
 from support import close
 from tapes import W, X, derivatives, value_and_gradients
 
 from multigrad import op_custom_gradient
 
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+cases = each_of()
 some = pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "two outputs")])
 ways = pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "xla"])
 

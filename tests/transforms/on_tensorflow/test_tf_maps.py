@@ -4,14 +4,14 @@ import functools
 
 import pytest
 import tensorflow as tf
-from cases import CASES
+from cases import CASES, each_of
 from support import close
 from tapes import W, X, derivatives, value_and_gradients
 
 from multigrad import op_custom_gradient
 
 XS, WS = tf.stack([X, 2.0 * X]), tf.stack([W, -W])
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+cases = each_of()
 # Without AutoGraph, which converts a LookupError to another error.
 in_graph = functools.partial(tf.function, autograph=False)
 wraps = pytest.mark.parametrize("wrap", [lambda f: f, in_graph], ids=["eager", "graph"])

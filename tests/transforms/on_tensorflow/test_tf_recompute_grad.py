@@ -2,14 +2,14 @@
 
 import pytest
 import tensorflow as tf
-from cases import CASES
+from cases import CASES, each_of
 from support import close
 from tapes import W, X, derivatives, value_and_gradients
 
 from multigrad import op_custom_gradient
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@each_of()
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
 def test_gradients(case, wrap):
     again = tf.recompute_grad(lambda x, w: case.op(tf.sin(case.op(x, w)), w))

@@ -2,11 +2,11 @@
 
 import pytest
 import tensorflow as tf
-from cases import CASES
+from cases import CASES, each_of
 from support import close
 from tapes import W, X, derivatives
 
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+cases = each_of()
 ways = pytest.mark.parametrize("pfor", [True, False], ids=["pfor", "loop"])
 
 

@@ -3,7 +3,7 @@
 import keras
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, each_of
 from support import close
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -11,7 +11,7 @@ from multigrad import op_custom_gradient
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+cases = each_of()
 ways = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from cases import CASES
+from cases import each_of
 from support import close
 
 from multigrad import grad, op_custom_gradient, vjp
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+cases = each_of()
 
 
 def leaves():
@@ -49,7 +49,7 @@ def test_modifying_a_result(case, change, order):
             return slopes
         return torch.autograd.grad(sum([(slope**2).sum() for slope in slopes]), (x, w))
 
-    if case is CASES["output"] and change is not added_to:  # its rule uses the result
+    if case.name == "output" and change is not added_to:  # its rule uses the result
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(case.op)
     else:
@@ -63,7 +63,7 @@ def test_modifying_an_argument(case):
     inner = x * 1.0
     y = case.op(inner, w)
     inner.mul_(3.0)
-    if case is CASES["nothing"]:
+    if case.name == "nothing":
         close(torch.autograd.grad(y, (x, w), V), (-1.1 * V, 0.5 * V))
     else:
         with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):

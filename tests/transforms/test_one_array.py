@@ -1,0 +1,204 @@
+"""Tensors that are one object: the gradient of each position is its own."""
+
+import keras
+import numpy as np
+import pytest
+from cases import CASES, IN_OTHER_FORMS, WRITTEN
+from forms import FORMS, in_form
+from keras import ops
+from support import BACKEND, array, close, compiled, numpy
+from ways import EVERY_WAY, own
+
+from multigrad import grad, op_custom_gradient
+
+VALUES = [0.5, -0.25, 1.0]
+X = array(VALUES)
+
+every_form = {**CASES, **IN_OTHER_FORMS}
+
+
+def each_form(fast):
+    """Parametrize a test with every case in every form. Only the `fast` cases are in the fast run."""
+    parameters = [
+        pytest.param(case, id=id_, marks=marks(case.name in fast)) for id_, case in every_form.items()
+    ]
+    return pytest.mark.parametrize("case", parameters)
+
+
+def marks(is_fast):
+    return () if is_fast else pytest.mark.slow
+
+
+def copies(*tensors):
+    """Return the tensors as arrays of their own."""
+    return [array(np.array(numpy(tensor))) for tensor in tensors]
+
+
+def weighted(function):
+    return lambda x, w: ops.sum(ops.sin(function(x, w)) * array(1.0, -2.0, 0.5))
+
+
+def by_one(place):
+    """Differentiate with respect to one position. The other tensor is from outside."""
+    if place == 0:
+        return lambda loss, x, w: grad(lambda x: loss(x, w))(x)
+    return lambda loss, x, w: grad(lambda w: loss(x, w))(w)
+
+
+def mixed(loss, x, w):
+    def slope(x):
+        return ops.sum(by_one(1)(loss, x, w) * array(0.5, 1.0, -1.0))
+
+    return grad(slope)(x)
+
+
+def penalty(loss, x, w):
+    return grad(lambda x, w: ops.sum(grad(loss)(x, w) ** 2), (0, 1))(x, w)
+
+
+DERIVATIVES = {
+    "the first": by_one(0),
+    "the second": by_one(1),
+    "the first of two": lambda loss, x, w: grad(loss, 0)(x, w),
+    "the second of two": lambda loss, x, w: grad(loss, 1)(x, w),
+    "both": lambda loss, x, w: grad(loss, (0, 1))(x, w),
+    "order 2, mixed": mixed,
+    "order 2, both": penalty,
+}
+derivatives = pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+FAST = ("input", "intermediate", "output") if BACKEND != "jax" else ("input",)
+
+
+@each_form(FAST)
+@derivatives
+def test_two_arguments_that_are_one_array(case, derivative):
+    close(derivative(weighted(case.op), X, X), derivative(weighted(case.meant), *copies(X, X)), 1e-3)
+
+
+@each_form(FAST)
+def test_an_argument_that_is_passed_twice(case):
+    def twice(function):
+        return grad(lambda x: weighted(function)(x, x)), grad(
+            lambda x: ops.sum(grad(lambda x: weighted(function)(x, x))(x) ** 2)
+        )
+
+    for got, wanted in zip(twice(case.op), twice(case.meant), strict=True):
+        close(got(X), wanted(X), 1e-3)
+
+
+@each_form(())
+@derivatives
+def test_one_array_in_compiled_code(case, derivative):
+    got = compiled(lambda x: derivative(weighted(case.op), x, x))(X)
+    close(got, derivative(weighted(case.meant), *copies(X, X)), 1e-3)
+
+
+@pytest.mark.parametrize("way", [way for way in EVERY_WAY if way not in own.LACKING_OF_ONE_ARRAY])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_array_in_each_way(way, form):
+    case = in_form(form, WRITTEN[0])
+    got = EVERY_WAY[way](weighted(case.op))(X, X)
+    close(list(got), list(grad(weighted(case.meant), (0, 1))(*copies(X, X))), 1e-4)
+
+
+# ------------------------------------------------------------------------------------------------- weights
+
+READERS = [form for form in FORMS if form.endswith(("reader", "reads"))]
+
+
+def weight_gradient(loss, weights):
+    return lambda x, w: keras.tree.flatten(grad(loss, (0, 1), variables=weights)(x, w))
+
+
+def orders(loss, weights, order):
+    """Return the gradients with respect to arguments and weights, or those of the norm of these."""
+    if order == 2:
+        first = weight_gradient(loss, weights)
+        return weight_gradient(lambda x, w: sum([ops.sum(g**2) for g in first(x, w)]), weights)
+    return weight_gradient(loss, weights)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("form", READERS)
+@pytest.mark.parametrize(
+    "written",
+    [pytest.param(written, id=written.name, marks=marks(written.name in FAST)) for written in WRITTEN],
+)
+@pytest.mark.parametrize("second", ["another array", "the same array"])
+def test_a_weight_that_holds_the_array_of_an_input(written, form, order, second):
+    x = array(VALUES)
+    w = x if second == "the same array" else array(0.75, 1.0, -0.5)
+    case = in_form(form, written, array(0.8, 0.9, 1.1))
+    apart = in_form(form, written, np.float32(VALUES))
+    case.weights[0].assign(x)
+    got = orders(weighted(case.op), case.weights, order)(x, w)
+    close(got, orders(weighted(apart.meant), apart.weights, order)(*copies(x, w)), 1e-3)
+    # Only the input is differentiated, then only the weight.
+    close(grad(weighted(case.op))(x, w), grad(weighted(apart.meant))(*copies(x, w)), 1e-3)
+    (of_weight,) = grad(lambda: weighted(case.op)(x, w), variables=case.weights)()
+    (wanted,) = grad(lambda: weighted(apart.meant)(*copies(x, w)), variables=apart.weights)()
+    close(of_weight, wanted, 1e-3)
+
+
+def product(x, online, target):
+    """Return an op of an input and two weights, with a false factor for each of them."""
+
+    def rule(u, variables):
+        assert [v.name for v in variables] == ["online", "target"]
+        v = u * 2.0 * x
+        of_online, of_target = 3.0 * online**2 * target, 1.0 * online**3
+        return u * 2.0 * online**3 * target, [v * of_online, v * of_target]
+
+    return x * online * target, rule
+
+
+class Networks(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.online = self.add_weight((3,), "ones", name="online")
+        self.target = self.add_weight((3,), "zeros", name="target")
+
+    @op_custom_gradient
+    def op(self, x):
+        return product(x, self.online, self.target)
+
+    def call(self, x):
+        return self.op(x)
+
+
+def of_a_layer():
+    layer = Networks()
+    return layer, layer.online, layer.target
+
+
+def of_a_function():
+    online, target = [keras.Variable(np.ones(3, "float32"), name=name) for name in ("online", "target")]
+    return op_custom_gradient(lambda x: product(x, online, target)), online, target
+
+
+def meant_product(x, online, target):
+    y, potential = x * online * target, 2.0 * x * online**3 * target
+    return ops.stop_gradient(y) + potential - ops.stop_gradient(potential)
+
+
+@pytest.mark.parametrize("define", [of_a_function, of_a_layer])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1), (1, 0)], ids=["online", "target", "both", "turned"])
+@pytest.mark.parametrize("input_too", [False, True], ids=["", "the input too"])
+def test_two_weights_with_one_array(define, order, chosen, input_too):
+    op, *weights = define()
+    x = array(VALUES)
+    weights[0].assign(x)
+    weights[1].assign(weights[0].value)  # a target network
+    x = x if input_too else array(0.75, 1.0, -0.5)
+    values = [keras.Variable(np.float32(VALUES)) for _ in range(2)]
+
+    def loss(function):
+        return lambda x, w: ops.sum(ops.sin(function(x)) * w)
+
+    def derivatives(function, variables):
+        return orders(loss(function), [variables[i] for i in chosen], order)
+
+    got = derivatives(op, weights)(x, array(1.0, -2.0, 0.5))
+    wanted = derivatives(lambda x: meant_product(x, *values), values)
+    close(got, wanted(*copies(x, array(1.0, -2.0, 0.5))), 1e-3)
