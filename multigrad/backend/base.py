@@ -30,6 +30,9 @@ Spec = tuple[Any, Any, Any]
 is the tensor itself if its shape is known only at run time, and None otherwise."""
 
 
+Operation = tuple[tuple[str, ...], tuple[str, ...]]
+"""The dtypes of the operands and of the results of an operation."""
+
 TensorSpec = tuple[Sequence[int | None], str]
 """The shape and dtype of a tensor, in Keras's terms. None is a dimension that a graph does not know."""
 
@@ -294,6 +297,15 @@ class Backend(abc.ABC):
             options: keyword arguments of the framework's compiler.
         """
         return function
+
+    @staticmethod
+    def operations(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> set[Operation] | None:
+        """Return the dtypes of the operations that a function of tensors runs, also in nested programs.
+
+        Operations that keep the dtype of their operands may be missing. To find the operations, the function
+        runs or is traced once more. The answer is None if the framework cannot trace the function.
+        """
+        return None
 
     @staticmethod
     def is_constant(tensor: Any) -> bool:

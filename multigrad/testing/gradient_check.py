@@ -1,7 +1,7 @@
 """`check_gradients`: compare the gradients of a function with its central differences."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import keras
@@ -10,7 +10,16 @@ import numpy as np
 from multigrad import backend
 from multigrad.core.errors import distinct_names, message, unusable
 from multigrad.core.signature import name_of
-from multigrad.testing.differences import CentralDifference, Function, estimate, estimate_linear, first_step
+from multigrad.testing.differences import (
+    CentralDifference,
+    Estimate,
+    Function,
+    Rounding,
+    estimate,
+    estimate_linear,
+    first_step,
+    measure_noise,
+)
 from multigrad.testing.flat_function import FlatFunction
 from multigrad.testing.invariants import (
     check_compiled,
@@ -201,6 +210,8 @@ class _Derivative:
     """The inputs of the function, followed by the upstream gradients of its derivatives."""
     input_names: Sequence[str]
     output_names: Sequence[str]
+    terms: float = 0.0
+    """The size of terms that may cancel in the outputs: the largest norm of the outputs of lower orders."""
 
     def differentiate(self) -> "_Derivative":
         """Return the gradient of all outputs, as a function of the inputs and of the upstream gradients."""
@@ -212,7 +223,10 @@ class _Derivative:
 
         upstream = to_tensors(list(random_weights(outputs, seed=0)), outputs)
         names = [*self.input_names, *[f"upstream of {name}" for name in self.output_names]]
-        return _Derivative(gradient, [*self.inputs, *upstream], distinct_names(names), self.input_names)
+        terms = max(self.terms, _term_size(outputs, map(to_numpy, upstream)))
+        return _Derivative(
+            gradient, [*self.inputs, *upstream], distinct_names(names), self.input_names, terms
+        )
 
 
 def _check_differences(
@@ -229,13 +243,17 @@ def _check_differences(
     outputs, pullback = flat_vjp(derivative.function, inputs)
     weights = list(random_weights(outputs, seed=0))
     gradients = [_gradient_of_output(pullback, outputs, weights, k) for k in range(len(outputs))]
+    noise = measure_noise(derivative.function, inputs, weights, tolerance)
+    rounding = Rounding(tolerance, noise, derivative.terms)
     term_sizes = [_term_size(inputs, gradient) for gradient in gradients]
     comparison = _Comparison(tolerance, result.elements, result.largest, result.zeros)
     for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
         is_upstream = i >= len(flat.inputs)
         chosen = _choose_elements(tuple(tensor.shape), max_elements)
         estimates = [
-            _estimate(derivative.function, inputs, i, element, weights, tolerance, is_upstream)
+            _estimate(
+                CentralDifference(derivative.function, inputs, i, element, weights, rounding), is_upstream
+            )
             for element in chosen
         ]
         steps = np.array([first_step(tolerance, abs(to_numpy(tensor)[element])) for element in chosen])
@@ -292,21 +310,12 @@ class _Comparison:
             self.largest = max(self.largest, relative_to(difference, size))
 
 
-def _estimate(
-    function: Function,
-    inputs: Sequence[Any],
-    i: int,
-    element: tuple[int, ...],
-    weights: Sequence[np.ndarray],
-    tolerance: Tolerance,
-    is_upstream: bool,
-) -> tuple[list[Any], list[float]]:
+def _estimate(difference: CentralDifference, is_upstream: bool) -> Estimate:
     """Estimate derivatives with respect to one element. Gradients are linear in upstream gradients."""
+    inputs, i = difference.inputs, difference.index
     if is_upstream:
-        at_zero = _with_zeros(inputs, i)
-        return estimate_linear(CentralDifference(function, at_zero, i, element, weights), tolerance)
-    difference = CentralDifference(function, inputs, i, element, weights)
-    return estimate(difference, to_numpy(inputs[i])[element], lowest_precision([inputs[i]]), tolerance)
+        return estimate_linear(replace(difference, inputs=_with_zeros(inputs, i)))
+    return estimate(difference, to_numpy(inputs[i])[difference.element], lowest_precision([inputs[i]]))
 
 
 def _with_zeros(inputs: Sequence[Any], i: int) -> list[Any]:
@@ -322,13 +331,13 @@ def _gradient_of_output(
     return [to_numpy(gradient) for gradient in pullback(to_tensors(upstream, outputs))]
 
 
-def _term_size(inputs: Sequence[Any], gradients: Sequence[np.ndarray]) -> float:
-    """Return the norm of the terms that the inputs contribute to an output, before they cancel."""
+def _term_size(inputs: Sequence[Any], gradients: Iterable[np.ndarray]) -> float:
+    """Return the norm of products, such as the terms that the inputs contribute to an output."""
     with np.errstate(all="ignore"):
         terms = np.concatenate(
             [np.abs(to_numpy(x) * g).ravel() for x, g in zip(inputs, gradients, strict=True)]
         )
-    return float(np.linalg.norm(terms[np.isfinite(terms)]))
+        return float(np.linalg.norm(terms[np.isfinite(terms)]))
 
 
 def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
