@@ -98,19 +98,21 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--kinds", nargs="*", default=list(CHANGES), choices=list(CHANGES))
     parser.add_argument("--dtype", choices=["default", "own"], default="default")
+    parser.add_argument("--max-elements", type=int, default=100, help="the elements to move in each argument")
     parser.add_argument("--compiled", action="store_true", help="check the compiled functions, too")
     parser.add_argument("--json", type=Path, help="a file for the results")
     options = parser.parse_args()
     own, results = options.dtype == "own", {}
+    checks = {"compiled": options.compiled, "max_elements": options.max_elements}
     for kind in options.kinds:
         start = time.perf_counter()
         mistaken: collections.Counter[str] = collections.Counter()
         zeros = 0
         for seed in range(options.first, options.first + options.rules):
-            said = rejected(kind, seed, own, compiled=options.compiled)
+            said = rejected(kind, seed, own, **checks)
             if bool(said) != (kind == "right"):
                 continue
-            if kind != "right" and not rejected(kind, seed, own, LARGE_FACTOR, compiled=False):
+            if kind != "right" and not rejected(kind, seed, own, LARGE_FACTOR, **checks):
                 zeros += 1
                 continue
             family, arguments, _ = draw(seed, own)

@@ -25,7 +25,7 @@ The truncation error of the extrapolation is at most a third of the difference b
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,29 +206,26 @@ def first_step(tolerance: Tolerance, size: float) -> float:
     return tolerance.step * max(1.0, size)
 
 
-def estimate(difference: CentralDifference, number: float, precision: str) -> Estimate:
-    """Estimate derivatives by extrapolation.
-
-    Arguments:
-        difference: the differences of the element.
-        number: the value of the element.
-        precision: the dtype of the input.
-    """
-    size, tolerance = abs(number), difference.rounding.tolerance
+def estimate(difference: CentralDifference) -> Estimate:
+    """Estimate derivatives by extrapolation."""
+    tensor = difference.inputs[difference.index]
+    size, tolerance = abs(to_numpy(tensor)[difference.element]), difference.rounding.tolerance
     extrapolated, is_steady = _extrapolate(difference, first_step(tolerance, size))
     # The first step is too long, for example, for `log` near zero, and for `cos` of a large number.
-    shorter = tolerance.step * min(1.0, size)
-    if is_steady or size in (0.0, 1.0) or shorter < _MIN_SPACINGS * size * EPSILON[precision]:
+    shorter, spacing = tolerance.step * min(1.0, size), size * EPSILON[lowest_precision([tensor])]
+    if is_steady or size in (0.0, 1.0) or shorter < _MIN_SPACINGS * spacing:
         return extrapolated
     return _extrapolate(difference, shorter)[0]
 
 
 def estimate_linear(difference: CentralDifference) -> Estimate:
-    """Return derivatives with respect to an input that the outputs are linear in, and that is zero.
+    """Return derivatives at zero, with respect to an input that the outputs are linear in.
 
     A step of 1 has no truncation error.
     """
-    derivatives, sizes, _ = difference(1.0)
+    inputs, i = list(difference.inputs), difference.index
+    inputs[i : i + 1] = to_tensors([0.0 * to_numpy(inputs[i])], inputs[i : i + 1])
+    derivatives, sizes, _ = replace(difference, inputs=inputs)(1.0)
     rounding = difference.rounding
     errors = rounding.errors([0.0] * len(sizes), 1.0)
     relative = rounding.tolerance.rounding

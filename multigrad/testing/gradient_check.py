@@ -1,7 +1,8 @@
 """`check_gradients`: compare the gradients of a function with its central differences."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import keras
@@ -10,9 +11,9 @@ import numpy as np
 from multigrad import backend
 from multigrad.core.errors import distinct_names, message, unusable
 from multigrad.core.signature import name_of
+from multigrad.testing.causes import Compared, probable_cause
 from multigrad.testing.differences import (
     CentralDifference,
-    Estimate,
     Function,
     Rounding,
     estimate,
@@ -42,7 +43,6 @@ from multigrad.testing.precision import (
     Tolerance,
     detect_precision,
     largest_magnitude,
-    lowest_precision,
 )
 from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_tensors
 
@@ -250,10 +250,9 @@ def _check_differences(
     for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
         is_upstream = i >= len(flat.inputs)
         chosen = _choose_elements(tuple(tensor.shape), max_elements)
+        estimate_one = estimate_linear if is_upstream else estimate
         estimates = [
-            _estimate(
-                CentralDifference(derivative.function, inputs, i, element, weights, rounding), is_upstream
-            )
+            estimate_one(CentralDifference(derivative.function, inputs, i, element, weights, rounding))
             for element in chosen
         ]
         steps = np.array([first_step(tolerance, abs(to_numpy(tensor)[element])) for element in chosen])
@@ -266,9 +265,11 @@ def _check_differences(
             atol = tolerance.atol(errors, largest_magnitude(*gradients[k]))
             # Derivatives of upstream gradients, or with respect to them, repeat derivatives of lower orders.
             is_counted = not is_upstream and (nth == 1 or k < len(flat.inputs))
-            comparison.add((output, name), chosen, by_rule, by_difference, atol, is_counted)
+            compared = Compared(name, tuple(tensor.shape), chosen, by_rule, by_difference, np.asarray(atol))
+            comparison.add(output, compared, is_counted)
     if comparison.mismatches:
-        _raise_differences(flat, comparison.mismatches, nth, comparison.compared, tolerance.precision)
+        cause = _cause(flat, comparison, weights, rounding) if nth == 1 else None
+        _raise_differences(flat, comparison, nth, cause)
     precision = max(result.precision, tolerance.precision, key=EPSILON.__getitem__)
     return CheckResult(precision, comparison.elements, comparison.largest, comparison.zeros)
 
@@ -281,46 +282,36 @@ class _Comparison:
     elements: int
     largest: float
     zeros: int
-    compared: int = 0
+    count: int = 0
     mismatches: list[Mismatch] = field(default_factory=list)
+    compared: dict[tuple[str, ...], Compared] = field(default_factory=dict)
+    """The gradients by the names of the output and of the argument."""
 
-    def add(
-        self,
-        labels: tuple[str, str],
-        elements: Sequence[tuple[int, ...]],
-        by_rule: np.ndarray,
-        by_difference: np.ndarray,
-        atol: Any,
-        is_counted: bool,
-    ) -> None:
-        """Compare the derivatives of one output with respect to elements of one input."""
+    def add(self, output: str, compared: Compared, is_counted: bool) -> None:
+        """Compare the derivatives of one output with respect to elements of one argument."""
+        labels = (output, compared.name)
+        by_rule, by_difference, atol = compared.rule, compared.differences, compared.errors
         is_wrong = disagree(by_rule, by_difference, self.tolerance.rtol, atol) | ~np.isfinite(by_difference)
         self.mismatches += [
             Mismatch(labels, element, tuple(numbers))
-            for element, *numbers, wrong in zip(elements, by_rule, by_difference, is_wrong, strict=True)
+            for element, *numbers, wrong in zip(
+                compared.elements, by_rule, by_difference, is_wrong, strict=True
+            )
             if wrong
         ]
-        self.compared += len(elements)
+        self.compared[labels] = compared
+        self.count += len(compared.elements)
         if is_counted:
-            self.elements += len(elements)
+            self.elements += len(compared.elements)
             self.zeros += int(np.sum(np.abs(by_difference) <= atol))
         size = largest_magnitude(by_difference)
         if size > np.max(atol, initial=0.0) and not is_wrong.any():
             difference = np.abs(by_rule - by_difference).max()
             self.largest = max(self.largest, relative_to(difference, size))
 
-
-def _estimate(difference: CentralDifference, is_upstream: bool) -> Estimate:
-    """Estimate derivatives with respect to one element. Gradients are linear in upstream gradients."""
-    inputs, i = difference.inputs, difference.index
-    if is_upstream:
-        return estimate_linear(replace(difference, inputs=_with_zeros(inputs, i)))
-    return estimate(difference, to_numpy(inputs[i])[difference.element], lowest_precision([inputs[i]]))
-
-
-def _with_zeros(inputs: Sequence[Any], i: int) -> list[Any]:
-    """Return the inputs with one of them replaced by zeros."""
-    return [*inputs[:i], *to_tensors([0.0 * to_numpy(inputs[i])], inputs[i : i + 1]), *inputs[i + 1 :]]
+    def worst(self) -> Mismatch:
+        """Return the mismatch with the largest relative difference."""
+        return max(self.mismatches, key=Mismatch.relative_difference)
 
 
 def _gradient_of_output(
@@ -349,11 +340,30 @@ def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]
     return [elements[i] for i in sorted(chosen)]
 
 
-def _raise_differences(
-    flat: FlatFunction, mismatches: list[Mismatch], nth: int, count: int, precision: str
-) -> NoReturn:
+def _cause(
+    flat: FlatFunction, comparison: _Comparison, weights: Sequence[np.ndarray], rounding: Rounding
+) -> str | None:
+    """Return the probable cause of the worst mismatch of a gradient."""
+    output, argument = labels = comparison.worst().labels
+    k, i = flat.output_names.index(output), flat.input_names.index(argument)
+    wrong = comparison.compared[labels]
+    others = [comparison.compared[output, name] for name in flat.input_names if name != argument]
+    shapes = [weights[k].shape, *[tuple(tensor.shape) for tensor in flat.inputs]]
+    sizes = [size for shape in shapes for size in (*shape, int(np.prod(shape)))]
+
+    def differences_of_row(row: int) -> np.ndarray:
+        masked = [0.0 * weight for weight in weights]
+        masked[k][row] = weights[k][row]
+        differences = [CentralDifference(flat, flat.inputs, i, e, masked, rounding) for e in wrong.elements]
+        return np.array([estimate(difference).derivatives[k] for difference in differences])
+
+    rows = [partial(differences_of_row, row) for row in (0, -1) if weights[k].shape[:1] > (1,)]
+    return probable_cause(wrong, others, sizes, rows)
+
+
+def _raise_differences(flat: FlatFunction, comparison: _Comparison, nth: int, cause: str | None) -> NoReturn:
     __tracebackhide__ = True
-    worst = max(mismatches, key=Mismatch.relative_difference)
+    mismatches, worst = comparison.mismatches, comparison.worst()
     got, required = worst.numbers
     of_output = f" of {worst.labels[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
     derivative = "gradient" if nth == 1 else f"derivative of order {nth}"
@@ -368,10 +378,11 @@ def _raise_differences(
         flat.name,
         problem,
         worst,
-        f"{format_number(required)} from central differences in {precision}",
+        f"{format_number(required)} from central differences in {comparison.tolerance.precision}",
         f"{format_number(got)} from the rule",
         fix,
         ("output", "argument", "element", "rule", "differences", "relative"),
         mismatches,
-        count,
+        comparison.count,
+        cause,
     )

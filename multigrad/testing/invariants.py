@@ -74,7 +74,15 @@ def check_linear(flat: FlatFunction, tolerance: Tolerance) -> None:
             ("argument", "element", "pullback of sum", "sum of pullbacks", "relative"),
             mismatches,
             count,
+            _ignores_upstream(worst.labels[0], flat.input_names, pulled_u, pulled_v, pulled_combined),
         )
+
+
+def _ignores_upstream(name: str, names: Sequence[str], *pulled: Sequence[np.ndarray]) -> str | None:
+    """Return that the rule ignores its upstream gradient, if different ones give the same gradient."""
+    first, *others = (gradients[names.index(name)] for gradients in pulled)
+    is_same = all(np.array_equal(first, other) for other in others)
+    return f"the rule ignores `upstream`: the gradient of {name} is the same for each" if is_same else None
 
 
 def check_independent_calls(flat: FlatFunction, tolerance: Tolerance) -> None:
