@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from multigrad.testing.mismatches import format_number
-
 _CLOSE = 1e-3
 """The relative difference of gradients that count as equal. Rules that are 1 % off have another cause."""
 
@@ -97,7 +95,7 @@ def _ratio(wrong: Compared) -> Any:
 def _explain_ratio(name: str, ratio: float, sizes: Sequence[int]) -> str:
     if ratio == 0.0:
         return f"the gradient of {name} is zero everywhere, as of stop_gradient"
-    text = f"the gradient of {name} is {format_number(np.float32(f'{ratio:.4g}'))} times the right one"
+    text = f"the gradient of {name} is {ratio:.4g} times the right one"
     for size in sorted({size for size in sizes if size > 2}):
         if abs(ratio / size - 1.0) < _CLOSE:
             return f"{text}: a sum over {size} elements is extra, or a mean is missing"

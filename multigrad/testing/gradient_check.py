@@ -119,16 +119,19 @@ def check_gradients(
         order: the highest order of derivatives. Lower orders are checked first.
         rtol, atol: a derivative `g` agrees with a difference `d` if `abs(g - d) <= atol + rtol * abs(d)`. By
             default, `rtol` is 1e-4 in float64 and float32, 0.05 in float16 and 0.2 in bfloat16. The default
-            `atol` is the estimated rounding error of the difference, plus `4 * eps` times the largest
-            gradient, in case the terms of a gradient cancel.
+            `atol` is the estimated rounding and truncation error of the difference, plus `4 * eps` times the
+            largest gradient, in case the terms of a gradient cancel.
         variables: Keras Variables that `fn` is differentiated with respect to. The default is the trainable
-            variables that it reads.
+            variables that it reads. Pass them if all arguments are integers or strings.
         dtype: the floating dtype to cast the arguments to; complex arguments are cast to the corresponding
             complex dtype. With "own" the arguments keep their dtypes. The default is "own" if there are
             variables, which always keep their dtypes, and float64 otherwise. JAX has float64 enabled while
-            the check runs. If intermediate results of `fn` are float32, the tolerances for float32 apply.
-            This is the case for Keras layers of float32, and for some ops of Keras (3.15) on JAX and PyTorch,
-            such as `ops.sin` on JAX. If intermediate results are in half precision, pass this dtype.
+            the check runs. If an operation of `fn` or of its gradient converts its operand to float32 or half
+            precision, the tolerances for this dtype apply. Keras layers of float32 do, and some ops of Keras
+            (3.15), such as `ops.sin` on JAX and `ops.matmul` on PyTorch. To find out, JAX and TensorFlow
+            trace `fn` and its gradients once more, and PyTorch runs them once more. Code that NumPy runs, and
+            a function that branches on the values of tensors on JAX or TensorFlow, count as they are called:
+            by the dtypes of their inputs and outputs. Their rounding errors are measured, and add to `atol`.
         compiled: whether to check the compiled function, too. This takes longest on PyTorch, about a second.
         max_elements: the number of elements to move in each input. If an input is larger, a generator with a
             fixed seed selects them.
@@ -141,7 +144,8 @@ def check_gradients(
 
     Raises:
         AssertionError: if a part of the check fails. The message names the argument, the element and both
-            numbers, and shows a table of the largest differences.
+            numbers, and shows a table of the largest differences. A line `probably:` names the cause of a
+            wrong gradient if it is the right one times a number, or its transpose, for example.
         TypeError: if nothing is differentiable, or if `order` or `max_elements` is not an integer.
         ValueError: if `order` or `max_elements` is less than 1.
         NotImplementedError: on the NumPy and OpenVINO backends.
