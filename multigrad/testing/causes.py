@@ -1,10 +1,13 @@
 """The probable cause of a wrong gradient: how it differs from the right one everywhere."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from multigrad.testing.differences import CentralDifference, Rounding, estimate
+from multigrad.testing.flat_function import FlatFunction
 
 _CLOSE = 1e-3
 """The relative difference of gradients that count as equal. Rules that are 1 % off have another cause."""
@@ -37,37 +40,35 @@ class Compared:
         is_close = np.abs(self.rule - gradient) <= error
         return bool(is_close.all() and (np.abs(gradient) > _CLEAR * self.errors).any())
 
-    def by_element(self) -> np.ndarray | None:
-        """Return the differences in the shape of the argument, None if only some elements were compared."""
-        is_complete = len(self.elements) == np.prod(self.shape)
-        return self.differences.reshape(self.shape) if is_complete else None
-
 
 def probable_cause(
-    wrong: Compared,
-    others: Sequence[Compared],
-    sizes: Sequence[int],
-    rows: Sequence[Callable[[], np.ndarray]],
+    flat: FlatFunction,
+    labels: tuple[str, ...],
+    compared: Mapping[tuple[str, ...], Compared],
+    weights: Sequence[np.ndarray],
+    rounding: Rounding,
 ) -> str | None:
     """Return what is probably wrong with a gradient, None if nothing can be told.
 
     Arguments:
-        wrong: the wrong gradient.
-        others: the gradients of the same output with respect to the other arguments.
-        sizes: the sizes of the output and of the arguments, and of their axes.
-        rows: functions that return the differences of one row of the output.
+        flat: the function.
+        labels: the names of the output and of the argument.
+        compared: the gradients of all outputs with respect to all arguments.
+        weights, rounding: the weights of the outputs, and the rounding errors of the weighted outputs.
     """
+    output, argument = labels
+    wrong = compared[labels]
     if not (np.isfinite(wrong.rule).all() and np.isfinite(wrong.differences).all()):
         return None
-    name, ratio = wrong.name, _ratio(wrong)
-    exchanged = _exchanged(wrong, others)
-    if exchanged or ratio is not None:
-        return exchanged or _explain_ratio(name, ratio, sizes)
-    by_element = wrong.by_element()
-    rearranged = None if by_element is None else _rearranged(wrong, by_element)
-    if rearranged is None and any(wrong.is_rule(differences()) for differences in rows):
-        return f"a sum over the batch is missing: the gradient of {name} is that of one row of the output"
-    return rearranged
+    k, i = flat.output_names.index(output), flat.input_names.index(argument)
+    shape = weights[k].shape
+    others = [compared[output, name] for name in flat.input_names if name != argument]
+    shapes = [shape, *[tuple(tensor.shape) for tensor in flat.inputs]]
+    causes = _exchanged(wrong, others) or _multiplied(wrong, shapes) or _rearranged(wrong)
+    if causes is None and shape[:1] > (1,):
+        differences = [CentralDifference(flat, flat.inputs, i, e, weights, rounding) for e in wrong.elements]
+        return _one_row(wrong, k, differences)
+    return causes
 
 
 def _exchanged(wrong: Compared, others: Sequence[Compared]) -> str | None:
@@ -92,11 +93,16 @@ def _ratio(wrong: Compared) -> Any:
     return ratio if wrong.is_rule(ratio * wrong.differences) and (clear.sum() > 1 or is_simple) else None
 
 
-def _explain_ratio(name: str, ratio: float, sizes: Sequence[int]) -> str:
+def _multiplied(wrong: Compared, shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """Return that the gradient is the right one times a number, such as the size of an output."""
+    ratio = _ratio(wrong)
+    if ratio is None:
+        return None
     if ratio == 0.0:
-        return f"the gradient of {name} is zero everywhere, as of stop_gradient"
-    text = f"the gradient of {name} is {ratio:.4g} times the right one"
-    for size in sorted({size for size in sizes if size > 2}):
+        return f"the gradient of {wrong.name} is zero everywhere, as of stop_gradient"
+    text = f"the gradient of {wrong.name} is {ratio:.4g} times the right one"
+    sizes = {size for shape in shapes for size in (*shape, int(np.prod(shape))) if size > 2}
+    for size in sorted(sizes):
         if abs(ratio / size - 1.0) < _CLOSE:
             return f"{text}: a sum over {size} elements is extra, or a mean is missing"
         if abs(ratio * size - 1.0) < _CLOSE:
@@ -104,8 +110,11 @@ def _explain_ratio(name: str, ratio: float, sizes: Sequence[int]) -> str:
     return f"{text} everywhere"
 
 
-def _rearranged(wrong: Compared, right: np.ndarray) -> str | None:
-    """Return how the gradient is a transpose or a sum of the right one."""
+def _rearranged(wrong: Compared) -> str | None:
+    """Return that the gradient is a transpose or a sum of the right one."""
+    if len(wrong.elements) < np.prod(wrong.shape):
+        return None
+    right = wrong.differences.reshape(wrong.shape)
     is_square = right.ndim > 1 and right.shape[-1] == right.shape[-2]
     if is_square and wrong.is_rule(np.swapaxes(right, -1, -2).ravel()):
         return f"the gradient of {wrong.name} is the transpose of the right one"
@@ -115,3 +124,14 @@ def _rearranged(wrong: Compared, right: np.ndarray) -> str | None:
             return f"a sum is extra: the gradient of {wrong.name} is summed over its axis {axis}"
     total = np.broadcast_to(right.sum(), right.shape)
     return f"a sum over {wrong.name} is extra" if wrong.is_rule(total.ravel()) else None
+
+
+def _one_row(wrong: Compared, k: int, differences: Sequence[CentralDifference]) -> str | None:
+    """Return that the gradient is the one of the first or of the last row of the output."""
+    for row in (0, -1):
+        masked = [0.0 * weight for weight in differences[0].weights]
+        masked[k][row] = differences[0].weights[k][row]
+        of_row = [estimate(replace(difference, weights=masked)).derivatives[k] for difference in differences]
+        if wrong.is_rule(np.array(of_row)):
+            return f"a sum over the batch is missing: the gradient of {wrong.name} is that of one row"
+    return None

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 import keras
@@ -272,7 +271,10 @@ def _check_differences(
             compared = Compared(name, tuple(tensor.shape), chosen, by_rule, by_difference, np.asarray(atol))
             comparison.add(output, compared, is_counted)
     if comparison.mismatches:
-        cause = _cause(flat, comparison, weights, rounding) if nth == 1 else None
+        cause = None
+        if nth == 1:
+            labels = comparison.worst().labels
+            cause = probable_cause(flat, labels, comparison.compared, weights, rounding)
         _raise_differences(flat, comparison, nth, cause)
     precision = max(result.precision, tolerance.precision, key=EPSILON.__getitem__)
     return CheckResult(precision, comparison.elements, comparison.largest, comparison.zeros)
@@ -342,27 +344,6 @@ def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]
         return elements
     chosen = np.random.default_rng(0).choice(len(elements), count, replace=False)
     return [elements[i] for i in sorted(chosen)]
-
-
-def _cause(
-    flat: FlatFunction, comparison: _Comparison, weights: Sequence[np.ndarray], rounding: Rounding
-) -> str | None:
-    """Return the probable cause of the worst mismatch of a gradient."""
-    output, argument = labels = comparison.worst().labels
-    k, i = flat.output_names.index(output), flat.input_names.index(argument)
-    wrong = comparison.compared[labels]
-    others = [comparison.compared[output, name] for name in flat.input_names if name != argument]
-    shapes = [weights[k].shape, *[tuple(tensor.shape) for tensor in flat.inputs]]
-    sizes = [size for shape in shapes for size in (*shape, int(np.prod(shape)))]
-
-    def differences_of_row(row: int) -> np.ndarray:
-        masked = [0.0 * weight for weight in weights]
-        masked[k][row] = weights[k][row]
-        differences = [CentralDifference(flat, flat.inputs, i, e, masked, rounding) for e in wrong.elements]
-        return np.array([estimate(difference).derivatives[k] for difference in differences])
-
-    rows = [partial(differences_of_row, row) for row in (0, -1) if weights[k].shape[:1] > (1,)]
-    return probable_cause(wrong, others, sizes, rows)
 
 
 def _raise_differences(flat: FlatFunction, comparison: _Comparison, nth: int, cause: str | None) -> NoReturn:
