@@ -263,6 +263,11 @@ def test_a_rule_that_is_one_percent_off_is_found(kind, seed):
         assert not rejected(kind, seed, factor=10.0, **options)
 
 
+def test_a_steep_function_in_float32():
+    """The truncation error is larger than the relative tolerance."""
+    assert rejected("right", 7, own=True, compiled=False) == ""
+
+
 def test_random_rules_have_wrong_factors():
     assert FACTOR == 1.01
 

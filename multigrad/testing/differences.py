@@ -49,8 +49,8 @@ _STEADY = 0.02
 _TRUNCATION = 1.0 / 3.0
 """The truncation error of an extrapolation, relative to the deviation of its two differences."""
 
-_DEVIATIONS = 8.0
-"""The largest rounding error of a difference, in standard deviations of the errors of the outputs."""
+DEVIATIONS = 8.0
+"""The largest rounding error, in standard deviations."""
 
 _LINES = ((3, 1.0 / 64.0), (4, 1.0 / 100.0))
 """For each line on which rounding is measured, a seed, and the step relative to that of a difference."""
@@ -90,7 +90,7 @@ class Rounding:
     def errors(self, sizes: Sequence[float], length: float) -> list[float]:
         """Return the errors of differences with steps of this length, of outputs of these norms."""
         return [
-            self.tolerance.error(max(size, self.terms), length) + _DEVIATIONS * noise / length
+            self.tolerance.error(max(size, self.terms), length) + DEVIATIONS * noise / length
             for size, noise in zip(sizes, self.noise, strict=True)
         ]
 
@@ -150,15 +150,18 @@ def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = Tru
         return float(np.linalg.norm(np.where(where, sizes, 0.0)))
 
 
-def measure_noise(
-    function: Function, inputs: Sequence[Any], weights: Sequence[np.ndarray], tolerance: Tolerance
-) -> list[float]:
-    """Return for each weighted output the standard deviation of its rounding error.
+def measure_noise(function: Function, inputs: Sequence[Any], tolerance: Tolerance) -> list[np.ndarray]:
+    """Return the standard deviation of the rounding error of each element of each output.
 
     The result is the larger one of two lines, because on one line the errors may repeat with its steps.
     """
     lines = (_Line(function, inputs, seed, tolerance.step * share) for seed, share in _LINES)
-    return [max(pair) for pair in zip(*[line.noise(weights) for line in lines], strict=True)]
+    return [np.maximum(*pair) for pair in zip(*[line.noise() for line in lines], strict=True)]
+
+
+def noise_of_sums(noise: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> list[float]:
+    """Return the standard deviation of the rounding error of each weighted output."""
+    return [float(np.linalg.norm(np.abs(w) * n)) for w, n in zip(weights, noise, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,8 @@ class _Line:
     seed: int
     length: float
 
-    def noise(self, weights: Sequence[np.ndarray]) -> list[float]:
-        """Return the standard deviation of the rounding errors of each weighted output.
+    def noise(self) -> list[np.ndarray]:
+        """Return the standard deviation of the rounding error of each element of each output.
 
         The fourth difference of independent errors has 70 times their variance (Moré and Wild, Estimating
         Computational Noise, 2011).
@@ -184,10 +187,10 @@ class _Line:
             points.append([to_numpy(output) for output in self.function(*to_tensors(moved, self.inputs))])
         noise = []
         with np.errstate(all="ignore"):
-            for weight, *values in zip(weights, *points, strict=True):
-                differences = np.abs(weight * np.diff(np.stack(values), n=4, axis=0))
-                variances = np.mean(differences**2, axis=0) / 70.0
-                noise.append(float(np.sqrt(np.sum(variances, where=np.isfinite(variances)))))
+            for values in zip(*points, strict=True):
+                differences = np.abs(np.diff(np.stack(values), n=4, axis=0))
+                deviations = np.sqrt(np.mean(differences**2, axis=0) / 70.0)
+                noise.append(np.where(np.isfinite(deviations), deviations, 0.0))
         return noise
 
     def _step(self, tensor: Any, direction: np.ndarray) -> np.ndarray:

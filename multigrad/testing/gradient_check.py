@@ -12,6 +12,7 @@ from multigrad.core.errors import distinct_names, message, unusable
 from multigrad.core.signature import name_of
 from multigrad.testing.causes import Compared, probable_cause
 from multigrad.testing.differences import (
+    DEVIATIONS,
     CentralDifference,
     Function,
     Rounding,
@@ -19,6 +20,7 @@ from multigrad.testing.differences import (
     estimate_linear,
     first_step,
     measure_noise,
+    noise_of_sums,
 )
 from multigrad.testing.flat_function import FlatFunction
 from multigrad.testing.invariants import (
@@ -164,19 +166,24 @@ def check_gradients(
         result = CheckResult("float64", 0, 0.0, 0)
         derivative = _Derivative(flat, flat.inputs, flat.input_names, flat.output_names)
         precision = detect_precision(derivative.function, derivative.inputs)
+        noise: Sequence[np.ndarray] | None = None
         for nth in range(1, order + 1):
             next_derivative = derivative.differentiate()
             next_precision = detect_precision(next_derivative.function, next_derivative.inputs)
             lower_precision = max(precision, next_precision, key=EPSILON.__getitem__)
             tolerance = Tolerance(lower_precision, rtol, atol)
+            noise = noise or measure_noise(derivative.function, derivative.inputs, tolerance)
+            next_noise = measure_noise(next_derivative.function, next_derivative.inputs, tolerance)
             if nth == 1:
                 _require_finite(flat)
                 check_linear(flat, tolerance)
                 check_independent_calls(flat, tolerance)
-            result = _check_differences(flat, derivative, nth, tolerance, max_elements, result)
+            result = _check_differences(
+                flat, derivative, nth, tolerance, (noise, next_noise), max_elements, result
+            )
             if nth == 1 and compiled:
-                check_compiled(flat, tolerance)
-            derivative, precision = next_derivative, next_precision
+                check_compiled(flat, tolerance, next_noise)
+            derivative, precision, noise = next_derivative, next_precision, next_noise
         return result
 
 
@@ -237,17 +244,20 @@ def _check_differences(
     derivative: _Derivative,
     nth: int,
     tolerance: Tolerance,
+    noise: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
     max_elements: int,
     result: CheckResult,
 ) -> CheckResult:
-    """Compare the gradients of `derivative` with its differences, and add the comparison to `result`."""
+    """Compare the gradients of `derivative` with its differences, and add the comparison to `result`.
+
+    `noise` is the noise of the outputs of `derivative`, and of its gradients.
+    """
     __tracebackhide__ = True
     inputs = derivative.inputs
     outputs, pullback = flat_vjp(derivative.function, inputs)
     weights = list(random_weights(outputs, seed=0))
     gradients = [_gradient_of_output(pullback, outputs, weights, k) for k in range(len(outputs))]
-    noise = measure_noise(derivative.function, inputs, weights, tolerance)
-    rounding = Rounding(tolerance, noise, derivative.terms)
+    rounding = Rounding(tolerance, noise_of_sums(noise[0], weights), derivative.terms)
     term_sizes = [_term_size(inputs, gradient) for gradient in gradients]
     comparison = _Comparison(tolerance, result.elements, result.largest, result.zeros)
     for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
@@ -263,6 +273,7 @@ def _check_differences(
             by_rule = np.array([gradients[k][i][element] for element in chosen])
             by_difference = np.array([derivatives[k] for derivatives, _ in estimates])
             errors = np.array([errors[k] for _, errors in estimates])
+            errors += DEVIATIONS * np.array([noise[1][i][element] for element in chosen])
             if not is_upstream:
                 errors += _INPUT_ROUNDING * tolerance.error(term_sizes[k], steps)
             atol = tolerance.atol(errors, largest_magnitude(*gradients[k]))
