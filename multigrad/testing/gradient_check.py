@@ -182,7 +182,7 @@ def check_gradients(
                 flat, derivative, nth, tolerance, (noise, next_noise), max_elements, result
             )
             if nth == 1 and compiled:
-                check_compiled(flat, tolerance, next_noise)
+                check_compiled(flat, tolerance, [*noise, *next_noise])
             derivative, precision, noise = next_derivative, next_precision, next_noise
         return result
 

@@ -129,22 +129,21 @@ def _call_with_other_arguments(flat: FlatFunction) -> None:
         flat(*to_tensors(nearby, flat.inputs))
 
 
-def check_compiled(flat: FlatFunction, tolerance: Tolerance, gradient_noise: Sequence[np.ndarray]) -> None:
+def check_compiled(flat: FlatFunction, tolerance: Tolerance, noise: Sequence[np.ndarray]) -> None:
     """Check that the compiled function has the outputs and gradients of the eager function.
 
-    `gradient_noise` is the standard deviation of the rounding error of each gradient.
+    `noise` is the standard deviation of the rounding error of each output and of each gradient.
     """
     __tracebackhide__ = True
     with note_on_error("check_gradients compiled the function; pass compiled=False to skip that."):
         eager, compiled = (_outputs_and_gradients(flat, function) for function in (flat, flat.compiled()))
     mismatches, count = [], 0
     largest = largest_magnitude(*eager.values())
-    own_noise: list[Any] = [*[0.0] * len(flat.output_names), *gradient_noise]
-    for (name, required), deviation in zip(eager.items(), own_noise, strict=True):
+    for (name, required), deviations in zip(eager.items(), noise, strict=True):
         got = compiled[name]
         count += got.size
-        noise = 0.0 if name in flat.output_names else tolerance.noise * largest
-        atol = tolerance.rounding * largest_magnitude(required) + noise + DEVIATIONS * deviation
+        cancelled = 0.0 if name in flat.output_names else tolerance.noise * largest
+        atol = tolerance.rounding * largest_magnitude(required) + cancelled + DEVIATIONS * deviations
         is_wrong = disagree(got, required, tolerance.rounding, atol)
         is_wrong &= ~(np.isnan(got) & np.isnan(required)) & (got != required)
         mismatches += _mismatches(name, got, required, is_wrong)
