@@ -176,7 +176,7 @@ def check_gradients(
             next_noise = measure_noise(next_derivative.function, next_derivative.inputs, tolerance)
             if nth == 1:
                 _require_finite(flat)
-                check_linear(flat, tolerance)
+                check_linear(flat, tolerance, next_noise)
                 check_independent_calls(flat, tolerance)
             result = _check_differences(
                 flat, derivative, nth, tolerance, (noise, next_noise), max_elements, result

@@ -37,8 +37,11 @@ def note_on_error(note: str) -> Iterator[None]:
         raise
 
 
-def check_linear(flat: FlatFunction, tolerance: Tolerance) -> None:
-    """Check that the pullback is linear in its upstream gradient, at elements where it is finite."""
+def check_linear(flat: FlatFunction, tolerance: Tolerance, gradient_noise: Sequence[np.ndarray]) -> None:
+    """Check that the pullback is linear in its upstream gradient, at elements where it is finite.
+
+    `gradient_noise` is the standard deviation of the rounding error of each gradient.
+    """
     __tracebackhide__ = True
     outputs, pullback = flat_vjp(flat, flat.inputs)
     u, v = (list(random_weights(outputs, seed)) for seed in (1, 2))
@@ -55,11 +58,13 @@ def check_linear(flat: FlatFunction, tolerance: Tolerance) -> None:
         terms = [np.abs(a * x) + np.abs(b * y) for x, y in zip(pulled_u, pulled_v, strict=True)]
         output_terms = [np.abs(w * to_numpy(y)) for w, y in zip(combined, outputs, strict=True)]
     noise = tolerance.noise * largest_magnitude(*terms, *output_terms)
-    for name, term, required, got in zip(flat.input_names, terms, sums, pulled_combined, strict=True):
+    deviations = [2.0 * (abs(a) + abs(b)) * deviation for deviation in gradient_noise]
+    rows = zip(flat.input_names, terms, sums, pulled_combined, deviations, strict=True)
+    for name, term, required, got, deviation in rows:
         count += got.size
         is_finite = np.isfinite(got) & np.isfinite(required)
         size = float(np.max(term, where=is_finite, initial=0.0))
-        atol = tolerance.rounding * size + noise
+        atol = tolerance.rounding * size + noise + DEVIATIONS * deviation
         is_wrong = is_finite & disagree(got, required, tolerance.rounding, atol)
         mismatches += _mismatches(name, got, required, is_wrong)
     if mismatches:
