@@ -31,6 +31,9 @@ is the device of the tensor if the backend `HAS_DEVICES`. Otherwise it is the te
 known only at run time, and None if not."""
 
 
+Operation = tuple[tuple[str, ...], tuple[str, ...]]
+"""The dtypes of the operands and of the results of an operation."""
+
 TensorSpec = tuple[Sequence[int | None], str]
 """The shape and dtype of a tensor, in Keras's terms. None is a dimension that a graph does not know."""
 
@@ -307,6 +310,15 @@ class Backend(abc.ABC):
             options: keyword arguments of the framework's compiler.
         """
         return function
+
+    @staticmethod
+    def operations(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> set[Operation] | None:
+        """Return the dtypes of the operations that a function of tensors runs, also in nested programs.
+
+        Operations that keep the dtype of their operands may be missing. To find the operations, the function
+        runs or is traced once more. The answer is None if the framework cannot trace the function.
+        """
+        return None
 
     @staticmethod
     def is_constant(tensor: Any) -> bool:

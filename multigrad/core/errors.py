@@ -32,11 +32,13 @@ def message(
     got: str,
     fix: str,
     argument: str | None = None,
+    probably: str | None = None,
     see: str | None = None,
 ) -> str:
     """Return the text of an error: the op, the problem, what is required, what the op got, and a fix.
 
-    `see` names a page and a section of `docs/limits/`, such as "jax#forward-mode".
+    `probably` is the probable cause. `see` names a page and a section of `docs/limits/`, such as
+    "jax#forward-mode".
 
     ```python
     print(message("scale", "the gradient has the wrong shape", argument="'x'",
@@ -51,7 +53,10 @@ def message(
     lines = [f"{op}: {problem}"]
     if argument is not None:
         lines.append(f"  argument: {argument}")
-    lines += [f"  required: {required}", f"  got: {got}", f"  fix: {fix}"]
+    lines += [f"  required: {required}", f"  got: {got}"]
+    if probably is not None:
+        lines.append(f"  probably: {probably}")
+    lines.append(f"  fix: {fix}")
     if see is not None:
         page, _, section = see.partition("#")
         lines.append(f"  see: docs/limits/{page}.md#{section}")

@@ -13,17 +13,26 @@ times larger. The factor 5 in `Tolerance.rounding` corresponds to `k = 6`. Round
 an output are independent, so the size of an output is the root of its sum of squares. The same holds for
 terms that cancel in an output, as in `x - mean(x)`. Rounding of the moved argument adds no error, because the
 difference is divided by the distance of the rounded arguments.
+
+Terms may cancel inside of a function, too: the gradient of `tanh(x)` is `1 - tanh(x) ** 2`, and the error of
+that of a large `x` is `eps`, whatever its size. `Rounding` therefore knows two more numbers. `measure_noise`
+measures the errors of the outputs close to the arguments. And the outputs of a derivative of order 1 or
+higher count as no smaller than the outputs of the function that was differentiated, because where terms
+cancel completely, the outputs do not move, and no error can be measured.
+
+The truncation error of the extrapolation is at most a third of the difference between `near` and `far`: it is
+4/15 of it if the error of fourth order dominates, and less if that of second order does.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from multigrad.testing.mismatches import disagree
-from multigrad.testing.precision import EPSILON, Tolerance
-from multigrad.testing.tensors import to_numpy, to_tensors
+from multigrad.testing.precision import EPSILON, Tolerance, lowest_precision
+from multigrad.testing.tensors import random_weights, to_numpy, to_tensors
 
 Function = Callable[..., Sequence[Any]]
 """A function of flat tensors."""
@@ -37,9 +46,18 @@ _MIN_SPACINGS = 100.0
 _STEADY = 0.02
 """The largest relative deviation of two differences whose extrapolation is accurate to `rtol`."""
 
+_TRUNCATION = 1.0 / 3.0
+"""The truncation error of an extrapolation, relative to the deviation of its two differences."""
+
+DEVIATIONS = 8.0
+"""The largest rounding error, in standard deviations."""
+
+_LINES = ((3, 1.0 / 64.0), (4, 1.0 / 100.0))
+"""For each line on which rounding is measured, a seed, and the step relative to that of a difference."""
+
 
 class Estimate(NamedTuple):
-    """The derivative of each weighted output with respect to one element, and its rounding error."""
+    """The derivative of each weighted output with respect to one element, and its error."""
 
     derivatives: list[Any]
     errors: list[float]
@@ -56,6 +74,28 @@ class _Quotients(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """The rounding errors of the weighted outputs of a function.
+
+    Arguments:
+        tolerance: the tolerances of its precision.
+        noise: for each output, the standard deviation of its error close to the arguments.
+        terms: the size of terms that may cancel in the outputs.
+    """
+
+    tolerance: Tolerance
+    noise: Sequence[float]
+    terms: float
+
+    def errors(self, sizes: Sequence[float], length: float) -> list[float]:
+        """Return the errors of differences with steps of this length, of outputs of these norms."""
+        return [
+            self.tolerance.error(max(size, self.terms), length) + DEVIATIONS * noise / length
+            for size, noise in zip(sizes, self.noise, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
 class CentralDifference:
     """Central differences of a function with respect to one element of one input.
 
@@ -63,6 +103,7 @@ class CentralDifference:
         function, inputs: the function and its inputs.
         index, element: the index of the input, and the index of the element in this input.
         weights: an array for each output. Each output is reduced to its weighted sum.
+        rounding: the rounding errors of these sums.
     """
 
     function: Function
@@ -70,6 +111,7 @@ class CentralDifference:
     index: int
     element: tuple[int, ...]
     weights: Sequence[np.ndarray]
+    rounding: Rounding
 
     def __call__(self, length: float) -> _Quotients:
         """Return the quotients for a step of this length. A complex element is moved along 1 and along 1j."""
@@ -108,51 +150,108 @@ def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = Tru
         return float(np.linalg.norm(np.where(where, sizes, 0.0)))
 
 
+def measure_noise(function: Function, inputs: Sequence[Any], tolerance: Tolerance) -> list[np.ndarray]:
+    """Return the standard deviation of the rounding error of each element of each output.
+
+    The result is the larger one of two lines, because on one line the errors may repeat with its steps.
+    """
+    lines = (_Line(function, inputs, seed, tolerance.step * share) for seed, share in _LINES)
+    return [np.maximum(*pair) for pair in zip(*[line.noise() for line in lines], strict=True)]
+
+
+def noise_of_sums(noise: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> list[float]:
+    """Return the standard deviation of the rounding error of each weighted output."""
+    return [float(np.linalg.norm(np.abs(w) * n)) for w, n in zip(weights, noise, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line along which all inputs move, in short steps on which a smooth function is a parabola."""
+
+    function: Function
+    inputs: Sequence[Any]
+    seed: int
+    length: float
+
+    def noise(self) -> list[np.ndarray]:
+        """Return the standard deviation of the rounding error of each element of each output.
+
+        The fourth difference of independent errors has 70 times their variance (Moré and Wild, Estimating
+        Computational Noise, 2011).
+        """
+        directions = random_weights(self.inputs, self.seed)
+        steps = [self._step(x, direction) for x, direction in zip(self.inputs, directions, strict=True)]
+        points = []
+        for position in range(-4, 5):
+            moved = [to_numpy(x) + position * step for x, step in zip(self.inputs, steps, strict=True)]
+            points.append([to_numpy(output) for output in self.function(*to_tensors(moved, self.inputs))])
+        noise = []
+        with np.errstate(all="ignore"):
+            for values in zip(*points, strict=True):
+                differences = np.abs(np.diff(np.stack(values), n=4, axis=0))
+                deviations = np.sqrt(np.mean(differences**2, axis=0) / 70.0)
+                noise.append(np.where(np.isfinite(deviations), deviations, 0.0))
+        return noise
+
+    def _step(self, tensor: Any, direction: np.ndarray) -> np.ndarray:
+        """Return a step for each element: a multiple of the spacing of floating-point numbers of its size.
+
+        Then the moved elements are not rounded, except close to a power of two.
+        """
+        sizes = np.abs(to_numpy(tensor))
+        sizes = np.where((sizes > 0.0) & np.isfinite(sizes), sizes, 1.0)
+        spacing = EPSILON[lowest_precision([tensor])] * 2.0 ** np.floor(np.log2(sizes))
+        return spacing * np.rint(self.length * np.minimum(1.0, sizes) * np.real(direction) / spacing)
+
+
 def first_step(tolerance: Tolerance, size: float) -> float:
     """Return the length of the step that is tried first for an element of this magnitude."""
     return tolerance.step * max(1.0, size)
 
 
-def estimate(difference: CentralDifference, number: float, precision: str, tolerance: Tolerance) -> Estimate:
-    """Estimate derivatives by extrapolation.
-
-    Arguments:
-        difference: the differences of the element.
-        number: the value of the element.
-        precision: the dtype of the input.
-        tolerance: the tolerances and steps.
-    """
-    size = abs(number)
-    extrapolated, is_steady = _extrapolate(difference, tolerance, first_step(tolerance, size))
+def estimate(difference: CentralDifference) -> Estimate:
+    """Estimate derivatives by extrapolation."""
+    tensor = difference.inputs[difference.index]
+    size, tolerance = abs(to_numpy(tensor)[difference.element]), difference.rounding.tolerance
+    extrapolated, is_steady = _extrapolate(difference, first_step(tolerance, size))
     # The first step is too long, for example, for `log` near zero, and for `cos` of a large number.
-    shorter = tolerance.step * min(1.0, size)
-    if is_steady or size in (0.0, 1.0) or shorter < _MIN_SPACINGS * size * EPSILON[precision]:
+    shorter, spacing = tolerance.step * min(1.0, size), size * EPSILON[lowest_precision([tensor])]
+    if is_steady or size in (0.0, 1.0) or shorter < _MIN_SPACINGS * spacing:
         return extrapolated
-    return _extrapolate(difference, tolerance, shorter)[0]
+    return _extrapolate(difference, shorter)[0]
 
 
-def estimate_linear(difference: CentralDifference, tolerance: Tolerance) -> Estimate:
-    """Return derivatives with respect to an input that the outputs are linear in, and that is zero.
+def estimate_linear(difference: CentralDifference) -> Estimate:
+    """Return derivatives at zero, with respect to an input that the outputs are linear in.
 
     A step of 1 has no truncation error.
     """
-    derivatives, sizes, _ = difference(1.0)
-    return Estimate(derivatives, [tolerance.rounding * size for size in sizes])
+    inputs, i = list(difference.inputs), difference.index
+    inputs[i : i + 1] = to_tensors([0.0 * to_numpy(inputs[i])], inputs[i : i + 1])
+    derivatives, sizes, _ = replace(difference, inputs=inputs)(1.0)
+    rounding = difference.rounding
+    errors = rounding.errors([0.0] * len(sizes), 1.0)
+    relative = rounding.tolerance.rounding
+    return Estimate(derivatives, [error + relative * size for error, size in zip(errors, sizes, strict=True)])
 
 
-def _extrapolate(difference: CentralDifference, tolerance: Tolerance, length: float) -> tuple[Estimate, bool]:
+def _extrapolate(difference: CentralDifference, length: float) -> tuple[Estimate, bool]:
     """Return the extrapolation from steps of `length` and `2 * length`, and whether the two are close.
 
     In half precision the double step is too long. Then the result is the difference of the single step.
     """
+    rounding = difference.rounding
     near, near_sizes, _ = difference(length)
-    if tolerance.step > _TOO_FAR:
-        return Estimate(near, [tolerance.error(size, length) for size in near_sizes]), True
+    if rounding.tolerance.step > _TOO_FAR:
+        return Estimate(near, rounding.errors(near_sizes, length)), True
     far, far_sizes, moved_sizes = difference(2.0 * length)
-    errors = [tolerance.error(max(pair), length) for pair in zip(near_sizes, far_sizes, strict=True)]
+    with np.errstate(invalid="ignore", over="ignore"):
+        deviations = [float(abs(a - b)) for a, b in zip(near, far, strict=True)]
+        extrapolated = [(4.0 * a - b) / 3.0 for a, b in zip(near, far, strict=True)]
     is_steady = not any(
-        disagree(np.asarray(a), np.asarray(b), _STEADY, tolerance.error(size, length)).any()
+        disagree(np.asarray(a), np.asarray(b), _STEADY, rounding.tolerance.error(size, length)).any()
         for a, b, size in zip(near, far, moved_sizes, strict=True)
     )
-    with np.errstate(invalid="ignore", over="ignore"):
-        return Estimate([(4.0 * a - b) / 3.0 for a, b in zip(near, far, strict=True)], errors), is_steady
+    errors = rounding.errors([max(pair) for pair in zip(near_sizes, far_sizes, strict=True)], length)
+    errors = [e + _TRUNCATION * d for e, d in zip(errors, deviations, strict=True)]
+    return Estimate(extrapolated, errors), is_steady

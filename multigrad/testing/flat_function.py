@@ -20,6 +20,9 @@ from multigrad.core.structure import Layout, Refused, split
 from multigrad.core.variables import Pinned, Reads
 from multigrad.testing.precision import EPSILON
 
+_NOT_DIFFERENTIABLE = (int, str, bytes, type(None))
+"""Types of arguments from which no gradient can flow, neither to them nor to variables that they hold."""
+
 
 class FlatFunction:
     """A function of its differentiable inputs, which returns its differentiable outputs.
@@ -56,6 +59,8 @@ class FlatFunction:
         self._fn = fn
         _, binding = signature_of(fn).bind(tuple(args), {})
         named = list(zip(binding.names(), args, strict=False))
+        if variables is None:
+            self._require_tensor(named)
         self._variables, self._uses_variables = self._find_variables(
             self._split(tuple(args), named), variables
         )
@@ -76,6 +81,21 @@ class FlatFunction:
             ]
         )
         self._name_outputs(args)
+
+    def _require_tensor(self, named: Sequence[tuple[str, Any]]) -> None:
+        """Raise if the arguments are only integers and strings, before the function meets them."""
+        for name, arg in named:
+            if all(isinstance(leaf, _NOT_DIFFERENTIABLE) for _, each in named for leaf in tree.flatten(each)):
+                raise TypeError(
+                    message(
+                        self.name,
+                        "no argument is differentiable",
+                        argument=name,
+                        required="a floating or complex tensor in the arguments",
+                        got=describe(arg),
+                        fix="pass floats, such as np.array([1.0, 2.0]), or pass the `variables`",
+                    )
+                )
 
     def _name_outputs(self, args: Sequence[Any]) -> None:
         """Run the function once, and set `all_outputs` and `output_names`."""

@@ -1,6 +1,6 @@
 """`check_gradients`: compare the gradients of a function with its central differences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -10,7 +10,18 @@ import numpy as np
 from multigrad import backend
 from multigrad.core.errors import distinct_names, message, unusable
 from multigrad.core.signature import name_of
-from multigrad.testing.differences import CentralDifference, Function, estimate, estimate_linear, first_step
+from multigrad.testing.causes import Compared, probable_cause
+from multigrad.testing.differences import (
+    DEVIATIONS,
+    CentralDifference,
+    Function,
+    Rounding,
+    estimate,
+    estimate_linear,
+    first_step,
+    measure_noise,
+    noise_of_sums,
+)
 from multigrad.testing.flat_function import FlatFunction
 from multigrad.testing.invariants import (
     check_compiled,
@@ -33,7 +44,6 @@ from multigrad.testing.precision import (
     Tolerance,
     detect_precision,
     largest_magnitude,
-    lowest_precision,
 )
 from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_tensors
 
@@ -110,16 +120,19 @@ def check_gradients(
         order: the highest order of derivatives. Lower orders are checked first.
         rtol, atol: a derivative `g` agrees with a difference `d` if `abs(g - d) <= atol + rtol * abs(d)`. By
             default, `rtol` is 1e-4 in float64 and float32, 0.05 in float16 and 0.2 in bfloat16. The default
-            `atol` is the estimated rounding error of the difference, plus `4 * eps` times the largest
-            gradient, in case the terms of a gradient cancel.
+            `atol` is the estimated rounding and truncation error of the difference, plus `4 * eps` times the
+            largest gradient, in case the terms of a gradient cancel.
         variables: Keras Variables that `fn` is differentiated with respect to. The default is the trainable
-            variables that it reads.
+            variables that it reads. Pass them if all arguments are integers or strings.
         dtype: the floating dtype to cast the arguments to; complex arguments are cast to the corresponding
             complex dtype. With "own" the arguments keep their dtypes. The default is "own" if there are
             variables, which always keep their dtypes, and float64 otherwise. JAX has float64 enabled while
-            the check runs. If intermediate results of `fn` are float32, the tolerances for float32 apply.
-            This is the case for Keras layers of float32, and for some ops of Keras (3.15) on JAX and PyTorch,
-            such as `ops.sin` on JAX. If intermediate results are in half precision, pass this dtype.
+            the check runs. If an operation of `fn` or of its gradient converts its operand to float32 or half
+            precision, the tolerances for this dtype apply. Keras layers of float32 do, and some ops of Keras
+            (3.15), such as `ops.sin` on JAX and `ops.matmul` on PyTorch. To find out, JAX and TensorFlow
+            trace `fn` and its gradients once more, and PyTorch runs them once more. Code that NumPy runs, and
+            a function that branches on the values of tensors on JAX or TensorFlow, count as they are called:
+            by the dtypes of their inputs and outputs. Their rounding errors are measured, and add to `atol`.
         compiled: whether to check the compiled function, too. This takes longest on PyTorch, about a second.
         max_elements: the number of elements to move in each input. If an input is larger, a generator with a
             fixed seed selects them.
@@ -132,7 +145,8 @@ def check_gradients(
 
     Raises:
         AssertionError: if a part of the check fails. The message names the argument, the element and both
-            numbers, and shows a table of the largest differences.
+            numbers, and shows a table of the largest differences. A line `probably:` names the cause of a
+            wrong gradient if it is the right one times a number, or its transpose, for example.
         TypeError: if nothing is differentiable, or if `order` or `max_elements` is not an integer.
         ValueError: if `order` or `max_elements` is less than 1.
         NotImplementedError: on the NumPy and OpenVINO backends.
@@ -152,19 +166,24 @@ def check_gradients(
         result = CheckResult("float64", 0, 0.0, 0)
         derivative = _Derivative(flat, flat.inputs, flat.input_names, flat.output_names)
         precision = detect_precision(derivative.function, derivative.inputs)
+        noise: Sequence[np.ndarray] | None = None
         for nth in range(1, order + 1):
             next_derivative = derivative.differentiate()
             next_precision = detect_precision(next_derivative.function, next_derivative.inputs)
             lower_precision = max(precision, next_precision, key=EPSILON.__getitem__)
             tolerance = Tolerance(lower_precision, rtol, atol)
+            noise = noise or measure_noise(derivative.function, derivative.inputs, tolerance)
+            next_noise = measure_noise(next_derivative.function, next_derivative.inputs, tolerance)
             if nth == 1:
                 _require_finite(flat)
-                check_linear(flat, tolerance)
+                check_linear(flat, tolerance, next_noise)
                 check_independent_calls(flat, tolerance)
-            result = _check_differences(flat, derivative, nth, tolerance, max_elements, result)
+            result = _check_differences(
+                flat, derivative, nth, tolerance, (noise, next_noise), max_elements, result
+            )
             if nth == 1 and compiled:
-                check_compiled(flat, tolerance)
-            derivative, precision = next_derivative, next_precision
+                check_compiled(flat, tolerance, [*noise, *next_noise])
+            derivative, precision, noise = next_derivative, next_precision, next_noise
         return result
 
 
@@ -201,6 +220,8 @@ class _Derivative:
     """The inputs of the function, followed by the upstream gradients of its derivatives."""
     input_names: Sequence[str]
     output_names: Sequence[str]
+    terms: float = 0.0
+    """The size of terms that may cancel in the outputs: the largest norm of the outputs of lower orders."""
 
     def differentiate(self) -> "_Derivative":
         """Return the gradient of all outputs, as a function of the inputs and of the upstream gradients."""
@@ -212,7 +233,10 @@ class _Derivative:
 
         upstream = to_tensors(list(random_weights(outputs, seed=0)), outputs)
         names = [*self.input_names, *[f"upstream of {name}" for name in self.output_names]]
-        return _Derivative(gradient, [*self.inputs, *upstream], distinct_names(names), self.input_names)
+        terms = max(self.terms, _term_size(outputs, map(to_numpy, upstream)))
+        return _Derivative(
+            gradient, [*self.inputs, *upstream], distinct_names(names), self.input_names, terms
+        )
 
 
 def _check_differences(
@@ -220,22 +244,28 @@ def _check_differences(
     derivative: _Derivative,
     nth: int,
     tolerance: Tolerance,
+    noise: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
     max_elements: int,
     result: CheckResult,
 ) -> CheckResult:
-    """Compare the gradients of `derivative` with its differences, and add the comparison to `result`."""
+    """Compare the gradients of `derivative` with its differences, and add the comparison to `result`.
+
+    `noise` is the noise of the outputs of `derivative`, and of its gradients.
+    """
     __tracebackhide__ = True
     inputs = derivative.inputs
     outputs, pullback = flat_vjp(derivative.function, inputs)
     weights = list(random_weights(outputs, seed=0))
     gradients = [_gradient_of_output(pullback, outputs, weights, k) for k in range(len(outputs))]
+    rounding = Rounding(tolerance, noise_of_sums(noise[0], weights), derivative.terms)
     term_sizes = [_term_size(inputs, gradient) for gradient in gradients]
     comparison = _Comparison(tolerance, result.elements, result.largest, result.zeros)
     for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
         is_upstream = i >= len(flat.inputs)
         chosen = _choose_elements(tuple(tensor.shape), max_elements)
+        estimate_one = estimate_linear if is_upstream else estimate
         estimates = [
-            _estimate(derivative.function, inputs, i, element, weights, tolerance, is_upstream)
+            estimate_one(CentralDifference(derivative.function, inputs, i, element, weights, rounding))
             for element in chosen
         ]
         steps = np.array([first_step(tolerance, abs(to_numpy(tensor)[element])) for element in chosen])
@@ -243,14 +273,20 @@ def _check_differences(
             by_rule = np.array([gradients[k][i][element] for element in chosen])
             by_difference = np.array([derivatives[k] for derivatives, _ in estimates])
             errors = np.array([errors[k] for _, errors in estimates])
+            errors += DEVIATIONS * np.array([noise[1][i][element] for element in chosen])
             if not is_upstream:
                 errors += _INPUT_ROUNDING * tolerance.error(term_sizes[k], steps)
             atol = tolerance.atol(errors, largest_magnitude(*gradients[k]))
             # Derivatives of upstream gradients, or with respect to them, repeat derivatives of lower orders.
             is_counted = not is_upstream and (nth == 1 or k < len(flat.inputs))
-            comparison.add((output, name), chosen, by_rule, by_difference, atol, is_counted)
+            compared = Compared(name, tuple(tensor.shape), chosen, by_rule, by_difference, np.asarray(atol))
+            comparison.add(output, compared, is_counted)
     if comparison.mismatches:
-        _raise_differences(flat, comparison.mismatches, nth, comparison.compared, tolerance.precision)
+        cause = None
+        if nth == 1:
+            labels = comparison.worst().labels
+            cause = probable_cause(flat, labels, comparison.compared, weights, rounding)
+        _raise_differences(flat, comparison, nth, cause)
     precision = max(result.precision, tolerance.precision, key=EPSILON.__getitem__)
     return CheckResult(precision, comparison.elements, comparison.largest, comparison.zeros)
 
@@ -263,55 +299,36 @@ class _Comparison:
     elements: int
     largest: float
     zeros: int
-    compared: int = 0
+    count: int = 0
     mismatches: list[Mismatch] = field(default_factory=list)
+    compared: dict[tuple[str, ...], Compared] = field(default_factory=dict)
+    """The gradients by the names of the output and of the argument."""
 
-    def add(
-        self,
-        labels: tuple[str, str],
-        elements: Sequence[tuple[int, ...]],
-        by_rule: np.ndarray,
-        by_difference: np.ndarray,
-        atol: Any,
-        is_counted: bool,
-    ) -> None:
-        """Compare the derivatives of one output with respect to elements of one input."""
+    def add(self, output: str, compared: Compared, is_counted: bool) -> None:
+        """Compare the derivatives of one output with respect to elements of one argument."""
+        labels = (output, compared.name)
+        by_rule, by_difference, atol = compared.rule, compared.differences, compared.errors
         is_wrong = disagree(by_rule, by_difference, self.tolerance.rtol, atol) | ~np.isfinite(by_difference)
         self.mismatches += [
             Mismatch(labels, element, tuple(numbers))
-            for element, *numbers, wrong in zip(elements, by_rule, by_difference, is_wrong, strict=True)
+            for element, *numbers, wrong in zip(
+                compared.elements, by_rule, by_difference, is_wrong, strict=True
+            )
             if wrong
         ]
-        self.compared += len(elements)
+        self.compared[labels] = compared
+        self.count += len(compared.elements)
         if is_counted:
-            self.elements += len(elements)
+            self.elements += len(compared.elements)
             self.zeros += int(np.sum(np.abs(by_difference) <= atol))
         size = largest_magnitude(by_difference)
         if size > np.max(atol, initial=0.0) and not is_wrong.any():
             difference = np.abs(by_rule - by_difference).max()
             self.largest = max(self.largest, relative_to(difference, size))
 
-
-def _estimate(
-    function: Function,
-    inputs: Sequence[Any],
-    i: int,
-    element: tuple[int, ...],
-    weights: Sequence[np.ndarray],
-    tolerance: Tolerance,
-    is_upstream: bool,
-) -> tuple[list[Any], list[float]]:
-    """Estimate derivatives with respect to one element. Gradients are linear in upstream gradients."""
-    if is_upstream:
-        at_zero = _with_zeros(inputs, i)
-        return estimate_linear(CentralDifference(function, at_zero, i, element, weights), tolerance)
-    difference = CentralDifference(function, inputs, i, element, weights)
-    return estimate(difference, to_numpy(inputs[i])[element], lowest_precision([inputs[i]]), tolerance)
-
-
-def _with_zeros(inputs: Sequence[Any], i: int) -> list[Any]:
-    """Return the inputs with one of them replaced by zeros."""
-    return [*inputs[:i], *to_tensors([0.0 * to_numpy(inputs[i])], inputs[i : i + 1]), *inputs[i + 1 :]]
+    def worst(self) -> Mismatch:
+        """Return the mismatch with the largest relative difference."""
+        return max(self.mismatches, key=Mismatch.relative_difference)
 
 
 def _gradient_of_output(
@@ -322,13 +339,13 @@ def _gradient_of_output(
     return [to_numpy(gradient) for gradient in pullback(to_tensors(upstream, outputs))]
 
 
-def _term_size(inputs: Sequence[Any], gradients: Sequence[np.ndarray]) -> float:
-    """Return the norm of the terms that the inputs contribute to an output, before they cancel."""
+def _term_size(inputs: Sequence[Any], gradients: Iterable[np.ndarray]) -> float:
+    """Return the norm of products, such as the terms that the inputs contribute to an output."""
     with np.errstate(all="ignore"):
         terms = np.concatenate(
             [np.abs(to_numpy(x) * g).ravel() for x, g in zip(inputs, gradients, strict=True)]
         )
-    return float(np.linalg.norm(terms[np.isfinite(terms)]))
+        return float(np.linalg.norm(terms[np.isfinite(terms)]))
 
 
 def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
@@ -340,11 +357,9 @@ def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]
     return [elements[i] for i in sorted(chosen)]
 
 
-def _raise_differences(
-    flat: FlatFunction, mismatches: list[Mismatch], nth: int, count: int, precision: str
-) -> NoReturn:
+def _raise_differences(flat: FlatFunction, comparison: _Comparison, nth: int, cause: str | None) -> NoReturn:
     __tracebackhide__ = True
-    worst = max(mismatches, key=Mismatch.relative_difference)
+    mismatches, worst = comparison.mismatches, comparison.worst()
     got, required = worst.numbers
     of_output = f" of {worst.labels[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
     derivative = "gradient" if nth == 1 else f"derivative of order {nth}"
@@ -359,10 +374,11 @@ def _raise_differences(
         flat.name,
         problem,
         worst,
-        f"{format_number(required)} from central differences in {precision}",
+        f"{format_number(required)} from central differences in {comparison.tolerance.precision}",
         f"{format_number(got)} from the rule",
         fix,
         ("output", "argument", "element", "rule", "differences", "relative"),
         mismatches,
-        count,
+        comparison.count,
+        cause,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from multigrad.testing.differences import DEVIATIONS
 from multigrad.testing.flat_function import FlatFunction
 from multigrad.testing.mismatches import (
     GRADIENT_PREFIX,
@@ -36,8 +37,11 @@ def note_on_error(note: str) -> Iterator[None]:
         raise
 
 
-def check_linear(flat: FlatFunction, tolerance: Tolerance) -> None:
-    """Check that the pullback is linear in its upstream gradient, at elements where it is finite."""
+def check_linear(flat: FlatFunction, tolerance: Tolerance, gradient_noise: Sequence[np.ndarray]) -> None:
+    """Check that the pullback is linear in its upstream gradient, at elements where it is finite.
+
+    `gradient_noise` is the standard deviation of the rounding error of each gradient.
+    """
     __tracebackhide__ = True
     outputs, pullback = flat_vjp(flat, flat.inputs)
     u, v = (list(random_weights(outputs, seed)) for seed in (1, 2))
@@ -54,11 +58,13 @@ def check_linear(flat: FlatFunction, tolerance: Tolerance) -> None:
         terms = [np.abs(a * x) + np.abs(b * y) for x, y in zip(pulled_u, pulled_v, strict=True)]
         output_terms = [np.abs(w * to_numpy(y)) for w, y in zip(combined, outputs, strict=True)]
     noise = tolerance.noise * largest_magnitude(*terms, *output_terms)
-    for name, term, required, got in zip(flat.input_names, terms, sums, pulled_combined, strict=True):
+    deviations = [2.0 * (abs(a) + abs(b)) * deviation for deviation in gradient_noise]
+    rows = zip(flat.input_names, terms, sums, pulled_combined, deviations, strict=True)
+    for name, term, required, got, deviation in rows:
         count += got.size
         is_finite = np.isfinite(got) & np.isfinite(required)
         size = float(np.max(term, where=is_finite, initial=0.0))
-        atol = tolerance.rounding * size + noise
+        atol = tolerance.rounding * size + noise + DEVIATIONS * deviation
         is_wrong = is_finite & disagree(got, required, tolerance.rounding, atol)
         mismatches += _mismatches(name, got, required, is_wrong)
     if mismatches:
@@ -74,7 +80,15 @@ def check_linear(flat: FlatFunction, tolerance: Tolerance) -> None:
             ("argument", "element", "pullback of sum", "sum of pullbacks", "relative"),
             mismatches,
             count,
+            _ignores_upstream(worst.labels[0], flat.input_names, pulled_u, pulled_v, pulled_combined),
         )
+
+
+def _ignores_upstream(name: str, names: Sequence[str], *pulled: Sequence[np.ndarray]) -> str | None:
+    """Return that the rule ignores its upstream gradient, if different ones give the same gradient."""
+    first, *others = (gradients[names.index(name)] for gradients in pulled)
+    is_same = all(np.array_equal(first, other) for other in others)
+    return f"the rule ignores `upstream`: the gradient of {name} is the same for each" if is_same else None
 
 
 def check_independent_calls(flat: FlatFunction, tolerance: Tolerance) -> None:
@@ -120,18 +134,21 @@ def _call_with_other_arguments(flat: FlatFunction) -> None:
         flat(*to_tensors(nearby, flat.inputs))
 
 
-def check_compiled(flat: FlatFunction, tolerance: Tolerance) -> None:
-    """Check that the compiled function has the outputs and gradients of the eager function."""
+def check_compiled(flat: FlatFunction, tolerance: Tolerance, noise: Sequence[np.ndarray]) -> None:
+    """Check that the compiled function has the outputs and gradients of the eager function.
+
+    `noise` is the standard deviation of the rounding error of each output and of each gradient.
+    """
     __tracebackhide__ = True
     with note_on_error("check_gradients compiled the function; pass compiled=False to skip that."):
         eager, compiled = (_outputs_and_gradients(flat, function) for function in (flat, flat.compiled()))
     mismatches, count = [], 0
     largest = largest_magnitude(*eager.values())
-    for name, required in eager.items():
+    for (name, required), deviations in zip(eager.items(), noise, strict=True):
         got = compiled[name]
         count += got.size
-        noise = 0.0 if name in flat.output_names else tolerance.noise * largest
-        atol = tolerance.rounding * largest_magnitude(required) + noise
+        cancelled = 0.0 if name in flat.output_names else tolerance.noise * largest
+        atol = tolerance.rounding * largest_magnitude(required) + cancelled + DEVIATIONS * deviations
         is_wrong = disagree(got, required, tolerance.rounding, atol)
         is_wrong &= ~(np.isnan(got) & np.isnan(required)) & (got != required)
         mismatches += _mismatches(name, got, required, is_wrong)

@@ -1,5 +1,6 @@
 """Elements that disagree, and the plain-text table of them that error messages contain."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -7,6 +8,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from multigrad.core.errors import message
+
+_MAX_LINE = 120
+"""The number of characters in the longest line of a message."""
 
 MAX_ROWS = 10
 """The number of mismatches that a table shows."""
@@ -102,6 +106,7 @@ def raise_mismatches(
     headings: Sequence[str],
     mismatches: list[Mismatch],
     count: int,
+    probably: str | None = None,
 ) -> NoReturn:
     """Raise an AssertionError with the worst of the mismatches, and a table of them.
 
@@ -110,8 +115,12 @@ def raise_mismatches(
         worst: the mismatch that the message names.
         headings: the headings of the table.
         mismatches: the mismatches among `count` elements.
+        probably: the probable cause, if it is known.
     """
     __tracebackhide__ = True
-    text = message(name, problem, argument=worst.location(), required=required, got=got, fix=fix)
+    if probably is not None:
+        probably = textwrap.shorten(probably, _MAX_LINE - len("  probably: "), placeholder="...")
+    argument = worst.location()
+    text = message(name, problem, argument=argument, required=required, got=got, probably=probably, fix=fix)
     table = format_table(headings, mismatches)
     raise AssertionError(f"{text}\n{len(mismatches)} of {count} elements disagree:\n{table}")

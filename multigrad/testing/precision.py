@@ -6,8 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from multigrad.testing.mismatches import relative_to
-from multigrad.testing.tensors import random_weights, to_numpy, to_tensors
+from multigrad import backend
 
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """The distance from 1 to the next larger number of each dtype."""
@@ -49,9 +48,8 @@ class Tolerance:
 
 def lowest_precision(tensors: Sequence[Any]) -> str:
     """Return the least precise real dtype among tensors, float64 if no tensor is floating or complex."""
-    names = [keras.backend.standardize_dtype(tensor.dtype) for tensor in tensors]
-    dtypes = [_REAL_DTYPES.get(name, name) for name in names]
-    return max(["float64", *[dtype for dtype in dtypes if dtype in EPSILON]], key=EPSILON.__getitem__)
+    dtypes = _real_dtypes([keras.backend.standardize_dtype(tensor.dtype) for tensor in tensors])
+    return max(["float64", *dtypes], key=EPSILON.__getitem__)
 
 
 def largest_magnitude(*arrays: np.ndarray) -> float:
@@ -62,48 +60,20 @@ def largest_magnitude(*arrays: np.ndarray) -> float:
 def detect_precision(function: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> str:
     """Return the least precise dtype in which a function computes, including intermediate results.
 
-    A function with float64 inputs and outputs may compute in float32 in between. Its outputs then change in
-    visible jumps when its inputs change by less than float32 resolves.
+    If the framework cannot trace the function, only its inputs and outputs count.
     """
-    lowest = lowest_precision([*inputs, *function(*inputs)])
-    # Two scales, because near 0 a step relative to 1 is so long that `log` is not close to a parabola.
-    if lowest == "float64" and all(_roughness(function, inputs, scale) > 1e-10 for scale in (1.0, 0.0)):
-        return "float32"
-    return lowest
+    operations = backend.active.operations(function, inputs) or ()
+    narrowed = [dtype for operands, results in operations for dtype in _narrowed(operands, results)]
+    return max([lowest_precision([*inputs, *function(*inputs)]), *narrowed], key=EPSILON.__getitem__)
 
 
-def _roughness(function: Callable[..., Sequence[Any]], inputs: Sequence[Any], min_scale: float) -> float:
-    """Return how far a function is from a parabola on a step so short that only rounding can cause it.
-
-    The result is relative to the output: about 1e-12 if the function computes in float64, and 1e-7 if some
-    intermediate result is float32. A parabola is subtracted because functions such as `log` curve even on
-    this step. The step is relative to the larger of each element and `min_scale`. With a `min_scale` of 0 the
-    step may be too short to change the output; then the result is infinite.
-    """
-    roughness = 0.0
-    middle = [to_numpy(output) for output in function(*inputs)]
-    for length in (1.0, 1.7, 2.6):
-        near, far = [
-            [_outputs_at(function, inputs, sign * length * steps, min_scale) for sign in (1.0, -1.0)]
-            for steps in (1.0, 2.0)
-        ]
-        for high, low, higher, lower, center in zip(*near, *far, middle, strict=True):
-            if not min_scale and (high == low).any():
-                return float("inf")
-            with np.errstate(all="ignore"):  # zero for a parabola
-                rest = np.abs((higher + lower - 2.0 * center) - 4.0 * (high + low - 2.0 * center))
-            size = largest_magnitude(center)
-            largest = np.max(rest, where=np.isfinite(rest), initial=0.0)
-            roughness = max(roughness, relative_to(largest, size) if size else 0.0)
-    return roughness
+def _narrowed(operands: Sequence[str], results: Sequence[str]) -> list[str]:
+    """Return the dtypes of the results of an operation that are less precise than an operand."""
+    before, after = _real_dtypes(operands), _real_dtypes(results)
+    return [dtype for dtype in after if any(EPSILON[wide] < EPSILON[dtype] for wide in before)]
 
 
-def _outputs_at(
-    function: Callable[..., Sequence[Any]], inputs: Sequence[Any], length: float, min_scale: float
-) -> list[np.ndarray]:
-    """Return the outputs after a move of all inputs, by different amounts, so that quotients change, too."""
-    moved = [
-        x + length * EPSILON["float32"] * np.maximum(min_scale, np.abs(x)) * np.real(weight) / 2.0
-        for x, weight in zip(map(to_numpy, inputs), random_weights(inputs, seed=3), strict=True)
-    ]
-    return [to_numpy(output) for output in function(*to_tensors(moved, inputs))]
+def _real_dtypes(names: Sequence[str]) -> list[str]:
+    """Return the real dtypes of floating and complex dtypes."""
+    dtypes = [_REAL_DTYPES.get(name, name) for name in names]
+    return [dtype for dtype in dtypes if dtype in EPSILON]

@@ -43,6 +43,7 @@ class JaxBackend(Backend):
     needs_plain_rule = staticmethod(gradients.needs_plain_rule)
     gradients_expected = staticmethod(gradients.gradients_expected)
     compiled = staticmethod(gradients.compiled)
+    operations = staticmethod(gradients.operations)
     is_compiling = staticmethod(tensors.is_compiling)
     host_call = staticmethod(host_call)
     jit = staticmethod(jit)

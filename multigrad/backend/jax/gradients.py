@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from multigrad.backend.base import Operation
 from multigrad.backend.jax.private import DynamicJaxprTracer
 from multigrad.backend.jax.tensors import conjugate
 
@@ -72,3 +73,31 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return jax.disable_jit()
+
+
+def operations(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> set[Operation] | None:
+    try:
+        jaxpr = jax.make_jaxpr(functools.partial(function))(*tensors)  # a new object, which is not cached
+    except Exception:  # noqa: BLE001 - a function may reject tracers with any exception
+        return None
+    return set(_operations_of(jaxpr.jaxpr))
+
+
+def _operations_of(jaxpr: Any) -> Iterator[Operation]:
+    for equation in jaxpr.eqns:
+        leaves = jax.tree.leaves(equation.params, is_leaf=lambda leaf: _jaxpr_in(leaf) is not None)
+        nested = [inner for inner in map(_jaxpr_in, leaves) if inner is not None]
+        for inner in nested:
+            yield from _operations_of(inner)
+        if not nested:  # operands and results of a program need not depend on each other
+            operands, results = [
+                tuple(str(getattr(variable.aval, "dtype", "")) for variable in variables)
+                for variables in (equation.invars, equation.outvars)
+            ]
+            yield operands, results
+
+
+def _jaxpr_in(parameter: Any) -> Any:
+    """Return the jaxpr that a parameter of an equation is, or that it closes over constants of."""
+    jaxpr = getattr(parameter, "jaxpr", parameter)
+    return jaxpr if hasattr(jaxpr, "eqns") else None

@@ -46,6 +46,7 @@ class TensorFlowBackend(Backend):
     host_call = staticmethod(host_call)
     host_code = staticmethod(host_code)
     jit = staticmethod(jit)
+    operations = staticmethod(programs.operations)
     extend_reads = staticmethod(variables.extend_reads)
     program = staticmethod(programs.program)
     after = staticmethod(tensors.after)

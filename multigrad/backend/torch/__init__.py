@@ -50,6 +50,7 @@ class TorchBackend(Backend):
     host_call = staticmethod(host_call)
     host_code = staticmethod(host_code)
     jit = staticmethod(jit)
+    operations = staticmethod(tensors.operations)
     constant = staticmethod(tensors.constant)
     is_reading_code = staticmethod(tensors.is_reading_code)
     defaults_of = staticmethod(tensors.defaults_of)

@@ -2,12 +2,14 @@
 
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # as in the documentation of PyTorch (2.13)
 
-from multigrad.backend.base import F, Spec
+from multigrad.backend.base import F, Operation, Spec
 from multigrad.backend.torch.private import is_tracing
 from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.core.reachable import assigned_cells
@@ -105,3 +107,30 @@ def _value(tensor: torch.Tensor) -> np.ndarray:
     # Under a transform every operation wraps its result. `tolist` is not an operation.
     values = torch.func.debug_unwrap(tensor, recurse=True).tolist()
     return np.array(values, keras.backend.standardize_dtype(tensor.dtype))
+
+
+class _Operations(TorchDispatchMode):
+    """Records the dtypes of each operation, also in backward passes. Compiled functions run eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[Operation] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self.found.add((_dtypes_in((args, kwargs)), _dtypes_in(results)))
+        return results
+
+
+def _dtypes_in(structure: Any) -> tuple[str, ...]:
+    leaves = torch.utils._pytree.tree_leaves(structure)
+    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def operations(
+    function: Callable[..., Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+) -> set[Operation]:
+    with _Operations() as recorded:
+        function(*tensors)
+    return recorded.found
