@@ -186,7 +186,7 @@ class Drawing:
             return " + ".join(terms) if terms else "None"
 
         own = [gradient() for _ in arguments]
-        answer = _packed(own)
+        answer = "(None,)" if own == ["None"] else _packed(own)  # None itself is an error
         if op.weights:
             answer = f"{answer}, [{', '.join(gradient() for _ in op.weights)}]"
         return [f"def rule({', '.join(parameters)}):", *_indented([*head, f"return {answer}"])]

@@ -77,6 +77,15 @@ def test_an_op_and_its_calls_are_freed_without_the_collector(form):
         gc.enable()
 
 
+def living_objects():
+    """Return the number of objects, apart from dead weak references.
+
+    The caches of JAX (0.10) keep one for each derivative of a reader or a method of a layer.
+    """
+    gc.collect()
+    return len([o for o in gc.get_objects() if type(o) is not weakref.ref or o() is not None])
+
+
 @pytest.mark.parametrize("case", CALLED_OFTEN)
 def test_many_calls_leave_no_objects(case):
     def step():
@@ -84,12 +93,10 @@ def test_many_calls_leave_no_objects(case):
 
     for _ in range(20):
         step()
-    gc.collect()
-    before = len(gc.get_objects())
+    before = living_objects()
     for _ in range(100):
         step()
-    gc.collect()
-    assert len(gc.get_objects()) - before < 100
+    assert living_objects() - before < 100
 
 
 @pytest.mark.parametrize("form", ["function", "reader"])
@@ -103,12 +110,10 @@ def test_redefined_ops_leave_no_objects(form):
 
     for i in range(20):
         step(float(i))
-    gc.collect()
-    before = len(gc.get_objects())
+    before = living_objects()
     for i in range(200):
         step(float(i))
-    gc.collect()
-    assert len(gc.get_objects()) - before < 200
+    assert living_objects() - before < 200
 
 
 def test_threads_are_independent():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cases import each_of
+from cases import CASES, each_of
 from support import close
 
 from multigrad import op_custom_gradient
