@@ -119,8 +119,9 @@ class TiedOp(Op):
     """An op whose function has run without tangents before. Its rest is a `FirstRun`.
 
     Arguments:
-        first_gate: the gate of this run, None if the residuals have tangents. An input that it made concrete
-            is the same object as its `stop_gradient`.
+        first_gate: the gate of this run, None if the residuals have tangents. If it made an input concrete,
+            the run could not tell the input from its `stop_gradient`, and a derivative of the gradient needs
+            another run.
     """
 
     __slots__ = ("first_gate",)

@@ -71,10 +71,11 @@ class TangentGate:
         return self.state.open_from is not None
 
     def open(self, taken: bool) -> None:
-        """Let the tangents of later derivatives pass in a program, if the gate knows which are later.
+        """Let the tangents of derivatives after the first one of the call pass in a program.
 
-        If the variables that the function read are in other equations than its arguments, a first derivative
-        with respect to one is not seen by the others.
+        The gate stays closed if it does not know which derivative is the first. This is the case if the
+        function read traced variables: they are in other equations than the arguments. A later derivative
+        then runs the function again (`TiedOp.run_traced`).
 
         Arguments:
             taken: whether the first derivative of the call is being taken.

@@ -332,11 +332,11 @@ def dense_floating(upstream: Sequence[torch.Tensor | None]) -> tuple[torch.Tenso
 
 
 _COMPILED = message(
-    "multigrad",
+    "a compiled function",
     "the gradient of a compiled function cannot be differentiated in PyTorch",
-    required="one compiled function that takes both derivatives, or a function that is not compiled",
+    required="both derivatives in one compiled function, or a function that is not compiled",
     got="a derivative of the gradient of a result of torch.compile or multigrad.jit",
-    fix="compile the outermost function, as in multigrad.jit(lambda x: grad(lambda x: ...grad(f)...)(x))",
+    fix="compile the outermost function, such as the training step, in place of the inner one",
     see="pytorch#compile",
 )
 
