@@ -114,3 +114,12 @@ def varying_axes(array: Any) -> frozenset[Any]:
     """
     aval = jax.typeof(array)
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
+
+
+def without_constants(traced: Any) -> Any:
+    """Return a jaxpr without its constants, which `jax.core.eval_jaxpr` gets as arguments.
+
+    From JAX 0.11 on, a jaxpr holds its constants, which may be tracers. The attribute is not documented.
+    """
+    jaxpr = traced.jaxpr
+    return jaxpr.replace(consts=[]) if hasattr(jaxpr, "consts") else jaxpr

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from multigrad.backend.base import Call, Ran, Spec
-from multigrad.backend.jax.private import WithoutTangent
+from multigrad.backend.jax.private import WithoutTangent, without_constants
 from multigrad.backend.jax.tensors import (
     FLOATING,
     TENSORS,
@@ -188,7 +188,8 @@ def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
         # Arrays, because a ShapeDtypeStruct does not have the axes along which an array varies.
         like = varying_alike([*floating_outputs, *inputs])[: len(floating_outputs)]
     traced = jax.make_jaxpr(traced_rule)(*like)
-    jaxpr, arrays = traced.jaxpr, list(traced.consts)  # `pull` must not hold the arrays, which may be tracers
+    # `pull` must not hold the arrays, which may be tracers.
+    jaxpr, arrays = without_constants(traced), list(traced.consts)
 
     def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
         floating_upstream = [u for u, f in zip(upstream, floating, strict=True) if f]
