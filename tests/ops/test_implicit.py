@@ -100,7 +100,8 @@ ALL = {"order": 2, "compiled": BACKEND != "torch"}
     ],
 )
 def test_differences(function, arguments, extent):
-    assert check_gradients(function, *arguments, **extent).precision == "float64"
+    """The solution is in float64. On PyTorch, Keras (3.15) computes the sizes for its end in float32."""
+    assert check_gradients(function, *arguments, **extent).largest < 1e-7
 
 
 def test_the_derivatives_of_a_square_root():
@@ -438,7 +439,7 @@ def test_differences_of_a_root(extent):
     def f(a, b):
         return implicit_root(lambda z: (a + 2.0 * ops.eye(3, dtype=a.dtype)) @ z - b, ops.zeros_like(b))
 
-    assert check_gradients(f, A, B, **extent).precision == "float64"
+    assert check_gradients(f, A, B, **extent).largest < 1e-7
 
 
 def test_a_root_with_two_tensors():
