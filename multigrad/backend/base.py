@@ -321,19 +321,6 @@ class Backend(abc.ABC):
         return None
 
     @staticmethod
-    def keeps_tensors() -> bool:
-        """Return whether the program that is traced here keeps tensors from outside for its later calls."""
-        return False
-
-    @staticmethod
-    def accessed_variables() -> AbstractContextManager[Callable[[], Sequence[Any]]]:
-        """Return a context with a function that returns the framework's variables that were accessed in it.
-
-        They include the variables that an earlier trace of a compiled function has captured.
-        """
-        return contextlib.nullcontext(tuple)
-
-    @staticmethod
     def is_constant(tensor: Any) -> bool:
         """Return whether this value of a variable is a constant of the program that is being compiled."""
         return False

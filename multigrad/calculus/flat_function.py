@@ -97,14 +97,8 @@ class FlatFunction:
         for position, argument in zip(self._positions, self.unflatten_arguments(tensors), strict=True):
             args[position] = argument
         name, values = self._function.name, tensors[self._leaf_count :]
-        scope = _DifferentiatedVariables(name, self._variables, values)
-        if not self._variables:
-            with scope:
-                result = self._function.f(*args, **self._kwargs)
-        else:
-            with backend.active.accessed_variables() as accessed, scope:
-                result = self._function.f(*args, **self._kwargs)
-                scope.require_not_accessed(accessed())
+        with _DifferentiatedVariables(name, self._variables, values) as scope:
+            result = self._function.f(*args, **self._kwargs)
         assigned = list(scope.assigned.values())
         self._assigned_variables = [variable for variable, _ in assigned]
         output, aux = require_pair(name, result) if self._has_aux else (result, None)
@@ -136,15 +130,10 @@ class _DifferentiatedVariables(Pinned):
     def __init__(self, name: str, variables: Sequence[keras.Variable], tensors: Sequence[Any]) -> None:
         super().__init__(variables, tensors)
         self._name, self._ids = name, frozenset(map(id, variables))
-        self._is_in_program = backend.active.keeps_tensors()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
-        if id(variable) not in self._ids:
-            return value
-        if not self._is_in_program and backend.active.keeps_tensors():
-            raise self._read_in_program(variable)
-        if not backend.active.may_record():
+        if id(variable) in self._ids and not backend.active.may_record():
             raise TypeError(
                 message(
                     self._name,
@@ -158,22 +147,3 @@ class _DifferentiatedVariables(Pinned):
                 )
             )
         return value
-
-    def require_not_accessed(self, accessed: Sequence[Any]) -> None:
-        """Raise if a compiled function read a differentiated variable instead of its value in this scope."""
-        for variable in self.variables:
-            if any([variable._value is value for value in accessed]):
-                raise self._read_in_program(variable)
-
-    def _read_in_program(self, variable: keras.Variable) -> TypeError:
-        return TypeError(
-            message(
-                self._name,
-                "a compiled function inside of the differentiated one reads a variable, whose gradient would "
-                "be zero",
-                required="variables that are read outside of inner compiled functions",
-                got=f"variable {variable.path!r}, read in a tf.function",
-                fix="compile the function that calls value_and_grad, or pass `variable.value` as an argument",
-                see="keras#tf-function-stateless",
-            )
-        )

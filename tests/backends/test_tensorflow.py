@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
-from support import array, close, slow_but
+from support import close, slow_but
 
-import multigrad
-from multigrad import grad, op_custom_gradient, trace_gradients, value_and_grad, vjp
+from multigrad import grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
 from multigrad.backend.tensorflow.programs import _rounded_up, program
 from multigrad.backend.tensorflow.tapes import unrecorded
@@ -1229,22 +1228,3 @@ def test_an_unused_float8_output():
     op = op_custom_gradient(lambda x: ((tf.cast(x, few), x * 2.0), lambda *upstream: upstream[1] * 3.0))
     gradient = tf.function(lambda x: tf.gradients(op(x)[1], x))
     close(gradient(tf.constant([1.0, 2.0]))[0], np.float32([3.0, 3.0]))
-
-
-@pytest.mark.parametrize("compiler", [tf.function, multigrad.jit])
-@pytest.mark.parametrize("called_before", [False, True])
-def test_a_compiled_function_that_reads_a_differentiated_variable_raises(compiler, called_before):
-    """It keeps the tensor of its first call, or reads the variable itself. Its gradient would be zero."""
-    weight = keras.Variable(2.0)
-    compiled = compiler(lambda x: x * weight)
-    x = ops.ones(())
-    if called_before:
-        compiled(x)
-    for _ in range(2):
-        with pytest.raises(TypeError, match="compiled function inside of the differentiated one"):
-            value_and_grad(lambda: compiled(x), variables=[weight])()
-    close(value_and_grad(lambda w: compiled(x) * w)(2.0), (array(4.0), array(2.0)))
-    step = multigrad.jit(lambda: value_and_grad(lambda: x * weight, variables=[weight])())
-    for value in (2.0, 3.0):
-        weight.assign(value)
-        close(step(), (array(value), [array(1.0)]))

@@ -48,8 +48,6 @@ class TensorFlowBackend(Backend):
     jit = staticmethod(jit)
     operations = staticmethod(programs.operations)
     extend_reads = staticmethod(variables.extend_reads)
-    keeps_tensors = staticmethod(variables.keeps_tensors)
-    accessed_variables = staticmethod(variables.accessed_variables)
     program = staticmethod(programs.program)
     after = staticmethod(tensors.after)
     library_code = staticmethod(tensors.library_code)

@@ -1,8 +1,7 @@
 """Find the variables that a function reads, also without Keras, and the graphs of their values."""
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -24,16 +23,6 @@ _VARIABLE = "_multigrad_variable"
 def read_for_gradient(graph: Any, value: Any) -> Any:
     """Return the value of a variable where the gradient of a branch or a loop, with this graph, is built."""
     return make_in_common_graph(lambda: as_tensor(value), graph, graph_here())
-
-
-def keeps_tensors() -> bool:
-    return graph_here() is not None
-
-
-@contextlib.contextmanager
-def accessed_variables() -> Iterator[Callable[[], Sequence[Any]]]:
-    with VariableWatcher() as watcher:
-        yield watcher.watched_variables
 
 
 class _InGraph(_Reads):
