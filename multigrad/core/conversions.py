@@ -22,12 +22,11 @@ def numbers_to_tensors(args: tuple[Any, ...], others: Any) -> tuple[Any, ...]:
         others: the other arguments. An option such as `rate=0.1`, which is passed by name, stays a number.
     """
     leaves = leaves_of(args)
-    if not any([type(leaf) in _NUMBERS for leaf in leaves]):
-        return args
+    if not any([type(arg) in _NUMBERS for arg in args]):
+        return args  # a list of floats is static
     if any(map(_may_hold_tensors, (*leaves, *leaves_of(others)))):
         return args
-    converted: tuple[Any, ...] = rebuild(args, number_to_tensor)
-    return converted
+    return tuple(map(number_to_tensor, args))
 
 
 _NUMBERS = float, complex

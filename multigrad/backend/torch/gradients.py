@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -256,20 +256,20 @@ def _refuse_in_programs(
     nodes = [node_of(value) for value in values]
     programs = [node for node in _nodes_from(nodes) if type(node).__name__ == COMPILED_NODE]
     ends = set(map(node_of, inputs)) if programs else set()
-    if not any(node in ends for program in programs for node in _nodes_from([program])):
+    if not ends & _nodes_from(list(programs)):
         return gradients
     return refuse_compiled(gradients, values)
 
 
-def _nodes_from(nodes: list[Any]) -> Iterator[Any]:
-    """Yield these nodes and the nodes on which they depend."""
+def _nodes_from(nodes: list[Any]) -> set[Any]:
+    """Return these nodes and the nodes on which they depend."""
     seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            yield node
             nodes.extend([parent for parent, _ in node.next_functions])
+    return seen
 
 
 def _depends_on_others(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
