@@ -3,12 +3,17 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from cases import CASES
-from keras import ops
-from support import close
 
-from multigrad import op_custom_gradient
-from multigrad.ops import host_call
+(cpu,) = tf.config.list_physical_devices("CPU")
+# Before the import of `cases`, which creates variables.
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+from cases import CASES  # noqa: E402
+from keras import ops  # noqa: E402
+from support import close  # noqa: E402
+
+from multigrad import op_custom_gradient  # noqa: E402
+from multigrad.ops import host_call  # noqa: E402
 
 ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 
@@ -88,8 +93,6 @@ def gradients(strategy, function):
 
 
 def main():
-    (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     one, two = tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     assert two.num_replicas_in_sync == 2
     for name in ("intermediate", "output", "two outputs"):
