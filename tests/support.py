@@ -94,6 +94,14 @@ def array(*values: Any, dtype: str = "float32") -> Any:
     return ops.convert_to_tensor(np.array(values[0] if len(values) == 1 else values), dtype=dtype)
 
 
+# What PyTorch compiles has no second derivative: the error of this package, and those of PyTorch (2.13).
+SECOND_OF_COMPILED = (
+    "gradient of a compiled function",
+    "does not currently support double backward",
+    "compiled backward function within vmap",
+)
+
+
 def numpy(value: Any) -> np.ndarray:
     """Return the value of a tensor."""
     return np.asarray(keras.ops.convert_to_numpy(value))

@@ -21,10 +21,9 @@ def numbers_to_tensors(args: tuple[Any, ...], others: Any) -> tuple[Any, ...]:
         args: the arguments that are passed by position.
         others: the other arguments. An option such as `rate=0.1`, which is passed by name, stays a number.
     """
-    leaves = leaves_of(args)
     if not any([type(arg) in _NUMBERS for arg in args]):
         return args  # a list of floats is static
-    if any(map(_may_hold_tensors, (*leaves, *leaves_of(others)))):
+    if any(map(_may_hold_tensors, leaves_of((args, others)))):
         return args
     return tuple(map(number_to_tensor, args))
 

@@ -36,6 +36,8 @@ is_of_old_vmap = look_up("torch._C._functorch.is_legacy_batchedtensor")
 # Disable all transforms, and all modes that record or replace operations.
 disable_transforms = look_up("torch._C._DisableFuncTorch")
 disable_modes = look_up("torch.utils._python_dispatch._disable_current_modes")
+# Observe each operation. PyTorch documents this class, in spite of the name of its module.
+TorchDispatchMode = look_up("torch.utils._python_dispatch.TorchDispatchMode")
 # Disable the mode in which `torch.export` records `no_grad`. Operations on tensors are recorded elsewhere.
 disable_torch_function = look_up("torch._C.DisableTorchFunction")
 

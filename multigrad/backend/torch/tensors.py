@@ -7,10 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # as in the documentation of PyTorch (2.13)
 
 from multigrad.backend.base import F, Operation, Spec
-from multigrad.backend.torch.private import is_tracing
+from multigrad.backend.torch.private import TorchDispatchMode, is_tracing
 from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.core.reachable import assigned_cells
 from multigrad.core.type_sets import TypeSet
