@@ -9,14 +9,14 @@ from multigrad.backend.base import Call
 from multigrad.backend.jax.op import FirstRun, Op, tie
 from multigrad.backend.jax.primitives import TangentGate
 from multigrad.backend.jax.residuals import Step, residuals_of
-from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced
+from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, varying_alike
 from multigrad.core.closure import lift, restore
 from multigrad.core.errors import TouchedVariable
 from multigrad.core.reachable import reachable_tensors
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
-    inputs = list(tensors)
+    inputs = varying_alike(list(tensors))
     differentiable = any([FLOATING[x.dtype] for x in inputs])
     if differentiable and any_traced(inputs) and _uses_tensors_alone(call):
         try:
@@ -61,7 +61,11 @@ def _apply_outside(call: Call, tensors: list[Any]) -> Any:
         return _apply_with_tangents(call, tensors)
     gate = TangentGate(concrete_order=1)
     inputs = list(tensors)
-    ran = call.run(gate.strip(tensors), read_as=lambda value: gate.strip([value])[0], values=inputs)
+    ran = call.run(
+        gate.strip(tensors),
+        read_as=lambda value: gate.strip(varying_alike([value, *tensors])[:1])[0],
+        values=inputs,
+    )
     outputs, _, _, pullback = ran
     if not _need_tie(inputs, outputs):
         return pullback.output.join(_without_gradient(outputs))
