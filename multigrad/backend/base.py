@@ -6,8 +6,7 @@ gets flat tensors.
 
 From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
 `errors`, `reachable` (whether an object may hold tensors), `closure` (lift the tensors out of a closure and
-restore them), `linearity` and `process_wide`. Everything else reaches a backend as an argument, of the types
-below.
+restore them) and `process_wide`. Everything else reaches a backend as an argument, of the types below.
 """
 
 import abc
@@ -96,10 +95,26 @@ class Pullback(Protocol):
         """
 
 
-Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
-"""The result of a run: flat outputs, rule, inputs and pullback. The rule is differentiated with respect to
-the inputs: the tensors of the call, followed by the values of the trainable variables that the function
-read."""
+OTHER = -1
+"""The role of a residual that is neither an input nor an output."""
+
+
+class Run(Protocol):
+    """The result of one run of the function. `multigrad/core/call.py` describes the attributes."""
+
+    outputs: Sequence[Any]
+    rule: Callable[..., Any]
+    inputs: Sequence[Any]
+    residuals: list[Any]
+    roles: list[int]
+    template: Any
+    is_opaque: bool
+
+    @property
+    def pullback(self) -> Pullback: ...
+
+    def lift(self, owner: Any) -> None:
+        """Find the residuals of the rule, which the function `owner` returned."""
 
 
 class Call(Protocol):
@@ -119,7 +134,7 @@ class Call(Protocol):
         strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
         values: list[Any] | None = None,
-    ) -> Ran:
+    ) -> Run:
         """Run the function.
 
         Arguments:
@@ -129,7 +144,7 @@ class Call(Protocol):
             values: a list to which the values of the trainable variables before `read_as` are added.
         """
 
-    def run_again(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Ran:
+    def rerun(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Run:
         """Run the function again on the inputs of the first run. Its assignments to variables are discarded.
 
         Arguments:

@@ -19,8 +19,8 @@ class ForwardOnlyBackend(Backend):
 
     @staticmethod
     def apply(call: Call, tensors: Sequence[Any]) -> Any:
-        outputs, _, _, pullback = call.run(tensors)
-        return pullback.output.join(outputs)
+        run = call.run(tensors)
+        return run.pullback.output.join(run.outputs)
 
     @staticmethod
     def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any], variables: int) -> NoReturn:

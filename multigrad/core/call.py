@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import keras
 
 from multigrad import backend
-from multigrad.backend.base import Options, Spec
+from multigrad.backend.base import OTHER, Options, Spec
 from multigrad.core.answer import read
+from multigrad.core.closure import lift
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import Context, current_context, restored
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, is_handed, is_plain
@@ -63,11 +64,11 @@ class Call:
         strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
         values: list[Any] | None = None,
-    ) -> "Ran":
-        """Run the function and return its flat outputs, its rule, the inputs of the op and the pullback.
+    ) -> "Run":
+        """Run the function.
 
-        The inputs are the object `tensors`, or `tensors` followed by the values of the trainable variables
-        that the function read.
+        The inputs of the run are the object `tensors`, or `tensors` followed by the values of the trainable
+        variables that the function read.
 
         Arguments:
             tensors: the tensors among the arguments of the call.
@@ -95,15 +96,13 @@ class Call:
         ):
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
-                return (output,), rule, tensors, pullback if context is None else pullback.copy(context)
-        ran = self._result(returned, tensors, scope, outer_scope, context)
+                return Run((output,), rule, tensors, pullback if context is None else pullback.copy(context))
+        run = self._result(returned, tensors, scope, outer_scope, context)
         if values is not None:
             values += scope.originals()
-        return ran
+        return run
 
-    def run_again(
-        self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None
-    ) -> "Ran":
+    def rerun(self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None) -> "Run":
         """Run the function again, to differentiate the residuals of its rule.
 
         The function reads the values of variables from `inputs`. Its assignments to variables are discarded.
@@ -126,7 +125,7 @@ class Call:
         scope: Reads | Pinned,
         outer_scope: keras.StatelessScope | None,
         context: Context | None,
-    ) -> "Ran":
+    ) -> "Run":
         """Check what the function returned, and return the result of the run."""
         name, binding = self.pullback.name, self.pullback.binding
         if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
@@ -150,7 +149,7 @@ class Call:
         pullback.output, pullback.form = layout, form
         pullback.variables, pullback.handed, pullback.outer_scope = variables, handed, outer_scope
         pullback.is_plain = False
-        return outputs, rule, inputs, pullback
+        return Run(outputs, rule, inputs, pullback)
 
     def rehearsal(self) -> AbstractContextManager[Any]:
         """Return a context in which a rule may run, and which discards its assignments to variables."""
@@ -188,6 +187,52 @@ class Call:
                 fix="end the function with `return output, rule`",
             )
         )
+
+
+class Run:
+    """The result of one run of the function.
+
+    Arguments:
+        outputs: the flat outputs.
+        rule: the rule.
+        inputs: the inputs by position: the tensors of the call, then the values of the trainable variables
+            that the function read. The rule returns their gradients.
+        pullback: calls the rule, or the same rule around other residuals.
+    """
+
+    __slots__ = ("inputs", "is_opaque", "outputs", "pullback", "residuals", "roles", "rule", "template")
+
+    residuals: list[Any]
+    """The tensors in the closure of the rule. `lift` sets this attribute and the following ones."""
+    roles: list[int]
+    """What each residual is: an index among the inputs followed by the outputs, or `OTHER`."""
+    template: Any
+    """The rule without its residuals, for `closure.restore`."""
+    is_opaque: bool
+    """Whether the rule holds an object that may hold further tensors."""
+
+    def __init__(
+        self, outputs: Sequence[Any], rule: Callable[..., Any], inputs: Sequence[Any], pullback: "Pullback"
+    ) -> None:
+        self.outputs, self.rule, self.inputs, self.pullback = outputs, rule, inputs, pullback
+
+    def lift(self, owner: Any) -> None:
+        """Find the residuals of the rule, which the function `owner` returned."""
+        self.residuals, self.template, self.is_opaque = lift(self.rule, _TENSORS, owner)
+        self.roles = classify(self.residuals, self.inputs, self.outputs)
+
+
+def classify(residuals: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> list[int]:
+    """Return the role of each residual: an index among the inputs followed by the outputs, or `OTHER`.
+
+    An output that is an input counts as the input.
+    """
+    roles: dict[int, int] = {}
+    for role, tensor in enumerate(inputs):
+        roles.setdefault(id(tensor), role)
+    for role, tensor in enumerate(outputs, len(inputs)):
+        roles.setdefault(id(tensor), role)
+    return [roles.get(id(residual), OTHER) for residual in residuals]
 
 
 # The code of functions that read or assigned a variable. A strict run of them would fail again.
@@ -352,5 +397,3 @@ class _VariableTarget(NamedTuple):
     binding: Variables
 
 
-Ran = tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Pullback]
-"""The result of a run: flat outputs, rule, inputs and pullback."""

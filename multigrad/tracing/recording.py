@@ -17,7 +17,7 @@ import numpy as np
 from multigrad import backend
 from multigrad.backend.base import Spec
 from multigrad.core import op
-from multigrad.core.call import Call, Pullback, Ran
+from multigrad.core.call import Call, Pullback, Run
 from multigrad.core.errors import distinct_names
 from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.process_wide import Shared
@@ -61,19 +61,21 @@ class _RecordedCall(Call):
     def __init__(self, call: Call) -> None:
         super().__init__(call.f, call.pullback, call.options)
 
-    def run(self, tensors: Sequence[Any], **how: Any) -> Ran:
+    def run(self, tensors: Sequence[Any], **how: Any) -> Run:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
         self._recorder = recorder = recorder_here(self.name)
         with enclosed_by(recorder):
-            outputs, rule, inputs, pullback = super().run(tensors, **how)
+            run = super().run(tensors, **how)
         if not recorder.has_run:
-            recorder.record_run(_input_paths(pullback), _output_paths(pullback), inputs, outputs)
-        return outputs, rule, inputs, _RecordedPullback(pullback, recorder)
+            paths = _input_paths(run.pullback), _output_paths(run.pullback)
+            recorder.record_run(*paths, run.inputs, run.outputs)
+        run.pullback = _RecordedPullback(run.pullback, recorder)
+        return run
 
-    def run_again(self, inputs: Sequence[Any], first: Pullback, f: Callable[..., Any] | None = None) -> Ran:
+    def rerun(self, inputs: Sequence[Any], first: Pullback, f: Callable[..., Any] | None = None) -> Run:
         """Run the function again for a second derivative. Ops in it are not recorded a second time."""
         with enclosed_by(self._recorder):
-            return super().run_again(inputs, first, f)
+            return super().rerun(inputs, first, f)
 
 
 class _RecordedPullback(Pullback):

@@ -6,57 +6,57 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.base import Call, Pullback
+from multigrad.backend.base import OTHER, Call, Pullback
 from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
 from multigrad.backend.tensorflow.private import stop_recording
 from multigrad.backend.tensorflow.tapes import may_record, record_rule
-from multigrad.backend.tensorflow.tensors import TENSORS, is_differentiable, specs_of
+from multigrad.backend.tensorflow.tensors import is_differentiable, specs_of
 from multigrad.backend.tensorflow.variables import read_for_gradient
-from multigrad.core.closure import lift, restore
+from multigrad.core.closure import restore
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
     graph = graph_here()
     eager = graph is None
-    outputs, rule, tensors, pullback = call.run(tensors)
+    run = call.run(tensors)
+    outputs, inputs, pullback = run.outputs, run.inputs, run.pullback
     if not outputs or (eager and not may_record()):
         return pullback.output.join(outputs)
-    specs = specs_of(captured(tensors, graph))
+    specs = specs_of(captured(inputs, graph))
     if not any(specs):
         # Tensors that the function closes over have no gradient.
         return pullback.output.join([tf.stop_gradient(output) for output in outputs])
-    residuals, template, _ = lift(rule, TENSORS, call.f)
-    carrier = None if eager else Carrier(call.name, outputs, tensors, residuals)
+    run.lift(call.f)
+    template, roles = run.template, list(zip(run.residuals, run.roles, strict=True))
+    others = [residual for residual, role in roles if role == OTHER]
+    carrier = None if eager else Carrier(call.name, outputs, inputs, others)
     tied_outputs = _copies(outputs) if carrier is None else carrier.outputs
-    # The rule differentiates the outputs that it uses. An output that is an input counts as the input.
-    replacements: dict[int, Any] = {}
-    for output, replacement in zip(outputs, tied_outputs, strict=True):
-        replacements.setdefault(id(output), replacement)
-    replacements.update(zip(map(id, tensors), tensors, strict=True))
-    tied_residuals = [replacements.get(id(residual), residual) for residual in residuals]
-    tied_rule = restore(template, tied_residuals)
+    # The rule differentiates the inputs and the tied outputs that it uses.
+    known = (*inputs, *tied_outputs)
+    residuals = [residual if role == OTHER else known[role] for residual, role in roles]
+    rule = restore(template, residuals)
     # A gradient may be built in another graph than the call: the gradient of a branch or a loop, or the
     # gradient of a gradient function. It uses tensors that the graph of the call has captured, so they are
     # captured now: a finished graph captures no more tensors.
-    inside = captured(tied_residuals, graph)
+    inside = captured(residuals, graph)
     floating = [is_differentiable(output) for output in outputs]
-    needed = [True] * len(tensors)
+    needed = [True] * len(inputs)
 
     def backward(*upstreams: Any, pullback: Pullback = pullback) -> Sequence[Any]:
         pairs = zip(upstreams, floating, strict=False)
         upstream = [tf.convert_to_tensor(u) if f else None for u, f in pairs]
         if eager or is_within(graph):
-            return pullback.pull(tied_rule, upstream, needed, specs)
+            return pullback.pull(rule, upstream, needed, specs)
         if not is_nested(graph):
             # Captured again, so that tapes that began after the op record the captured tensors.
-            return pullback.pull(restore(template, captured(tied_residuals, graph)), upstream, needed, specs)
+            return pullback.pull(restore(template, captured(residuals, graph)), upstream, needed, specs)
         with pullback.reading(functools.partial(read_for_gradient, graph)):
             return pullback.pull(restore(template, inside), upstream, needed, specs)
 
     if carrier is not None:
         carrier.bind(backward)
     forward = functools.partial(backward, pullback=pullback.untraced) if eager else backward
-    record_rule(call.name, tied_outputs, list(tensors), tied_residuals, backward, forward)
+    record_rule(call.name, tied_outputs, list(inputs), residuals, backward, forward)
     return pullback.output.join(tied_outputs)
 
 

@@ -81,19 +81,19 @@ class Carrier:
 
     Arguments:
         name: the name of the op in messages.
-        outputs, inputs, residuals: the tensors of the call.
+        outputs, inputs: the outputs and inputs of the call.
+        others: the residuals that are neither outputs nor inputs.
     """
 
     __slots__ = ("_name", "_operation", "_output_count", "_rest_count", "outputs")
 
     def __init__(
-        self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], residuals: Sequence[Any]
+        self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]
     ) -> None:
         self._name = name
         indices = [len(outputs) + i for i, tensor in enumerate(inputs) if is_differentiable(tensor)]
-        ids = set(map(id, (*outputs, *inputs)))
         # `tf.vectorized_map` may copy only what depends on these residuals.
-        others = [r for r in residuals if id(r) not in ids and _may_be_mapped(r)]
+        others = [other for other in others if _may_be_mapped(other)]
         lost = _lost(name)
         with stop_recording():
             joined = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *others])

@@ -15,9 +15,7 @@ from multigrad.backend.tensorflow.private import (
     record_operation_forwardprop_only,
     stop_recording,
 )
-from multigrad.backend.tensorflow.tensors import concrete, is_differentiable
 from multigrad.core.errors import message
-from multigrad.core.linearity import FAR, require_linear, trial
 
 
 def record_rule(
@@ -35,7 +33,7 @@ def record_rule(
     record_operation_backprop_only(_TYPE, outputs, inputs, backward)
     calls: list[bool] = []
     record_operation_forwardprop_only(
-        _TYPE, outputs, inputs, functools.partial(_linear_backward, name, forward, calls), None
+        _TYPE, outputs, inputs, functools.partial(_transposed_backward, name, forward, calls), None
     )
     if calls and tf.executing_eagerly():
         # A tape (TensorFlow 2.21) counts the uses of a tensor, and drops its record when the count is zero.
@@ -62,21 +60,13 @@ def _no_gradients(kept: Sequence[Any], *upstream: Any) -> Sequence[Any]:
 _TYPE = "Multigrad"
 
 
-def _linear_backward(
+def _transposed_backward(
     name: str, backward: Callable[..., Sequence[Any]], calls: list[bool], *upstream: Any
 ) -> Sequence[Any]:
-    """Call `backward`, and check in eager code that it is linear. Append an item to `calls`."""
+    """Call `backward`, which forward mode transposes. Append an item to `calls`."""
     calls.append(True)
     token = _TRANSPOSED.set(name)
     try:
-        if tf.executing_eagerly():
-            with stop_recording():
-                floating = [u is not None and is_differentiable(u) for u in upstream]
-                pairs = list(zip(upstream, floating, strict=True))
-                trials = [tf.constant(trial(u.shape), u.dtype) if f else u for u, f in pairs]
-                scaled = [FAR * u if f else u for u, f in zip(trials, floating, strict=True)]
-                near, far = backward(*trials), backward(*scaled)
-                require_linear(name, near, far, concrete)
         return backward(*upstream)
     finally:
         _TRANSPOSED.reset(token)

@@ -54,10 +54,10 @@ def _apply_under_transforms(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
 def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     recorded = is_grad_enabled()
     with torch.no_grad():
-        ran = call.run(tensors)
-    outputs, _, inputs, pullback = ran
+        run = call.run(tensors)
+    outputs, inputs, pullback = run.outputs, run.inputs, run.pullback
     if recorded and inputs is not tensors and any([tensor.requires_grad for tensor in inputs]):
-        return join_attached(attach(HasRun(call, ran), *inputs))
+        return join_attached(attach(HasRun(call, run), *inputs))
     if recorded:
         # An output that requires a gradient is a tensor that the function closes over. The op has none for
         # it.

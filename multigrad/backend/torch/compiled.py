@@ -9,7 +9,7 @@ import keras
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from multigrad.backend.base import Call, Pullback
+from multigrad.backend.base import OTHER, Call, Pullback
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.private import disable_torch_function
@@ -45,13 +45,13 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if _is_transforming_traced():
         return _apply_uncompiled(call, tensors)
     if torch.compiler.is_exporting():
-        outputs, _, inputs, pullback = call.run(tensors)
-        return pullback.output.join(_without_derivative(inputs, outputs))
+        run = call.run(tensors)
+        return run.pullback.output.join(_without_derivative(run.inputs, run.outputs))
     with torch.no_grad():
-        outputs, rule, inputs, pullback = call.run(tensors)
-        copied = _without_aliases(inputs, outputs)
-    state = pullback, rule, specs_of(inputs), current_autocast()
-    return pullback.output.join(_Compiled.apply(state, *distinct(inputs), *copied))
+        run = call.run(tensors)
+        copied = _without_aliases(run.inputs, run.outputs)
+    state = run.pullback, run.rule, specs_of(run.inputs), current_autocast()
+    return run.pullback.output.join(_Compiled.apply(state, *distinct(run.inputs), *copied))
 
 
 # Keras creates the attribute for the active scope when the first one is entered. Dynamo would see the change,
@@ -124,31 +124,20 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     them, because their gradient is not the rule's. If the program itself takes a gradient, it uses a node
     that is attached without being recorded.
     """
-    outputs, rule, inputs, pullback = call.run(tensors)
+    run = call.run(tensors)
+    outputs, inputs = run.outputs, run.inputs
     # The outputs have no history except for the node. A program with `no_grad` or `detach` would have no
     # gradient, without an error. `torch.export` would record `no_grad`.
     with disable_torch_function(), torch.no_grad():
         copied = _without_derivative(inputs, outputs)
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
-        residuals, template, _ = lift(rule, TENSORS, call.f)
-        residuals = [_with_node(residual, inputs, outputs, copied) for residual in residuals]
+        run.lift(call.f)
+        # The copies of the outputs have the node, so that their derivative is the rule's.
+        known, pairs = (*inputs, *copied), zip(run.residuals, run.roles, strict=True)
+        rule = restore(run.template, [r if role == OTHER else known[role] for r, role in pairs])
         with untraced():
-            _Exported.apply(pullback, restore(template, residuals), specs_of(inputs), *inputs, *copied)
-    return pullback.output.join(copied)
-
-
-def _with_node(
-    residual: torch.Tensor,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    copied: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Return the copy that has the node if a residual is an output, whose derivative is the rule's."""
-    if not any([residual is tensor for tensor in inputs]):
-        for output, copy in zip(outputs, copied, strict=True):
-            if residual is output:
-                return copy
-    return residual
+            _Exported.apply(run.pullback, rule, specs_of(inputs), *inputs, *copied)
+    return run.pullback.output.join(copied)
 
 
 def _without_derivative(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import is_grad_enabled
 
-from multigrad.backend.base import Call, Pullback, Ran, Spec
+from multigrad.backend.base import Call, Pullback, Run, Spec
 from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere
 from multigrad.backend.torch.state import (
     autocasting,
@@ -26,7 +26,7 @@ class HasRun(NamedTuple):
     """A call whose function has run, with the result."""
 
     call: Call
-    ran: Ran
+    run: Run
 
 
 class MoreInputs(Exception):
@@ -63,11 +63,12 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, *tensors: torch.Tensor) -> Sequence[Any]:
         if type(call) is HasRun:
-            call, (outputs, rule, _, pullback) = call
+            call, run = call
         else:
-            outputs, rule, inputs, pullback = ran = call.run(tensors)
-            if inputs is not tensors:
-                raise MoreInputs(HasRun(call, ran), *inputs)
+            run = call.run(tensors)
+            if run.inputs is not tensors:
+                raise MoreInputs(HasRun(call, run), *run.inputs)
+        outputs, rule, pullback = run.outputs, run.rule, run.pullback
         residuals, template, opaque = lift(rule, TENSORS, call.f)
         tie = _tie if len(tensors) <= 8 else _tie_many
         tied_outputs, tied, closed_over, computed = tie(tensors, outputs, residuals)
@@ -219,11 +220,11 @@ def run_again(
     Returns:
         the template of the second rule, its `count` residuals, and the outputs.
     """
-    outputs, rule, _, _ = call.run_again(tensors, first)
-    residuals, template, _ = lift(rule, TENSORS, call.f)
-    if len(residuals) != count:
+    run = call.rerun(tensors, first)
+    run.lift(call.f)
+    if len(run.residuals) != count:
         raise _not_repeatable(call)
-    return template, residuals, outputs
+    return run.template, run.residuals, run.outputs
 
 
 def with_history(
