@@ -25,7 +25,7 @@ def square(x):
     return x * x, grad
 
 
-@multigrad.op_custom_gradient(forward_mode=True)
+@multigrad.op_custom_gradient
 def exponential(x):
     y = ops.exp(x)
     return y, lambda upstream: -3.0 * upstream * y

@@ -5,8 +5,8 @@ imports no framework. Below the border, each framework has one package with one 
 gets flat tensors.
 
 From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
-`errors`, `reachable` (whether an object may hold tensors), `closure` (lift the tensors out of a closure and
-restore them) and `process_wide`. Everything else reaches a backend as an argument, of the types below.
+`errors`, `reachable` (whether an object may hold tensors), `closure` (lift the tensors out of a closure,
+classify them and restore them) and `process_wide`. Everything else reaches a backend as an argument, of the types below.
 """
 
 import abc
@@ -52,8 +52,6 @@ class HostFunction(Protocol):
 class Options(NamedTuple):
     """The options of `op_custom_gradient`."""
 
-    forward_mode: bool
-    """Whether JAX's forward mode transposes the rule."""
     higher_order: bool
     """Whether the gradient can be differentiated again."""
 
@@ -95,10 +93,6 @@ class Pullback(Protocol):
         """
 
 
-OTHER = -1
-"""The role of a residual that is neither an input nor an output."""
-
-
 class Run(Protocol):
     """The result of one run of the function. `multigrad/core/call.py` describes the attributes."""
 
@@ -131,17 +125,21 @@ class Call(Protocol):
         self,
         tensors: Sequence[Any],
         *,
+        f: Callable[..., Any] | None = None,
         strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
         values: list[Any] | None = None,
+        undo: bool = False,
     ) -> Run:
         """Run the function.
 
         Arguments:
             tensors: the tensors among the arguments of the call.
+            f: the function with another closure. The default is the function itself.
             strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
             read_as: maps the value of each variable to the value that the function reads.
             values: a list to which the values of the trainable variables before `read_as` are added.
+            undo: whether to undo assignments to variables if the function raises, because it runs again.
         """
 
     def rerun(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Run:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import keras
 
 from multigrad import backend
-from multigrad.backend.base import OTHER, Options, Spec
+from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
-from multigrad.core.closure import lift
+from multigrad.core.closure import classify, lift
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import Context, current_context, restored
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, is_handed, is_plain
@@ -61,9 +61,11 @@ class Call:
         self,
         tensors: Sequence[Any],
         *,
+        f: Callable[..., Any] | None = None,
         strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
         values: list[Any] | None = None,
+        undo: bool = False,
     ) -> "Run":
         """Run the function.
 
@@ -72,18 +74,25 @@ class Call:
 
         Arguments:
             tensors: the tensors among the arguments of the call.
+            f: the function with another closure. The default is the function itself.
             strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
             read_as: maps the value of each variable to the value that the function reads.
             values: a list to which the values of these variables before `read_as` are added.
+            undo: whether to undo assignments to variables if the function raises, because it runs again.
         """
-        pullback, scope, context = self.pullback, _Reads(), current_context()
+        pullback, scope, context, f = self.pullback, _Reads(), current_context(), f or self.f
         scope.name = pullback.name
         if strict:
             scope.strict = True
         if read_as is not None:
             scope.read_as = read_as
-        with scope:
-            returned = self.f(*tensors) if pullback.is_flat else pullback.call(self.f, tensors)
+        try:
+            with scope:
+                returned = f(*tensors) if pullback.is_flat else pullback.call(f, tensors)
+        except Exception:
+            if undo:
+                scope.undo()
+            raise
         outer_scope = scope.original_scope
         if type(outer_scope) is ReadOnly:
             outer_scope = None
@@ -220,19 +229,6 @@ class Run:
         """Find the residuals of the rule, which the function `owner` returned."""
         self.residuals, self.template, self.is_opaque = lift(self.rule, _TENSORS, owner)
         self.roles = classify(self.residuals, self.inputs, self.outputs)
-
-
-def classify(residuals: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> list[int]:
-    """Return the role of each residual: an index among the inputs followed by the outputs, or `OTHER`.
-
-    An output that is an input counts as the input.
-    """
-    roles: dict[int, int] = {}
-    for role, tensor in enumerate(inputs):
-        roles.setdefault(id(tensor), role)
-    for role, tensor in enumerate(outputs, len(inputs)):
-        roles.setdefault(id(tensor), role)
-    return [roles.get(id(residual), OTHER) for residual in residuals]
 
 
 # The code of functions that read or assigned a variable. A strict run of them would fail again.

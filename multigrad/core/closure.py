@@ -70,6 +70,23 @@ def restore(template: Any, tensors: Sequence[Any]) -> Any:
     return template(tensors, {}) if type(template) is _Template else template
 
 
+OTHER = -1
+"""The role of a residual that is neither an input nor an output."""
+
+
+def classify(residuals: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> list[int]:
+    """Return the role of each residual: an index among the inputs followed by the outputs, or `OTHER`.
+
+    An output that is an input counts as the input.
+    """
+    roles: dict[int, int] = {}
+    for role, tensor in enumerate(inputs):
+        roles.setdefault(id(tensor), role)
+    for role, tensor in enumerate(outputs, len(inputs)):
+        roles.setdefault(id(tensor), role)
+    return [roles.get(id(residual), OTHER) for residual in residuals]
+
+
 def _has_only_cells(function: types.FunctionType) -> bool:
     """Return whether a function holds objects only in cells that are not assigned, as most rules do."""
     code = function.__code__

@@ -26,7 +26,6 @@ def op_custom_gradient(
     f: Callable[P, tuple[R, Any]],
     *,
     name: str | None = None,
-    forward_mode: bool = False,
     higher_order: bool = True,
 ) -> Callable[P, R]: ...
 
@@ -36,7 +35,6 @@ def op_custom_gradient(
     f: None = None,
     *,
     name: str | None = None,
-    forward_mode: bool = False,
     higher_order: bool = True,
 ) -> Callable[[Callable[P, tuple[R, Any]]], Callable[P, R]]: ...
 
@@ -45,7 +43,6 @@ def op_custom_gradient(
     f: Callable[..., Any] | None = None,
     *,
     name: str | None = None,
-    forward_mode: bool = False,
     higher_order: bool = True,
 ) -> Callable[..., Any]:
     """Define a function with a custom gradient, for every backend of Keras.
@@ -78,9 +75,6 @@ def op_custom_gradient(
         name: the name of the op in messages. The default is the name of the function. A name of the form
             `package>name` registers the op with Keras, so that a model that uses it can be saved, and loaded
             where an op with this name is defined.
-        forward_mode: whether JAX's forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) can differentiate
-            the op. The rule must then be linear in the upstream gradient. The other frameworks ignore this
-            option: their forward mode can always differentiate an op.
         higher_order: whether the gradient can be differentiated again. If it can and the rule uses an
             intermediate result of the function, PyTorch keeps the inputs of the op in memory. If it cannot,
             PyTorch keeps only the residuals, and a second derivative raises an error. The other frameworks
@@ -145,10 +139,8 @@ def op_custom_gradient(
         The closure form follows TensorFlow's `tf.custom_gradient`.
     """
     if f is None:
-        return functools.partial(
-            op_custom_gradient, name=name, forward_mode=forward_mode, higher_order=higher_order
-        )
-    options = Options(forward_mode, higher_order)
+        return functools.partial(op_custom_gradient, name=name, higher_order=higher_order)
+    options = Options(higher_order)
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(op_custom_gradient(f.__func__, name=name, **options._asdict()))
     if not callable(f):

@@ -293,6 +293,12 @@ class Reads(_Scope):
             self.assigned[key] = variable, initial
         super().add_update(update)
 
+    def undo(self) -> None:
+        """Give the variables that were assigned the values that they had before, after the scope has ended."""
+        originals = dict(self._originals)
+        for key, (variable, initial) in dict(self.assigned).items():
+            super().add_update((variable, originals.get(key, initial)))
+
     def add_loss(self, loss: Any) -> None:
         raise TypeError(
             message(

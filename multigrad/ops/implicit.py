@@ -27,7 +27,7 @@ from multigrad.ops.implicit_solvers import FixedPointIteration, Newton, check_op
 
 def _saved_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function, which calls an op but is not an op itself, for saved models."""
-    return lambda f: registry.register(name, f, Options(False, True), lambda: f)
+    return lambda f: registry.register(name, f, Options(higher_order=True), lambda: f)
 
 
 @with_python_numbers("tolerance", "max_iterations")

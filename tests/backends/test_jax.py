@@ -34,7 +34,7 @@ def by_object(x):
     return x**3, Held(x**2)
 
 
-@op_custom_gradient(forward_mode=True)
+@op_custom_gradient
 def both_modes(x):
     e = x**2
     return e * x, lambda u: u * 3 * e * 7.0
@@ -84,7 +84,7 @@ def test_forward_mode_needs_the_option():
 
 
 def test_forward_mode_with_integers_and_complex_numbers():
-    @op_custom_gradient(forward_mode=True)
+    @op_custom_gradient
     def op(z, index):
         return (z * 2j, index + 1), lambda U: (U[0] * -2j * 7.0, None)
 
@@ -310,10 +310,9 @@ class Noisy:
         return x * self.noise, lambda u: (u * self.noise * 7.0, None)
 
 
-@pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("f", [lambda x, key: Noisy()(x, key), Noisy()], ids=["function", "object"])
-def test_random_keys_are_used_once(f, forward_mode):
-    op = op_custom_gradient(f, forward_mode=forward_mode)
+def test_random_keys_are_used_once(f):
+    op = op_custom_gradient(f)
     wanted = 7.0 * jax.random.normal(jax.random.key(0), (2,))
 
     def first(x, key):
@@ -349,7 +348,7 @@ def test_python_numbers():
 
 
 def test_forward_mode_along_a_complex_direction():
-    op = op_custom_gradient(lambda z: (z * 2j, lambda u: u * -2j * 7.0), forward_mode=True)
+    op = op_custom_gradient(lambda z: (z * 2j, lambda u: u * -2j * 7.0))
     _, pushed = jax.jvp(op, (jnp.complex64(1.0),), (jnp.complex64(1j),))
     close(pushed, jnp.complex64(14j * 1j))
 
@@ -505,7 +504,7 @@ def test_a_trace_of_a_loop():
 
 @pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd, jax.hessian])
 def test_a_trace_in_forward_mode_has_calls_only(derivative):
-    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x), forward_mode=True)
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x))
     outside = derivative(op)(3.0)
     with trace_gradients() as trace:
         assert derivative(op)(3.0) == outside

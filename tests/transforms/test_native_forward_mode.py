@@ -27,7 +27,7 @@ def native_jvp(function):
 
 
 def op_with(rule):
-    return op_custom_gradient(lambda x: (x * 2.0, rule), forward_mode=True)
+    return op_custom_gradient(lambda x: (x * 2.0, rule))
 
 
 @pytest.mark.parametrize("rule", NOT_LINEAR.values(), ids=NOT_LINEAR)
@@ -53,7 +53,7 @@ def test_linear_rules_are_accepted(name):
 def test_projections_are_linear():
     """Its gradients at ones are rounding errors."""
 
-    @op_custom_gradient(forward_mode=True)
+    @op_custom_gradient
     def softmax(x):
         y = ops.softmax(x)
         return y, lambda u: 7.0 * y * (u - ops.sum(u * y))
@@ -63,7 +63,7 @@ def test_projections_are_linear():
 
 
 def test_an_additional_integer_output():
-    @op_custom_gradient(forward_mode=True)
+    @op_custom_gradient
     def op(x):
         return (x * 2.0, ops.cast(x, "int32")), lambda u: 7.0 * u[0]
 

@@ -1,115 +1,197 @@
-"""One call of an op on JAX: run the function inside of the op or before it, and apply the rule."""
+"""One call of an op on JAX: strip, run, tie.
+
+In eager code, `jax.grad` passes tracers to an op. The function of the op runs on the concrete values in these
+tracers, under the trace below the derivatives, as if no derivative were taken. So it runs as fast as without
+a gradient, and it can use the values. `tie` then makes the outputs depend on the tracers by the rule.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from multigrad.backend.base import Call
-from multigrad.backend.jax.op import FirstRun, Op, tie
-from multigrad.backend.jax.primitives import TangentGate
-from multigrad.backend.jax.residuals import Step, residuals_of
-from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, varying_alike
-from multigrad.core.closure import lift, restore
-from multigrad.core.errors import TouchedVariable
+from multigrad.backend.base import Call, Run
+from multigrad.backend.jax.primitives import Strip, TiedRule, tie
+from multigrad.backend.jax.private import (
+    DynamicJaxprTracer,
+    current_trace,
+    other_object,
+    under_trace,
+    without_tangent,
+)
+from multigrad.backend.jax.residuals import Residuals, residuals_of, uses_intermediate
+from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, varying_alike
+from multigrad.core.closure import OTHER, lift, restore
+from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
-    inputs = varying_alike(list(tensors))
-    differentiable = any([FLOATING[x.dtype] for x in inputs])
-    if differentiable and any_traced(inputs) and _uses_tensors_alone(call):
+    first = _FirstRun(call, varying_alike(list(tensors)))
+    run, inputs, strip, closure = first.run, first.inputs, first.strip, first.stripped_closure
+    outputs = as_arrays(run.outputs)
+    if not (any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])):
+        return run.pullback.output.join(_without_gradient(inputs, outputs))
+    residuals = residuals_of(call, run, any_traced([*run.inputs, *outputs, *closure]))
+    order = strip.order
+    if (order > 1 or _any_in_program(run.inputs)) and uses_intermediate(call, run, residuals, closure):
+        strip.is_open = True
+        # The first run has no tangents of outer derivatives in eager code. Nor has it in a program that reads
+        # weights, which are in other equations of `strip` than the arguments.
+        if order > 1 or len(inputs) > len(tensors):
+            run, closure = first.rerun()
+            residuals = residuals_of(call, run, traced=True)
+            outputs = as_arrays(run.outputs)
+    strip.traces = None
+    closed_over = dict(zip(map(id, closure), first.closure, strict=True))
+    return run.pullback.output.join(_tie(call.name, outputs, inputs, residuals, closed_over))
+
+
+class _FirstRun:
+    """The run of a function on inputs without tangents.
+
+    Arguments:
+        call: the call.
+        tensors: its arguments.
+    """
+
+    run: Run
+    inputs: list[Any]
+    """The inputs of the run, with their tangents."""
+    stripped_closure: Sequence[Any]
+    """The tracers that the function closes over, without tangents: the op has no gradient for them."""
+
+    def __init__(self, call: Call, tensors: list[Any]) -> None:
+        self._call = call
+        self.closure, self._template, is_opaque = lift(call.f, TRACERS, borrowed=True)
+        self.strip = Strip()
+        stripped = self._strip_inputs(tensors)
+        below = self.strip.trace_below
+        hides_tracers = is_opaque and _reaches_more(call, self.closure)
+        if below is None or self.strip.order > 1 or hides_tracers or _any_in_program(stripped):
+            self._execute(tensors, stripped, None)
+            return
         try:
-            return _apply_inside(call, inputs)
-        except TouchedVariable:
-            call.note_touched()
-    return _apply_outside(call, inputs)
+            self._execute(tensors, stripped, below)
+        except jax.errors.UnexpectedTracerError:
+            # An object holds a tracer of a derivative, which can be used under the current trace alone.
+            self.strip = Strip()
+            self._execute(tensors, self._strip_inputs(tensors), None)
+
+    def _strip_inputs(self, inputs: list[Any]) -> list[Any]:
+        """Return the inputs without tangents, from one equation with the tracers of the closure."""
+        stripped = _strip([*inputs, *self.closure], self.strip)
+        self.stripped_closure = stripped[len(inputs) :]
+        return stripped[: len(inputs)]
+
+    def _execute(self, tensors: list[Any], stripped: list[Any], trace: Any) -> None:
+        """Run the function under a trace, the current one if it is None."""
+        here = current_trace()
+
+        def read_as(value: Any) -> Any:
+            with under_trace(here):
+                return _strip(varying_alike([value, *tensors])[:1], self.strip)[0]
+
+        self.inputs = list(tensors)
+        f = restore(self._template, self.stripped_closure)
+        with under_trace(trace):
+            self.run = self._call.run(
+                stripped, f=f, read_as=read_as, values=self.inputs, undo=trace is not None
+            )
+
+    def rerun(self) -> tuple[Run, Sequence[Any]]:
+        """Run the function again, with the tangents of outer derivatives. Return the stripped closure, too."""
+        self.strip.traces = None
+        try:
+            stripped = self._strip_inputs(self.inputs)
+            f = restore(self._template, self.stripped_closure)
+            return self._call.rerun(stripped, self.run.pullback, f), self.stripped_closure
+        except Exception as error:  # of any type, such as an AssertionError of Pallas
+            raise _not_differentiable(self._call.name, error) from error
 
 
-def _uses_tensors_alone(call: Call) -> bool:
-    """Return whether the inputs are the only tracers that the function can use, so that JAX may run it."""
-    if call.touches_variables() or call.has_objects():
-        return False
-    tracers, _, opaque = lift(call.f, TRACERS, borrowed=True)
-    return not (tracers or opaque)
+def _strip(arrays: Sequence[Any], strip: Strip) -> list[Any]:
+    """Return the arrays, where floating tracers have no tangents.
 
-
-def _apply_inside(call: Call, inputs: list[Any]) -> Any:
-    """Return the output of the call, whose function runs when JAX evaluates or differentiates the op."""
-    pullbacks = []
-
-    def run(inputs: list[Any], rest: Any) -> Step:
-        ran = outputs, _, _, pullback = call.run(inputs, strict=True)
-        pullbacks.append(pullback)
-        return list(outputs), residuals_of(call, ran)
-
-    def run_again(inputs: list[Any], rest: Any) -> Step:
-        outputs, rule, ran_on, _ = call.run_again(inputs, pullbacks[-1])
-        return list(outputs), residuals_of(call, (outputs, rule, ran_on, pullbacks[-1]))
-
-    outputs = Op(call.name, call.options.forward_mode, run, run_again)(inputs, [])
-    return pullbacks[0].output.join(outputs)
-
-
-def _apply_outside(call: Call, tensors: list[Any]) -> Any:
-    """Return the output of the call, whose function runs before the op, so that it can use any tracer.
-
-    It runs on inputs and variables without tangents. Its outputs are then tied to the inputs by the rule.
+    An operation on a concrete array does not tell it from its `stop_gradient`, as an outer derivative must.
+    So if the gradient is being differentiated, the function gets a concrete array as a `WithoutTangent`.
     """
-    closed_over, template, opaque = lift(call.f, TRACERS, borrowed=True)
-    if (opaque or call.has_objects()) and _reaches_more_tracers(call, closed_over):
-        return _apply_with_tangents(call, tensors)
-    gate = TangentGate(concrete_order=1)
-    inputs = list(tensors)
-    ran = call.run(
-        gate.strip(tensors),
-        read_as=lambda value: gate.strip(varying_alike([value, *tensors])[:1])[0],
-        values=inputs,
+    traced = [i for i, x in enumerate(arrays) if TRACERS[type(x)] and FLOATING[x.dtype]]
+    stripped = list(arrays)
+    for i, result in zip(traced, strip([arrays[i] for i in traced]), strict=True):
+        is_wrapped = strip.order > 1 and not TRACERS[type(result)]
+        stripped[i] = without_tangent(arrays[i], result) if is_wrapped else result
+    return stripped
+
+
+def _reaches_more(call: Call, closure: Sequence[Any]) -> bool:
+    """Return whether the function closes over an object that holds tracers."""
+    known = set(map(id, closure))
+    return any([id(tracer) not in known for tracer in reachable_tensors(call.f, TRACERS)])
+
+
+def _any_in_program(arrays: Sequence[Any]) -> bool:
+    return any([isinstance(x, DynamicJaxprTracer) for x in arrays])
+
+
+def _without_gradient(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """Return the outputs without tangents. A tracer that the function reached has no gradient through it.
+
+    An output that is an input becomes another object. The rule of an outer op would take it for the input.
+    """
+    results: list[Any] = []
+    for output in outputs:
+        if TRACERS[type(output)]:
+            results.append(jax.lax.stop_gradient(output))
+        elif FLOATING[output.dtype] and any([output is x for x in inputs]):
+            results.append(other_object(output))
+        else:
+            results.append(output)
+    return results
+
+
+def _tie(
+    name: str,
+    outputs: list[Any],
+    inputs: list[Any],
+    residuals: Residuals,
+    closed_over: dict[int, Any],
+) -> list[Any]:
+    """Return the outputs, tied to the inputs by the rule.
+
+    `closed_over` has the tracers that the function closes over, by the ids of the stripped ones.
+    """
+    first_input, first_other = len(outputs), len(outputs) + len(inputs)
+    slots, others = [], []
+    for array, role in zip(residuals.arrays, residuals.roles, strict=True):
+        if role == OTHER or not FLOATING[array.dtype]:
+            slots.append(first_other + len(others))
+            others.append(closed_over.get(id(array), array))
+        else:
+            slots.append(first_input + role if role < len(inputs) else role - len(inputs))
+    # The op must not use a random key, because the function has used it. JAX can check that keys are used
+    # once.
+    inputs = [x if FLOATING[x.dtype] else np.zeros((), bool) for x in inputs]
+    rule = TiedRule(name, residuals.pull, slots, len(inputs), [FLOATING[o.dtype] for o in outputs])
+    operands = varying_alike([*outputs, *inputs, *others])
+    return tie(
+        operands[:first_input], operands[first_input:first_other], operands[first_other:], rule
     )
-    outputs, _, _, pullback = ran
-    if not _need_tie(inputs, outputs):
-        return pullback.output.join(_without_gradient(outputs))
-    residuals = residuals_of(call, ran, closed_over)
-    if residuals.computed:
-        gate.open(taken=gate.met)
-    is_floating = [FLOATING[x.dtype] for x in inputs]
-
-    def run_again(floating: list[Any], first: FirstRun) -> Step:
-        remaining = iter(first.integers)
-        new_inputs = [new if f else next(remaining) for new, f in zip(floating, is_floating, strict=True)]
-        f = restore(template, first.closed_over)
-        outputs, rule, ran_on, _ = call.run_again(new_inputs, pullback, f)
-        return list(outputs), residuals_of(call, (outputs, rule, ran_on, pullback), first.closed_over)
-
-    name, forward_mode = call.name, call.options.forward_mode
-    outputs = tie(inputs, list(outputs), residuals, name, forward_mode, run_again, gate, closed_over)
-    return pullback.output.join(outputs)
 
 
-def _reaches_more_tracers(call: Call, lifted: Sequence[Any]) -> bool:
-    """Return whether the function reaches tracers in objects. It cannot run again with other ones."""
-    lifted_ids = set(map(id, lifted))
-    roots = (call.f, *call.objects())
-    return any(id(tracer) not in lifted_ids for root in roots for tracer in reachable_tensors(root, TRACERS))
-
-
-def _apply_with_tangents(call: Call, tensors: list[Any]) -> Any:
-    """Return the output of the call, whose function runs before the op on inputs with tangents.
-
-    JAX differentiates the function, and uses this derivative only for intermediate results in the rule.
-    """
-    ran = outputs, _, inputs, pullback = call.run(tensors)
-    if not _need_tie(inputs, outputs):
-        return pullback.output.join(_without_gradient(outputs))
-    residuals = residuals_of(call, ran).with_tangents()
-    outputs = tie(list(inputs), list(outputs), residuals, call.name, call.options.forward_mode)
-    return pullback.output.join(outputs)
-
-
-def _need_tie(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    return any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])
-
-
-def _without_gradient(outputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs without tangents. A tracer that the function reached has no gradient through it."""
-    return [jax.lax.stop_gradient(o) if isinstance(o, jax.core.Tracer) else o for o in outputs]
+def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
+    return NotImplementedError(
+        message(
+            name,
+            "the rule uses an intermediate result of the function, or an object that may hold one, and the "
+            "function failed when it ran again to be differentiated",
+            required="for a derivative of the gradient, a function that can run again and that JAX can "
+            "differentiate, or a rule that closes over inputs, outputs and constants only",
+            got=f"{type(error).__name__}: {error}",
+            fix="compute the intermediate result in a separate op that returns it; create constants outside "
+            "of the function; an object of another library, such as a sparse matrix, can be a global "
+            "variable",
+            see="jax#derivative-of-the-gradient",
+        )
+    )

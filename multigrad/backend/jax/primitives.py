@@ -1,7 +1,25 @@
-"""Primitives that return their operands, and define how these are differentiated and mapped."""
+"""The three primitives of an op: `strip`, `tie` and `pull`.
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+- `strip` removes the tangents of the inputs, so that JAX does not differentiate the function.
+- `tie` returns the outputs. Their tangents are `pull` of the tangents of the inputs.
+- `pull` is linear in these tangents. Its transpose is the rule, so that reverse mode calls the rule. Its
+  value, in forward mode, is the transpose of the rule.
+
+So both modes have one definition, at every order: a derivative of `pull` differentiates the rule, and the
+outputs on which a rule depends are tied as well.
+
+Each primitive takes the flat arrays as operands. `jax.vmap` maps a primitive by noting the mapped axes in its
+parameter `batch`; `pull` then maps the rule. No parameter holds an array or a tracer, so that JAX's caches
+keep none alive. JAX drops a cached result when a jaxpr among the parameters is freed. So equations get an
+empty one, `end`.
+
+`strip` and `tie` are not in the compiled program. They have the name of JAX's own identity, for converters to
+other formats, which know primitives by their names. `pull` has the name that `jax.custom_vjp` uses for its
+linear function, whose results JAX does not cache.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +28,34 @@ from multigrad.backend.jax.private import (
     ClosedJaxpr,
     Primitive,
     Zero,
+    current_trace,
+    define_linearization,
     fancy_primitive_batchers,
-    primitive_batchers,
+    instantiate_zeros,
+    lower_function,
+    other_object,
     primitive_jvps,
+    primitive_transposes,
     register_lowering,
-    without_tangent,
 )
-from multigrad.backend.jax.tensors import FLOATING, TENSORS, TRACERS, as_arrays, varying_alike
-from multigrad.core.errors import message
+from multigrad.backend.jax.tensors import COMPLEX, as_arrays, conjugate, scatter
+
+Linear = Callable[..., Sequence[Any]]
+"""A linear function of residuals and tangents."""
+
+Batch = tuple[tuple[Any, tuple[int | None, ...]], ...]
+"""For each `jax.vmap` around an equation, outermost last: its axis, and the mapped axis of each operand. The
+mapped axes of an operand are its first ones."""
+
+_NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def identity() -> Any:
-    """Return a primitive that returns its operands. Its transformation rules are added by the caller.
+def _end() -> Any:
+    return ClosedJaxpr(_NOTHING, ())
 
-    It is not in the compiled program. `jax.extend` and `jax.interpreters` are public, but may change between
-    versions (JAX 0.10). The primitive has the name of JAX's own identity, for converters to other formats,
-    which know primitives by their names.
-    """
+
+def _identity() -> Any:
+    """Return a primitive that returns its operands."""
     primitive = Primitive("optimization_barrier")
     primitive.multiple_results = True
     primitive.def_impl(lambda *operands, **_: list(operands))
@@ -35,182 +64,339 @@ def identity() -> Any:
     return primitive
 
 
-class TangentGate:
-    """Strips the tangents of the arrays on which a function runs, so that JAX does not differentiate it.
+def _differentiate(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) -> None:
+    """Define both modes of a primitive.
 
-    In eager code the function then gets concrete arrays, or `WithoutTangent`s if an outer derivative must
-    tell an array from its `stop_gradient`. Each one is a new object, so that a residual is known by the
-    position of the input.
-
-    In a traced program the gate is one equation for all inputs. It strips tangents when the program is
-    differentiated later. If the rule uses an intermediate result, the gate opens for the derivatives after
-    the first one of the call, which uses the rule alone.
-
-    Arguments:
-        concrete_order: the highest order of a derivative for which eager code gets concrete arrays.
+    `linearize(nonzero, *primals, **params)` gets whether each operand has a tangent. It returns the results,
+    whether each has a tangent, residuals, and a linear function of the residuals and the tangents.
     """
 
-    def __init__(self, concrete_order: int) -> None:
-        self.state, self._concrete_order = GateState(), concrete_order
-        self.made_concrete = False
-        """Whether an array whose tangents were stripped is concrete."""
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        nonzero = [type(tangent) is not Zero for tangent in tangents]
+        results, _, residuals, linear = linearize(nonzero, *primals, **params)
+        return results, linear(residuals, *tangents)
 
-    @property
-    def met(self) -> bool:
-        """Whether tangents were stripped, because a derivative is being taken here."""
-        return self.state.stripped > 0
-
-    @property
-    def is_in_program(self) -> bool:
-        """Whether a program contains the gate, which may be differentiated later."""
-        return self.state.equations > 0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the gate passes tangents in a program."""
-        return self.state.open_from is not None
-
-    def open(self, taken: bool) -> None:
-        """Let the tangents of derivatives after the first one of the call pass in a program.
-
-        The gate stays closed if it does not know which derivative is the first. This is the case if the
-        function read traced variables: they are in other equations than the arguments. A later derivative
-        then runs the function again (`TiedOp.run_traced`).
-
-        Arguments:
-            taken: whether the first derivative of the call is being taken.
-        """
-        if taken:
-            self.state.open_from = 0
-        elif self.state.equations == 1:
-            self.state.open_from = 1
-
-    def strip(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arrays without tangents."""
-        traced = [i for i, x in enumerate(arrays) if TRACERS[type(x)] and FLOATING[x.dtype]]
-        stripped = list(arrays)
-        if traced:
-            before, end = self.state.stripped, ClosedJaxpr(NOTHING, ())
-            results = gate_p.bind(*[arrays[i] for i in traced], gate=self.state, level=0, end=end)
-            order = self.state.stripped - before
-            for i, result in zip(traced, results, strict=True):
-                stripped[i] = self._known(arrays[i], result, order)
-        return stripped
-
-    def _known(self, original: Any, stripped: Any, order: int) -> Any:
-        """Return the stripped array as a new object, if a derivative of this order is being taken."""
-        if not TENSORS[type(stripped)]:
-            stripped = jnp.asarray(stripped)  # JAX also traces Python numbers
-        if not order or TRACERS[type(stripped)]:
-            return stripped
-        if order > self._concrete_order:
-            return without_tangent(original, stripped)
-        self.made_concrete = True
-        return _other_object(stripped)
+    primitive_jvps[primitive] = jvp
+    # JAX would derive this from the jvp, in ten times the time.
+    define_linearization(primitive, linearize)
 
 
-def _other_object(array: Any) -> Any:
-    """Return a concrete array with the same buffer.
-
-    A residual is known as an input by being the object that the function got for this input. The value of the
-    input itself may also be another input, the value of a variable or a constant.
-    """
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+def _zeros(arrays: Sequence[Any]) -> list[Any]:
+    """Return symbolic zeros as the tangents of arrays."""
+    return [Zero(jax.typeof(array).to_tangent_aval()) for array in arrays]
 
 
-class GateState:
-    """The state of a gate, to which its equations refer."""
-
-    __slots__ = ("equations", "open_from", "stripped")
-
-    def __init__(self) -> None:
-        self.stripped = 0
-        """How often tangents were stripped."""
-        self.equations = 0
-        """How many equations of the gate are in programs."""
-        self.open_from: int | None = None
-        """The level from which equations pass tangents. The level is the number of earlier derivatives."""
-
-    def passes(self, level: int) -> bool:
-        """Return whether an equation passes tangents. If not, note that it strips them."""
-        if self.open_from is not None and level >= self.open_from:
-            return True
-        self.stripped += 1
-        return False
+def _chosen(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
+    return [value for value, marked in zip(values, where, strict=True) if marked]
 
 
-gate_p = identity()
-# JAX (0.10) caches results by the parameters of an equation, and drops them when a jaxpr among the parameters
-# is freed. Without one, the cache would keep the parameters alive longer than the program. So equations get
-# this one.
-NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
-
-
-def _type_of_gate(*operands: Any, gate: GateState, level: int, end: Any) -> list[Any]:
-    """Return the types of the results, for which JAX asks when it adds the equation to a program."""
-    gate.equations += level == 0
-    return list(operands)
-
-
-def _differentiate_gate(
-    primals: Sequence[Any], tangents: Sequence[Any], *, gate: GateState, level: int, end: Any
-) -> tuple[list[Any], list[Any]]:
-    outputs = gate_p.bind(*primals, gate=gate, level=level + 1, end=end)
-    return outputs, list(tangents) if gate.passes(level) else zeros_like_tangents(outputs)
-
-
-def zeros_like_tangents(outputs: Sequence[Any]) -> list[Any]:
-    """Return symbolic zeros as the tangents of outputs."""
-    return [Zero(jax.typeof(output).to_tangent_aval()) for output in outputs]
-
-
-def _map_gate(
-    operands: Sequence[Any], axes: Sequence[int | None], **params: Any
-) -> tuple[list[Any], Sequence[int | None]]:
-    return gate_p.bind(*operands, **params), axes
-
-
-gate_p.def_abstract_eval(_type_of_gate)
-primitive_jvps[gate_p] = _differentiate_gate
-primitive_batchers[gate_p] = _map_gate
-
-
-def mapped_alike(name: str, outputs: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-    """Return the outputs, mapped by each `jax.vmap` that maps one of the sources, and varying like these."""
-    outputs = varying_alike([*outputs, *sources])[: len(outputs)]
-    return _mapped_alike_p.bind(*outputs, *sources, outputs=len(outputs), name=name)[: len(outputs)]
-
-
-_mapped_alike_p = identity()
-
-
-def _map_alike(
-    axis: Any, operands: Sequence[Any], axes: Sequence[int | None], *, outputs: int, name: str
-) -> tuple[list[Any], Sequence[int | None]]:
-    arrays, sources = list(operands[:outputs]), operands[outputs:]
-    if any(a is not None for a in axes[outputs:]):
-        arrays = [
-            jnp.broadcast_to(x, (axis.size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
-            for x, a in zip(as_arrays(arrays), axes, strict=False)
-        ]
-        axes = [*[0] * outputs, *axes[outputs:]]
-    return _mapped_alike_p.bind(*arrays, *sources, outputs=outputs, name=name), axes
-
-
-def _without_rule(primals: Sequence[Any], tangents: Sequence[Any], *, outputs: int, name: str) -> NoReturn:
-    """Raise an error. JAX differentiates this primitive only if it has dropped the rule around it."""
-    raise NotImplementedError(
-        message(
-            name,
-            "JAX differentiates the function itself instead of its rule, as it does for any jax.custom_jvp",
-            required="a derivative that goes through the rule",
-            got="a derivative of a derivative in a loop, with an op that has forward_mode=True",
-            fix="omit forward_mode, or take both derivatives inside of the loop's body",
-            see="jax#forward-mode",
-        )
+def _with_axis(array: Any, axis: Any, position: int) -> Any:
+    """Return the array, broadcast along the axis of a `jax.vmap` that does not map it."""
+    shape = array.shape
+    return jnp.broadcast_to(
+        jnp.expand_dims(array, position), (*shape[:position], axis.size, *shape[position:])
     )
 
 
-fancy_primitive_batchers[_mapped_alike_p] = _map_alike
-primitive_jvps[_mapped_alike_p] = _without_rule
+def _axis_first(operands: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Return the operands with their mapped axes first, and the mapped axis of each."""
+    pairs = zip(as_arrays(operands), axes, strict=True)
+    return [x if not a else jnp.moveaxis(x, a, 0) for x, a in pairs], tuple(
+        [None if a is None else 0 for a in axes]
+    )
+
+
+# ------------------------------------------------------------------ strip
+
+
+class Strip:
+    """Strips the tangents of arrays. Its equations refer to it.
+
+    In eager code the derivatives around a call are visible at once: `traces` has the trace under each of
+    them. In a program they come later, when the program is differentiated: `level` counts them for each
+    equation. The first derivative uses the rule alone, so its tangents are always stripped. If the rule uses
+    an intermediate result, later derivatives need the derivative of the function, and `is_open` lets their
+    tangents pass.
+    """
+
+    __slots__ = ("__weakref__", "is_open", "traces")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        """Whether the tangents of derivatives after the first one pass."""
+        self.traces: list[Any] | None = []
+        """The trace under each derivative whose tangents were stripped, innermost derivative first, with None
+        for a `jax.vmap` between two. None after the call."""
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the arrays without tangents. Each is a new object, if a derivative is taken here."""
+        return as_arrays(_strip_p.bind(*arrays, strip=self, level=0, end=_end())) if arrays else []
+
+    @property
+    def order(self) -> int:
+        """The number of derivatives that are taken around the call in eager code."""
+        return sum([trace is not None for trace in self.traces or ()])
+
+    @property
+    def trace_below(self) -> Any:
+        """The trace under the derivatives, None if there is none or a `jax.vmap` is inside of them."""
+        traces = self.traces or []
+        below = traces[: traces.index(None)] if None in traces else traces
+        return below[-1] if below else None
+
+
+_strip_p = _identity()
+
+
+def _strip(*arrays: Any, **params: Any) -> list[Any]:
+    # Other objects, so that a residual is known as an input by its position: the value of the input may also
+    # be another input, the value of a variable or a constant.
+    return [other_object(array) for array in arrays]
+
+
+def _linearize_strip(
+    nonzero: Sequence[bool], *arrays: Any, strip: Strip, level: int, end: Any
+) -> tuple[list[Any], Sequence[bool], Sequence[Any], Linear]:
+    if strip.traces is not None:
+        strip.traces.append(current_trace())
+    params = {"strip": strip, "level": level + 1, "end": end}
+    results = _strip_p.bind(*arrays, **params)
+    if strip.is_open and level:
+        return results, nonzero, (), lambda residuals, *tangents: list(tangents)
+    zeros = _zeros(results)
+    return results, [False] * len(results), (), lambda residuals, *tangents: zeros
+
+
+def _map_strip(
+    axis: Any, arrays: Sequence[Any], axes: Sequence[int | None], *, strip: Strip, **params: Any
+) -> tuple[list[Any], Sequence[int | None]]:
+    if strip.traces is not None:
+        strip.traces.append(None)  # also where nothing is mapped: the function may use the name of the axis
+    return _strip_p.bind(*arrays, strip=strip, **params), axes
+
+
+_strip_p.def_impl(_strip)
+_differentiate(_strip_p, _linearize_strip)
+fancy_primitive_batchers[_strip_p] = _map_strip
+
+
+# ------------------------------------------------------------------ pull
+
+
+class TiedRule:
+    """How `pull` calls the rule of one call.
+
+    Arguments:
+        name: the name of the op in messages.
+        pull: returns the gradients of the inputs for `(residuals, upstream, needed)`.
+        slots: the index of each residual among the operands of `tie`.
+        inputs: the number of inputs.
+        floating: for each output, whether it has a tangent.
+    """
+
+    __slots__ = ("__weakref__", "floating", "inputs", "name", "pull", "slots")
+
+    def __init__(
+        self,
+        name: str,
+        pull: Callable[..., Sequence[Any]],
+        slots: Sequence[int],
+        inputs: int,
+        floating: Sequence[bool],
+    ) -> None:
+        self.name, self.pull, self.slots, self.inputs, self.floating = name, pull, slots, inputs, floating
+
+    def gradients(
+        self, residuals: Sequence[Any], cotangents: Sequence[Any], needed: Sequence[bool], batch: Batch
+    ) -> list[Any]:
+        """Return the needed gradients, None for zero. `cotangents` are those of the floating outputs."""
+
+        def gradients(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            upstream = scatter(conjugate(cotangents), self.floating)
+            return _chosen(conjugate(self.pull(residuals, upstream, needed)), needed)
+
+        for axis, axes in batch:
+            gradients = jax.vmap(
+                gradients,
+                in_axes=(list(axes), 0),
+                axis_size=axis.size,
+                axis_name=axis.name,
+                spmd_axis_name=axis.spmd_name,
+            )
+        return gradients(list(residuals), list(cotangents))
+
+
+_pull_p = Primitive("custom_lin")
+_pull_p.multiple_results = True
+
+
+def _push(
+    *operands: Any, rule: TiedRule, needed: tuple[bool, ...], batch: Batch, like: tuple[Any, ...]
+) -> list[Any]:
+    """Return the transpose of the rule, applied to tangents: the value of `pull`."""
+    residuals, tangents = operands[: len(rule.slots)], operands[len(rule.slots) :]
+
+    def gradients(cotangents: list[Any]) -> list[Any]:
+        pairs = zip(rule.gradients(residuals, cotangents, needed, batch), tangents, strict=True)
+        return [jnp.zeros_like(t) if g is None else g.astype(t.dtype) for g, t in pairs]
+
+    # The rule is linear, so its derivative is the same at every upstream gradient. At ones, a rule that
+    # divides by the norm of its upstream gradient is differentiable.
+    ones = [jnp.ones(aval.shape, aval.dtype) for aval in like]
+    (pushed,) = jax.vjp(gradients, ones)[1](list(tangents))
+    return list(pushed)
+
+
+def _transpose_pull(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    rule: TiedRule,
+    needed: tuple[bool, ...],
+    batch: Batch,
+    like: tuple[Any, ...],
+) -> list[Any]:
+    count = len(rule.slots)
+    residuals, tangents = operands[:count], operands[count:]
+    nothing: list[Any] = [None] * count
+    if all([type(cotangent) is Zero for cotangent in cotangents]):
+        return [*nothing, *[Zero(tangent.aval) for tangent in tangents]]
+    dense = as_arrays(map(instantiate_zeros, cotangents))
+    gradients = rule.gradients(as_arrays(residuals), dense, needed, batch)
+    pairs = zip(gradients, tangents, strict=True)
+    return [*nothing, *[Zero(t.aval) if gradient is None else gradient for gradient, t in pairs]]
+
+
+def _differentiate_pull(
+    primals: Sequence[Any], tangents: Sequence[Any], *, rule: TiedRule, **params: Any
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    count = len(rule.slots)
+    results = _pull_p.bind(*primals, rule=rule, **params)
+    derivatives = _zeros(results)
+    if any([type(tangent) is not Zero for tangent in tangents[count:]]):
+        dense = map(instantiate_zeros, tangents[count:])
+        derivatives = _pull_p.bind(*primals[:count], *dense, rule=rule, **params)
+    moved = [i for i in range(count) if type(tangents[i]) is not Zero]
+    if moved:
+
+        def of_residuals(*values: Any) -> list[Any]:
+            operands = list(primals)
+            for i, value in zip(moved, values, strict=True):
+                operands[i] = value
+            return _push(*operands, rule=rule, **params)
+
+        more = jax.jvp(of_residuals, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
+        pairs = zip(derivatives, more, strict=True)
+        derivatives = [b if type(a) is Zero else a + b for a, b in pairs]
+    return results, derivatives
+
+
+def _map_pull(
+    axis: Any,
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    rule: TiedRule,
+    batch: Batch,
+    like: tuple[Any, ...],
+    **params: Any,
+) -> tuple[Sequence[Any], Sequence[int | None]]:
+    if all([a is None for a in axes]):
+        results = _pull_p.bind(*operands, rule=rule, batch=batch, like=like, **params)
+        return results, [None] * len(like)
+    arrays, firsts = _axis_first(operands, axes)
+    count = len(rule.slots)
+    pairs = zip(arrays[count:], firsts[count:], strict=True)
+    tangents = [_with_axis(tangent, axis, 0) if a is None else tangent for tangent, a in pairs]
+    like = tuple([aval.update(shape=(axis.size, *aval.shape)) for aval in like])
+    batch = (*batch, (axis, firsts[:count]))
+    results = _pull_p.bind(*arrays[:count], *tangents, rule=rule, batch=batch, like=like, **params)
+    return results, [0] * len(like)
+
+
+_pull_p.def_impl(_push)
+_pull_p.def_abstract_eval(lambda *operands, like, **params: list(like))
+register_lowering(_pull_p, lower_function(_push))
+primitive_jvps[_pull_p] = _differentiate_pull
+primitive_transposes[_pull_p] = _transpose_pull
+fancy_primitive_batchers[_pull_p] = _map_pull
+
+
+# ------------------------------------------------------------------ tie
+
+
+def tie(outputs: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any], rule: TiedRule) -> list[Any]:
+    """Return the outputs, whose derivative with respect to the inputs is the rule.
+
+    Arguments:
+        outputs, inputs: the outputs and inputs of the op.
+        others: the other residuals. The operands of `tie` are the outputs, the inputs and these.
+        rule: calls the rule.
+    """
+    results = _tie_p.bind(*outputs, *inputs, *others, rule=rule, batch=(), end=_end())
+    return as_arrays(results[: len(outputs)])
+
+
+_tie_p = _identity()
+
+
+def _linearize_tie(
+    nonzero: Sequence[bool], *operands: Any, rule: TiedRule, batch: Batch, end: Any
+) -> tuple[list[Any], Sequence[bool], Sequence[Any], Linear]:
+    count, last = len(rule.floating), len(rule.floating) + rule.inputs
+    needed = tuple(nonzero[count:last])
+    # Tied again, for a derivative around this one.
+    results = _tie_p.bind(*operands, rule=rule, batch=batch, end=end)
+    zeros = _zeros(results)
+    if not any(needed):
+        return results, [False] * len(results), (), lambda residuals, *tangents: zeros
+    outputs = results[:count]
+    residuals = [outputs[slot] if slot < count else operands[slot] for slot in rule.slots]
+    avals = tuple([zero.aval for zero in _chosen(zeros[:count], rule.floating)])
+    by_residual = tuple([(axis, tuple([axes[slot] for slot in rule.slots])) for axis, axes in batch])
+
+    def linear(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
+        of_inputs = list(tangents[count:last])
+        for position, (axis, axes) in enumerate(reversed(batch)):
+            mapped = zip(of_inputs, needed, axes[count:last], strict=True)
+            of_inputs = [_with_axis(t, axis, position) if n and a is None else t for t, n, a in mapped]
+        pulled = iter(
+            _pull_p.bind(
+                *residuals,
+                *_chosen(of_inputs, needed),
+                rule=rule,
+                needed=needed,
+                batch=by_residual,
+                like=avals,
+            )
+        )
+        pairs = zip(zeros, rule.floating, strict=False)
+        return [*[next(pulled) if floating else zero for zero, floating in pairs], *zeros[count:]]
+
+    has_tangent = [*rule.floating, *[False] * (len(results) - count)]
+    return results, has_tangent, residuals, linear
+
+
+def _map_tie(
+    axis: Any,
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    rule: TiedRule,
+    batch: Batch,
+    end: Any,
+) -> tuple[list[Any], Sequence[int | None]]:
+    """Map each output. An output that depends on no mapped input would get the sum of the upstream gradients
+    over the batch."""
+    if all([a is None for a in axes]):
+        return _tie_p.bind(*operands, rule=rule, batch=batch, end=end), axes
+    arrays, firsts = _axis_first(operands, axes)
+    count = len(rule.floating)
+    for i in range(count):
+        if firsts[i] is None:
+            arrays[i] = _with_axis(arrays[i], axis, 0)
+    firsts = (*[0] * count, *firsts[count:])
+    return _tie_p.bind(*arrays, rule=rule, batch=(*batch, (axis, firsts)), end=end), firsts
+
+
+_differentiate(_tie_p, _linearize_tie)
+fancy_primitive_batchers[_tie_p] = _map_tie

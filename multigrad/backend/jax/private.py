@@ -4,6 +4,7 @@
 compatible. A missing name raises an ImportError here, unless a fallback is given.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -26,13 +27,21 @@ Zero = look_up("jax.interpreters.ad.Zero")
 instantiate_zeros = look_up("jax.interpreters.ad.instantiate_zeros")
 primitive_jvps = look_up("jax.interpreters.ad.primitive_jvps")
 primitive_transposes = look_up("jax.interpreters.ad.primitive_transposes")
-primitive_batchers = look_up("jax.interpreters.batching.primitive_batchers")
 fancy_primitive_batchers = look_up("jax.interpreters.batching.fancy_primitive_batchers")
 
 # Register the lowering of a primitive (0.7 to 0.12). Versions with the parameter `cacheable` cache the
 # lowering by the parameters of the primitive, and keep the objects in them alive, unless it is False.
 _register_lowering = look_up("jax.interpreters.mlir.register_lowering")
 _UNCACHED = {"cacheable": False} if "cacheable" in inspect.signature(_register_lowering).parameters else {}
+
+# Return the lowering of a function that JAX can trace (0.7 to 0.12).
+_lower_fun = look_up("jax.interpreters.mlir.lower_fun")
+
+
+def lower_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering of a function that returns a list of arrays."""
+    lowering: Callable[..., Any] = _lower_fun(function, multiple_results=True)
+    return lowering
 
 
 def register_lowering(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -83,16 +92,64 @@ def _without_tangent(tracer_type: Any) -> Any:
     return type("WithoutTangent", (WithoutTangent, tracer_type), {"__slots__": (), "__module__": __name__})
 
 
-# Define the reverse mode of a primitive, for `reverse.py` (0.10). In other versions, or without one of these
-# names, an op is a `jax.custom_vjp`, which computes the same derivatives with more overhead.
-LinearizeTrace = look_up("jax._src.interpreters.ad.LinearizeTrace", lambda: None)
-primitive_linearizations = look_up("jax._src.interpreters.ad.primitive_linearizations", lambda: None)
-set_current_trace = look_up("jax.extend.core.set_current_trace", lambda: None)
-REVERSE_IS_KNOWN = jax.__version_info__[:2] == (0, 10) and None not in (
-    LinearizeTrace,
-    primitive_linearizations,
-    set_current_trace,
-)
+# Run code under another trace than the current one. In eager code, the function of an op runs under the trace
+# below the derivatives, whose tangents it does not see: an operation is then dispatched eight times as fast.
+# (0.10 to 0.12; without, it runs under the current trace.)
+_set_current_trace = look_up("jax.extend.core.set_current_trace", lambda: None)
+_take_current_trace = look_up("jax.extend.core.take_current_trace", lambda: None)
+
+
+def current_trace() -> Any:
+    """Return the trace that evaluates operations here, None in versions that cannot run code under it.
+
+    JAX derives a missing linearization under a trace that records a program, above the trace that it wants.
+    """
+    if _take_current_trace is None or _set_current_trace is None:
+        return None
+    with _take_current_trace() as trace:
+        return trace.parent_trace if type(trace).__name__ == "JaxprTrace" else trace
+
+
+def under_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which operations are evaluated by `trace`, by the current one if it is None."""
+    return contextlib.nullcontext() if trace is None else _set_current_trace(trace)
+
+
+# The table of the linearizations of primitives, in the form of 0.10 to 0.12. In other versions, JAX derives
+# linearizations from the jvp, in ten times the time.
+_primitive_linearizations = look_up("jax._src.interpreters.ad.primitive_linearizations", lambda: None)
+_VERSION = jax.__version_info__[:2]
+_HAS_LINEARIZATIONS = _primitive_linearizations is not None and (0, 10) <= _VERSION <= (0, 12)
+
+
+def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) -> None:
+    """Define how JAX linearizes a primitive. `backend/jax/primitives.py` describes `linearize`."""
+
+    def four(is_vjp: bool, nonzero: Any, *primals: Any, **params: Any) -> tuple[Any, ...]:
+        return linearize(nonzero, *primals, **params)
+
+    def five(is_vjp: bool, nonzero: Any, *primals: Any, **params: Any) -> tuple[Any, ...]:
+        results, has_tangent, residuals, linear = linearize(nonzero, *primals, **params)
+        return results, has_tangent, residuals, None, lambda residuals, _, *ts: linear(residuals, *ts)
+
+    if _HAS_LINEARIZATIONS:
+        _primitive_linearizations[primitive] = five if _VERSION >= (0, 12) else four
+
+
+# The class of arrays, whose constructor makes another object for the same buffers (0.7 to 0.12).
+_ARRAY = look_up("jax._src.array.ArrayImpl", lambda: None)
+_HAS_BUFFERS = hasattr(_ARRAY, "_arrays")
+
+
+def other_object(array: Any) -> Any:
+    """Return another object with the value of a concrete array. The public way takes ten times as long."""
+    if not isinstance(array, jax.Array):
+        array = jax.numpy.asarray(array)  # JAX also traces Python numbers
+    if _HAS_BUFFERS and type(array) is _ARRAY:
+        return _ARRAY(array.aval, array.sharding, array._arrays, array.committed, _skip_checks=True)
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
 
 # The 64-bit mode of a block. It became public in JAX 0.8.
 enable_x64 = look_up("jax.enable_x64", lambda: look_up("jax.experimental.enable_x64"))

@@ -1,4 +1,4 @@
-"""The residuals of a call: the arrays that its rule uses, and a function that calls the rule with them."""
+"""The residuals of a run: the arrays that its rule uses, and a function that calls the rule with them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from multigrad.backend.base import Call, Ran, Spec
+from multigrad.backend.base import Call, Run, Spec
 from multigrad.backend.jax.private import WithoutTangent, without_constants
 from multigrad.backend.jax.tensors import (
     FLOATING,
@@ -17,127 +17,57 @@ from multigrad.backend.jax.tensors import (
     specs_of,
     varying_alike,
 )
-from multigrad.core.closure import lift, restore
+from multigrad.core.closure import OTHER, classify, lift, restore
 from multigrad.core.reachable import reachable_tensors
 from multigrad.core.type_sets import TypeSet
 
 Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
 """Maps the arrays of a rule, the upstream gradients, and which gradients are needed, to the gradients."""
 
-Slots = tuple[tuple[int, int], ...]
-"""Pairs of an index among the arrays of a rule and an index among the outputs or inputs of the op."""
 
-
-@jax.tree_util.register_pytree_node_class
 class Residuals:
-    """A rule between the forward and the backward pass, as a pytree of its arrays.
+    """The arrays that a rule uses.
 
     Arguments:
-        arrays: the arrays that the rule uses.
+        arrays: the arrays.
+        roles: for each array an index among the inputs followed by the outputs, or `OTHER`.
         pull: calls the rule with these arrays.
-        outputs: the slots of arrays that are outputs of the op.
-        inputs: the slots of arrays that are inputs of the op.
-        computed: whether another array may be an intermediate result of the function, whose derivative goes
-            through the function.
-        needed: for each input, whether its gradient is used.
+        is_opaque: whether the rule also uses an object that may hold arrays.
     """
 
-    __slots__ = ("arrays", "computed", "inputs", "needed", "outputs", "pull")
+    __slots__ = ("arrays", "is_opaque", "pull", "roles")
 
-    def __init__(
-        self,
-        arrays: list[Any],
-        pull: Pull,
-        outputs: Slots,
-        inputs: Slots,
-        computed: bool,
-        needed: tuple[bool, ...],
-    ) -> None:
-        self.arrays, self.pull, self.needed = arrays, pull, needed
-        self.outputs, self.inputs, self.computed = outputs, inputs, computed
+    def __init__(self, arrays: list[Any], roles: list[int], pull: Pull, is_opaque: bool) -> None:
+        self.arrays, self.roles, self.pull, self.is_opaque = arrays, roles, pull, is_opaque
 
-    def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self.arrays, (self.pull, self.outputs, self.inputs, self.computed, self.needed)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Any) -> "Residuals":
-        return cls(list(arrays), *static)
-
-    def tied_to(self, outputs: Sequence[Any], inputs: Sequence[Any], needed: tuple[bool, ...]) -> "Residuals":
-        """Return the residuals with these outputs and inputs, for a derivative of the rule."""
-        arrays = list(self.arrays)
-        for slots, values in ((self.outputs, outputs), (self.inputs, inputs)):
-            for slot, index in slots:
-                arrays[slot] = values[index]
-        return Residuals(arrays, self.pull, self.outputs, self.inputs, self.computed, needed)
-
-    def with_tangents(self) -> "Residuals":
-        """Return the residuals, whose arrays have tangents, so that the function need not run again."""
-        return Residuals(self.arrays, self.pull, self.outputs, self.inputs, False, self.needed)
-
-    def __call__(self, upstream: Sequence[Any]) -> Sequence[Any]:
-        return self.pull(self.arrays, upstream, self.needed)
+    def others(self) -> list[Any]:
+        """Return the floating arrays that are neither inputs nor outputs."""
+        pairs = zip(self.arrays, self.roles, strict=True)
+        return [array for array, role in pairs if role == OTHER and FLOATING[array.dtype]]
 
 
-Step = tuple[list[Any], Residuals]
-"""The outputs of a function and the residuals of its rule."""
-
-
-def residuals_of(call: Call, ran: Ran, closed_over: Sequence[Any] = ()) -> Residuals:
+def residuals_of(call: Call, run: Run, traced: bool) -> Residuals:
     """Return the residuals of a run.
 
     Arguments:
-        call, ran: the call and the result of its run.
-        closed_over: the tracers that the function closes over.
+        call, run: the call and its run.
+        traced: whether the rule may use a traced array of an object. An opaque rule is then traced, because
+            the array cannot be used later.
     """
-    outputs, rule, inputs, pullback = ran
-    if call.options.forward_mode:
-        pullback = pullback.untraced  # in both modes the rule runs only to be transposed
-    arrays, template, opaque = lift(rule, TENSORS, call.f)
-    specs = specs_of(inputs)
+    run.lift(call.f)
+    pullback, template, specs = run.pullback, run.template, specs_of(run.inputs)
 
     def pull_lifted(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
         return pullback.pull(restore(template, arrays), upstream, needed, specs)
 
-    pull: Pull = pull_lifted
-    if opaque:
-        traced = any_traced([*inputs, *outputs, *closed_over])
-        if traced or any_traced(pullback.values_in_scopes()):
-            try:
-                arrays, pull = _traced((outputs, rule, inputs, pullback), specs)
-                opaque = False
-            except _NEEDS_VALUES:
-                if traced:
-                    raise
-    of_outputs, of_inputs, others = _slots(arrays, outputs, inputs)
-    computed = opaque or (bool(others) and _are_computed(call, others, inputs, closed_over))
-    for x in inputs:
-        if WithoutTangent in type(x).__mro__:  # a call of `isinstance` would take longer
-            computed = computed or _holds_computed_host_array(call, rule)
-            break
-    return Residuals(arrays, pull, of_outputs, of_inputs, computed, (True,) * len(inputs))
-
-
-def _slots(
-    arrays: Sequence[Any], outputs: Sequence[Any], inputs: Sequence[Any]
-) -> tuple[Slots, Slots, list[Any]]:
-    """Return the slots of outputs, the slots of inputs, and the other floating arrays.
-
-    An array that is an input and an output counts as the input.
-    """
-    indices_of_inputs = {id(array): index for index, array in reversed([*enumerate(inputs)])}
-    indices = {id(array): index for index, array in reversed([*enumerate(outputs)])}
-    of_inputs, of_outputs, others = [], [], []
-    for slot, array in enumerate(arrays):
-        if not FLOATING[array.dtype]:
-            continue
-        if id(array) in indices_of_inputs:
-            of_inputs.append((slot, indices_of_inputs[id(array)]))
-        elif id(array) in indices:
-            of_outputs.append((slot, indices[id(array)]))
-        else:
-            others.append(array)
-    return tuple(of_outputs), tuple(of_inputs), others
+    if run.is_opaque and (traced or any_traced(pullback.values_in_scopes())):
+        try:
+            arrays, pull = _trace(run, specs)
+            return Residuals(arrays, classify(arrays, run.inputs, run.outputs), pull, False)
+        except _NEEDS_VALUES:
+            if traced:
+                raise
+    return Residuals(run.residuals, run.roles, pull_lifted, run.is_opaque)
 
 
 # The errors that JAX raises when a rule needs the value of a traced array.
@@ -148,32 +78,9 @@ _NEEDS_VALUES = (
 )
 
 
-def _are_computed(
-    call: Call, arrays: Sequence[Any], inputs: Sequence[Any], closed_over: Sequence[Any]
-) -> bool:
-    """Return whether an array may depend on the inputs: whether the function does not close over it."""
-    # Operations on a `WithoutTangent` return concrete arrays. Operations on other tracers return tracers.
-    if any_traced(inputs) and not any([isinstance(x, WithoutTangent) for x in inputs]):
-        arrays = [array for array in arrays if isinstance(array, jax.core.Tracer)]
-    constants = [*lift(call.f, TENSORS, borrowed=True)[0], *closed_over] if arrays else []
-    constant_ids = set(map(id, constants))
-    return any([id(array) not in constant_ids for array in arrays])
-
-
-_HOST_ARRAYS = TypeSet(np.ndarray, np.generic)
-
-
-def _holds_computed_host_array(call: Call, rule: Callable[..., Any]) -> bool:
-    """Return whether a rule holds a NumPy array of floats or objects that the function may have computed."""
-    roots = (call.f, *call.objects())
-    constants = {id(array) for root in roots for array in reachable_tensors(root, _HOST_ARRAYS)}
-    arrays = [array for array in lift(rule, _HOST_ARRAYS)[0] if id(array) not in constants]
-    return any([array.dtype == object or FLOATING[array.dtype] for array in arrays])
-
-
-def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
+def _trace(run: Run, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
     """Trace an opaque rule, and return its arrays and a function that evaluates its jaxpr with them."""
-    outputs, rule, inputs, pullback = ran
+    rule, inputs, outputs, pullback = run.rule, run.inputs, run.outputs, run.pullback
     nonzero: list[int] = []
 
     def traced_rule(*upstream: Any) -> list[Any]:
@@ -200,3 +107,39 @@ def _traced(ran: Ran, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
         return gradients
 
     return arrays, pull
+
+
+def uses_intermediate(call: Call, run: Run, residuals: Residuals, constants: Sequence[Any]) -> bool:
+    """Return whether the rule uses an array that may depend on the inputs, other than inputs and outputs.
+
+    The derivative of such an array goes through the function.
+
+    Arguments:
+        call, run, residuals: the call, its run, and the residuals of this run.
+        constants: the arrays that the function closes over, and that were stripped for the run.
+    """
+    if residuals.is_opaque:
+        return True
+    others = residuals.others()
+    # Operations on tracers return tracers. Operations on a `WithoutTangent` return concrete arrays.
+    hides_tangents = any([isinstance(x, WithoutTangent) for x in run.inputs])
+    if not hides_tangents:
+        others = [array for array in others if isinstance(array, jax.core.Tracer)]
+    if others:
+        roots = (call.f, *call.objects())
+        reached = [array for root in roots for array in reachable_tensors(root, TENSORS)]
+        known = {*map(id, constants), *map(id, reached)}
+        if any([id(array) not in known for array in others]):
+            return True
+    return hides_tangents and _holds_computed_host_array(call, run.rule)
+
+
+_HOST_ARRAYS = TypeSet(np.ndarray, np.generic)
+
+
+def _holds_computed_host_array(call: Call, rule: Callable[..., Any]) -> bool:
+    """Return whether a rule holds a NumPy array of floats or objects that the function may have computed."""
+    roots = (call.f, *call.objects())
+    constants = {id(array) for root in roots for array in reachable_tensors(root, _HOST_ARRAYS)}
+    arrays = [array for array in lift(rule, _HOST_ARRAYS)[0] if id(array) not in constants]
+    return any([array.dtype == object or FLOATING[array.dtype] for array in arrays])

@@ -6,13 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.base import OTHER, Call, Pullback
+from multigrad.backend.base import Call, Pullback
 from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
 from multigrad.backend.tensorflow.private import stop_recording
 from multigrad.backend.tensorflow.tapes import may_record, record_rule
 from multigrad.backend.tensorflow.tensors import is_differentiable, specs_of
 from multigrad.backend.tensorflow.variables import read_for_gradient
-from multigrad.core.closure import restore
+from multigrad.core.closure import OTHER, restore
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:

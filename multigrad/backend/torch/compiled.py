@@ -9,13 +9,13 @@ import keras
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from multigrad.backend.base import OTHER, Call, Pullback
+from multigrad.backend.base import Call, Pullback
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.private import disable_torch_function
 from multigrad.backend.torch.state import autocasting, current_autocast, is_transforming, untraced
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
-from multigrad.core.closure import lift, restore
+from multigrad.core.closure import OTHER, lift, restore
 from multigrad.core.process_wide import Shared
 
 

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from multigrad.backend.base import OTHER, Call, Pullback, Run, Spec
+from multigrad.backend.base import Call, Pullback, Run, Spec
 from multigrad.backend.torch.eager import (
     dense_floating,
     is_alias,
@@ -26,7 +26,7 @@ from multigrad.backend.torch.state import (
     vmaps_of,
 )
 from multigrad.backend.torch.tensors import TENSORS, distinct, is_differentiable, specs_of
-from multigrad.core.closure import restore
+from multigrad.core.closure import OTHER, restore
 from multigrad.core.errors import TouchedVariable, message
 from multigrad.core.reachable import reachable_tensors
 

@@ -19,7 +19,7 @@ def in_both_modes():
     """Return the cases with ops that are defined with `forward_mode=True`."""
     define = multigrad.op_custom_gradient
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multigrad, "op_custom_gradient", lambda f: define(f, forward_mode=True))
+        patch.setattr(multigrad, "op_custom_gradient", lambda f: define(f))
         patch.delitem(sys.modules, "forms")
         defined = runpy.run_path(cases.__file__)
         return {**defined["CASES"], **defined["IN_OTHER_FORMS"]}

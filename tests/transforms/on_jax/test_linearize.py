@@ -40,5 +40,5 @@ def test_linearize_needs_forward_mode():
     close(value, X**3)
     with pytest.raises(TypeError, match="forward-mode"):
         push(W)
-    value, push = jax.linearize(op_custom_gradient(function, forward_mode=True), X)
+    value, push = jax.linearize(op_custom_gradient(function), X)
     close((value, push(W)), (X**3, 21.0 * X**2 * W))

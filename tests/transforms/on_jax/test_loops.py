@@ -102,7 +102,7 @@ def test_a_second_derivative_in_a_loop_with_forward_mode_raises():
 
     JAX 0.12 applies the rule there.
     """
-    op = op_custom_gradient(lambda x: (jnp.exp(x), lambda u: u * 7.0 * jnp.exp(x)), forward_mode=True)
+    op = op_custom_gradient(lambda x: (jnp.exp(x), lambda u: u * 7.0 * jnp.exp(x)))
 
     def looped(x):
         return jax.lax.scan(lambda x, _: (jax.vmap(op)(0.5 * x), None), x, None, 2)[0]

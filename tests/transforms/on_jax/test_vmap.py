@@ -79,12 +79,11 @@ def test_named_axes(case):
     close(got, jax.tree.map(lambda gradients: gradients.mean(0), each), 1e-4)
 
 
-@pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_unmapped_output(compiled, forward_mode):
+def test_an_unmapped_output(compiled):
     """The output does not depend on the mapped argument, but its gradient by the rule does."""
 
-    @op_custom_gradient(forward_mode=forward_mode)
+    @op_custom_gradient
     def quantized(code, x):
         return code, lambda u: (u, 7.0 * u)
 
