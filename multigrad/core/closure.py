@@ -197,11 +197,12 @@ class _Walk:
 
         if self._borrowed and isinstance(obj, (list, dict)):
             self.opaque = True
+            del self.tensors[start:]
             return None
         return build
 
     def _function(self, function: types.FunctionType) -> Build | None:
-        cells = function.__closure__ or ()
+        cells, start = function.__closure__ or (), len(self.tensors)
         builds: list[Any] = []
         for cell in cells:
             content = content_of(cell)
@@ -222,6 +223,7 @@ class _Walk:
             return None
         if self._borrowed and attributes and attributes.keys() != {"__wrapped__"}:
             self.opaque = True
+            del self.tensors[start:]
             return None
         code, scope, name = function.__code__, function.__globals__, function.__name__
         kept = [cell if build is None else None for cell, build in zip(cells, builds, strict=True)]

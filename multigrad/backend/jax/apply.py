@@ -21,7 +21,7 @@ from multigrad.backend.jax.private import (
     without_tangent,
 )
 from multigrad.backend.jax.residuals import Residuals, residuals_of, uses_intermediate
-from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, varying_alike
+from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, is_ref, varying_alike
 from multigrad.core.closure import OTHER, lift, restore
 from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
@@ -33,17 +33,19 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     outputs = as_arrays(run.outputs)
     if not (any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])):
         return run.pullback.output.join(_without_gradient(inputs, outputs))
-    residuals = residuals_of(call, run, any_traced([*run.inputs, *outputs, *closure]))
     order = strip.order
+    if order > 1 and first.order <= 1:
+        # The function read a weight of another derivative than those of its arguments.
+        run, closure = first.rerun()
+    residuals = residuals_of(call, run, traced=first.is_traced(run))
     if (order > 1 or _any_in_program(run.inputs)) and uses_intermediate(call, run, residuals, closure):
         strip.is_open = True
         # The first run has no tangents of outer derivatives in eager code. Nor has it in a program that reads
         # weights, which are in other equations of `strip` than the arguments.
         if order > 1 or len(inputs) > len(tensors):
-            run, closure = first.rerun()
+            run, closure = first.rerun_with_tangents()
             residuals = residuals_of(call, run, traced=True)
-            outputs = as_arrays(run.outputs)
-    strip.traces = None
+    strip.traces, outputs = None, as_arrays(run.outputs)
     closed_over = dict(zip(map(id, closure), first.closure, strict=True))
     return run.pullback.output.join(_tie(call.name, outputs, inputs, residuals, closed_over))
 
@@ -67,16 +69,16 @@ class _FirstRun:
         self.closure, self._template, is_opaque = lift(call.f, TRACERS, borrowed=True)
         self.strip = Strip()
         stripped = self._strip_inputs(tensors)
-        below = self.strip.trace_below
-        hides_tracers = is_opaque and _reaches_more(call, self.closure)
-        if below is None or self.strip.order > 1 or hides_tracers or _any_in_program(stripped):
+        below, self.order = self.strip.trace_below, self.strip.order
+        self._hides_tracers = is_opaque and _reaches_more(call, self.closure)
+        if below is None or self.order > 1 or self._hides_tracers or _any_in_program(stripped):
             self._execute(tensors, stripped, None)
             return
         try:
             self._execute(tensors, stripped, below)
         except jax.errors.UnexpectedTracerError:
             # An object holds a tracer of a derivative, which can be used under the current trace alone.
-            self.strip = Strip()
+            self.strip, self._hides_tracers = Strip(), True
             self._execute(tensors, self._strip_inputs(tensors), None)
 
     def _strip_inputs(self, inputs: list[Any]) -> list[Any]:
@@ -99,14 +101,24 @@ class _FirstRun:
             self.run = self._call.run(
                 stripped, f=f, read_as=read_as, values=self.inputs, undo=trace is not None
             )
+        self.inputs = varying_alike(self.inputs)
+
+    def is_traced(self, run: Run) -> bool:
+        """Return whether an object that the rule uses may hold a traced array."""
+        mapped = None in (self.strip.traces or ())
+        return self._hides_tracers or mapped or any_traced([*run.inputs, *run.outputs, *self.stripped_closure])
 
     def rerun(self) -> tuple[Run, Sequence[Any]]:
-        """Run the function again, with the tangents of outer derivatives. Return the stripped closure, too."""
-        self.strip.traces = None
+        """Run the function again, with all inputs in one equation. Return the stripped closure, too."""
+        self.strip.traces = []
+        stripped = self._strip_inputs(self.inputs)
+        f = restore(self._template, self.stripped_closure)
+        return self._call.rerun(stripped, self.run.pullback, f), self.stripped_closure
+
+    def rerun_with_tangents(self) -> tuple[Run, Sequence[Any]]:
+        """Run the function again, with the tangents of outer derivatives, which `strip` lets pass."""
         try:
-            stripped = self._strip_inputs(self.inputs)
-            f = restore(self._template, self.stripped_closure)
-            return self._call.rerun(stripped, self.run.pullback, f), self.stripped_closure
+            return self.rerun()
         except Exception as error:  # of any type, such as an AssertionError of Pallas
             raise _not_differentiable(self._call.name, error) from error
 
@@ -117,10 +129,10 @@ def _strip(arrays: Sequence[Any], strip: Strip) -> list[Any]:
     An operation on a concrete array does not tell it from its `stop_gradient`, as an outer derivative must.
     So if the gradient is being differentiated, the function gets a concrete array as a `WithoutTangent`.
     """
-    traced = [i for i, x in enumerate(arrays) if TRACERS[type(x)] and FLOATING[x.dtype]]
+    traced = [i for i, x in enumerate(arrays) if TRACERS[type(x)] and FLOATING[x.dtype] and not is_ref(x)]
     stripped = list(arrays)
     for i, result in zip(traced, strip([arrays[i] for i in traced]), strict=True):
-        is_wrapped = strip.order > 1 and not TRACERS[type(result)]
+        is_wrapped = strip.order > 1 and not strip.is_open and not TRACERS[type(result)]
         stripped[i] = without_tangent(arrays[i], result) if is_wrapped else result
     return stripped
 

@@ -135,7 +135,8 @@ class Strip:
     @property
     def order(self) -> int:
         """The number of derivatives that are taken around the call in eager code."""
-        return sum([trace is not None for trace in self.traces or ()])
+        # Several equations may be under one derivative.
+        return len({id(trace) for trace in self.traces or () if trace is not None})
 
     @property
     def trace_below(self) -> Any:
@@ -188,7 +189,7 @@ class TiedRule:
 
     Arguments:
         name: the name of the op in messages.
-        pull: returns the gradients of the inputs for `(residuals, upstream, needed)`.
+        pull: returns the gradients of the inputs for `(residuals, upstream, needed, transposed)`.
         slots: the index of each residual among the operands of `tie`.
         inputs: the number of inputs.
         floating: for each output, whether it has a tangent.
@@ -207,13 +208,18 @@ class TiedRule:
         self.name, self.pull, self.slots, self.inputs, self.floating = name, pull, slots, inputs, floating
 
     def gradients(
-        self, residuals: Sequence[Any], cotangents: Sequence[Any], needed: Sequence[bool], batch: Batch
+        self,
+        residuals: Sequence[Any],
+        cotangents: Sequence[Any],
+        needed: Sequence[bool],
+        batch: Batch,
+        transposed: bool = False,
     ) -> list[Any]:
         """Return the needed gradients, None for zero. `cotangents` are those of the floating outputs."""
 
         def gradients(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             upstream = scatter(conjugate(cotangents), self.floating)
-            return _chosen(conjugate(self.pull(residuals, upstream, needed)), needed)
+            return _chosen(conjugate(self.pull(residuals, upstream, needed, transposed)), needed)
 
         for axis, axes in batch:
             gradients = jax.vmap(
@@ -237,7 +243,7 @@ def _push(
     residuals, tangents = operands[: len(rule.slots)], operands[len(rule.slots) :]
 
     def gradients(cotangents: list[Any]) -> list[Any]:
-        pairs = zip(rule.gradients(residuals, cotangents, needed, batch), tangents, strict=True)
+        pairs = zip(rule.gradients(residuals, cotangents, needed, batch, transposed=True), tangents, strict=True)
         return [jnp.zeros_like(t) if g is None else g.astype(t.dtype) for g, t in pairs]
 
     # The rule is linear, so its derivative is the same at every upstream gradient. At ones, a rule that

@@ -94,18 +94,20 @@ def _without_tangent(tracer_type: Any) -> Any:
 
 # Run code under another trace than the current one. In eager code, the function of an op runs under the trace
 # below the derivatives, whose tangents it does not see: an operation is then dispatched eight times as fast.
-# (0.10 to 0.12; without, it runs under the current trace.)
-_set_current_trace = look_up("jax.extend.core.set_current_trace", lambda: None)
-_take_current_trace = look_up("jax.extend.core.take_current_trace", lambda: None)
+# (`jax.extend.core` from 0.9 on)
+_set_current_trace = look_up(
+    "jax.extend.core.set_current_trace", lambda: look_up("jax._src.core.set_current_trace")
+)
+_take_current_trace = look_up(
+    "jax.extend.core.take_current_trace", lambda: look_up("jax._src.core.take_current_trace")
+)
 
 
 def current_trace() -> Any:
-    """Return the trace that evaluates operations here, None in versions that cannot run code under it.
+    """Return the trace that evaluates operations here.
 
     JAX derives a missing linearization under a trace that records a program, above the trace that it wants.
     """
-    if _take_current_trace is None or _set_current_trace is None:
-        return None
     with _take_current_trace() as trace:
         return trace.parent_trace if type(trace).__name__ == "JaxprTrace" else trace
 

@@ -21,8 +21,9 @@ from multigrad.core.closure import OTHER, classify, lift, restore
 from multigrad.core.reachable import reachable_tensors
 from multigrad.core.type_sets import TypeSet
 
-Pull = Callable[[Sequence[Any], Sequence[Any], Sequence[bool]], Sequence[Any]]
-"""Maps the arrays of a rule, the upstream gradients, and which gradients are needed, to the gradients."""
+Pull = Callable[..., Sequence[Any]]
+"""Maps the arrays of a rule, the upstream gradients, and which gradients are needed, to the gradients.
+`transposed=True` says that this is for forward mode."""
 
 
 class Residuals:
@@ -57,8 +58,12 @@ def residuals_of(call: Call, run: Run, traced: bool) -> Residuals:
     run.lift(call.f)
     pullback, template, specs = run.pullback, run.template, specs_of(run.inputs)
 
-    def pull_lifted(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> Sequence[Any]:
-        return pullback.pull(restore(template, arrays), upstream, needed, specs)
+    def pull_lifted(
+        arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool = False
+    ) -> Sequence[Any]:
+        # Forward mode runs the rule only to transpose it.
+        called = pullback.untraced if transposed else pullback
+        return called.pull(restore(template, arrays), upstream, needed, specs)
 
     if run.is_opaque and (traced or any_traced(pullback.values_in_scopes())):
         try:
@@ -98,7 +103,9 @@ def _trace(run: Run, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
     # `pull` must not hold the arrays, which may be tracers.
     jaxpr, arrays = without_constants(traced), list(traced.consts)
 
-    def pull(arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool]) -> list[Any]:
+    def pull(
+        arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool = False
+    ) -> list[Any]:
         floating_upstream = [u for u, f in zip(upstream, floating, strict=True) if f]
         answer = jax.core.eval_jaxpr(jaxpr, arrays, *floating_upstream)
         gradients: list[Any] = [None] * len(needed)

@@ -105,6 +105,11 @@ def is_compiling() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
+def is_ref(tracer: jax.core.Tracer) -> bool:
+    """Return whether a tracer is a mutable array, which has no tangent itself."""
+    return not isinstance(jax.typeof(tracer), jax.core.ShapedArray)
+
+
 def any_traced(arrays: Sequence[Any]) -> bool:
     return any([isinstance(array, jax.core.Tracer) for array in arrays])
 

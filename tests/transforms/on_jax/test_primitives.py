@@ -1,81 +1,45 @@
-"""In reverse mode an op is a primitive. Elsewhere, or in another version of JAX, it is a `jax.custom_vjp`."""
-
-import subprocess
-import sys
+"""The primitives of an op: with a linearization of their own, and with one that JAX derives from the jvp."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES
 from orders import EACH, W, X, first, same
 from support import close
 
 from multigrad import op_custom_gradient
-from multigrad.backend.jax import op
+from multigrad.backend.jax import primitives, private
 
-if not op.REVERSE_IS_KNOWN:
-    pytest.skip("the primitive is for JAX 0.10 alone", allow_module_level=True)
-from multigrad.backend.jax import reverse
+LINEARIZATIONS = private._primitive_linearizations
+
+OWN_AND_DERIVED = pytest.mark.parametrize("derived", [False, True], ids=["own", "derived"])
 
 
 @pytest.fixture
-def without(monkeypatch):
-    """Make every `jax.custom_vjp` raise."""
-
-    def refuse(*args, **options):
-        raise AssertionError("a jax.custom_vjp")
-
-    monkeypatch.setattr(jax, "custom_vjp", refuse)
+def linearization(derived, monkeypatch):
+    """Use the linearizations of the primitives, or remove them, as in a version without the private table."""
+    if derived and private._HAS_LINEARIZATIONS:
+        for primitive in (primitives._strip_p, primitives._tie_p):
+            monkeypatch.delitem(LINEARIZATIONS, primitive)
 
 
-def test_the_version_was_checked():
-    """In another version, check the private names, and what JAX does with them."""
-    assert op.REVERSE_IS_KNOWN
-    assert issubclass(reverse.LinearizeTrace, jax.core.Trace)
-    assert reverse.primitive_linearizations[reverse._op_p] is reverse._linearized
-
-
-IN_ANOTHER_VERSION = """
-import sys
-import jax
-import jax.extend.core
-jax.__version_info__ = (0, 9, 9)
-del jax.extend.core.set_current_trace
-import multigrad
-op = multigrad.op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0 * x))
-print(float(jax.grad(op)(3.0)), float(jax.grad(jax.grad(op))(3.0)))
-assert "multigrad.backend.jax.reverse" not in sys.modules
-"""
-
-
-def test_another_version_does_not_use_the_primitive():
-    words = [sys.executable, "-c", IN_ANOTHER_VERSION]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.split() == ["21.0", "7.0"]
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "an op"])  # which jit traces
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_eager_code_uses_no_custom_vjp(name, wrap, without):
-    case = CASES[name]
-    close(wrap(first(case.op))(X, W), first(case.meant)(X, W), 1e-4)
-
-
+@OWN_AND_DERIVED
 @EACH
-def test_a_second_derivative_in_eager_code_uses_no_custom_vjp(case, without):
-    close(first(first(case.op))(X, W), first(first(case.meant))(X, W), 1e-4)
-
-
-def test_traced_code_uses_a_custom_vjp(without):
-    for transform in (jax.jit, jax.vmap, jax.checkpoint):
-        with pytest.raises(AssertionError, match=r"a jax.custom_vjp"):
-            jax.grad(lambda x, transform=transform: transform(double)(x).sum())(X)
-
-
-@EACH
-def test_without_reverse_mode_it_is_a_custom_vjp(case, monkeypatch):
-    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", False)
+def test_derivatives(case, linearization):
     same(case.op, case.meant)
     close(first(first(case.op))(X, W), first(first(case.meant))(X, W), 1e-4)
+
+
+@OWN_AND_DERIVED
+def test_the_function_sees_concrete_values(linearization):
+    seen = []
+
+    @op_custom_gradient
+    def op(x):
+        seen.append(isinstance(x, jax.core.Tracer))
+        return x * 2.0, lambda u: u * 7.0
+
+    close(jax.grad(lambda x: op(x).sum())(X), 7.0 * jnp.ones(3))
+    assert seen == [False]
 
 
 @op_custom_gradient
@@ -140,11 +104,9 @@ def test_lazy_entries_are_called_for_differentiated_arguments():
     assert called == ["w"]
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
-def test_closed_over_values_are_arrays(known, monkeypatch):
+@OWN_AND_DERIVED
+def test_closed_over_values_are_arrays(linearization):
     """Also a Python number that is differentiated outside of the op."""
-    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
-
     def function(x, y):
         @op_custom_gradient
         def scaled(x):
@@ -167,16 +129,13 @@ double = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_the_linearized_function_is_in_forward_mode(use):
-    with pytest.raises(TypeError, match=r"no forward-mode derivative(.|\n)*fix"):
-        use(jax.linearize(double, X)[1])
+def test_the_linearized_function(use):
+    close(jnp.ravel(use(jax.linearize(double, X)[1])), 7.0 * X)
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
+@OWN_AND_DERIVED
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_closed_over_ref_stays_a_ref(wrap, known, monkeypatch):
-    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
-
+def test_a_closed_over_ref_stays_a_ref(wrap, linearization):
     def loss(x):
         ref = jax.new_ref(2.0 * x)
 
@@ -191,10 +150,9 @@ def test_a_closed_over_ref_stays_a_ref(wrap, known, monkeypatch):
     close(wrap(jax.grad(loss))(X), 7.0 * jnp.ones(3))
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
+@OWN_AND_DERIVED
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_python_number_as_a_cotangent(wrap, known, monkeypatch):
-    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
+def test_a_python_number_as_a_cotangent(wrap, linearization):
     both = op_custom_gradient(lambda x: ((x * 2.0, x * 3.0), lambda u: u[0] * 7.0 + u[1] * 5.0))
     turned = op_custom_gradient(lambda x: (x * 1j, lambda u: u * 7.0))
     close(wrap(lambda x: jax.vjp(double, x)[1](1.0)[0])(X[0]), 7.0)
@@ -211,10 +169,9 @@ def number(x):
 number.defjvp(lambda primals, tangents: (number(*primals), 2.0 * tangents[0]))
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["primitive", "custom_vjp"])
-def test_a_python_number_under_vmap(known, monkeypatch):
+@OWN_AND_DERIVED
+def test_a_python_number_under_vmap(linearization):
     """An operation before an op may return a Python number, which JAX treats as an array."""
-    monkeypatch.setattr(op, "REVERSE_IS_KNOWN", known)
     own = op_custom_gradient(lambda x: (x * x, lambda u: u * x.ndim + u * 7.0))
     close(jax.vmap(lambda x: own(number(x)))(X), 9.0 * jnp.ones(3))
     close(jax.vmap(jax.grad(lambda x: own(number(x))))(X), 14.0 * jnp.ones(3))
