@@ -125,7 +125,9 @@ class Call:
         scope = Pinned(first.variables, inputs[count:], first.outer_scope)
         with scope, restored(first.context):
             returned = self.pullback.call(f or self.f, inputs[:count])
-        return self._result(returned, inputs[:count], scope, first.outer_scope, first.context)
+        run = self._result(returned, inputs[:count], scope, first.outer_scope, first.context)
+        run.pullback = first
+        return run
 
     def _result(
         self,
