@@ -6,7 +6,8 @@ gets flat tensors.
 
 From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
 `errors`, `reachable` (whether an object may hold tensors), `closure` (lift the tensors out of a closure,
-classify them and restore them) and `process_wide`. Everything else reaches a backend as an argument, of the types below.
+classify them and restore them) and `process_wide`. Everything else reaches a backend as an argument, of the
+types below.
 """
 
 import abc

@@ -93,6 +93,8 @@ class Call:
             if undo:
                 scope.undo()
             raise
+        if read_as is not None:
+            scope.read_as = None  # an op in the function keeps the scope, which must not keep tensors
         outer_scope = scope.original_scope
         if type(outer_scope) is ReadOnly:
             outer_scope = None
@@ -393,5 +395,3 @@ class _VariableTarget(NamedTuple):
     name: str
     arguments: Layout
     binding: Variables
-
-

@@ -294,7 +294,7 @@ class Reads(_Scope):
         super().add_update(update)
 
     def undo(self) -> None:
-        """Give the variables that were assigned the values that they had before, after the scope has ended."""
+        """Undo the assignments of variables, after the scope has ended."""
         originals = dict(self._originals)
         for key, (variable, initial) in dict(self.assigned).items():
             super().add_update((variable, originals.get(key, initial)))

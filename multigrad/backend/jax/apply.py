@@ -106,7 +106,9 @@ class _FirstRun:
     def is_traced(self, run: Run) -> bool:
         """Return whether an object that the rule uses may hold a traced array."""
         mapped = None in (self.strip.traces or ())
-        return self._hides_tracers or mapped or any_traced([*run.inputs, *run.outputs, *self.stripped_closure])
+        return (
+            self._hides_tracers or mapped or any_traced([*run.inputs, *run.outputs, *self.stripped_closure])
+        )
 
     def rerun(self) -> tuple[Run, Sequence[Any]]:
         """Run the function again, with all inputs in one equation. Return the stripped closure, too."""
@@ -175,7 +177,8 @@ def _tie(
     `closed_over` has the tracers that the function closes over, by the ids of the stripped ones.
     """
     first_input, first_other = len(outputs), len(outputs) + len(inputs)
-    slots, others = [], []
+    slots: list[int] = []
+    others: list[Any] = []
     for array, role in zip(residuals.arrays, residuals.roles, strict=True):
         if role == OTHER or not FLOATING[array.dtype]:
             slots.append(first_other + len(others))
@@ -187,9 +190,7 @@ def _tie(
     inputs = [x if FLOATING[x.dtype] else np.zeros((), bool) for x in inputs]
     rule = TiedRule(name, residuals.pull, slots, len(inputs), [FLOATING[o.dtype] for o in outputs])
     operands = varying_alike([*outputs, *inputs, *others])
-    return tie(
-        operands[:first_input], operands[first_input:first_other], operands[first_other:], rule
-    )
+    return tie(operands[:first_input], operands[first_input:first_other], operands[first_other:], rule)
 
 
 def _not_differentiable(name: str, error: Exception) -> NotImplementedError:

@@ -38,7 +38,7 @@ from multigrad.backend.jax.private import (
     primitive_transposes,
     register_lowering,
 )
-from multigrad.backend.jax.tensors import COMPLEX, as_arrays, conjugate, scatter
+from multigrad.backend.jax.tensors import as_arrays, conjugate, scatter
 
 Linear = Callable[..., Sequence[Any]]
 """A linear function of residuals and tangents."""
@@ -243,7 +243,9 @@ def _push(
     residuals, tangents = operands[: len(rule.slots)], operands[len(rule.slots) :]
 
     def gradients(cotangents: list[Any]) -> list[Any]:
-        pairs = zip(rule.gradients(residuals, cotangents, needed, batch, transposed=True), tangents, strict=True)
+        pairs = zip(
+            rule.gradients(residuals, cotangents, needed, batch, transposed=True), tangents, strict=True
+        )
         return [jnp.zeros_like(t) if g is None else g.astype(t.dtype) for g, t in pairs]
 
     # The rule is linear, so its derivative is the same at every upstream gradient. At ones, a rule that

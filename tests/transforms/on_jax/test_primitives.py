@@ -107,6 +107,7 @@ def test_lazy_entries_are_called_for_differentiated_arguments():
 @OWN_AND_DERIVED
 def test_closed_over_values_are_arrays(linearization):
     """Also a Python number that is differentiated outside of the op."""
+
     def function(x, y):
         @op_custom_gradient
         def scaled(x):
