@@ -93,8 +93,6 @@ class Call:
             if undo:
                 scope.undo()
             raise
-        if read_as is not None:
-            scope.read_as = None  # an op in the function keeps the scope, which must not keep tensors
         outer_scope = scope.original_scope
         if type(outer_scope) is ReadOnly:
             outer_scope = None
@@ -107,10 +105,12 @@ class Call:
         ):
             output, rule = returned
             if _TENSORS[type(output)] and is_plain(rule):
+                scope.read_as = None  # an op in the function keeps the scope
                 return Run((output,), rule, tensors, pullback if context is None else pullback.copy(context))
         run = self._result(returned, tensors, scope, outer_scope, context)
         if values is not None:
             values += scope.originals()
+        scope.read_as = None  # an op in the function keeps the scope
         return run
 
     def rerun(self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None) -> "Run":

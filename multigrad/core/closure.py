@@ -9,12 +9,13 @@ functions in the cells of the enclosing function (`owner`), and objects of any o
 opaque if one of these may hold a tensor.
 """
 
+import collections
 import functools
 import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from multigrad.core.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
 from multigrad.core.type_sets import ATOMS, TypeSet
@@ -37,6 +38,12 @@ def lift(
         owner: the function that returned `obj`. Containers and functions in its cells are not copied.
         borrowed: whether other code uses `obj`. Its lists and dicts are then not copied.
     """
+    if type(obj) is RuleWithTensors:
+        tensors, template, opaque = lift(obj.rule, tensor_types, owner, borrowed)
+        kept = [None if tensor_types[type(tensor)] else tensor for tensor in obj.tensors]
+        template = _TemplateWithTensors(obj.bind, template, len(tensors), kept)
+        found = [tensor for tensor in obj.tensors if tensor_types[type(tensor)]]
+        return [*tensors, *found], template, opaque
     if type(obj) is types.FunctionType and _has_only_cells(obj):
         cells = obj.__closure__ or ()
         contents = [content_of(cell) for cell in cells]
@@ -45,13 +52,19 @@ def lift(
                 break
         else:
             return contents, (obj.__code__, obj.__globals__, None) if contents else obj, False
-        if all([tensor_types[type(c)] or ATOMS[type(c)] or type(c) is types.ModuleType for c in contents]):
-            tensors = [content for content in contents if tensor_types[type(content)]]
-            if not tensors:
-                return tensors, obj, False
-            pairs = zip(cells, contents, strict=True)
-            kept = [None if tensor_types[type(content)] else cell for cell, content in pairs]
-            return tensors, (obj.__code__, obj.__globals__, kept), False
+        tensors, opaque = [], False
+        kept = list(cells)
+        for index, content in enumerate(contents):
+            kind = type(content)
+            if tensor_types[kind]:
+                tensors.append(content)
+                kept[index] = None
+            elif _is_opaque_object(content):  # `self` of a method
+                opaque = True
+            elif not (ATOMS[kind] or kind is types.ModuleType):
+                break
+        else:
+            return tensors, (obj.__code__, obj.__globals__, kept) if tensors else obj, opaque
     walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned(obj, set())), borrowed)
     build = walk.builder(obj)
     return walk.tensors, obj if build is None else build, walk.opaque
@@ -67,6 +80,10 @@ def restore(template: Any, tensors: Sequence[Any]) -> Any:
             new = iter(tensors)
             cells = tuple([types.CellType(next(new)) if cell is None else cell for cell in kept])
         return types.FunctionType(code, scope, None, None, cells)
+    if type(template) is _TemplateWithTensors:
+        rule = restore(template.rule, tensors[: template.number])
+        new = iter(tensors[template.number :])
+        return RuleWithTensors(template.bind, rule, [next(new) if t is None else t for t in template.kept])
     return template(tensors, {}) if type(template) is _Template else template
 
 
@@ -85,6 +102,47 @@ def classify(residuals: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[
     for role, tensor in enumerate(outputs, len(inputs)):
         roles.setdefault(id(tensor), role)
     return [roles.get(id(residual), OTHER) for residual in residuals]
+
+
+class RuleWithTensors:
+    """A rule together with further tensors, in one list that is quick to lift.
+
+    Calling it calls `bind(rule, tensors, *args, **kwargs)`.
+    """
+
+    __slots__ = ("bind", "rule", "tensors")
+
+    def __init__(self, bind: Callable[..., Any], rule: Callable[..., Any], tensors: Sequence[Any]) -> None:
+        self.bind, self.rule, self.tensors = bind, rule, tensors
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.bind(self.rule, self.tensors, *args, **kwargs)
+
+
+class _TemplateWithTensors(NamedTuple):
+    """The template of a `RuleWithTensors`."""
+
+    bind: Callable[..., Any]
+    rule: Any
+    """The template of the rule, which holds `number` tensors."""
+    number: int
+    kept: list[Any]
+    """The objects in the list, None for each tensor."""
+
+
+_STRUCTURED = TypeSet(
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType,
+    types.ModuleType, type, functools.partial, RuleWithTensors,
+    tuple, list, dict, set, frozenset, collections.deque, types.MappingProxyType,
+)  # fmt: skip
+"""Types whose objects hold a tensor only if one of their parts does. All other objects are opaque."""
+
+
+def _is_opaque_object(obj: Any) -> Any:
+    """Return whether an object is certainly opaque, without looking at its attributes."""
+    kind = type(obj)
+    attributes = getattr(obj, "__dict__", {})
+    return attributes and not (ATOMS[kind] or _STRUCTURED[kind]) and "__wrapped__" not in attributes
 
 
 def _has_only_cells(function: types.FunctionType) -> bool:

@@ -15,6 +15,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
+from multigrad.core.closure import RuleWithTensors
 from multigrad.core.errors import TouchedVariable, message
 from multigrad.core.keras_internals import global_state
 from multigrad.core.type_sets import HoldsNoTensor
@@ -422,25 +423,23 @@ def pin_variables(
     handed: bool,
 ) -> Callable[..., Any]:
     """Return the rule with the values of variables in the call. If `handed`, the rule gets the variables."""
-    state = [value for _, value in variables.state]
-    outer = _OuterScope(outer_scope)
-    return functools.partial(_run_rule, name, rule, variables, list(values), state, outer, handed)
+    bind = functools.partial(_run_rule, name, variables, _OuterScope(outer_scope), handed)
+    return RuleWithTensors(bind, rule, [*values, *[value for _, value in variables.state]])
 
 
 def _run_rule(
     name: str,
-    rule: Callable[..., Any],
     variables: Variables,
-    values: Sequence[Any],
-    state: Sequence[Any],
     outer: _OuterScope,
     handed: bool,
+    rule: Callable[..., Any],
+    values: Sequence[Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    scope = _RuleScope(variables, values, outer.scope)
+    scope = _RuleScope(variables, values[: len(variables)], outer.scope)
     scope.name = name
-    for (variable, _), value in zip(variables.state, state, strict=True):
+    for (variable, _), value in zip(variables.state, values[len(variables) :], strict=True):
         scope.current[id(variable)] = value
     with scope:
         return rule(*args, **kwargs, variables=list(variables)) if handed else rule(*args, **kwargs)
