@@ -141,6 +141,23 @@ def compiled_by_xla(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled(function)
 
 
+def native_jvp(function: Callable[..., Any], x: Any, along: Any) -> Any:
+    """Return the Jacobian-vector product by the framework's own forward mode."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.jvp(function, (x,), (along,))[1]
+    if BACKEND == "torch":
+        import torch
+
+        return torch.func.jvp(function, (x,), (along,))[1]
+    import tensorflow as tf
+
+    with tf.autodiff.ForwardAccumulator(x, along) as forward:
+        y = function(x)
+    return forward.jvp(y, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+
+
 def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the gradient of a function under the backend's map over a leading axis.
 

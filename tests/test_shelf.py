@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy, slow_on
+from support import BACKEND, DIFFERENTIATES, array, close, compiled, native_jvp, numpy, slow_on
 
 from multigrad import grad, layers, ops
 from multigrad.testing import check_gradients
@@ -214,6 +214,28 @@ def test_compiled(name):
             compiled(slope(name, row.call))(array(X))
     else:
         close(compiled(slope(name, row.call))(array(X)), slope(name, row.call)(array(X)))
+
+
+NOT_LINEAR = ("clip_gradient", "GradientClip")
+SOLVERS = ("fixed_point", "implicit_root", "FixedPoint")
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in NOT_LINEAR])
+def test_forward_mode(name, wrap):
+    """It is the transpose of the gradient, in the framework's own forward mode."""
+    call, x, along = ROWS[name].call, array(X), array(np.cos(np.arange(X.size)).reshape(X.shape))
+    forward = wrap(lambda x, along: native_jvp(lambda x: ops.cast(call(x), "float32"), x, along))
+    if ROWS[name].slope is RuntimeError:
+        with pytest.raises(RuntimeError, match=name):
+            forward(x, along)
+        return
+    if BACKEND == "tensorflow" and name in SOLVERS:
+        with pytest.raises(NotImplementedError, match="computes a gradient"):
+            forward(x, along)
+        return
+    pushed, pulled = forward(x, along), slope(name, call)(x)
+    close(ops.sum(pushed * array(weights_of(name))), ops.sum(pulled * along), 1e-4)
 
 
 # Layers have their own dtypes, see tests/layers.
