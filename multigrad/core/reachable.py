@@ -128,21 +128,13 @@ def _is_of_framework(module: str) -> bool:
     return module.partition(".")[0] in _FRAMEWORKS
 
 
-_ASSIGNED: dict[types.CodeType, tuple[int, ...]] = {}
-_CACHE_SIZE = 4096
-
-
+@functools.lru_cache(4096)
 def assigned_cells(code: types.CodeType) -> tuple[int, ...]:
     """Return the indices of the cells that code, or the code of a function in it, assigns (`nonlocal`).
 
     They are read from the bytecode. A copy of the function must share these cells with it.
     """
-    assigned = _ASSIGNED.get(code)
-    if assigned is None:
-        if len(_ASSIGNED) >= _CACHE_SIZE:
-            _ASSIGNED.clear()
-        assigned = _ASSIGNED[code] = tuple(map(code.co_freevars.index, _assigned_names(code)))
-    return assigned
+    return tuple(map(code.co_freevars.index, _assigned_names(code)))
 
 
 def _assigned_names(code: types.CodeType) -> set[str]:

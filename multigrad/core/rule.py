@@ -131,9 +131,6 @@ def _takes_variables(parameters: _Parameters) -> str:
 
 # ------------------------------------------------------------------ signatures are read once per code object
 
-_SIGNATURES: dict[tuple[types.CodeType, int, tuple[str, ...]], RuleSignature] = {}
-_CACHE_SIZE = 4096
-
 
 def _signature_of(op: str, rule: Any) -> RuleSignature:
     """Return the signature of any callable."""
@@ -170,15 +167,17 @@ def _signature_of_code(
     code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]
 ) -> RuleSignature:
     """Return the signature of every function with this code and these defaults."""
-    signature = _SIGNATURES.get((code, defaults, keyword_defaults))
-    if signature is None:
-        empty = tuple(types.CellType() for _ in code.co_freevars)
-        function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
-        function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
-        if len(_SIGNATURES) >= _CACHE_SIZE:
-            _SIGNATURES.clear()
-        signature = _SIGNATURES[code, defaults, keyword_defaults] = _read(inspect.signature(function))
-    return signature
+    return _cached_signature(code, defaults, keyword_defaults)
+
+
+@functools.lru_cache(4096)
+def _cached_signature(
+    code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]
+) -> RuleSignature:
+    empty = tuple(types.CellType() for _ in code.co_freevars)
+    function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
+    function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
+    return _read(inspect.signature(function))
 
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS

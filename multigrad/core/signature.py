@@ -12,7 +12,6 @@ from multigrad.core.errors import OpError, message
 from multigrad.core.type_sets import HoldsNoTensor
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_CACHE_SIZE = 4096
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,9 +113,6 @@ class Signature(HoldsNoTensor):
         )
 
 
-_SIGNATURES: dict[types.CodeType, Signature] = {}
-
-
 def signature_of(function: Callable[..., Any]) -> Signature:
     """Return the signature of `function`, cached by its code if possible.
 
@@ -135,13 +131,13 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 @backend.active.constant
 def _signature_of_code(code: types.CodeType) -> Signature:
     """Return the signature of every function that has this code and no defaults."""
-    signature = _SIGNATURES.get(code)
-    if signature is None:
-        if len(_SIGNATURES) >= _CACHE_SIZE:
-            _SIGNATURES.clear()
-        cells = tuple([types.CellType() for _ in code.co_freevars])
-        _SIGNATURES[code] = signature = Signature(types.FunctionType(code, {}, None, None, cells))
-    return signature
+    return _cached_signature(code)
+
+
+@functools.lru_cache(4096)
+def _cached_signature(code: types.CodeType) -> Signature:
+    cells = tuple([types.CellType() for _ in code.co_freevars])
+    return Signature(types.FunctionType(code, {}, None, None, cells))
 
 
 def name_of(function: Any) -> str:

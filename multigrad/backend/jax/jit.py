@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from multigrad.backend.jax.private import is_in_jit
 from multigrad.backend.jax.tensors import NUMBERS, TENSORS, any_traced, assign, is_compiling
 from multigrad.core.errors import describe, message
 
@@ -343,12 +344,4 @@ def _unshared(values: list[Any]) -> list[Any]:
 def is_constant(tensor: Any) -> bool:
     if isinstance(tensor, jax.core.Tracer):
         return False
-    # Private: JAX (0.10) has no public way to ask which transformations trace this code. A
-    # scan or checkpoint in eager code is traced in each call, and `jax.jit` is not.
-    trace = getattr(jnp.zeros(()), "_trace", None)
-    while trace is not None:
-        frame = getattr(trace, "frame", None)
-        if frame is not None and frame.debug_info.traced_for == "jit":
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
+    return is_in_jit()

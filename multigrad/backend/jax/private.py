@@ -117,6 +117,24 @@ def under_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if trace is None else _set_current_trace(trace)
 
 
+# The trace of a program, whose frame says for which transformation it is made. JAX has no public way to ask
+# which transformations trace this code (0.7 to 0.12).
+_ProgramTrace = look_up("jax._src.interpreters.partial_eval.DynamicJaxprTrace")
+
+
+def is_in_jit() -> bool:
+    """Return whether this code is traced by `jax.jit`.
+
+    A scan or checkpoint in eager code is traced in each call, and `jax.jit` is not.
+    """
+    trace = current_trace()
+    while not (isinstance(trace, _ProgramTrace) and trace.frame.debug_info.traced_for == "jit"):
+        if not hasattr(trace, "parent_trace"):  # the trace of eager code, or of a `jax.shard_map` in it
+            return False
+        trace = trace.parent_trace
+    return True
+
+
 # The table of the linearizations of primitives, in the form of 0.10 to 0.12. In other versions, JAX derives
 # linearizations from the jvp, in ten times the time.
 _primitive_linearizations = look_up("jax._src.interpreters.ad.primitive_linearizations", lambda: None)
