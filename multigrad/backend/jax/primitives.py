@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from multigrad.backend.jax.private import (
     ClosedJaxpr,
@@ -246,11 +247,11 @@ def _push(
         pairs = zip(
             rule.gradients(residuals, cotangents, needed, batch, transposed=True), tangents, strict=True
         )
-        return [jnp.zeros_like(t) if g is None else g.astype(t.dtype) for g, t in pairs]
+        return [jnp.zeros_like(t) if g is None else g for g, t in pairs]
 
     # The rule is linear, so its derivative is the same at every upstream gradient. At ones, a rule that
     # divides by the norm of its upstream gradient is differentiable.
-    ones = [jnp.ones(aval.shape, aval.dtype) for aval in like]
+    ones = [np.ones(aval.shape, aval.dtype) for aval in like]
     (pushed,) = jax.vjp(gradients, ones)[1](list(tangents))
     return list(pushed)
 
