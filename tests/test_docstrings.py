@@ -41,7 +41,7 @@ def documented(owner, module):
             yield from documented(function, module)
 
 
-DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|FlatFunction|fit)\(")
+DIFFERENTIATING = re.compile(r"(grad|gradients|jacobian|hessian|vjp|jvp|CheckedFunction|fit)\(")
 
 
 def examples():

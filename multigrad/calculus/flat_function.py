@@ -3,7 +3,7 @@
 `DifferentiatedFunction` holds the function with its validated `argnums` and `variables`. For each call it
 makes a `FlatFunction`, which `multigrad.backend` can differentiate: its arguments are flat tensors.
 
-`multigrad.testing.flat_function` is similar, but it also names its inputs and discards assignments.
+`multigrad.testing.checked_function` is similar, but it also names its inputs and discards assignments.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -13,7 +13,7 @@ from keras import tree
 
 from multigrad import backend
 from multigrad.backend.base import Spec
-from multigrad.core.expected_gradients import ExpectedGradients, Mismatch, Names, slot_paths
+from multigrad.core.expected_gradients import AnswerMismatch, ExpectedGradients, Names, slot_paths
 from multigrad.core.structure import Layout, Slot, children, outline
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
@@ -89,7 +89,7 @@ class _Lazy:
         entry = self.compute()
         try:
             return self._reader.match_all([(self._path, self._template, entry)])
-        except Mismatch as mismatch:
+        except AnswerMismatch as mismatch:
             # The template may be a structure of one tensor. Then the function may also return its gradient
             # alone.
             slots = [slot for _, slot in slot_paths([("", self._template)])]
@@ -132,7 +132,7 @@ class _Reader(ExpectedGradients):
         for entries in self._structures(answer):
             try:
                 readings.append(self.match_all(entries))
-            except Mismatch as mismatch:
+            except AnswerMismatch as mismatch:
                 mismatches.append(mismatch)
             else:
                 if readings[-1].doubt == _CERTAIN:
@@ -169,7 +169,7 @@ class _Reader(ExpectedGradients):
         """Return the gradients in the entries.
 
         Raises:
-            Mismatch: if an entry does not fit its template.
+            AnswerMismatch: if an entry does not fit its template.
         """
         reading = _Reading()
         for path, template, entry in entries:
@@ -184,7 +184,7 @@ class _Reader(ExpectedGradients):
         if self.specs[template] is None if is_tensor else not self.is_differentiable(template):
             doubt = _doubt(template, entry)
             if doubt == _UNFIT:
-                raise Mismatch(path, "None or zero, because it has no gradient", entry)
+                raise AnswerMismatch(path, "None or zero, because it has no gradient", entry)
             reading.doubt = max(reading.doubt, doubt)
         # Dynamo (PyTorch 2.13) cannot trace `callable` of a dict or list.
         elif (
@@ -196,14 +196,14 @@ class _Reader(ExpectedGradients):
             reading.update((slot, lazy) for _, slot in slot_paths([(path, template)]))
         elif is_tensor:
             if isinstance(entry, (tuple, list, Mapping)):
-                raise Mismatch(path, "one tensor", entry)
+                raise AnswerMismatch(path, "one tensor", entry)
             reading[template] = entry
         else:
             parts = children(template)
             alike = tree.is_nested(entry) and isinstance(entry, Mapping) == isinstance(template, Mapping)
             entries = children(entry) if alike else {}
             if entries.keys() != parts.keys():
-                raise Mismatch(path, f"the structure of the argument, {outline(template)}", entry)
+                raise AnswerMismatch(path, f"the structure of the argument, {outline(template)}", entry)
             for key, part in parts.items():
                 inner = entries[key]
                 if type(part) is Slot and _TENSORS[type(inner)] and self.specs[part] is not None:

@@ -20,7 +20,7 @@ class Names(Protocol):
     def variadic(self) -> str | None: ...
 
 
-class Mismatch(Exception):
+class AnswerMismatch(Exception):
     """Raised for an entry that does not fit its argument."""
 
     def __init__(self, path: str, required: str, got: Any) -> None:
@@ -112,7 +112,7 @@ class ExpectedGradients:
             )
         )
 
-    def wrong_structure(self, mismatch: Mismatch) -> TypeError:
+    def wrong_structure(self, mismatch: AnswerMismatch) -> TypeError:
         return TypeError(
             message(
                 self.op,

@@ -16,7 +16,7 @@ import numpy as np
 
 from multigrad import backend
 from multigrad.testing import check_gradients, compare_backends
-from multigrad.testing.flat_function import FlatFunction
+from multigrad.testing.checked_function import CheckedFunction
 from multigrad.testing.mismatches import GRADIENT_PREFIX
 from multigrad.testing.precision import lowest_precision
 from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_tensors
@@ -24,7 +24,7 @@ from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_ten
 
 def measure(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
     """Return the outputs and gradients of a function, as arrays for `numpy.savez`."""
-    flat = FlatFunction(fn, args, dtype="own")
+    flat = CheckedFunction(fn, args, dtype="own")
     outputs, pullback = flat_vjp(flat, flat.inputs)
     gradients = pullback(to_tensors(list(random_weights(outputs, seed=0)), outputs))
     # A gradient is no more precise than the outputs and inputs that it is computed from.

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from multigrad.testing.checked_function import CheckedFunction
 from multigrad.testing.differences import CentralDifference, Rounding, estimate
-from multigrad.testing.flat_function import FlatFunction
 
 _CLOSE = 1e-3
 """The relative difference of gradients that count as equal. Rules that are 1 % off have another cause."""
@@ -42,7 +42,7 @@ class Compared:
 
 
 def probable_cause(
-    flat: FlatFunction,
+    flat: CheckedFunction,
     labels: tuple[str, ...],
     compared: Mapping[tuple[str, ...], Compared],
     weights: Sequence[np.ndarray],

@@ -11,6 +11,7 @@ from multigrad import backend
 from multigrad.core.errors import distinct_names, message, unusable
 from multigrad.core.signature import name_of
 from multigrad.testing.causes import Compared, probable_cause
+from multigrad.testing.checked_function import CheckedFunction
 from multigrad.testing.differences import (
     DEVIATIONS,
     CentralDifference,
@@ -22,7 +23,6 @@ from multigrad.testing.differences import (
     measure_noise,
     noise_of_sums,
 )
-from multigrad.testing.flat_function import FlatFunction
 from multigrad.testing.invariants import (
     check_compiled,
     check_independent_calls,
@@ -162,7 +162,7 @@ def check_gradients(
     )
     with backend.active.wide():
         with note_on_error("check_gradients called the function with float64 arguments; see its `dtype`."):
-            flat = FlatFunction(fn, args, variables, dtype)
+            flat = CheckedFunction(fn, args, variables, dtype)
         result = CheckResult("float64", 0, 0.0, 0)
         derivative = _Derivative(flat, flat.inputs, flat.input_names, flat.output_names)
         precision = detect_precision(derivative.function, derivative.inputs)
@@ -194,7 +194,7 @@ def _require_positive(fn: Callable[..., Any], argument: str, number: Any, requir
         raise unusable(error, name_of(fn), argument, required=required, got=number, fix=fix)
 
 
-def _require_finite(flat: FlatFunction) -> None:
+def _require_finite(flat: CheckedFunction) -> None:
     """Raise if an output is not finite, because it has no differences."""
     __tracebackhide__ = True
     for name, output in zip(flat.output_names, map(to_numpy, flat(*flat.inputs)), strict=True):
@@ -240,7 +240,7 @@ class _Derivative:
 
 
 def _check_differences(
-    flat: FlatFunction,
+    flat: CheckedFunction,
     derivative: _Derivative,
     nth: int,
     tolerance: Tolerance,
@@ -357,7 +357,9 @@ def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]
     return [elements[i] for i in sorted(chosen)]
 
 
-def _raise_differences(flat: FlatFunction, comparison: _Comparison, nth: int, cause: str | None) -> NoReturn:
+def _raise_differences(
+    flat: CheckedFunction, comparison: _Comparison, nth: int, cause: str | None
+) -> NoReturn:
     __tracebackhide__ = True
     mismatches, worst = comparison.mismatches, comparison.worst()
     got, required = worst.numbers

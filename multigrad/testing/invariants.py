@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from multigrad.testing.checked_function import CheckedFunction
 from multigrad.testing.differences import DEVIATIONS
-from multigrad.testing.flat_function import FlatFunction
 from multigrad.testing.mismatches import (
     GRADIENT_PREFIX,
     Mismatch,
@@ -37,7 +37,7 @@ def note_on_error(note: str) -> Iterator[None]:
         raise
 
 
-def check_linear(flat: FlatFunction, tolerance: Tolerance, gradient_noise: Sequence[np.ndarray]) -> None:
+def check_linear(flat: CheckedFunction, tolerance: Tolerance, gradient_noise: Sequence[np.ndarray]) -> None:
     """Check that the pullback is linear in its upstream gradient, at elements where it is finite.
 
     `gradient_noise` is the standard deviation of the rounding error of each gradient.
@@ -91,7 +91,7 @@ def _ignores_upstream(name: str, names: Sequence[str], *pulled: Sequence[np.ndar
     return f"the rule ignores `upstream`: the gradient of {name} is the same for each" if is_same else None
 
 
-def check_independent_calls(flat: FlatFunction, tolerance: Tolerance) -> None:
+def check_independent_calls(flat: CheckedFunction, tolerance: Tolerance) -> None:
     """Check that the pullback of a call does not change when the function is called again."""
     __tracebackhide__ = True
     outputs, pullback = flat_vjp(flat, flat.inputs)
@@ -122,7 +122,7 @@ def check_independent_calls(flat: FlatFunction, tolerance: Tolerance) -> None:
         )
 
 
-def _call_with_other_arguments(flat: FlatFunction) -> None:
+def _call_with_other_arguments(flat: CheckedFunction) -> None:
     """Call the function with permuted arguments, so that signs and the position of the maximum change.
 
     If the function raises, call it with nearby arguments instead.
@@ -134,7 +134,7 @@ def _call_with_other_arguments(flat: FlatFunction) -> None:
         flat(*to_tensors(nearby, flat.inputs))
 
 
-def check_compiled(flat: FlatFunction, tolerance: Tolerance, noise: Sequence[np.ndarray]) -> None:
+def check_compiled(flat: CheckedFunction, tolerance: Tolerance, noise: Sequence[np.ndarray]) -> None:
     """Check that the compiled function has the outputs and gradients of the eager function.
 
     `noise` is the standard deviation of the rounding error of each output and of each gradient.
@@ -169,7 +169,7 @@ def check_compiled(flat: FlatFunction, tolerance: Tolerance, noise: Sequence[np.
 
 
 def _outputs_and_gradients(
-    flat: FlatFunction, function: Callable[..., Sequence[Any]]
+    flat: CheckedFunction, function: Callable[..., Sequence[Any]]
 ) -> dict[str, np.ndarray]:
     """Return the outputs and gradients of `function` by name. It is `flat` or its compiled version."""
     outputs, pullback = flat_vjp(function, flat.inputs)

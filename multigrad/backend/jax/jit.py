@@ -27,10 +27,10 @@ _MOST_TRACES = 5
 def jit(
     function: Callable[..., Any], name: str, static: Mapping[str, int | None], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    return _Compiled(function, name, static, dict(options))
+    return _CompiledFunction(function, name, static, dict(options))
 
 
-class _Compiled:
+class _CompiledFunction:
     """A function with its programs: one for each structure and each choice of static arguments."""
 
     def __init__(

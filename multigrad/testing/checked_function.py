@@ -24,11 +24,11 @@ _NOT_DIFFERENTIABLE = (int, str, bytes, type(None))
 """Types of arguments from which no gradient can flow, neither to them nor to variables that they hold."""
 
 
-class FlatFunction:
+class CheckedFunction:
     """A function of its differentiable inputs, which returns its differentiable outputs.
 
     ```python
-    flat = FlatFunction(lambda x, n: {"y": x**n}, (3.0, 2), dtype="own")
+    flat = CheckedFunction(lambda x, n: {"y": x**n}, (3.0, 2), dtype="own")
     assert flat.input_names == ["'x'"] and flat.output_names == ["output['y']"]
     (y,) = flat(*flat.inputs)
     print(y)  # 9.0
