@@ -136,6 +136,7 @@ def test_the_linearized_function(use):
 
 @OWN_AND_DERIVED
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX 0.7 has no mutable arrays")
 def test_a_closed_over_ref_stays_a_ref(wrap, linearization):
     def loss(x):
         ref = jax.new_ref(2.0 * x)
