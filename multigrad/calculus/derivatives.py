@@ -333,4 +333,3 @@ def hessian(
         See `jacobian`, which is applied twice.
     """
     return jacobian(jacobian(f, argnums, has_aux, variables), argnums, has_aux, variables)
-

@@ -395,5 +395,3 @@ class _VariableTarget(NamedTuple):
     name: str
     arguments: Layout
     binding: Variables
-
-

@@ -18,6 +18,9 @@ is_tracing = look_up("torch._C._is_tracing", lambda: torch.jit.is_tracing)
 get_tracing_state = look_up("torch._C._get_tracing_state")
 set_tracing_state = look_up("torch._C._set_tracing_state")
 
+# Enable or disable recording. The public function takes twice as long.
+set_grad_enabled = look_up("torch._C._set_grad_enabled", lambda: torch.set_grad_enabled)
+
 # Return whether a transform of torch.func is active.
 is_functorch_active = look_up("torch._C._are_functorch_transforms_active")
 # Leave all transforms for a while, to apply a Function in its eager form where they do not affect it.
