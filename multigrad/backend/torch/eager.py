@@ -165,6 +165,7 @@ def _residuals_to_save(
         residual = residuals[slot]
         if residual.requires_grad and not is_view_without_node(residual):
             closed_over = *closed_over, node_of(residual)
+            run.roles[slot] = OTHER  # an output that has a history of its own
         elif role == OTHER:
             computed = computed or FLOATING[residual.dtype]
         else:
