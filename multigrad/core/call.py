@@ -26,6 +26,7 @@ from multigrad.core.variables import (
     Variables,
     in_scope,
     pin_variables,
+    pins_of,
     values_in_scopes,
 )
 
@@ -61,7 +62,6 @@ class Call:
         self,
         tensors: Sequence[Any],
         *,
-        strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
         values: list[Any] | None = None,
     ) -> "Run":
@@ -72,14 +72,11 @@ class Call:
 
         Arguments:
             tensors: the tensors among the arguments of the call.
-            strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
             read_as: maps the value of each variable to the value that the function reads.
             values: a list to which the values of these variables before `read_as` are added.
         """
         pullback, scope, context = self.pullback, _Reads(), current_context()
         scope.name = pullback.name
-        if strict:
-            scope.strict = True
         if read_as is not None:
             scope.read_as = read_as
         with scope:
@@ -163,16 +160,6 @@ class Call:
         """Return whether an argument is an object that may hold tensors, such as `self`."""
         return self.pullback.arguments.has_objects()
 
-    def touches_variables(self) -> bool:
-        """Return whether a function with this code has read or assigned a variable before."""
-        return _code_of(self.f) in _TOUCHING
-
-    def note_touched(self) -> None:
-        """Remember that functions with this code read or assign variables."""
-        if len(_TOUCHING) >= _CACHE_SIZE:
-            _TOUCHING.clear()
-        _TOUCHING.add(_code_of(self.f))
-
     def is_in_scope(self) -> bool:
         """Return whether a scope is active, in which variables may have other values than their own."""
         return in_scope()
@@ -218,7 +205,13 @@ class Run:
 
     def lift(self, owner: Any) -> None:
         """Find the residuals of the rule, which the function `owner` returned."""
-        self.residuals, self.template, self.is_opaque = lift(self.rule, _TENSORS, owner)
+        pins = pins_of(self.rule)
+        rule = self.rule if pins is None else pins.rule
+        self.residuals, self.template, self.is_opaque = lift(rule, _TENSORS, owner)
+        if pins is not None:
+            # The values of variables are known, so `lift` does not search for them.
+            self.residuals = [*pins.values, *pins.state, *self.residuals]
+            self.template = pins.template(self.template)
         self.roles = classify(self.residuals, self.inputs, self.outputs)
 
 
@@ -233,15 +226,6 @@ def classify(residuals: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[
     for role, tensor in enumerate(outputs, len(inputs)):
         roles.setdefault(id(tensor), role)
     return [roles.get(id(residual), OTHER) for residual in residuals]
-
-
-# The code of functions that read or assigned a variable. A strict run of them would fail again.
-_TOUCHING: set[Any] = set()
-_CACHE_SIZE = 4096
-
-
-def _code_of(f: Any) -> Any:
-    return getattr(f, "__code__", type(f))
 
 
 class Pullback(HoldsNoTensor):

@@ -9,13 +9,15 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.errors import TouchedVariable, message
+from multigrad.core.closure import _Template as Template
+from multigrad.core.closure import restore
+from multigrad.core.errors import message
 from multigrad.core.keras_internals import global_state
 from multigrad.core.type_sets import HoldsNoTensor
 
@@ -176,8 +178,6 @@ class Reads(_Scope):
     """The other variables that were read or assigned, with their values before the call, by id."""
     name = ""
     """The name of the op in messages."""
-    strict = False
-    """Whether to raise `TouchedVariable` where a variable is read or assigned."""
     read_as: Callable[[Any], Any] | None = None
     """Maps the value of a variable to the value that the function reads."""
     _dtypes: Any = ()
@@ -189,8 +189,6 @@ class Reads(_Scope):
         return backend.active.as_tensor(value)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        if self.strict:
-            raise TouchedVariable
         key = id(variable)
         value = self.current.get(key)
         if value is not None:
@@ -281,8 +279,6 @@ class Reads(_Scope):
         return [self.get_current_value(v) if id(v) in self.assigned else value for v, value in pairs]
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        if self.strict:
-            raise TouchedVariable
         variable = update[0]
         key = id(variable)
         if key not in self.assigned:
@@ -326,8 +322,7 @@ class Pinned(_Scope):
         state: Sequence[tuple[keras.Variable, Any]] = ()
         if isinstance(variables, Variables):
             state = variables.state
-            pairs = zip(values, variables.dtypes, strict=True)
-            values = [value if dtype is None else ops.cast(value, dtype) for value, dtype in pairs]
+            values = list(map(_cast, variables, variables.dtypes, values))
         self.current = dict(zip(map(id, variables), values, strict=True))
         self.current.update({id(variable): value for variable, value in state})
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
@@ -349,6 +344,11 @@ class Pinned(_Scope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         self.assigned[id(update[0])] = update
         self.current[id(update[0])] = update[1]
+
+
+def _cast(variable: keras.Variable, dtype: str | None, value: Any) -> Any:
+    """Return the value of a variable in the dtype in which it was read, None if there are several."""
+    return value if dtype is None or dtype == variable._dtype else ops.cast(value, dtype)
 
 
 class _RuleScope(Pinned):
@@ -419,6 +419,40 @@ def pin_variables(
     state = [value for _, value in variables.state]
     outer = _OuterScope(outer_scope)
     return functools.partial(_run_rule, name, rule, variables, list(values), state, outer, handed)
+
+
+class Pins(NamedTuple):
+    """The arguments that `pin_variables` adds to a rule."""
+
+    name: str
+    rule: Callable[..., Any]
+    variables: Variables
+    values: Sequence[Any]
+    state: Sequence[Any]
+    outer: _OuterScope
+    handed: bool
+
+    def template(self, template: Any) -> Any:
+        """Return the template of the rule with pins, for the template of the rule without.
+
+        The values and the state come first among its residuals.
+        """
+        name, _, variables, values, state, outer, handed = self
+        start, end = len(values), len(values) + len(state)
+
+        def build(tensors: Sequence[Any], made: dict[int, Any]) -> Callable[..., Any]:
+            values, state = list(tensors[:start]), list(tensors[start:end])
+            rule = restore(template, tensors[end:])
+            return functools.partial(_run_rule, name, rule, variables, values, state, outer, handed)
+
+        return Template(id(build), build)
+
+
+def pins_of(rule: Callable[..., Any]) -> Pins | None:
+    """Return what `pin_variables` added to a rule, None if the rule has no pins."""
+    if type(rule) is functools.partial and rule.func is _run_rule:
+        return Pins(*rule.args)
+    return None
 
 
 def _run_rule(
