@@ -64,9 +64,7 @@ def _run_stripped(call: Call, tensors: Sequence[torch.Tensor], used: Sequence[to
     the function can use NumPy.
     """
     stripped, context = tensors, contextlib.nullcontext()
-    if not (
-        active_vmaps() and (call.has_objects() or call.is_in_scope() or any(map(vmaps_of, [*tensors, *used])))
-    ):
+    if not (active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, [*tensors, *used])))):
         stripped, context = [torch.func.debug_unwrap(t, recurse=True) for t in tensors], untransformed()
     with torch.no_grad(), set_forward_mode(False), context:
         run = call.run([tensor.detach() for tensor in stripped])
