@@ -33,19 +33,12 @@ from multigrad.core.reachable import reachable_tensors
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """Run the function, and return its outputs from a Function whose derivative is the rule."""
-    used = list(_reachable(call, call.objects()))
-    run = _run_stripped(call, tensors, used)
-    used += run.pullback.values_in_scopes()
-    others, is_lazy = _others(run), False
-    in_objects = run.is_opaque and any(True for _ in _tensors_in_objects(run.rule, run.residuals))
-    if in_objects or any([is_differentiable(o) and not _is_in(o, used) for o in others]):
-        # The rule uses intermediate results. If they depend on other tensors than the inputs, or are in
-        # objects, the function runs again with recording. If not, only their derivative runs it again.
-        is_lazy = not (in_objects or any([o.requires_grad for o in others]) or any(map(_has_history, used)))
-        if not is_lazy:
-            run = _run_recorded(call, run)
-            others = _others(run)
-    state = _State(call, run)
+    run = _run_stripped(call, tensors)
+    is_lazy = False
+    if _uses_intermediates(call, run):
+        is_lazy = not _needs_recording(call, run)
+        run = run if is_lazy else _run_recorded(call, run)
+    state, others = _State(call, run), _others(run)
     if is_lazy:
         others = _Intermediates.apply(state, *run.inputs, *others)
     active = active_vmaps()
@@ -57,14 +50,38 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     return run.pullback.output.join(_Transformed.apply(state, *run.inputs, *outputs, *others, *marks))
 
 
-def _run_stripped(call: Call, tensors: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> Run:
+def _uses_intermediates(call: Call, run: Run) -> bool:
+    """Return whether the rule uses results of the function that are not outputs, directly or in objects."""
+    others = [other for other in _others(run) if is_differentiable(other)]
+    if others:
+        used = list(_used(call))
+        others = [other for other in others if not _is_in(other, used)]
+    return bool(others) or _reaches_tensors_in_objects(run)
+
+
+def _needs_recording(call: Call, run: Run) -> bool:
+    """Return whether a derivative of intermediate results needs more than a second run on the inputs.
+
+    This is so if they are in objects, or depend on other tensors that have a history.
+    """
+    if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in _others(run)]):
+        return True
+    used = [*_used(call), *run.pullback.values_in_scopes()]
+    return any([_has_history(tensor) and not _is_in(tensor, run.inputs) for tensor in used])
+
+
+def _reaches_tensors_in_objects(run: Run) -> bool:
+    return run.is_opaque and any(True for _ in _tensors_in_objects(run.rule, run.residuals))
+
+
+def _run_stripped(call: Call, tensors: Sequence[torch.Tensor]) -> Run:
     """Run the function on tensors without history, as a hand-written Function does.
 
     If no vmap maps a tensor that the function can use, the tensors have no wrappers of transforms, so that
     the function can use NumPy.
     """
     stripped, context = tensors, contextlib.nullcontext()
-    if not (active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, [*tensors, *used])))):
+    if not (active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, [*tensors, *_used(call)])))):
         stripped, context = [torch.func.debug_unwrap(t, recurse=True) for t in tensors], untransformed()
     with torch.no_grad(), set_forward_mode(False), context:
         run = call.run([tensor.detach() for tensor in stripped])
@@ -111,19 +128,18 @@ def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     # An object may hold mapped tensors, except in a checkpoint, which sets saved-tensor hooks.
     if call.has_objects() and saved_tensor_hooks(False) is None:
         return False
-    used = [*tensors, *_reachable(call, ())]
+    used = [*tensors, *_used(call, with_objects=False)]
     # Other transforms wrap the result of every operation, so try one.
     return not any(map(_is_wrapped, [*used, *[tensor.detach() for tensor in used[:1]]]))
 
 
-def _reachable(call: Call, objects: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the function can use, apart from its arguments.
+def _used(call: Call, with_objects: bool = True) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the function can use, apart from the tensors among its arguments.
 
     They include globals that the function names, because a gradient penalty may use global weights.
     """
-    through = (torch.nn.Module,)
-    for root in (call.f, *objects):
-        yield from reachable_tensors(root, TENSORS, through, with_globals=True)
+    for root in (call.f, *(call.objects() if with_objects else ())):
+        yield from reachable_tensors(root, TENSORS, (torch.nn.Module,), with_globals=True)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
