@@ -140,10 +140,10 @@ FAULTS = [
         "test_errors.py",
     ),
     Fault(
-        "forward mode accepts a rule that is not linear", "tensorflow", "core/linearity.py",
-        "_ROUNDING = 0.05",
-        "_ROUNDING = 1e9",
-        "test_calculus.py::test_nonlinear_rules_raise",
+        "a rule that is not linear is accepted", "tensorflow", "testing/gradient_check.py",
+        "check_linear(flat, tolerance, next_noise)",
+        "pass",
+        "test_testing.py::test_a_nonlinear_rule",
     ),
     Fault(
         "a pullback runs once alone", "torch", "backend/torch/gradients.py",

@@ -19,7 +19,7 @@ FRAMEWORKS = {"tensorflow", "jax", "torch", "openvino"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The modules of the upper half that a backend may import. The docstring of base.py lists them.
-BELOW = {"type_sets", "errors", "reachable", "closure", "linearity", "process_wide"}
+BELOW = {"type_sets", "errors", "reachable", "closure", "process_wide"}
 
 
 def module_of(path: Path) -> str:

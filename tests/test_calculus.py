@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from rules import LINEAR, NOT_LINEAR
-from support import BACKEND, array, close, compiled, numpy
+from rules import LINEAR
+from support import array, close, compiled, numpy
 
 from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 
@@ -396,16 +396,6 @@ def test_complex_tangents_of_real_primals_raise(number):
     close(vjp(lambda x: x, 2j)[1](2.0)[0], array(2.0, dtype="complex64"))
 
 
-@pytest.mark.parametrize("rule", NOT_LINEAR.values(), ids=NOT_LINEAR)
-@pytest.mark.parametrize("x", [1.0, np.float32([0.5, 1.0, 2.5])], ids=["scalar", "vector"])
-def test_nonlinear_rules_raise(rule, x):
-    op = op_custom_gradient(lambda x: (x * 2.0, rule))
-    with pytest.raises(ValueError, match="not linear in its upstream"):
-        jvp(op, (x,), (x,))
-    with pytest.raises(ValueError, match="not linear in its upstream"):
-        jvp(lambda x: ops.sin(op(x * 2.0)), (x,), (x,))
-
-
 @pytest.mark.parametrize("rule", LINEAR.values(), ids=LINEAR)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_linear_rules_are_accepted(rule, dtype):
@@ -416,34 +406,19 @@ def test_linear_rules_are_accepted(rule, dtype):
     close(ops.cast(got, "float32"), ops.cast(wanted, "float32"), 1e-2)
 
 
-def taking_a_gradient(change):
-    def f(x):
-        return x**2, lambda u: 3.0 * vjp(lambda x: x**2, x)[1](change(u))[0]
-
-    return op_custom_gradient(f)
-
-
 def test_jvp_through_a_rule_that_computes_a_gradient():
+    @op_custom_gradient
+    def op(x):
+        return x**2, lambda u: 3.0 * vjp(lambda x: x**2, x)[1](u)[0]
+
     x, along = array(1.0, 2.0), array(3.0, -1.0)
-    close(jvp(taking_a_gradient(lambda u: u), (x,), (along,))[1], 6.0 * x * along)
-    with pytest.raises(ValueError, match="not linear in its upstream"):
-        jvp(taking_a_gradient(ops.tanh), (x,), (along,))
+    close(jvp(op, (x,), (along,))[1], 6.0 * x * along)
 
 
 def test_infinity_and_nan_propagate():
     tangent = jvp(ops.sqrt, (array(0.0, 1.0),), (ONES,))[1]
     assert numpy(tangent).tolist() == [np.inf, 0.5]
     assert np.isnan(numpy(jvp(lambda x: x * np.nan, (1.0,), (1.0,))[1]))
-
-
-def test_nonlinear_rules_are_linearized_in_compiled_code():
-    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: 3.0 * ops.clip(u, -5.0, 5.0)))
-    forward = compiled(lambda x: jvp(op, (x,), (10.0 * x,))[1])
-    if BACKEND == "torch":
-        with pytest.raises(ValueError, match="not linear"):
-            forward(array(1.0))
-    else:
-        close(forward(array(1.0)), array(30.0))
 
 
 def test_number_of_runs_of_the_function_and_the_rule():
@@ -466,4 +441,4 @@ def test_number_of_runs_of_the_function_and_the_rule():
     assert counts == {"function": 1, "rule": 2}
     counts.update(function=0, rule=0)
     close(jvp(op, (ONES,), (ONES,))[1], 7 * ONES)
-    assert counts == {"function": 1, "rule": 2}  # the second run checks that the rule is linear
+    assert counts == {"function": 1, "rule": 1}

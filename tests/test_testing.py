@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from rules import NOT_LINEAR
 from support import BACKEND, DIFFERENTIATES, close, slow_on
 
 from multigrad import backend, grad, op_custom_gradient
@@ -113,10 +114,10 @@ def test_differences_that_are_not_finite():
 
 
 @pytest.mark.parametrize(
-    "rule", [lambda x, u: u * ops.abs(u) * x, lambda x, u: ops.clip(u, -3.0, 3.0), lambda x, u: u * x + 1.0]
+    "rule", [*NOT_LINEAR.values(), lambda u: u * ops.abs(u)], ids=[*NOT_LINEAR, "scaled"]
 )
 def test_a_nonlinear_rule(rule):
-    said = fails(op(lambda x: x * x / 2.0, rule), X)
+    said = fails(op(lambda x: x * x / 2.0, lambda x, u: rule(u) * x), X)
     assert said.startswith("lambda: the rule is not linear in its upstream gradient\n  argument: 'x'[")
 
 

@@ -108,6 +108,9 @@ class Run(Protocol):
     @property
     def pullback(self) -> Pullback: ...
 
+    @pullback.setter
+    def pullback(self, pullback: Any) -> None: ...
+
     def lift(self, owner: Any) -> None:
         """Find the residuals of the rule, which the function `owner` returned."""
 
@@ -127,7 +130,6 @@ class Call(Protocol):
         tensors: Sequence[Any],
         *,
         f: Callable[..., Any] | None = None,
-        strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
         values: list[Any] | None = None,
         undo: bool = False,
@@ -137,7 +139,6 @@ class Call(Protocol):
         Arguments:
             tensors: the tensors among the arguments of the call.
             f: the function with another closure. The default is the function itself.
-            strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
             read_as: maps the value of each variable to the value that the function reads.
             values: a list to which the values of the trainable variables before `read_as` are added.
             undo: whether to undo assignments to variables if the function raises, because it runs again.
@@ -151,12 +152,6 @@ class Call(Protocol):
             first: the pullback of the first run.
             f: the function with another closure. The default is the function itself.
         """
-
-    def touches_variables(self) -> bool:
-        """Return whether a function with this code has read or assigned a variable before."""
-
-    def note_touched(self) -> None:
-        """Remember that this function reads or assigns variables."""
 
     def is_in_scope(self) -> bool:
         """Return whether a scope is active, in which variables may have other values than their own."""

@@ -65,6 +65,9 @@ def read(target: Target, answer: Any, specs: list[Spec | None], needed: Sequence
             entries = None
         else:
             entries = answer if type(answer) in _SEQUENCES and len(answer) == len(specs) else None
+    elif len(specs) == 1 and _TENSORS[type(answer)]:
+        # One tensor among other arguments, such as `self`.
+        entries = (answer,) if any([type(part) is Slot for part in target.arguments.template]) else None
     else:
         entries = target.arguments.tensors_of(answer)
     if entries is not None:

@@ -62,7 +62,6 @@ class Call:
         tensors: Sequence[Any],
         *,
         f: Callable[..., Any] | None = None,
-        strict: bool = False,
         read_as: Callable[[Any], Any] | None = None,
         values: list[Any] | None = None,
         undo: bool = False,
@@ -75,15 +74,12 @@ class Call:
         Arguments:
             tensors: the tensors among the arguments of the call.
             f: the function with another closure. The default is the function itself.
-            strict: whether to raise `TouchedVariable` where the function reads or assigns a variable.
             read_as: maps the value of each variable to the value that the function reads.
             values: a list to which the values of these variables before `read_as` are added.
             undo: whether to undo assignments to variables if the function raises, because it runs again.
         """
         pullback, scope, context, f = self.pullback, _Reads(), current_context(), f or self.f
         scope.name = pullback.name
-        if strict:
-            scope.strict = True
         if read_as is not None:
             scope.read_as = read_as
         try:
@@ -176,16 +172,6 @@ class Call:
         """Return whether an argument is an object that may hold tensors, such as `self`."""
         return self.pullback.arguments.has_objects()
 
-    def touches_variables(self) -> bool:
-        """Return whether a function with this code has read or assigned a variable before."""
-        return _code_of(self.f) in _TOUCHING
-
-    def note_touched(self) -> None:
-        """Remember that functions with this code read or assign variables."""
-        if len(_TOUCHING) >= _CACHE_SIZE:
-            _TOUCHING.clear()
-        _TOUCHING.add(_code_of(self.f))
-
     def is_in_scope(self) -> bool:
         """Return whether a scope is active, in which variables may have other values than their own."""
         return in_scope()
@@ -233,15 +219,6 @@ class Run:
         """Find the residuals of the rule, which the function `owner` returned."""
         self.residuals, self.template, self.is_opaque = lift(self.rule, _TENSORS, owner)
         self.roles = classify(self.residuals, self.inputs, self.outputs)
-
-
-# The code of functions that read or assigned a variable. A strict run of them would fail again.
-_TOUCHING: set[Any] = set()
-_CACHE_SIZE = 4096
-
-
-def _code_of(f: Any) -> Any:
-    return getattr(f, "__code__", type(f))
 
 
 class Pullback(HoldsNoTensor):

@@ -127,10 +127,6 @@ def shape_text(shape: object) -> str:
     return str(tuple(shape)) if isinstance(shape, (tuple, list)) else str(shape)
 
 
-class TouchedVariable(BaseException):
-    """Raised in a strict run of a function that reads or assigns a variable. The caller runs it again."""
-
-
 def hide_frames() -> None:
     """Hide the frames of this package in tracebacks of pytest. `--full-trace` shows them.
 

@@ -6,6 +6,7 @@ the containers and the static leaves. `Layout.join` makes the structure from oth
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,10 +42,26 @@ def _kind(leaf: Any) -> int:
         elif ops.is_tensor(leaf):  # a tensor for Keras, but not dense
             kind = _RAGGED if hasattr(cls, "nested_row_splits") else _SPARSE
         else:
-            kind = _NESTED if tree.is_nested(leaf) else _STATIC
+            kind = _NESTED if _is_nested(leaf) else _STATIC
         if kind != _STATIC or cls.__module__ == "builtins":  # users may define other classes in every call
             _KINDS[cls] = kind
     return kind
+
+
+_LEAF_CLASSES: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _is_nested(structure: Any) -> bool:
+    """Return `keras.tree.is_nested`, which takes as long as a small op, and depends on the class alone."""
+    cls = type(structure)
+    if backend.active.is_reading_code():
+        return tree.is_nested(structure)
+    if cls in _LEAF_CLASSES:
+        return False
+    nested = tree.is_nested(structure)
+    if not nested:
+        _LEAF_CLASSES.add(cls)
+    return nested
 
 
 class Slot(int):
@@ -158,10 +175,9 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     if kind is dict:
         parts = {key: rebuild(structure[key], leaf) for key in _in_order(structure)}
         return {key: parts[key] for key in structure}
-    # Tested first, because `tree.is_nested` takes as long as the rest.
     if kind is Slot or _TENSORS[kind]:
         return leaf(structure)
-    if not tree.is_nested(structure):
+    if not _is_nested(structure):
         proxy = isinstance(structure, tuple) and _is_proxy(structure)
         return rebuild(structure.__wrapped__, leaf) if proxy else leaf(structure)
     return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])

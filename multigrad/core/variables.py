@@ -16,7 +16,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.core.closure import RuleWithTensors
-from multigrad.core.errors import TouchedVariable, message
+from multigrad.core.errors import message
 from multigrad.core.keras_internals import global_state
 from multigrad.core.type_sets import HoldsNoTensor
 
@@ -177,8 +177,6 @@ class Reads(_Scope):
     """The other variables that were read or assigned, with their values before the call, by id."""
     name = ""
     """The name of the op in messages."""
-    strict = False
-    """Whether to raise `TouchedVariable` where a variable is read or assigned."""
     read_as: Callable[[Any], Any] | None = None
     """Maps the value of a variable to the value that the function reads."""
     _dtypes: Any = ()
@@ -190,8 +188,6 @@ class Reads(_Scope):
         return backend.active.as_tensor(value)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        if self.strict:
-            raise TouchedVariable
         key = id(variable)
         value = self.current.get(key)
         if value is not None:
@@ -282,8 +278,6 @@ class Reads(_Scope):
         return [self.get_current_value(v) if id(v) in self.assigned else value for v, value in pairs]
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        if self.strict:
-            raise TouchedVariable
         variable = update[0]
         key = id(variable)
         if key not in self.assigned:
@@ -333,8 +327,7 @@ class Pinned(_Scope):
         state: Sequence[tuple[keras.Variable, Any]] = ()
         if isinstance(variables, Variables):
             state = variables.state
-            pairs = zip(values, variables.dtypes, strict=True)
-            values = [value if dtype is None else ops.cast(value, dtype) for value, dtype in pairs]
+            values = list(map(_cast, variables, variables.dtypes, values))
         self.current = dict(zip(map(id, variables), values, strict=True))
         self.current.update({id(variable): value for variable, value in state})
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
@@ -356,6 +349,11 @@ class Pinned(_Scope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         self.assigned[id(update[0])] = update
         self.current[id(update[0])] = update[1]
+
+
+def _cast(variable: keras.Variable, dtype: str | None, value: Any) -> Any:
+    """Return the value of a variable in the dtype in which it was read, None if there are several."""
+    return value if dtype is None or dtype == variable._dtype else ops.cast(value, dtype)
 
 
 class _RuleScope(Pinned):

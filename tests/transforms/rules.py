@@ -1,4 +1,4 @@
-"""Rules that forward mode can and cannot transpose."""
+"""Rules that are and are not linear in the upstream gradient."""
 
 from keras import ops
 

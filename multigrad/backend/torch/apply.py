@@ -9,12 +9,13 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 
 from multigrad.backend.base import Call
 from multigrad.backend.torch.compiled import apply_compiled, apply_exporting
-from multigrad.backend.torch.eager import HasRun, MoreInputs, attach, join_attached
+from multigrad.backend.torch.eager import tie
 from multigrad.backend.torch.functorch import apply_transforming, is_unaffected
 from multigrad.backend.torch.private import (
     forward_ad,
     is_functorch_active,
     is_tracing,
+    set_grad_enabled,
     untransformed,
     unwrapped_once,
 )
@@ -32,16 +33,23 @@ def apply(call: Call, tensors: Sequence[torch.Tensor], unaffected: bool = False)
         return _apply_under_transforms(call, tensors)
     if is_exporting() or is_tracing():
         return apply_exporting(call, tensors)
-    if is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                try:
-                    output = attach(call, *tensors)
-                    return join_attached(output) if type(output) is tuple else output
-                except MoreInputs as more:
-                    ran = more.args
-                return join_attached(attach(*ran))
-    return _without_gradient(call, tensors)
+    recording = is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        run = call.run(tensors)
+    finally:
+        set_grad_enabled(recording)
+    outputs = run.outputs
+    if not recording:
+        # An output that is an input is copied as a view. The rule of an outer op would take it for the outer
+        # input.
+        outputs = [o.view_as(o) if any([o is t for t in run.inputs]) else o for o in outputs]
+        return run.pullback.output.join(outputs)
+    for tensor in run.inputs:
+        if tensor.requires_grad:
+            return run.pullback.output.join(tie(call, run))
+    # An output that requires a gradient is a tensor that the function closes over. The op has none for it.
+    return run.pullback.output.join([o.detach() if o.requires_grad else o for o in outputs])
 
 
 def _apply_under_transforms(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
@@ -49,19 +57,3 @@ def _apply_under_transforms(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         with untransformed():
             return apply(call, tensors, unaffected=True)
     return apply_transforming(call, tensors)
-
-
-def _without_gradient(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    recorded = is_grad_enabled()
-    with torch.no_grad():
-        run = call.run(tensors)
-    outputs, inputs, pullback = run.outputs, run.inputs, run.pullback
-    if recorded and inputs is not tensors and any([tensor.requires_grad for tensor in inputs]):
-        return join_attached(attach(HasRun(call, run), *inputs))
-    if recorded:
-        # An output that requires a gradient is a tensor that the function closes over. The op has none for
-        # it.
-        return pullback.output.join([o.detach() if o.requires_grad else o for o in outputs])
-    # An output that is an input is copied as a view. The rule of an outer op would take it for the outer
-    # input.
-    return pullback.output.join([o.view_as(o) if any([o is t for t in inputs]) else o for o in outputs])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import is_grad_enabled
 
-from multigrad.backend.base import Call, Pullback, Run, Spec
+from multigrad.backend.base import OTHER, Call, Pullback, Run, Spec
 from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere
 from multigrad.backend.torch.state import (
     autocasting,
@@ -22,31 +22,20 @@ from multigrad.core.closure import lift, restore
 from multigrad.core.errors import message
 
 
-class HasRun(NamedTuple):
-    """A call whose function has run, with the result."""
-
-    call: Call
-    run: Run
-
-
-class MoreInputs(Exception):
-    """Raised if a function has more inputs than its node. The arguments are a `HasRun` and all inputs."""
-
-
 class _NodeState(NamedTuple):
     """The state of a node that is not a saved tensor."""
 
     pullback: Pullback
     template: Any
     """The rule without its residuals (see `core/closure.py`)."""
+    roles: Sequence[int]
+    """For each residual: an index among the inputs followed by the outputs, or `OTHER`."""
     slots: Sequence[int] | None
     """For each residual the index of its saved tensor. None if no residual occurs twice."""
     specs: list[Spec | None]
     autocast: Any
     call: Call | None
     """The call, whose function runs again for a second derivative. None if it need not run again."""
-    tied: Sequence[int]
-    """The slots of residuals that are outputs."""
     opaque: bool
     """Whether the rule holds an object that may hold tensors."""
     closed_over: Sequence[Any]
@@ -54,26 +43,15 @@ class _NodeState(NamedTuple):
 
 
 class _Node(torch.autograd.Function):
-    """The node of a call.
-
-    The function runs in `forward`. If it has more inputs than the node, because it read variables, `forward`
-    raises `MoreInputs`, and the caller attaches a node with all inputs to the result.
-    """
+    """The node of a call, whose function has run without recording."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, *tensors: torch.Tensor) -> Sequence[Any]:
-        if type(call) is HasRun:
-            call, run = call
-        else:
-            run = call.run(tensors)
-            if run.inputs is not tensors:
-                raise MoreInputs(HasRun(call, run), *run.inputs)
-        outputs, rule, pullback = run.outputs, run.rule, run.pullback
-        residuals, template, opaque = lift(rule, TENSORS, call.f)
-        tie = _tie if len(tensors) <= 8 else _tie_many
-        tied_outputs, tied, closed_over, computed = tie(tensors, outputs, residuals)
+    def forward(ctx: Any, call: Any, run: Run, *inputs: torch.Tensor) -> Any:
+        run.lift(call.f)
+        outputs = _new_outputs(run)
+        residuals, closed_over, computed = _residuals_to_save(run, outputs)
         slots = None
-        if type(template) is not tuple:
+        if type(run.template) is not tuple:
             distinct = dict(zip(map(id, residuals), residuals, strict=True))
             if len(distinct) < len(residuals):
                 # A residual that occurs twice is saved once, for saved-tensor hooks that make copies.
@@ -81,43 +59,48 @@ class _Node(torch.autograd.Function):
                 residuals = list(distinct.values())
         # PyTorch restores saved inputs and outputs with their history. For intermediate results, a second
         # derivative runs the function again on the inputs.
-        if not (computed or opaque):
+        if not (computed or run.is_opaque):
             ctx.save_for_backward(*residuals)
             call = None
         elif call.options.higher_order:
-            ctx.save_for_backward(*residuals, *tensors)
+            ctx.save_for_backward(*residuals, *inputs)
         else:
             ctx.save_for_backward(*residuals)
-            ctx.anchors = _anchors([*tensors, *lift(call.f, TENSORS)[0]])
+            ctx.anchors = _anchors([*inputs, *lift(call.f, TENSORS)[0]])
         autocast = current_autocast() if is_autocast_anywhere() else None
-        specs = specs_of(tensors)
         ctx.multigrad = _NodeState(
-            pullback, template, slots, specs, autocast, call, tied, opaque, closed_over
+            run.pullback,
+            run.template,
+            run.roles,
+            slots,
+            specs_of(inputs),
+            autocast,
+            call,
+            run.is_opaque,
+            closed_over,
         )
-        return tied_outputs[0] if pullback.output.is_one else (pullback.output, *tied_outputs)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        pullback, template, slots, specs, autocast, call, tied, opaque, _ = ctx.multigrad
+        pullback, template, roles, slots, specs, autocast, call, opaque, _ = ctx.multigrad
         if (autocast or is_autocast_anywhere()) and autocast != current_autocast():
             with autocasting(autocast):
                 return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
         if slots is not None:
             saved = *[saved[slot] for slot in slots], *saved[max(slots) + 1 :]
-        if not pullback.output.is_one:
-            upstream = dense_floating(upstream[1:])
-        elif upstream[0] is not None and upstream[0].is_sparse:
+        if len(upstream) > 1 or (upstream[0] is not None and upstream[0].is_sparse):
             upstream = dense_floating(upstream)
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         if call is None or not is_grad_enabled():
-            return None, *pullback.pull(restore(template, saved), upstream, needed, specs)
+            return None, None, *pullback.pull(restore(template, saved), upstream, needed, specs)
         if not call.options.higher_order:
             with torch.no_grad():
                 gradients = pullback.pull(restore(template, saved), upstream, needed, specs)
             error = _only_first_order(call)
             sources = [*ctx.anchors, *[t for t in (*saved, *upstream) if t is not None and t.requires_grad]]
-            return None, *[None if g is None else refuse(g, error, *sources) for g in gradients]
+            return None, None, *[None if g is None else refuse(g, error, *sources) for g in gradients]
         count = len(saved) - len(specs)
         if opaque:
             # Tensors that the rule reaches through an object have a history only if the function runs again,
@@ -128,80 +111,66 @@ class _Node(torch.autograd.Function):
                 first_rule = restore(template, saved)
                 first = _copies(pullback.untraced.pull(first_rule, upstream_copies, needed, specs))
         with fork_random_state():
-            second_template, residuals, _ = run_again(call, pullback, count, saved[count:])
-        residuals = with_history(saved[:count], residuals, tied)
+            second = rerun(call, pullback, count, saved[count:])
+        residuals = with_history(saved[:count], second.residuals, roles)
         require_alike(call, saved[:count], residuals)
         if not opaque:
-            return None, *pullback.pull(restore(template, residuals), upstream, needed, specs)
-        gradients = pullback.pull(restore(second_template, residuals), upstream, needed, specs)
+            return None, None, *pullback.pull(restore(template, residuals), upstream, needed, specs)
+        gradients = pullback.pull(restore(second.template, residuals), upstream, needed, specs)
         if not all(map(_alike, first, gradients)):
             raise _not_the_same_rule(call)
-        return None, *gradients
+        return None, None, *gradients
 
 
-attach = direct_apply(_Node)
+_apply = direct_apply(_Node)
 
 
-def join_attached(output: Any) -> Any:
-    """Return the output of an op from the result of `attach`: a tensor, or a layout followed by tensors."""
-    if type(output) is not tuple:
-        return output
-    layout, *tensors = output
-    return layout.join(tensors)
+def tie(call: Call, run: Run) -> Sequence[torch.Tensor]:
+    """Return the outputs of a run, whose derivative with respect to its inputs is the rule."""
+    outputs = _apply(call, run, *run.inputs)
+    return outputs if type(outputs) is tuple else (outputs,)
 
 
-def _tie(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
-    """Return new tensors for the outputs, and put them in the residuals that are outputs.
+def _new_outputs(run: Run) -> list[torch.Tensor]:
+    """Return new tensors for the outputs. An alias of an input stays a view, so that PyTorch handles in-place
+    changes.
 
-    They are new because the function may return a constant, an input, or one tensor twice. An alias of an
-    input stays a view, so that PyTorch handles in-place changes.
-
-    Returns:
-        the new tensors, the slots of residuals that are outputs, the nodes of residuals that were computed
-        outside of the op with a history, and whether a residual is an intermediate result.
+    They are new because the function may return a constant, an input, or one tensor twice.
     """
-    tied_outputs: list[torch.Tensor] = []
-    for output in outputs:
+    outputs = []
+    for output in run.outputs:
         alias = output._is_view()
-        for tensor in inputs:
+        for tensor in run.inputs:
             if output is tensor:
                 alias = True
-        tied_outputs.append(output.view_as(output) if alias else output.detach())
-    tied: tuple[int, ...] = ()
+        outputs.append(output.view_as(output) if alias else output.detach())
+    return outputs
+
+
+def _residuals_to_save(
+    run: Run, outputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], Sequence[Any], bool]:
+    """Put the new outputs in the residuals that are outputs.
+
+    Returns:
+        the residuals, the nodes of those that were computed outside of the op with a history, and whether a
+        residual is an intermediate result.
+    """
+    residuals, count = run.residuals, len(run.inputs)
     closed_over: tuple[Any, ...] = ()
     computed = False
-    for slot, residual in enumerate(residuals):
-        for tensor in inputs:
-            if residual is tensor:
-                break  # an output that is an input counts as the input
+    for slot, role in enumerate(run.roles):
+        if 0 <= role < count:
+            continue
+        residual = residuals[slot]
+        if residual.requires_grad and not is_view_without_node(residual):
+            closed_over = *closed_over, node_of(residual)
+            run.roles[slot] = OTHER  # an output that has a history of its own
+        elif role == OTHER:
+            computed = computed or FLOATING[residual.dtype]
         else:
-            if residual.requires_grad and not is_view_without_node(residual):
-                closed_over = *closed_over, node_of(residual)
-                continue
-            for index, output in enumerate(outputs):
-                if residual is output:
-                    residuals[slot] = tied_outputs[index]
-                    tied = *tied, slot
-                    break
-            else:
-                computed = computed or FLOATING[residual.dtype]
-    return tied_outputs, tied, closed_over, computed
-
-
-def _tie_many(
-    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], residuals: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], Sequence[int], Sequence[Any], bool]:
-    """Do the same as `_tie`, in linear time for many inputs."""
-    input_ids = set(map(id, inputs))
-    slots = [slot for slot, residual in enumerate(residuals) if id(residual) not in input_ids]
-    remaining = [residuals[slot] for slot in slots]
-    aliased = [o for o in outputs if id(o) in input_ids]
-    tied_outputs, tied, closed_over, computed = _tie(aliased, outputs, remaining)
-    for slot, residual in zip(slots, remaining, strict=True):
-        residuals[slot] = residual
-    return tied_outputs, [slots[i] for i in tied], closed_over, computed
+            residuals[slot] = outputs[role - count]
+    return residuals, closed_over, computed
 
 
 def is_view_without_node(tensor: torch.Tensor) -> bool:
@@ -212,31 +181,28 @@ def is_view_without_node(tensor: torch.Tensor) -> bool:
     return tensor._is_view() and tensor.grad_fn is None and tensor._base.requires_grad
 
 
-def run_again(
-    call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tensor]
-) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
+def rerun(call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tensor]) -> Run:
     """Run the function again with recording, because its first run was not recorded.
 
-    Returns:
-        the template of the second rule, its `count` residuals, and the outputs.
+    Its rule must have as many residuals as the rule of the first run: `count`.
     """
     run = call.rerun(tensors, first)
     run.lift(call.f)
     if len(run.residuals) != count:
         raise _not_repeatable(call)
-    return run.template, run.residuals, run.outputs
+    return run
 
 
 def with_history(
-    first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], keep: Sequence[int]
+    first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], roles: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return the residuals of the second run if they have a history, and of the first run otherwise.
+    """Return the intermediate results of the second run, and the other residuals of the first run.
 
-    Slots in `keep` have a history in the first run. A residual that depends on no input, such as a mask, has
-    none in either run.
+    Inputs and outputs have a history in the first run. An intermediate result that depends on no input, such
+    as a mask, has none in either run.
     """
-    pairs = enumerate(zip(first, second, strict=True))
-    return [old if slot in keep or not new.requires_grad else new for slot, (old, new) in pairs]
+    chosen = zip(first, second, roles, strict=True)
+    return [new if role == OTHER and new.requires_grad else old for old, new, role in chosen]
 
 
 def _copies(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -1,22 +1,22 @@
 """The `autograd.Function` of a call under torch.func and in forward mode."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_not
 from typing import Any, NoReturn
 
 import torch
 
-from multigrad.backend.base import Call, Pullback, Run, Spec
+from multigrad.backend.base import Call, Run
 from multigrad.backend.torch.eager import (
     dense_floating,
-    is_alias,
     mark_integers,
     require_alike,
-    run_again,
+    rerun,
     with_history,
 )
-from multigrad.backend.torch.private import forward_ad, saved_tensor_hooks, set_forward_mode
+from multigrad.backend.torch.private import forward_ad, saved_tensor_hooks, set_forward_mode, untransformed
 from multigrad.backend.torch.state import (
-    Autocast,
     active_vmaps,
     autocasting,
     current_autocast,
@@ -25,35 +25,95 @@ from multigrad.backend.torch.state import (
     unwrapped,
     vmaps_of,
 )
-from multigrad.backend.torch.tensors import TENSORS, distinct, is_differentiable, specs_of
+from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
 from multigrad.core.closure import OTHER, restore
-from multigrad.core.errors import TouchedVariable, message
+from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
 
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    run = _Run()
-    if not (call.has_objects() or call.touches_variables() or next(_reachable(call), None) is not None):
-        try:
-            outputs = _Transformed.apply(call, run, *tensors)
-            return run.pullback.output.join(outputs[: run.outputs])
-        except TouchedVariable:
-            call.note_touched()
-    # Other tensors that the function uses may be wrapped by a transform, so that they cannot be used inside
-    # of the Function, or may require a gradient. So the function runs before, with recording, and its outputs
-    # become those of the Function.
-    first = call.run(tensors)
-    outputs, rule, inputs, pullback = first.outputs, first.rule, first.inputs, first.pullback
-    others = run.set(call, first)
-    run.before = True
-    detached = [output.detach() for output in outputs]
+    """Run the function, and return its outputs from a Function whose derivative is the rule."""
+    run = _run_stripped(call, tensors)
+    is_lazy = False
+    if _uses_intermediates(call, run):
+        is_lazy = not _needs_recording(call, run)
+        run = run if is_lazy else _run_recorded(call, run)
+    state, others = _State(call, run), _others(run)
+    if is_lazy:
+        others = _Intermediates.apply(state, *run.inputs, *others)
     active = active_vmaps()
-    reached = reachable_tensors(rule, TENSORS) if run.opaque and active else ()
+    reached = reachable_tensors(run.rule, TENSORS) if run.is_opaque and active else ()
     # A tensor that is mapped by a vmap that has ended counts as unmapped.
     mapped = [tensor for tensor in reached if active >= set(vmaps_of(tensor)) > set()]
     marks = [torch.zeros_like(tensor, dtype=torch.float32).sum() for tensor in mapped]
-    outputs = _Transformed.apply(call, run, *inputs, *detached, *others, *marks)
-    return pullback.output.join(outputs[: run.outputs])
+    outputs = [output.detach() for output in run.outputs]
+    return run.pullback.output.join(_Transformed.apply(state, *run.inputs, *outputs, *others, *marks))
+
+
+def _uses_intermediates(call: Call, run: Run) -> bool:
+    """Return whether the rule uses results of the function that are not outputs, directly or in objects."""
+    others = [other for other in _others(run) if is_differentiable(other)]
+    if others:
+        used = list(_used(call))
+        others = [other for other in others if not _is_in(other, used)]
+    return bool(others) or _reaches_tensors_in_objects(run)
+
+
+def _needs_recording(call: Call, run: Run) -> bool:
+    """Return whether a derivative of intermediate results needs more than a second run on the inputs.
+
+    This is so if they are in objects, or depend on other tensors that have a history.
+    """
+    if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in _others(run)]):
+        return True
+    used = [*_used(call), *run.pullback.values_in_scopes()]
+    return any([_has_history(tensor) and not _is_in(tensor, run.inputs) for tensor in used])
+
+
+def _reaches_tensors_in_objects(run: Run) -> bool:
+    return run.is_opaque and any(True for _ in _tensors_in_objects(run.rule, run.residuals))
+
+
+def _run_stripped(call: Call, tensors: Sequence[torch.Tensor]) -> Run:
+    """Run the function on tensors without history, as a hand-written Function does.
+
+    If no vmap maps a tensor that the function can use, the tensors have no wrappers of transforms, so that
+    the function can use NumPy.
+    """
+    stripped, context = tensors, contextlib.nullcontext()
+    if not (active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, [*tensors, *_used(call)])))):
+        stripped, context = [torch.func.debug_unwrap(t, recurse=True) for t in tensors], untransformed()
+    with torch.no_grad(), set_forward_mode(False), context:
+        run = call.run([tensor.detach() for tensor in stripped])
+        run.lift(call.f)
+    run.inputs = [*tensors, *run.inputs[len(tensors) :]]
+    return run
+
+
+def _run_recorded(call: Call, first: Run) -> Run:
+    """Run the function again on inputs with history."""
+    run = call.rerun(first.inputs, first.pullback)
+    run.lift(call.f)
+    run.pullback = first.pullback  # it records the steps of a trace
+    return run
+
+
+def _others(run: Run) -> Sequence[torch.Tensor]:
+    """Return the residuals that are neither inputs nor outputs."""
+    pairs = zip(run.residuals, run.roles, strict=True)
+    return [residual for residual, role in pairs if role == OTHER]
+
+
+def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    return any([tensor is other for other in tensors])
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad or _is_wrapped(tensor) or _has_tangent(tensor)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None
 
 
 def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
@@ -68,157 +128,183 @@ def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     # An object may hold mapped tensors, except in a checkpoint, which sets saved-tensor hooks.
     if call.has_objects() and saved_tensor_hooks(False) is None:
         return False
-    used = [*tensors, *_reachable(call)]
+    used = [*tensors, *_used(call, with_objects=False)]
     # Other transforms wrap the result of every operation, so try one.
     return not any(map(_is_wrapped, [*used, *[tensor.detach() for tensor in used[:1]]]))
 
 
-def _reachable(call: Call) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the function can use, apart from its arguments.
+def _used(call: Call, with_objects: bool = True) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the function can use, apart from the tensors among its arguments.
 
     They include globals that the function names, because a gradient penalty may use global weights.
     """
-    return reachable_tensors(call.f, TENSORS, with_globals=True)
+    for root in (call.f, *(call.objects() if with_objects else ())):
+        yield from reachable_tensors(root, TENSORS, (torch.nn.Module,), with_globals=True)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
     return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
 
 
-class _Run:
-    """The result of a run that is the same at every level of transforms."""
+class _State:
+    """The state of a call that is the same at every level of transforms."""
 
-    autocast: "Autocast"
-    before = False
-    """Whether the function ran before the Function. The arguments of the Function are then the inputs,
-    outputs, other residuals, and marks: zeros that are mapped like the tensors that the rule reaches through
-    objects."""
-    pullback: Pullback
-    dual = False
-    """Whether the rule reaches a tensor with a forward-mode tangent through an object."""
-    inputs: int
-    opaque: bool
-    outputs: int
-    indices: list[int]
-    """The index of each residual among the inputs, the outputs and the other residuals."""
-    specs: list[Spec | None]
-    template: Any
+    reruns = False
+    """Whether a derivative runs the function again, because of tensors in objects that the rule uses."""
 
-    def set(self, call: Call, run: Run) -> list[torch.Tensor]:
-        """Set all attributes, and return the residuals that are neither inputs nor outputs."""
-        run.lift(call.f)
-        self.pullback, self.template, self.opaque = run.pullback, run.template, run.is_opaque
+    def __init__(self, call: Call, run: Run) -> None:
+        self.call, self.pullback = call, run.pullback
+        self.template, self.is_opaque, self.roles = run.template, run.is_opaque, run.roles
         self.autocast, self.specs = current_autocast(), specs_of(run.inputs)
         self.inputs, self.outputs = len(run.inputs), len(run.outputs)
-        pairs = list(zip(run.residuals, run.roles, strict=True))
-        others = list({id(residual): residual for residual, role in pairs if role == OTHER}.values())
-        indices = {id(other): self.inputs + self.outputs + i for i, other in enumerate(others)}
-        self.indices = [indices[id(residual)] if role == OTHER else role for residual, role in pairs]
-        return others
 
-    def parts(self, saved: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], ...]:
-        """Return the inputs, the outputs and the other residuals."""
-        start, end = self.inputs, self.inputs + self.outputs
-        return saved[:start], saved[start:end], saved[end:]
+    def residuals(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the residuals among the inputs, the outputs and the other residuals."""
+        others = iter(saved[self.inputs + self.outputs :])
+        return [next(others) if role == OTHER else saved[role] for role in self.roles]
 
 
 class _Transformed(torch.autograd.Function):
-    """A Function in the form that transforms require. Its residuals are outputs, too.
+    """A Function in the form that transforms require.
 
-    The derivative of a residual goes through the function, which runs again for it. In reverse mode this
-    happens only in derivatives of the gradient.
+    Its arguments are the inputs, the outputs, the other residuals, and marks: zeros that are mapped like the
+    tensors that the rule reaches through objects. The outputs depend on the inputs by the rule, and on no
+    other argument.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: Call, run: _Run, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if run.before:
-            results = tensors[run.inputs : run.inputs + run.outputs]
-        else:
-            tensors = tuple(distinct(tensors))
-            first = call.run(tensors, strict=True)
-            results = (*first.outputs, *run.set(call, first))
-        mapped = _mapped_alike(results, tensors)
-        # In forward mode, PyTorch requires the tangent of a view to be a view. So no output is a view of an
-        # input.
-        return tuple([o.clone() if is_alias(o, tensors) else o.detach() for o in mapped])
+    def forward(state: _State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = _map_alike(tensors[state.inputs : state.inputs + state.outputs], tensors)
+        # Copies: in forward mode, PyTorch requires the tangent of a view to be a view.
+        return tuple([output.clone() for output in outputs])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.call, ctx.run, *tensors = inputs
-        count = ctx.run.inputs
-        saved = (*tensors[:count], *output, *tensors[count + ctx.run.outputs :])
+        ctx.state, *tensors = inputs
+        count = ctx.state.inputs
+        saved = (*tensors[:count], *output, *tensors[count + len(output) :])
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
-        ctx.set_materialize_grads(False)  # None for outputs and residuals that are not differentiated
+        ctx.set_materialize_grads(False)  # None for outputs that are not differentiated
         mark_integers(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        run, all_needed = ctx.run, ctx.needs_input_grad[2:]
-        saved = unwrapped(ctx.saved_tensors)
-        inputs, outputs, _ = run.parts(saved)
-        needed = all_needed[: len(inputs)]
-        gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        with autocasting(run.autocast):
-            of_outputs, of_residuals = upstream[: len(outputs)], upstream[len(outputs) :]
-            if any([u is not None for u in of_outputs]):
-                pairs = zip(of_outputs, outputs, strict=True)
-                whole = [torch.zeros_like(o) if u is None else u for u, o in pairs]
-                rule = _rule_of(ctx, saved)
-                gradients = run.pullback.pull(rule, dense_floating(whole), needed, run.specs)
-            if any([u is not None for u in of_residuals]):
-                argnums = [i for i, need in enumerate(needed) if need]
-                pulled = _pull_residuals(ctx, saved, of_residuals, argnums)
-                more = dict(zip(argnums, pulled, strict=True))
-                gradients = [_sum(gradient, more.get(i)) for i, gradient in enumerate(gradients)]
-        return None, None, *gradients, *[None] * (len(all_needed) - len(inputs))
+        state = ctx.state
+        gradients: Sequence[torch.Tensor | None] = [None] * state.inputs
+        if any([u is not None for u in upstream]):
+            with autocasting(state.autocast):
+                saved = unwrapped(ctx.saved_tensors)
+                pairs = zip(upstream, saved[state.inputs :], strict=False)
+                whole = [torch.zeros_like(output) if u is None else u for u, output in pairs]
+                needed = ctx.needs_input_grad[1 : 1 + state.inputs]
+                rule = _rule_of(state, saved)
+                gradients = state.pullback.pull(rule, dense_floating(whole), needed, state.specs)
+        return None, *gradients, *[None] * (len(ctx.needs_input_grad) - 1 - state.inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the tangents of the outputs by the transpose of the rule, which must be linear."""
-        run = ctx.run
-        argnums = [i for i, tangent in enumerate(tangents[2 : 2 + run.inputs]) if tangent is not None]
+        state = ctx.state
+        of_inputs = tangents[1 : 1 + state.inputs]
+        needed = [tangent is not None for tangent in of_inputs]
         # PyTorch (2.13) disables forward mode here, at outer levels too, so that derivatives of tangents
         # would be zero. So enable it again.
-        with set_forward_mode(True), autocasting(run.autocast):
+        with set_forward_mode(True), autocasting(state.autocast):
             saved = list(map(_primal, ctx.saved_tensors))
-            inputs, outputs, others = run.parts(saved)
-            rule = _rule_of(ctx, saved)
-            needed = [i in argnums for i in range(len(inputs))]
+            rule = _rule_of(state, saved)
 
             def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
-                gradients = run.pullback.untraced.pull(rule, upstream, needed, run.specs)
-                return [
-                    torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in argnums
-                ]
+                gradients = state.pullback.untraced.pull(rule, upstream, needed, state.specs)
+                triples = zip(gradients, saved, needed, strict=False)
+                return [torch.zeros_like(x) if g is None else g for g, x, need in triples if need]
 
-            input_tangents = [tangents[2 + i] for i in argnums]
-            pushed = _transposed(vjp, outputs, input_tangents)
-            if run.before:
-                return tuple(pushed)
-
-            def pull(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
-                return _pull_residuals(ctx, saved, upstream, argnums)
-
-            return *pushed, *_transposed(pull, others, input_tangents)
-
-
-def _trials(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return upstream gradients with which a rule can be checked."""
-    return [_trial(output) if is_differentiable(output) else None for output in outputs]
+            outputs = saved[state.inputs : state.inputs + state.outputs]
+            return tuple(_transposed(vjp, outputs, [t for t in of_inputs if t is not None]))
 
 
 def _trial(output: torch.Tensor) -> torch.Tensor:
+    """Return an upstream gradient with which a rule can be called."""
     if is_empty(output):
         return torch.ones_like(output)  # its sizes may be symbols
     angles = torch.arange(output.numel(), dtype=torch.float32, device=output.device)
     return angles.cos().to(output.dtype).reshape(output.shape)
 
 
+class _Intermediates(torch.autograd.Function):
+    """Gives a history to intermediate results, which were computed without one.
+
+    Their derivative goes through the function, which runs again for it. In reverse mode this happens only in
+    derivatives of the gradient. The arguments are the inputs and the intermediate results.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(state: _State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple([tensor.clone() for tensor in _map_alike(tensors[state.inputs :], tensors)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.state, *tensors = inputs
+        saved = (*tensors[: ctx.state.inputs], *output)
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.set_materialize_grads(False)
+        mark_integers(ctx, output)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        state = ctx.state
+        gradients: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if any([u is not None for u in upstream]):
+            argnums = [i for i, need in enumerate(ctx.needs_input_grad[1 : 1 + state.inputs]) if need]
+            with autocasting(state.autocast):
+                pulled = _pull_intermediates(state, unwrapped(ctx.saved_tensors), argnums, upstream)
+            for i, gradient in zip(argnums, pulled, strict=True):
+                gradients[1 + i] = gradient
+        return tuple(gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        state = ctx.state
+        of_inputs = tangents[1 : 1 + state.inputs]
+        argnums = [i for i, tangent in enumerate(of_inputs) if tangent is not None]
+        with set_forward_mode(True), autocasting(state.autocast):
+            saved = list(map(_primal, ctx.saved_tensors))
+
+            def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
+                return _pull_intermediates(state, saved, argnums, upstream)
+
+            return tuple(_transposed(vjp, saved[state.inputs :], [t for t in of_inputs if t is not None]))
+
+
+def _pull_intermediates(
+    state: _State,
+    saved: Sequence[torch.Tensor],
+    argnums: Sequence[int],
+    upstream: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """Return the gradients of intermediate results with respect to the inputs `argnums`."""
+    inputs, first = saved[: state.inputs], saved[state.inputs :]
+    wanted = [i for i, u in enumerate(upstream) if u is not None]
+
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        new_inputs = list(inputs)
+        for i, tensor in zip(argnums, tensors, strict=True):
+            new_inputs[i] = tensor
+        second = _others(rerun(state.call, state.pullback, len(state.roles), new_inputs))
+        recorded = [i for i in wanted if second[i].requires_grad]
+        require_alike(state.call, [first[i] for i in recorded], [second[i] for i in recorded])
+        return [second[i] for i in wanted]
+
+    return list(torch.func.vjp(function, *[inputs[i] for i in argnums])[1]([upstream[i] for i in wanted]))
+
+
 @torch.compiler.disable
-def _mapped_alike(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _map_alike(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the outputs, mapped by each vmap that maps one of the sources.
 
     Otherwise the upstream gradient of an output that does not depend on a mapped source would be the sum over
@@ -254,7 +340,7 @@ def _transposed(
         return linear(*[next(remaining) if f else None for f in floating])
 
     # Not at zero, where a rule that divides by the norm of its upstream gradient is not differentiable.
-    trials = [u for u in _trials(like) if u is not None]
+    trials = [_trial(tensor) for tensor, f in zip(like, floating, strict=True) if f]
     pushed = iter(torch.func.vjp(function, *trials)[1](tangents))
     return [next(pushed) if f else None for f in floating]
 
@@ -266,27 +352,12 @@ def _primal(tensor: torch.Tensor) -> torch.Tensor:
     return forward_ad.unpack_dual(tensor, level=0).primal
 
 
-def _reaches_duals(name: str, rule: Callable[..., Any], residuals: Sequence[torch.Tensor]) -> bool:
-    """Return whether the rule reaches a dual number in an object, which cannot be replaced by its primal."""
-    if forward_ad._current_level < 0:
-        return False
+def _tensors_in_objects(
+    rule: Callable[..., Any], residuals: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a rule reaches through objects. They are not among its residuals."""
     residual_ids = set(map(id, residuals))
-    reached = [tensor for tensor in reachable_tensors(rule, TENSORS) if id(tensor) not in residual_ids]
-    if any(map(is_of_inner_level, reached)):
-        # The inner derivative does not know the tensor that running the function again would set on the
-        # object.
-        raise NotImplementedError(
-            message(
-                name,
-                "the rule uses tensors of an inner derivative in an object, under forward mode",
-                required="a rule that closes over the tensors that it uses",
-                got="an object, such as `self`, that holds tensors of the inner derivative",
-                fix="let the rule close over the tensor, or take both derivatives in reverse mode, as "
-                "multigrad.hessian does",
-                see="pytorch#nested-forward-mode",
-            )
-        )
-    return any([forward_ad.unpack_dual(t, level=0).tangent is not None for t in reached])
+    return (tensor for tensor in reachable_tensors(rule, TENSORS) if id(tensor) not in residual_ids)
 
 
 class _PrimalOfBatch(torch.autograd.Function):
@@ -305,48 +376,44 @@ class _PrimalOfBatch(torch.autograd.Function):
         return _primal(tensor), dims[0]
 
 
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    return b if a is None else a if b is None else a + b
+def _rule_of(state: _State, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """Return the rule with the saved residuals, or the rule of a second run.
 
-
-def _rule_of(ctx: Any, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """Return the rule with the saved residuals, or the rule of a second run if it uses objects."""
-    run = ctx.run
-    residuals = [saved[index] for index in run.indices]
-    rule = restore(run.template, residuals)
-    if not run.opaque:
+    A second run is needed in forward mode if the rule reaches tensors with tangents through objects.
+    """
+    residuals = state.residuals(saved)
+    rule = restore(state.template, residuals)
+    if not state.is_opaque:
         return rule
-    if run.before and not run.dual:
-        # Remembered, because a second run sets other tensors on the objects, which are no dual numbers.
-        run.dual = _reaches_duals(ctx.call.name, rule, residuals)
-        if not run.dual:
-            return rule
+    reached = list(_tensors_in_objects(rule, residuals)) if forward_ad._current_level >= 0 else []
+    of_inner_level = any(map(is_of_inner_level, reached))
+    # Remembered, because a second run may set other tensors on the objects, which are no dual numbers.
+    state.reruns = state.reruns or of_inner_level or any(map(_has_tangent, reached))
+    if not state.reruns:
+        return rule
     # Tensors that the rule reaches through an object belong to another level. A second run makes new ones.
-    inputs, outputs, _ = run.parts(saved)
-    first_other = len(inputs) + len(outputs)
-    keep = [slot for slot, index in enumerate(run.indices) if index < first_other]
-    template, second, second_outputs = run_again(ctx.call, run.pullback, len(residuals), inputs)
-    second = with_history(residuals, second, keep)
-    require_alike(ctx.call, [*outputs, *residuals], [*second_outputs, *second])
-    return restore(template, second)
+    inputs, outputs = saved[: state.inputs], saved[state.inputs : state.inputs + state.outputs]
+    second = rerun(state.call, state.pullback, len(residuals), inputs)
+    if of_inner_level and any(map(is_not, reached, _tensors_in_objects(rule, residuals))):
+        raise _replaced_in_object(state.call)
+    second_residuals = with_history(residuals, second.residuals, state.roles)
+    require_alike(state.call, [*outputs, *residuals], [*second.outputs, *second_residuals])
+    return restore(second.template, second_residuals)
 
 
-def _pull_residuals(
-    ctx: Any, saved: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], argnums: Sequence[int]
-) -> list[torch.Tensor]:
-    """Return the gradients of intermediate results with respect to the inputs `argnums`."""
-    call, run = ctx.call, ctx.run
-    inputs, residuals = run.parts(saved)[0], [saved[index] for index in run.indices]
-    wanted = [i for i, u in enumerate(upstream) if u is not None]
-    slots = [run.indices.index(run.inputs + run.outputs + i) for i in wanted]
+def _replaced_in_object(call: Call) -> NotImplementedError:
+    """Return the error for a second run that replaced a tensor of an inner derivative in an object.
 
-    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        new_inputs = list(inputs)
-        for i, tensor in zip(argnums, tensors, strict=True):
-            new_inputs[i] = tensor
-        _, second, _ = run_again(call, run.pullback, len(residuals), new_inputs)
-        recorded = [slot for slot in slots if second[slot].requires_grad]
-        require_alike(call, [residuals[slot] for slot in recorded], [second[slot] for slot in recorded])
-        return [second[slot] for slot in slots]
-
-    return list(torch.func.vjp(function, *[inputs[i] for i in argnums])[1]([upstream[i] for i in wanted]))
+    The inner derivative would use the new tensor, which has no history there.
+    """
+    return NotImplementedError(
+        message(
+            call.name,
+            "the rule uses tensors of an inner derivative in an object, under forward mode",
+            required="a rule that closes over the tensors that it uses",
+            got="an object, such as `self`, that holds tensors of the inner derivative",
+            fix="let the rule close over the tensor, or take both derivatives in reverse mode, as "
+            "multigrad.hessian does",
+            see="pytorch#nested-forward-mode",
+        )
+    )

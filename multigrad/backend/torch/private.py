@@ -18,6 +18,9 @@ is_tracing = look_up("torch._C._is_tracing", lambda: torch.jit.is_tracing)
 get_tracing_state = look_up("torch._C._get_tracing_state")
 set_tracing_state = look_up("torch._C._set_tracing_state")
 
+# Enable or disable recording. The public function takes twice as long.
+set_grad_enabled = look_up("torch._C._set_grad_enabled", lambda: torch.set_grad_enabled)
+
 # Return whether a transform of torch.func is active.
 is_functorch_active = look_up("torch._C._are_functorch_transforms_active")
 # Leave all transforms for a while, to apply a Function in its eager form where they do not affect it.
@@ -66,19 +69,14 @@ def _is_autocast_anywhere() -> bool:
 # long.
 is_autocast_anywhere = look_up("torch._C._is_any_autocast_enabled", lambda: _is_autocast_anywhere)
 
-# The class of a Function's nodes, and the method that `Function.apply` calls after Python code that handles
-# `setup_context`, transforms and other kinds of Function. This code takes as long as an operation on a small
-# tensor. Without one of these names, it runs.
-_NODE_CLASS = look_up("torch.autograd.Function._backward_cls", lambda: None)
+# The method that `Function.apply` calls after Python code that handles `setup_context`, transforms and other
+# kinds of Function. This code takes a tenth of the time of a small op. Without this name, it runs.
 _DIRECT_APPLY = look_up("torch._C._FunctionBase.apply", lambda: None)
 
 
 def direct_apply(function: Any) -> Callable[..., Any]:
     """Return `function.apply` for eager code, in which no transform is active."""
-    if _NODE_CLASS is None or _DIRECT_APPLY is None:
-        return function.apply
-    function._backward_cls.apply = function.backward
-    return super(torch.autograd.Function, function).apply
+    return function.apply if _DIRECT_APPLY is None else super(torch.autograd.Function, function).apply
 
 
 # The name of the nodes of compiled functions in a graph. A test fails if it changes.

@@ -141,17 +141,16 @@ def test_the_rule_runs_only_with_a_tangent():
         y = op(X)
         assert forward.jvp(op(W)) is None
     close(forward.jvp(y), 7.0 * W)
-    assert runs == ["rule"] * 3  # two runs check that the rule is linear
+    assert runs == ["rule"]
 
 
-def test_a_nonlinear_rule_is_linearized_at_ones_in_a_graph():
-    """In a graph, linearity cannot be checked."""
+def test_a_nonlinear_rule_is_linearized_at_ones():
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: 7.0 * u**2))
 
-    @tf.function
     def derivative(x):
         with tf.autodiff.ForwardAccumulator(x, W) as forward:
             y = op(x)
         return forward.jvp(y)
 
     close(derivative(X), 14.0 * W)
+    close(tf.function(derivative)(X), 14.0 * W)
