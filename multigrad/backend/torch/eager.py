@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import is_grad_enabled
 
-from multigrad.backend.base import OTHER, Call, Pullback, Run, Spec
+from multigrad.backend.base import Call, Pullback, Run, Spec
 from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere
 from multigrad.backend.torch.state import (
     autocasting,
@@ -18,7 +18,7 @@ from multigrad.backend.torch.state import (
     without_wrappers,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
-from multigrad.core.closure import lift, restore
+from multigrad.core.closure import OTHER, lift, restore
 from multigrad.core.errors import message
 
 
