@@ -66,7 +66,7 @@ def _needs_recording(call: Call, run: Run) -> bool:
     """
     if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in _others(run)]):
         return True
-    used = [*_used(call), *run.pullback.values_in_scopes()]
+    used = [*_used(call), *[value for value in run.pullback.values_in_scopes() if TENSORS[type(value)]]]
     return any([_has_history(tensor) and not _is_in(tensor, run.inputs) for tensor in used])
 
 
