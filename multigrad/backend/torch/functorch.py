@@ -36,7 +36,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     run = _run_stripped(call, tensors)
     is_lazy = False
     if _uses_intermediates(call, run):
-        is_lazy = not _needs_recording(call, run)
+        is_lazy = not _needs_recording(call, run, run.inputs[len(tensors) :])
         run = run if is_lazy else _run_recorded(call, run)
     state, others = _FunctorchState(call, run), _others(run)
     if is_lazy:
@@ -59,15 +59,16 @@ def _uses_intermediates(call: Call, run: Run) -> bool:
     return bool(others) or _reaches_tensors_in_objects(run)
 
 
-def _needs_recording(call: Call, run: Run) -> bool:
+def _needs_recording(call: Call, run: Run, weights: Sequence[torch.Tensor]) -> bool:
     """Return whether a derivative of intermediate results needs more than a second run on the inputs.
 
-    This is so if they are in objects, or depend on other tensors that have a history.
+    This is so if they are in objects, or depend on tensors with a history that the function closes over.
+    `weights` are values of variables, which are inputs.
     """
     if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in _others(run)]):
         return True
     used = [*_used(call), *[value for value in run.pullback.values_in_scopes() if TENSORS[type(value)]]]
-    return any([_has_history(tensor) and not _is_in(tensor, run.inputs) for tensor in used])
+    return any([_has_history(tensor) and not _is_in(tensor, weights) for tensor in used])
 
 
 def _reaches_tensors_in_objects(run: Run) -> bool:

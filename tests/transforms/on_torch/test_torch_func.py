@@ -260,6 +260,21 @@ def test_closed_over_tensors_have_a_gradient_only_in_a_second_derivative(transfo
     close(tree_map(solid, transform(op)), tree_map(solid, transform(meant)), 1e-4)
 
 
+def test_an_argument_that_the_function_also_closes_over():
+    """Both count in a second derivative: the slope is `7·w·x`, where `w` is `x`."""
+
+    def f(w):
+        def function(x):
+            e = w * x
+            return e * x, lambda u: u * 7.0 * e
+
+        return op_custom_gradient(function)(w)
+
+    close(grad(lambda x: f(x).sum())(X), 7.0 * X**2)
+    for second in (hessian, lambda f: jacrev(jacrev(f))):
+        close(second(lambda x: f(x).sum())(X), torch.diag(14.0 * X), 1e-4)
+
+
 def test_integers_among_mapped_outputs():
     @op_custom_gradient
     def op(x):
