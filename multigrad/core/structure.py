@@ -324,6 +324,9 @@ def split(structure: Any, search_objects: bool = False) -> tuple[Sequence[Any], 
         return (structure,), ONE_TENSOR
     if type(structure) is tuple and all([_TENSORS[type(part)] for part in structure]):
         return structure, FLAT_LAYOUTS[len(structure)]
+    if _is_of_method(structure) and not search_objects:
+        first, *others = structure
+        return others, Layout((first, *FLAT_LAYOUTS[len(others)].template))
     tensors: list[Any] = []
     if type(structure) in _CONTAINERS and not backend.active.is_reading_code():
         skeleton = _skeleton(structure, tensors)
@@ -331,6 +334,18 @@ def split(structure: Any, search_objects: bool = False) -> tuple[Sequence[Any], 
             return tensors, _layout_of(skeleton)
         tensors = []
     return tensors, Layout(_split(structure, tensors, search_objects))
+
+
+def _is_of_method(structure: Any) -> bool:
+    """Return whether a structure is a tuple of an object and tensors, as the arguments of a method are.
+
+    They are common, and split without the general code, which takes longer than a small op.
+    """
+    if type(structure) is not tuple or len(structure) < 2 or backend.active.is_reading_code():
+        return False
+    first, *others = structure
+    is_object = type(first) in _STATIC_CLASSES and not isinstance(first, (Mapping, list, tuple))
+    return is_object and all([_TENSORS[type(part)] for part in others])
 
 
 def _split(part: Any, tensors: list[Any], search_objects: bool) -> Any:
