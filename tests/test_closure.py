@@ -178,7 +178,7 @@ def test_borrowed_containers_are_not_copied():
         lambda: with_default,
         functools.partial(lambda u, seen: u, seen=items),
     ):
-        tensors, template, opaque = lift(function, TENSORS, borrowed=True)
+        tensors, template, opaque = lift(function, TENSORS, shared=True)
         assert opaque
         made = restore(template, [Tensor(-t.value) for t in tensors])
         if isinstance(made, types.FunctionType) and not made.__defaults__:
@@ -202,7 +202,7 @@ def test_borrowed_objects_without_state_are_lifted():
         kept.append(pair[0].value)
         return helper(1), wrapped(1), pair[1], partial(1)
 
-    tensors, template, opaque = lift(function, TENSORS, borrowed=True)
+    tensors, template, opaque = lift(function, TENSORS, shared=True)
     assert (len(tensors), opaque) == (3, False)
     assert restore(template, [Tensor(-t.value) for t in tensors])() == (-1, -1, 3, -5)
     assert kept == [4, -2]

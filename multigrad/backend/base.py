@@ -68,7 +68,7 @@ class Pullback(Protocol):
         """Return the values that variables have in each `keras.StatelessScope` around the call."""
 
     @property
-    def untraced(self) -> "Pullback":
+    def without_trace(self) -> "Pullback":
         """The same pullback without the records of a trace, for forward mode, which transposes the rule."""
 
     def reading(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:

@@ -240,12 +240,12 @@ def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux:
         output, auxiliary = flat_f(*tensors)
         structure = FlatStructure(output)  # a separate line: AutoGraph (TensorFlow 2.21) cannot read `:=`
         outputs[:] = [structure]
-        return structure.differentiable, (structure.rest, auxiliary)
+        return structure.differentiable, (structure.others, auxiliary)
 
-    (differentiable, (rest, (aux, assigned))), pullback = backend.active.vjp(flat, flat_f.primals)
+    (differentiable, (others, (aux, assigned))), pullback = backend.active.vjp(flat, flat_f.primals)
     flat_f.assign(assigned)
     output = outputs[0]
-    output.differentiable, output.rest = differentiable, rest
+    output.differentiable, output.others = differentiable, others
     inputs = FlatStructure(tuple(flat_f.unflatten_arguments(flat_f.primals)))
     return (inputs, output, pullback, aux) if has_aux else (inputs, output, pullback)
 

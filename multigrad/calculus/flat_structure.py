@@ -14,7 +14,7 @@ from multigrad.core.structure import Slot, children, leaves_of, outline, split
 class FlatStructure:
     """A nested structure whose tensors are sorted by whether they can have a gradient.
 
-    `differentiable` holds the floating and complex tensors, and `rest` all other tensors. Static leaves are
+    `differentiable` holds the floating and complex tensors, and `others` all other tensors. Static leaves are
     part of the structure.
     """
 
@@ -23,19 +23,19 @@ class FlatStructure:
         self._is_differentiable = [backend.active.is_differentiable(tensor) for tensor in tensors]
         pairs = list(zip(tensors, self._is_differentiable, strict=True))
         self.differentiable: Sequence[Any] = [tensor for tensor, is_one in pairs if is_one]
-        self.rest: Sequence[Any] = [tensor for tensor, is_one in pairs if not is_one]
+        self.others: Sequence[Any] = [tensor for tensor, is_one in pairs if not is_one]
 
     def unflatten(self, differentiable: Sequence[Any]) -> Any:
         """Return the structure with other differentiable tensors."""
-        return self._layout.join(self._merge(differentiable, self.rest))
+        return self._layout.join(self._merge(differentiable, self.others))
 
     def unflatten_with_none(self, differentiable: Sequence[Any]) -> Any:
         """Return the structure with other differentiable tensors, and None for every other leaf."""
-        return self._layout.join_tensors_only(self._merge(differentiable, [None] * len(self.rest)))
+        return self._layout.join_tensors_only(self._merge(differentiable, [None] * len(self.others)))
 
-    def _merge(self, differentiable: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        next_differentiable, next_rest = iter(differentiable), iter(rest)
-        return [next(next_differentiable if is_one else next_rest) for is_one in self._is_differentiable]
+    def _merge(self, differentiable: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        next_differentiable, next_other = iter(differentiable), iter(others)
+        return [next(next_differentiable if is_one else next_other) for is_one in self._is_differentiable]
 
     def flatten_matching(self, name: str, argument: str, structure: Any) -> list[Any]:
         """Flatten a structure like this one: return a tensor for each differentiable tensor, zeros for None.

@@ -1,4 +1,18 @@
-"""One call of an op from top to bottom: run the function, then call its rule and read the answer."""
+"""One call of an op, from the function to the gradients.
+
+A call has one life on every framework. This file has the steps that are the same on each of them:
+
+- `op.py` binds the arguments to the signature, and splits them into flat tensors and a layout.
+- The backend strips the history of the tensors, and calls `Call.run`, which runs the function once in a scope
+  that records the variables that it reads. Their values become inputs, too.
+- `Run.lift` lifts the tensors out of the closure of the rule: the residuals. It classifies each as an input,
+  an output or another tensor.
+- The backend ties the outputs to the inputs. In the backward pass it calls `Pullback.pull`, which calls the
+  rule in its form and reads its answer.
+- For a derivative of the gradient, if a residual is an intermediate result, `Call.rerun` runs the function
+  again on inputs with history.
+- The layout of the output joins the outputs.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,7 +27,7 @@ from multigrad.core.answer import read
 from multigrad.core.closure import classify, lift
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import Context, current_context, restored
-from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, is_handed, is_plain
+from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
 from multigrad.core.signature import Binding
 from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout, Refused, split
 from multigrad.core.type_sets import HoldsNoTensor
@@ -150,13 +164,13 @@ class Call:
         if form == HYBRID:
             arguments = self.pullback.arguments.join(tensors)
             rule = functools.partial(rule, *arguments[: arguments_for(name, original_rule, binding)])
-        handed = is_handed(name, original_rule, takes, variables.names())
-        if handed or outer_scope is not None or variables.state:
-            rule = pin_variables(name, rule, variables, scope.final_values(), outer_scope, handed)
+        passed = gets_variables(name, original_rule, takes, variables.names())
+        if passed or outer_scope is not None or variables.state:
+            rule = pin_variables(name, rule, variables, scope.final_values(), outer_scope, passed)
         inputs = (*tensors, *scope.values) if variables else tensors
         pullback = self.pullback.copy(context)
         pullback.output, pullback.form = layout, form
-        pullback.variables, pullback.handed, pullback.outer_scope = variables, handed, outer_scope
+        pullback.variables, pullback.gets_variables, pullback.outer_scope = variables, passed, outer_scope
         pullback.is_plain = False
         return Run(outputs, rule, inputs, pullback)
 
@@ -239,8 +253,8 @@ class Pullback(HoldsNoTensor):
     """The form of the rule."""
     variables: Variables = NONE_READ
     """The trainable variables that the function read."""
-    handed = False
-    """Whether the rule is passed these variables."""
+    gets_variables = False
+    """Whether the rule gets these variables."""
     outer_scope: keras.StatelessScope | None = None
     """The scope that was active around the call, from which Keras reads variables."""
     context: Context | None = None
@@ -274,7 +288,7 @@ class Pullback(HoldsNoTensor):
         return values_in_scopes(self.outer_scope)
 
     @property
-    def untraced(self) -> "Pullback":
+    def without_trace(self) -> "Pullback":
         """The pullback without the records of a trace. `tracing/recording.py` overrides it."""
         return self
 
@@ -302,7 +316,7 @@ class Pullback(HoldsNoTensor):
                 answer = self._answer(rule, upstream)
         if answer is None:
             raise self._no_answer()
-        if self.handed:
+        if self.gets_variables:
             return self._read_with_variables(answer, needed, specs)
         return read(self, answer, specs, needed)
 
@@ -338,13 +352,13 @@ class Pullback(HoldsNoTensor):
         return [*of_arguments, *read(variables, answer[1], specs[count:], needed[count:])]
 
     def _no_answer(self) -> TypeError:
-        zero = "return gradients, [None for v in variables]" if self.handed else "return None,"
+        zero = "return gradients, [None for v in variables]" if self.gets_variables else "return None,"
         return TypeError(
             message(
                 self.name,
                 "the rule returned None instead of a gradient",
                 required="a pair `gradients, gradients_of_variables`"
-                if self.handed
+                if self.gets_variables
                 else "a gradient, or a tuple, list or dict of gradients, in which None stands for zero",
                 got="None, as from a function without `return`",
                 fix=f"end the rule with `return gradient`; if the gradient is zero, write `{zero}`",

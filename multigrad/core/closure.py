@@ -26,7 +26,7 @@ originals."""
 
 
 def lift(
-    obj: Any, tensor_types: TypeSet, owner: Any = None, borrowed: bool = False
+    obj: Any, tensor_types: TypeSet, owner: Any = None, shared: bool = False
 ) -> tuple[list[Any], Any, bool]:
     """Return the tensors in a function, a template for `restore`, and whether the closure is opaque.
 
@@ -36,10 +36,10 @@ def lift(
         obj: a function, partial, bound method or another callable.
         tensor_types: the types that count as tensors.
         owner: the function that returned `obj`. Containers and functions in its cells are not copied.
-        borrowed: whether other code uses `obj`. Its lists and dicts are then not copied.
+        shared: whether other code uses `obj`. Its lists and dicts are then not copied.
     """
     if type(obj) is RuleWithTensors:
-        tensors, template, opaque = lift(obj.rule, tensor_types, owner, borrowed)
+        tensors, template, opaque = lift(obj.rule, tensor_types, owner, shared)
         kept = [None if tensor_types[type(tensor)] else tensor for tensor in obj.tensors]
         template = _TemplateWithTensors(obj.bind, template, len(tensors), kept)
         found = [tensor for tensor in obj.tensors if tensor_types[type(tensor)]]
@@ -65,7 +65,7 @@ def lift(
                 break
         else:
             return tensors, (obj.__code__, obj.__globals__, kept) if tensors else obj, opaque
-    walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned(obj, set())), borrowed)
+    walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned(obj, set())), shared)
     build = walk.builder(obj)
     return walk.tensors, obj if build is None else build, walk.opaque
 
@@ -186,15 +186,15 @@ _IN_PROGRESS = object()
 class _Walk:
     """Walks through an object and collects its tensors."""
 
-    __slots__ = ("_assigned", "_borrowed", "_builders", "_owned", "_tensor_types", "opaque", "tensors")
+    __slots__ = ("_assigned", "_builders", "_of_owner", "_shared", "_tensor_types", "opaque", "tensors")
 
     def __init__(
-        self, tensor_types: TypeSet, owned: frozenset[int], assigned: frozenset[int], borrowed: bool
+        self, tensor_types: TypeSet, of_owner: frozenset[int], assigned: frozenset[int], shared: bool
     ) -> None:
         self.tensors: list[Any] = []
         self.opaque = False
-        self._tensor_types, self._owned, self._assigned = tensor_types, owned, assigned
-        self._borrowed = borrowed
+        self._tensor_types, self._of_owner, self._assigned = tensor_types, of_owner, assigned
+        self._shared = shared
         self._builders: dict[int, Any] = {}  # by id, so that an object that occurs twice is copied once
 
     def builder(self, obj: Any) -> Any:
@@ -255,7 +255,7 @@ class _Walk:
             def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
                 return make(_built(kept, builds, tensors, made))
 
-        if self._borrowed and isinstance(obj, (list, dict)):
+        if self._shared and isinstance(obj, (list, dict)):
             self.opaque = True
             del self.tensors[start:]
             return None
@@ -266,8 +266,8 @@ class _Walk:
         builds: list[Any] = []
         for cell in cells:
             content = content_of(cell)
-            owned = id(cell) in self._owned and not self._tensor_types[type(content)]
-            if owned or id(cell) in self._assigned:
+            of_owner = id(cell) in self._of_owner and not self._tensor_types[type(content)]
+            if of_owner or id(cell) in self._assigned:
                 self._skip(content)
                 builds.append(None)
             else:
@@ -281,7 +281,7 @@ class _Walk:
         of_extras = [self.builder(part) for part in extras]
         if all([b is None or (type(b) is _Itself and b.key == key) for b in (*builds, *of_extras)]):
             return None
-        if self._borrowed and attributes and attributes.keys() != {"__wrapped__"}:
+        if self._shared and attributes and attributes.keys() != {"__wrapped__"}:
             self.opaque = True
             del self.tensors[start:]
             return None

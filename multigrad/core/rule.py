@@ -281,7 +281,7 @@ def _default_instead_of_argument(op: str, rule: Any, name: str) -> TypeError:
     )
 
 
-def is_handed(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
+def gets_variables(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
     """Return whether `rule` is passed the variables that the function read.
 
     A rule that requires them gets an empty list if the function read none, as with a frozen layer.

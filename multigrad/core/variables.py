@@ -418,10 +418,10 @@ def pin_variables(
     variables: Variables,
     values: Sequence[Any],
     outer_scope: keras.StatelessScope | None,
-    handed: bool,
+    passed: bool,
 ) -> Callable[..., Any]:
-    """Return the rule with the values of variables in the call. If `handed`, the rule gets the variables."""
-    bind = functools.partial(_run_rule, name, variables, _OuterScope(outer_scope), handed)
+    """Return the rule with the values of variables in the call. If `passed`, the rule gets the variables."""
+    bind = functools.partial(_run_rule, name, variables, _OuterScope(outer_scope), passed)
     return RuleWithTensors(bind, rule, [*values, *[value for _, value in variables.state]])
 
 
@@ -429,7 +429,7 @@ def _run_rule(
     name: str,
     variables: Variables,
     outer: _OuterScope,
-    handed: bool,
+    passed: bool,
     rule: Callable[..., Any],
     values: Sequence[Any],
     *args: Any,
@@ -440,4 +440,4 @@ def _run_rule(
     for (variable, _), value in zip(variables.state, values[len(variables) :], strict=True):
         scope.current[id(variable)] = value
     with scope:
-        return rule(*args, **kwargs, variables=list(variables)) if handed else rule(*args, **kwargs)
+        return rule(*args, **kwargs, variables=list(variables)) if passed else rule(*args, **kwargs)

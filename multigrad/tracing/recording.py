@@ -86,7 +86,7 @@ class _RecordedPullback(Pullback):
         self._back, self._recorder = pullback, recorder
 
     @property
-    def untraced(self) -> Pullback:
+    def without_trace(self) -> Pullback:
         """The pullback without recording, for runs of the rule that are not steps of the backward pass."""
         return self._back
 

@@ -66,7 +66,7 @@ class _FirstRun:
 
     def __init__(self, call: Call, tensors: list[Any]) -> None:
         self._call = call
-        self.closure, self._template, is_opaque = lift(call.f, TRACERS, borrowed=True)
+        self.closure, self._template, is_opaque = lift(call.f, TRACERS, shared=True)
         self.strip = Strip()
         stripped = self._strip_inputs(tensors)
         below, self.order = self.strip.trace_below, self.strip.order

@@ -62,7 +62,7 @@ def residuals_of(call: Call, run: Run, traced: bool) -> Residuals:
         arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool = False
     ) -> Sequence[Any]:
         # Forward mode runs the rule only to transpose it.
-        called = pullback.untraced if transposed else pullback
+        called = pullback.without_trace if transposed else pullback
         return called.pull(restore(template, arrays), upstream, needed, specs)
 
     if run.is_opaque and (traced or any_traced(pullback.values_in_scopes())):

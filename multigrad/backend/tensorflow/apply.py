@@ -55,7 +55,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
     if carrier is not None:
         carrier.bind(backward)
-    forward = functools.partial(backward, pullback=pullback.untraced) if eager else backward
+    forward = functools.partial(backward, pullback=pullback.without_trace) if eager else backward
     record_rule(call.name, tied_outputs, list(inputs), residuals, backward, forward)
     return pullback.output.join(tied_outputs)
 

@@ -13,7 +13,7 @@ from multigrad.backend.base import Call
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.private import disable_torch_function
-from multigrad.backend.torch.state import autocasting, current_autocast, is_transforming, untraced
+from multigrad.backend.torch.state import autocasting, current_autocast, hidden_from_trace, is_transforming
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
 from multigrad.core.closure import OTHER, lift, restore
 from multigrad.core.process_wide import Shared
@@ -139,7 +139,7 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         known, pairs = (*inputs, *copied), zip(run.residuals, run.roles, strict=True)
         rule = restore(run.template, [r if role == OTHER else known[role] for r, role in pairs])
         state = run.pullback, rule, specs_of(inputs), current_autocast(), True
-        with untraced():
+        with hidden_from_trace():
             _InProgram.apply(state, *inputs, *copied)
     return run.pullback.output.join(copied)
 

@@ -109,7 +109,7 @@ class _Node(torch.autograd.Function):
             with torch.no_grad(), fork_random_state(), call.rehearsal():
                 upstream_copies = _copies(upstream)
                 first_rule = restore(template, saved)
-                first = _copies(pullback.untraced.pull(first_rule, upstream_copies, needed, specs))
+                first = _copies(pullback.without_trace.pull(first_rule, upstream_copies, needed, specs))
         with fork_random_state():
             second = rerun(call, pullback, count, saved[count:])
         residuals = with_history(saved[:count], second.residuals, roles)

@@ -218,7 +218,7 @@ class _FunctorchNode(torch.autograd.Function):
             rule = _rule_of(state, saved)
 
             def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
-                gradients = state.pullback.untraced.pull(rule, upstream, needed, state.specs)
+                gradients = state.pullback.without_trace.pull(rule, upstream, needed, state.specs)
                 triples = zip(gradients, saved, needed, strict=False)
                 return [torch.zeros_like(x) if g is None else g for g, x, need in triples if need]
 

@@ -110,7 +110,7 @@ def without_wrappers(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tenso
 
 
 @contextlib.contextmanager
-def untraced() -> Iterator[None]:
+def hidden_from_trace() -> Iterator[None]:
     """Hide operations from `torch.jit.trace`."""
     state = get_tracing_state()
     set_tracing_state(None)
