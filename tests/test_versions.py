@@ -35,7 +35,7 @@ WITH_FALLBACK = {
     "torch._C._FunctionBase.apply",
     "torch._C._is_any_autocast_enabled",
     "torch._C._is_tracing",
-    "torch.autograd.Function._backward_cls",
+    "torch._C._set_grad_enabled",
 }
 # These have another name in older versions of JAX.
 RENAMED = {"jax.enable_x64", "jax.lax.pcast"}

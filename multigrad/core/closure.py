@@ -96,6 +96,8 @@ def classify(residuals: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[
 
     An output that is an input counts as the input.
     """
+    if not residuals:
+        return []
     roles: dict[int, int] = {}
     for role, tensor in enumerate(inputs):
         roles.setdefault(id(tensor), role)

@@ -24,6 +24,8 @@ NON_NUMERIC = "OSUMm"
 """The kinds of NumPy dtypes that no tensor has: objects, text and times."""
 
 _KINDS: dict[type, int] = {}
+_STATIC_CLASSES: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes of static leaves, which users may define in every call. Dynamo cannot trace a WeakSet."""
 _TENSORS = backend.active.TENSORS
 
 
@@ -31,6 +33,9 @@ def _kind(leaf: Any) -> int:
     cls = type(leaf)
     kind = _KINDS.get(cls)
     if kind is None:
+        reading = backend.active.is_reading_code()
+        if not reading and cls in _STATIC_CLASSES:
+            return _STATIC
         if _TENSORS[cls]:
             kind = _TENSOR
         elif issubclass(cls, keras.KerasTensor):
@@ -42,26 +47,12 @@ def _kind(leaf: Any) -> int:
         elif ops.is_tensor(leaf):  # a tensor for Keras, but not dense
             kind = _RAGGED if hasattr(cls, "nested_row_splits") else _SPARSE
         else:
-            kind = _NESTED if _is_nested(leaf) else _STATIC
-        if kind != _STATIC or cls.__module__ == "builtins":  # users may define other classes in every call
+            kind = _NESTED if tree.is_nested(leaf) else _STATIC
+        if kind != _STATIC or cls.__module__ == "builtins":
             _KINDS[cls] = kind
+        elif not reading:
+            _STATIC_CLASSES.add(cls)
     return kind
-
-
-_LEAF_CLASSES: weakref.WeakSet[type] = weakref.WeakSet()
-
-
-def _is_nested(structure: Any) -> bool:
-    """Return `keras.tree.is_nested`, which takes as long as a small op, and depends on the class alone."""
-    cls = type(structure)
-    if backend.active.is_reading_code():
-        return tree.is_nested(structure)
-    if cls in _LEAF_CLASSES:
-        return False
-    nested = tree.is_nested(structure)
-    if not nested:
-        _LEAF_CLASSES.add(cls)
-    return nested
 
 
 class Slot(int):
@@ -175,9 +166,10 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     if kind is dict:
         parts = {key: rebuild(structure[key], leaf) for key in _in_order(structure)}
         return {key: parts[key] for key in structure}
+    # Tested first, because `tree.is_nested` takes as long as the rest.
     if kind is Slot or _TENSORS[kind]:
         return leaf(structure)
-    if not _is_nested(structure):
+    if _kind(structure) == _STATIC or not tree.is_nested(structure):
         proxy = isinstance(structure, tuple) and _is_proxy(structure)
         return rebuild(structure.__wrapped__, leaf) if proxy else leaf(structure)
     return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])

@@ -86,7 +86,9 @@ def test_private_names_exist():
     assert torch._C._is_fwd_grad_enabled() is True
     with torch.autograd.forward_ad._set_fwd_grad_enabled(False):
         assert torch._C._is_fwd_grad_enabled() is False
-    assert issubclass(torch.autograd.Function._backward_cls, torch.autograd.function.BackwardCFunction)
+    with torch.no_grad():
+        torch._C._set_grad_enabled(True)
+        assert torch.is_grad_enabled()
     with torch._functorch.utils.enable_single_level_autograd_function():
         pass
     assert torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters() == []

@@ -9,7 +9,7 @@ import keras
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from multigrad.backend.base import Call, Pullback
+from multigrad.backend.base import Call
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.private import disable_torch_function
@@ -50,8 +50,8 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     with torch.no_grad():
         run = call.run(tensors)
         copied = _without_aliases(run.inputs, run.outputs)
-    state = run.pullback, run.rule, specs_of(run.inputs), current_autocast()
-    return run.pullback.output.join(_Compiled.apply(state, *distinct(run.inputs), *copied))
+    state = run.pullback, run.rule, specs_of(run.inputs), current_autocast(), False
+    return run.pullback.output.join(_InProgram.apply(state, *distinct(run.inputs), *copied))
 
 
 # Keras creates the attribute for the active scope when the first one is entered. Dynamo would see the change,
@@ -74,29 +74,32 @@ _apply_uncompiled = torch.compiler.disable(
 )
 
 
-class _Compiled(torch.autograd.Function):
-    """A Function in compiled code. It keeps the rule itself: compiled code has no reference cycles.
+class _InProgram(torch.autograd.Function):
+    """A Function in a program. It keeps the rule itself: compiled code has no reference cycles.
 
     Where Dynamo cannot trace the rule, it runs uncompiled. A derivative of the gradient then goes through
-    the residuals that are inputs, and raises an error if it needs others.
+    the residuals that are inputs, and raises an error if it needs others. In a program that is exported, all
+    residuals have their history.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         # `*args`: Dynamo (PyTorch 2.13) omits `ctx` if there is one parameter less than arguments.
         ctx.state, *tensors = args
-        _, _, specs, _ = ctx.state
+        _, _, specs, _, exporting = ctx.state
         outputs = tensors[len(specs) :]
         ctx.save_for_backward(*tensors[: len(specs)])  # not in the program, which does not use them
+        if exporting:
+            ctx.mark_dirty(*outputs)  # existing outputs get the node
         mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        pullback, rule, specs, autocast = ctx.state
+        pullback, rule, specs, autocast, exporting = ctx.state
         needed = ctx.needs_input_grad[1 : 1 + len(specs)]
         opaque = False
-        if not is_dynamo_compiling() and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not (exporting or is_dynamo_compiling()):
             rule, opaque = _refusing(rule, ctx.saved_tensors)
         with autocasting(autocast):
             gradients = pullback.pull(rule, dense_floating(upstream), needed, specs)
@@ -135,8 +138,9 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         # The copies of the outputs have the node, so that their derivative is the rule's.
         known, pairs = (*inputs, *copied), zip(run.residuals, run.roles, strict=True)
         rule = restore(run.template, [r if role == OTHER else known[role] for r, role in pairs])
+        state = run.pullback, rule, specs_of(inputs), current_autocast(), True
         with untraced():
-            _Exported.apply(run.pullback, rule, specs_of(inputs), *inputs, *copied)
+            _InProgram.apply(state, *inputs, *copied)
     return run.pullback.output.join(copied)
 
 
@@ -171,26 +175,6 @@ def _converted(zero: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     if (zero.device, zero.dtype) == (output.device, output.dtype):
         return zero
     return zero.to(output.device, output.dtype)
-
-
-class _Exported(torch.autograd.Function):
-    """A Function that attaches its node to existing outputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, pullback: Pullback, rule: Callable[..., Any], specs: Any, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.pullback, ctx.rule, ctx.specs = pullback, rule, specs
-        outputs = tensors[len(specs) :]
-        ctx.mark_dirty(*outputs)
-        mark_integers(ctx, outputs)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3 : 3 + len(ctx.specs)]
-        gradients = ctx.pullback.pull(ctx.rule, dense_floating(upstream), needed, ctx.specs)
-        return None, None, None, *gradients, *[None for _ in upstream]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -132,18 +132,16 @@ def tie(call: Call, run: Run) -> Sequence[torch.Tensor]:
 
 
 def _new_outputs(run: Run) -> list[torch.Tensor]:
-    """Return new tensors for the outputs. An alias of an input stays a view, so that PyTorch handles in-place
-    changes.
+    """Return new tensors for the outputs.
 
-    They are new because the function may return a constant, an input, or one tensor twice.
+    They are new because the function may return a constant, an input, or one tensor twice. An alias of an
+    input stays a view, so that PyTorch handles in-place changes.
     """
+    input_ids = set(map(id, run.inputs))
     outputs = []
     for output in run.outputs:
-        alias = output._is_view()
-        for tensor in run.inputs:
-            if output is tensor:
-                alias = True
-        outputs.append(output.view_as(output) if alias else output.detach())
+        is_alias = output._is_view() or id(output) in input_ids
+        outputs.append(output.view_as(output) if is_alias else output.detach())
     return outputs
 
 
@@ -275,11 +273,6 @@ def _alike(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
             first, second = first.float(), second.float()
         scale = first.abs().nan_to_num(posinf=0.0).max().item()
         return torch.allclose(first, second, rtol=rounding, atol=rounding * scale, equal_nan=True)
-
-
-def is_alias(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether an output is an input or a view."""
-    return output._is_view() or any([output is tensor for tensor in inputs])
 
 
 def mark_integers(ctx: Any, outputs: Sequence[torch.Tensor]) -> None:

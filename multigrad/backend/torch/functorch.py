@@ -38,7 +38,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if _uses_intermediates(call, run):
         is_lazy = not _needs_recording(call, run)
         run = run if is_lazy else _run_recorded(call, run)
-    state, others = _State(call, run), _others(run)
+    state, others = _FunctorchState(call, run), _others(run)
     if is_lazy:
         others = _Intermediates.apply(state, *run.inputs, *others)
     active = active_vmaps()
@@ -47,7 +47,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     mapped = [tensor for tensor in reached if active >= set(vmaps_of(tensor)) > set()]
     marks = [torch.zeros_like(tensor, dtype=torch.float32).sum() for tensor in mapped]
     outputs = [output.detach() for output in run.outputs]
-    return run.pullback.output.join(_Transformed.apply(state, *run.inputs, *outputs, *others, *marks))
+    return run.pullback.output.join(_FunctorchNode.apply(state, *run.inputs, *outputs, *others, *marks))
 
 
 def _uses_intermediates(call: Call, run: Run) -> bool:
@@ -66,7 +66,7 @@ def _needs_recording(call: Call, run: Run) -> bool:
     """
     if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in _others(run)]):
         return True
-    used = [*_used(call), *run.pullback.values_in_scopes()]
+    used = [*_used(call), *[value for value in run.pullback.values_in_scopes() if TENSORS[type(value)]]]
     return any([_has_history(tensor) and not _is_in(tensor, run.inputs) for tensor in used])
 
 
@@ -146,7 +146,7 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
 
 
-class _State:
+class _FunctorchState:
     """The state of a call that is the same at every level of transforms."""
 
     reruns = False
@@ -164,7 +164,7 @@ class _State:
         return [next(others) if role == OTHER else saved[role] for role in self.roles]
 
 
-class _Transformed(torch.autograd.Function):
+class _FunctorchNode(torch.autograd.Function):
     """A Function in the form that transforms require.
 
     Its arguments are the inputs, the outputs, the other residuals, and marks: zeros that are mapped like the
@@ -175,7 +175,7 @@ class _Transformed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(state: _State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(state: _FunctorchState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = _map_alike(tensors[state.inputs : state.inputs + state.outputs], tensors)
         # Copies: in forward mode, PyTorch requires the tangent of a view to be a view.
         return tuple([output.clone() for output in outputs])
@@ -243,7 +243,7 @@ class _Intermediates(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(state: _State, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(state: _FunctorchState, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple([tensor.clone() for tensor in _map_alike(tensors[state.inputs :], tensors)])
 
     @staticmethod
@@ -282,7 +282,7 @@ class _Intermediates(torch.autograd.Function):
 
 
 def _pull_intermediates(
-    state: _State,
+    state: _FunctorchState,
     saved: Sequence[torch.Tensor],
     argnums: Sequence[int],
     upstream: Sequence[torch.Tensor | None],
@@ -376,7 +376,7 @@ class _PrimalOfBatch(torch.autograd.Function):
         return _primal(tensor), dims[0]
 
 
-def _rule_of(state: _State, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def _rule_of(state: _FunctorchState, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """Return the rule with the saved residuals, or the rule of a second run.
 
     A second run is needed in forward mode if the rule reaches tensors with tangents through objects.
