@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -305,6 +306,90 @@ def layer_norm(rows: int = 256, columns: int = 1024) -> Case:
     )
 
 
+# ------------------------------------------------------------------------------------- methods of a layer
+
+
+class Softplus(keras.layers.Layer):
+    """log1pexp with a slope, an attribute that the rule reads from `self`."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+        self.built = True
+
+    @multigrad.op_custom_gradient
+    def with_rule(self, x: Any) -> Any:
+        e = ops.exp(self.slope * x)
+
+        def rule(upstream: Any) -> Any:
+            return ops.multiply(upstream, self.slope * (1.0 - 1.0 / ops.add(1.0, e)))
+
+        return ops.log(1.0 + e), rule
+
+
+def method() -> Case:
+    """Return a method of a Keras layer. Its native version gets the slope as a number."""
+    slope = 2.0
+
+    def forward(x: Any) -> Any:
+        e = ops.exp(slope * x)
+        return ops.log(1.0 + e), (e,)
+
+    def backward(residuals: Any, upstream: Any) -> Any:
+        (e,) = residuals
+        return ops.multiply(upstream, slope * (1.0 - 1.0 / ops.add(1.0, e)))
+
+    return Case(
+        "method that reads self",
+        [_random(3)],
+        {
+            "native": active.bind(forward, backward),
+            "multigrad": Softplus(slope).with_rule,
+            "plain": lambda x: ops.log(1.0 + ops.exp(slope * x)),
+        },
+    )
+
+
+class Scale(keras.layers.Layer):
+    """The layer of the README, whose op reads its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+        self.built = True
+
+    @multigrad.op_custom_gradient
+    def scaled(self, x: Any) -> Any:
+        def rule(upstream: Any, variables: Any) -> Any:
+            return upstream * self.factor, [ops.sum(upstream * x)]
+
+        return x * self.factor, rule
+
+
+def weight() -> Case:
+    """Return a method that reads the weight of its layer. Its native version gets the weight as an argument.
+
+    Both rules compute the gradient of the weight.
+    """
+    layer = Scale()
+    factor = active.tensor(np.ones((), "float32"))
+
+    def backward(residuals: Any, upstream: Any) -> Any:
+        x, factor = residuals
+        return upstream * factor, ops.sum(upstream * x)
+
+    native = active.bind(lambda x, factor: (x * factor, (x, factor)), backward)
+    return Case(
+        "layer that reads its weight",
+        [_random(3)],
+        {
+            "native": lambda x: native(x, factor),
+            "multigrad": layer.scaled,
+            "plain": lambda x: x * factor,
+        },
+    )
+
+
 def all_cases() -> list[Case]:
     """Return all cases."""
     chains = [chain(10), chain(100), chain(1000)]
@@ -316,5 +401,7 @@ def all_cases() -> list[Case]:
         nested(),
         layer_norm(),
         defined_in_each_call(),
+        method(),
+        weight(),
         *chains,
     ]

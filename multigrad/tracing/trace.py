@@ -159,14 +159,13 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
     - Traces can be nested. Each of them records the calls.
     - The model is not changed. In the context, outputs of layers pass an identity, whose rule records the
       gradient. A layer that is called several times, such as a shared layer or the cell of an RNN, has a row
-      for each call. Layers have no entry in the columns `current` and `downstream`. Forward mode of JAX
-      (`jax.jvp`) through a traced layer raises.
+      for each call. Layers have no entry in the columns `current` and `downstream`.
     - Calls without values are not recorded: calls with symbolic tensors, exported functions, and functions
       that TensorFlow vectorizes (`tf.vectorized_map`, `tape.jacobian`).
     - Under `jax.vmap` each example is a call; under `torch.func.vmap` the batch is one call.
-    - Forward mode computes no gradients, so it adds no steps. On JAX, ops with `forward_mode=True` add no
-      steps in reverse mode either. `multigrad.jvp` runs the rules in order to transpose them, so it adds
-      steps.
+    - The forward mode of the frameworks adds no steps for ops. `multigrad.jvp` and, for layers, the forward
+      mode of the frameworks run rules in order to transpose them, so they add steps with an upstream gradient
+      of ones.
     - The trace copies all values to host memory and keeps them. Ops have no overhead outside of the context.
 
     Arguments:

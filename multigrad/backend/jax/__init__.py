@@ -5,18 +5,17 @@ maps residuals and cotangents to gradients. This backend differs in five points.
 
 - A function that closes over tracers is an error in JAX. Here they are lifted and become arguments. The rule
   has no gradient for them, as on the other backends.
-- In eager code and at a higher order, the function runs on values without tangents. Its outputs are then
-  tied to the inputs by the rule, so that an outer derivative goes through the rule and not through `fwd`.
+- The function runs on values without tangents, before the derivative is defined. Its outputs are then tied
+  to the inputs by the rule, so that an outer derivative goes through the rule and not through `fwd`.
+- Both modes are defined: forward mode uses the transpose of the rule.
 - In `jax.vmap`, an output that does not depend on a mapped input would be unmapped, and its upstream gradient
   the sum over the batch. Here an output is mapped wherever an input or a residual is.
 - Cotangents of complex arrays are the conjugates of the gradients of TensorFlow and PyTorch. The rule gets
   gradients in the convention of the latter.
-- Where reverse mode differentiates an op directly, the op is a primitive instead of a `custom_vjp`, which
-  takes less time.
 
-Files: `apply.py` for one call of an op, `op.py` for its derivatives, `reverse.py` for reverse mode,
-`residuals.py` for the arrays that the backward pass needs, `primitives.py`, `tensors.py`, and
-`gradients.py` for `grad`, `vjp` and `jacobian`.
+Files: `apply.py` for one call of an op, `primitives.py` for its derivatives, `residuals.py` for the arrays
+that the rule uses, `tensors.py`, `private.py` for unstable names of JAX, `gradients.py` for `grad`, `vjp` and
+`jacobian`, `jit.py` and `host_call.py`.
 """
 
 from multigrad.backend.base import Backend
