@@ -195,6 +195,34 @@ def test_tracers_in_an_attribute_of_a_function(wrap):
     close(wrap(net)(X), jnp.float32(24.0))
 
 
+def test_a_traced_attribute_that_only_the_rule_uses():
+    class Scaled:
+        @op_custom_gradient
+        def op(self, x):
+            return x * 1.0, lambda u: u * 7.0 * self.factor
+
+    scaled = Scaled()
+
+    def loss(x, factor):
+        scaled.factor = factor
+        return scaled.op(x)
+
+    for wrap in (lambda f: f, jax.jit):
+        close(wrap(jax.grad(loss, (0, 1)))(3.0, 2.0), (14.0, 0.0))
+        close(wrap(jax.grad(lambda factor: jax.grad(loss)(3.0, factor)))(2.0), 7.0)
+
+
+def test_host_code_in_a_rule_names_the_op_in_forward_mode():
+    @op_custom_gradient
+    def named(x):
+        return x * 2.0, lambda u: jax.pure_callback(lambda u: np.asarray(u) * 7.0, u, u)
+
+    close(jax.grad(named)(1.0), 7.0)
+    with pytest.raises(ValueError, match="callback") as error:
+        jax.jvp(named, (1.0,), (1.0,))
+    assert "named: forward mode computes the transpose of the rule" in "".join(error.value.__notes__)
+
+
 def test_tracers_that_a_layer_appends_to_a_list():
     class Layer(keras.layers.Layer):
         def call(self, x):

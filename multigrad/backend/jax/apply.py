@@ -106,9 +106,13 @@ class _FirstRun:
     def is_traced(self, run: Run) -> bool:
         """Return whether an object that the rule uses may hold a traced array."""
         mapped = None in (self.strip.traces or ())
-        return (
-            self._hides_tracers or mapped or any_traced([*run.inputs, *run.outputs, *self.stripped_closure])
-        )
+        known = [*run.inputs, *run.outputs, *self.stripped_closure]
+        return self._hides_tracers or mapped or any_traced(known) or self._has_traced_attribute()
+
+    def _has_traced_attribute(self) -> bool:
+        """Return whether an argument such as `self` has a tracer as an attribute."""
+        attributes = [getattr(obj, "__dict__", {}) for obj in self._call.objects()]
+        return any([TRACERS[type(value)] for values in attributes for value in values.values()])
 
     def rerun(self) -> tuple[Run, Sequence[Any]]:
         """Run the function again, with all inputs in one equation. Return the stripped closure, too."""

@@ -252,8 +252,18 @@ def _push(
     # The rule is linear, so its derivative is the same at every upstream gradient. At ones, a rule that
     # divides by the norm of its upstream gradient is differentiable.
     ones = [np.ones(aval.shape, aval.dtype) for aval in like]
-    (pushed,) = jax.vjp(gradients, ones)[1](list(tangents))
+    try:
+        (pushed,) = jax.vjp(gradients, ones)[1](list(tangents))
+    except Exception as error:
+        error.add_note(_NOT_TRANSPOSED.format(rule.name))
+        raise
     return list(pushed)
+
+
+_NOT_TRANSPOSED = (
+    "{}: forward mode computes the transpose of the rule, and fails for this rule.\n"
+    "A rule in forward mode must not call host code. Use reverse mode, or call the host in the function."
+)
 
 
 def _transpose_pull(

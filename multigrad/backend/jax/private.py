@@ -103,13 +103,17 @@ _take_current_trace = look_up(
 )
 
 
+# The trace under which JAX derives a missing linearization.
+_LinearTrace = look_up("jax._src.interpreters.partial_eval.JaxprTrace")
+
+
 def current_trace() -> Any:
     """Return the trace that evaluates operations here.
 
     JAX derives a missing linearization under a trace that records a program, above the trace that it wants.
     """
     with _take_current_trace() as trace:
-        return trace.parent_trace if type(trace).__name__ == "JaxprTrace" else trace
+        return trace.parent_trace if isinstance(trace, _LinearTrace) else trace
 
 
 def under_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
