@@ -14,7 +14,6 @@ import numpy as np
 from multigrad.backend.base import Call, Run
 from multigrad.backend.jax.primitives import Strip, TiedRule, tie
 from multigrad.backend.jax.private import (
-    DynamicJaxprTracer,
     current_trace,
     other_object,
     under_trace,
@@ -38,11 +37,11 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         # The function read a weight of another derivative than those of its arguments.
         run, closure = first.rerun()
     residuals = residuals_of(call, run, traced=first.is_traced(run))
-    if (order > 1 or _any_in_program(run.inputs)) and uses_intermediate(call, run, residuals, closure):
+    if (order > 1 or strip.in_program) and uses_intermediate(call, run, residuals, closure):
         strip.is_open = True
         # The first run has no tangents of outer derivatives in eager code. Nor has it in a program that reads
-        # weights, which are in other equations of `strip` than the arguments.
-        if order > 1 or len(inputs) > len(tensors):
+        # traced weights, which are in other equations of `strip` than the arguments.
+        if order > 1 or any_traced(inputs[len(tensors) :]):
             run, closure = first.rerun_with_tangents()
             residuals = residuals_of(call, run, traced=True)
     strip.traces, outputs = None, as_arrays(run.outputs)
@@ -71,7 +70,7 @@ class _FirstRun:
         stripped = self._strip_inputs(tensors)
         below, self.order = self.strip.trace_below, self.strip.order
         self._hides_tracers = is_opaque and _reaches_more(call, self.closure)
-        if below is None or self.order > 1 or self._hides_tracers or _any_in_program(stripped):
+        if below is None or self.order > 1 or self._hides_tracers or self.strip.in_program:
             self._execute(tensors, stripped, None)
             return
         try:
@@ -147,10 +146,6 @@ def _reaches_more(call: Call, closure: Sequence[Any]) -> bool:
     """Return whether the function closes over an object that holds tracers."""
     known = set(map(id, closure))
     return any([id(tracer) not in known for tracer in reachable_tensors(call.f, TRACERS)])
-
-
-def _any_in_program(arrays: Sequence[Any]) -> bool:
-    return any([isinstance(x, DynamicJaxprTracer) for x in arrays])
 
 
 def _without_gradient(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

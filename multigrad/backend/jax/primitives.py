@@ -120,9 +120,11 @@ class Strip:
     tangents pass.
     """
 
-    __slots__ = ("__weakref__", "is_open", "traces")
+    __slots__ = ("__weakref__", "in_program", "is_open", "traces")
 
     def __init__(self) -> None:
+        self.in_program = False
+        """Whether a program has an equation of this object, and may be differentiated later."""
         self.is_open = False
         """Whether the tangents of derivatives after the first one pass."""
         self.traces: list[Any] | None = []
@@ -156,6 +158,12 @@ def _strip(*arrays: Any, **params: Any) -> list[Any]:
     return [other_object(array) for array in arrays]
 
 
+def _types_of_stripped(*arrays: Any, strip: Strip, level: int, end: Any) -> list[Any]:
+    """Return the types of the results, for which JAX asks when it adds an equation to a program."""
+    strip.in_program = True
+    return list(arrays)
+
+
 def _linearize_strip(
     nonzero: Sequence[bool], *arrays: Any, strip: Strip, level: int, end: Any
 ) -> tuple[list[Any], Sequence[bool], Sequence[Any], Linear]:
@@ -178,6 +186,7 @@ def _map_strip(
 
 
 _strip_p.def_impl(_strip)
+_strip_p.def_abstract_eval(_types_of_stripped)
 _differentiate(_strip_p, _linearize_strip)
 fancy_primitive_batchers[_strip_p] = _map_strip
 

@@ -51,6 +51,21 @@ def test_gradients_around_vmap(case, along_axes):
 
 
 @EACH
+def test_derivatives_of_a_program_of_mapped_gradients(case):
+    """The program is differentiated after the call, where the mapped inputs hide that a program is traced."""
+
+    def mapped(function):
+        def total(x, w):
+            gradients = jax.vmap(first(function))(jnp.stack([x, 2.0 * x]), jnp.stack([w, w]))
+            return sum(map(weighted, gradients))
+
+        return total
+
+    got = jax.grad(jax.jit(mapped(case.op)), (0, 1))(X, W)
+    close(got, jax.grad(mapped(case.meant), (0, 1))(X, W), 1e-4)
+
+
+@EACH
 def test_second_derivatives_around_vmap(case):
     same(jax.vmap(case.op), loop(case.meant, (0, 0), 0), XS, WS)
 
