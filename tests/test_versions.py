@@ -29,16 +29,20 @@ PRIVATE = {
 
 # The absence of these names only costs time.
 WITH_FALLBACK = {
-    "jax._src.interpreters.ad.LinearizeTrace",
+    "jax._src.array.ArrayImpl",
     "jax._src.interpreters.ad.primitive_linearizations",
-    "jax.extend.core.set_current_trace",
     "torch._C._FunctionBase.apply",
     "torch._C._is_any_autocast_enabled",
     "torch._C._is_tracing",
     "torch._C._set_grad_enabled",
 }
 # These have another name in older versions of JAX.
-RENAMED = {"jax.enable_x64", "jax.lax.pcast"}
+RENAMED = {
+    "jax.enable_x64",
+    "jax.extend.core.set_current_trace",
+    "jax.extend.core.take_current_trace",
+    "jax.lax.pcast",
+}
 
 
 def loaded_without(module, hidden, monkeypatch):
