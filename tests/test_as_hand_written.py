@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, numpy
+from support import BACKEND, array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient
 from multigrad.ops import host_call
@@ -229,6 +229,71 @@ def test_a_rule_that_stops_the_gradient_of_an_input_beside_a_weight():
     # The inner derivative is that of the weight alone, the outer one that of `x` alone.
     of_weight = grad(lambda x: grad(op, (), variables=[weight])(x)[1][0])
     close(of_weight(x), array(15.0))
+
+
+class Holder:
+    last = None
+
+
+def storing(kind):
+    """Return an op whose function stores an intermediate result where the function can reach it."""
+    holder, cache, seen, last = Holder(), {}, [], None
+
+    def store(t):
+        nonlocal last
+        if kind == "attribute":
+            holder.last = t
+        elif kind == "dict":
+            cache["last"] = t
+        elif kind == "list":
+            seen.append(t)
+        else:
+            last = t
+
+    @op_custom_gradient
+    def op(x):
+        t = ops.exp(x)
+        store(t)
+        return 2.0 * t, lambda upstream: 3.0 * upstream * t
+
+    return op
+
+
+def native_seconds():
+    """Yield functions that differentiate a function of a scalar twice."""
+    yield lambda f: grad(grad(f))
+    yield lambda f: compiled(grad(grad(f)))
+    if BACKEND == "jax":
+        import jax
+
+        yield lambda f: jax.grad(jax.jit(jax.grad(f)))
+        yield jax.hessian
+    elif BACKEND == "torch":
+        import torch
+
+        yield lambda f: torch.func.grad(torch.func.grad(f))
+        yield torch.func.hessian
+
+
+@pytest.mark.parametrize("kind", ["attribute", "dict", "list", "nonlocal"])
+def test_an_intermediate_result_that_the_function_stores(kind):
+    """It is not a constant, although the function can reach it after the run."""
+    for second in native_seconds():
+        close(second(storing(kind))(array(0.5)), array(3.0 * np.exp(0.5)))
+
+
+def test_a_layer_that_keeps_its_activation():
+    class Activation(keras.layers.Layer):
+        @op_custom_gradient
+        def op(self, x):
+            self.last = t = ops.exp(x)
+            return 2.0 * t, lambda upstream: 3.0 * upstream * t
+
+        def call(self, x):
+            return self.op(x)
+
+    for second in native_seconds():
+        close(second(Activation())(array(0.5)), array(3.0 * np.exp(0.5)))
 
 
 def test_a_function_without_a_derivative_whose_rule_stops_a_gradient():

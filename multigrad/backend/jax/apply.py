@@ -19,7 +19,7 @@ from multigrad.backend.jax.private import (
     under_trace,
     without_tangent,
 )
-from multigrad.backend.jax.residuals import Residuals, residuals_of, uses_intermediate
+from multigrad.backend.jax.residuals import Residuals, constants_of, residuals_of, uses_intermediate
 from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, is_ref, varying_alike
 from multigrad.core.closure import OTHER, lift, restore
 from multigrad.core.errors import message
@@ -37,7 +37,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         # The function read a weight of another derivative than those of its arguments.
         run, closure = first.rerun()
     residuals = residuals_of(call, run, traced=first.is_traced(run))
-    if (order > 1 or strip.in_program) and uses_intermediate(call, run, residuals, closure):
+    if (order > 1 or strip.in_program) and uses_intermediate(run, residuals, [*first.constants, *closure]):
         strip.is_open = True
         # The first run has no tangents of outer derivatives in eager code. Nor has it in a program that reads
         # traced weights, which are in other equations of `strip` than the arguments.
@@ -60,6 +60,8 @@ class _FirstRun:
     run: Run
     inputs: list[Any]
     """The inputs of the run, with their tangents."""
+    constants: Sequence[Any]
+    """The arrays that the function could reach before it ran, if a derivative of the gradient is taken."""
     stripped_closure: Sequence[Any]
     """The tracers that the function closes over, without tangents: the op has no gradient for them."""
 
@@ -69,6 +71,7 @@ class _FirstRun:
         self.strip = Strip()
         stripped = self._strip_inputs(tensors)
         below, self.order = self.strip.trace_below, self.strip.order
+        self.constants = constants_of(call) if self.order > 1 or self.strip.in_program else ()
         self._hides_tracers = is_opaque and _reaches_more(call, self.closure)
         if below is None or self.order > 1 or self._hides_tracers or self.strip.in_program:
             self._execute(tensors, stripped, None)

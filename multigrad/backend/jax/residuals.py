@@ -10,7 +10,6 @@ from multigrad.backend.base import Call, Run, Spec
 from multigrad.backend.jax.private import WithoutTangent, without_constants
 from multigrad.backend.jax.tensors import (
     FLOATING,
-    TENSORS,
     any_traced,
     is_differentiable,
     scatter,
@@ -116,37 +115,33 @@ def _trace(run: Run, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
     return arrays, pull
 
 
-def uses_intermediate(call: Call, run: Run, residuals: Residuals, constants: Sequence[Any]) -> bool:
+_HOST_ARRAYS = TypeSet(np.ndarray, np.generic)
+_ARRAYS = TypeSet(jax.Array, jax.core.Tracer, np.ndarray, np.generic)
+
+
+def constants_of(call: Call) -> list[Any]:
+    """Return the arrays that a function can reach before it runs. Later, it may have stored further ones."""
+    return [array for root in (call.f, *call.objects()) for array in reachable_tensors(root, _ARRAYS)]
+
+
+def uses_intermediate(run: Run, residuals: Residuals, constants: Sequence[Any]) -> bool:
     """Return whether the rule uses an array that may depend on the inputs, other than inputs and outputs.
 
     The derivative of such an array goes through the function.
 
     Arguments:
-        call, run, residuals: the call, its run, and the residuals of this run.
-        constants: the arrays that the function closes over, and that were stripped for the run.
+        run, residuals: a run, and its residuals.
+        constants: the arrays that the function could use before it ran.
     """
     if residuals.is_opaque:
         return True
-    others = residuals.others()
+    known, others = set(map(id, constants)), residuals.others()
     # Operations on tracers return tracers. Operations on a `WithoutTangent` return concrete arrays.
-    hides_tangents = any([isinstance(x, WithoutTangent) for x in run.inputs])
-    if not hides_tangents:
+    are_concrete = any([isinstance(x, WithoutTangent) for x in run.inputs])
+    if not are_concrete:
         others = [array for array in others if isinstance(array, jax.core.Tracer)]
-    if others:
-        roots = (call.f, *call.objects())
-        reached = [array for root in roots for array in reachable_tensors(root, TENSORS)]
-        known = {*map(id, constants), *map(id, reached)}
-        if any([id(array) not in known for array in others]):
-            return True
-    return hides_tangents and _holds_computed_host_array(call, run.rule)
-
-
-_HOST_ARRAYS = TypeSet(np.ndarray, np.generic)
-
-
-def _holds_computed_host_array(call: Call, rule: Callable[..., Any]) -> bool:
-    """Return whether a rule holds a NumPy array of floats or objects that the function may have computed."""
-    roots = (call.f, *call.objects())
-    constants = {id(array) for root in roots for array in reachable_tensors(root, _HOST_ARRAYS)}
-    arrays = [array for array in lift(rule, _HOST_ARRAYS)[0] if id(array) not in constants]
-    return any([array.dtype == object or FLOATING[array.dtype] for array in arrays])
+    if any([id(array) not in known for array in others]):
+        return True
+    # With concrete arrays, the function may also have computed a NumPy array.
+    on_host = lift(run.rule, _HOST_ARRAYS)[0] if are_concrete else ()
+    return any([id(x) not in known and (x.dtype == object or FLOATING[x.dtype]) for x in on_host])

@@ -33,10 +33,11 @@ from multigrad.core.reachable import reachable_tensors
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """Run the function, and return its outputs from a Function whose derivative is the rule."""
-    run = _run_stripped(call, tensors)
+    used = list(_used(call))  # before the function runs, which may store intermediate results
+    run = _run_stripped(call, tensors, used)
     is_lazy = False
-    if _uses_intermediates(call, run):
-        is_lazy = not _needs_recording(call, run, run.inputs[len(tensors) :])
+    if _uses_intermediates(run, used):
+        is_lazy = not _needs_recording(run, used, run.inputs[len(tensors) :])
         run = run if is_lazy else _run_recorded(call, run)
     state, others = _FunctorchState(call, run), _others(run)
     if is_lazy:
@@ -50,16 +51,16 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     return run.pullback.output.join(_FunctorchNode.apply(state, *run.inputs, *outputs, *others, *marks))
 
 
-def _uses_intermediates(call: Call, run: Run) -> bool:
-    """Return whether the rule uses results of the function that are not outputs, directly or in objects."""
+def _uses_intermediates(run: Run, used: Sequence[torch.Tensor]) -> bool:
+    """Return whether the rule uses results of the function that are not outputs, directly or in objects.
+
+    `used` are the tensors that the function could use before it ran. It may have stored further ones.
+    """
     others = [other for other in _others(run) if is_differentiable(other)]
-    if others:
-        used = list(_used(call))
-        others = [other for other in others if not _is_in(other, used)]
-    return bool(others) or _reaches_tensors_in_objects(run)
+    return any([not _is_in(other, used) for other in others]) or _reaches_tensors_in_objects(run)
 
 
-def _needs_recording(call: Call, run: Run, weights: Sequence[torch.Tensor]) -> bool:
+def _needs_recording(run: Run, used: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> bool:
     """Return whether a derivative of intermediate results needs more than a second run on the inputs.
 
     This is so if they are in objects, or depend on tensors with a history that the function closes over.
@@ -67,7 +68,7 @@ def _needs_recording(call: Call, run: Run, weights: Sequence[torch.Tensor]) -> b
     """
     if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in _others(run)]):
         return True
-    used = [*_used(call), *[value for value in run.pullback.values_in_scopes() if TENSORS[type(value)]]]
+    used = [*used, *[value for value in run.pullback.values_in_scopes() if TENSORS[type(value)]]]
     return any([_has_history(tensor) and not _is_in(tensor, weights) for tensor in used])
 
 
@@ -75,14 +76,14 @@ def _reaches_tensors_in_objects(run: Run) -> bool:
     return run.is_opaque and any(True for _ in _tensors_in_objects(run.rule, run.residuals))
 
 
-def _run_stripped(call: Call, tensors: Sequence[torch.Tensor]) -> Run:
+def _run_stripped(call: Call, tensors: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> Run:
     """Run the function on tensors without history, as a hand-written Function does.
 
     If no vmap maps a tensor that the function can use, the tensors have no wrappers of transforms, so that
     the function can use NumPy.
     """
     stripped, context = tensors, contextlib.nullcontext()
-    if not (active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, [*tensors, *_used(call)])))):
+    if not (active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, [*tensors, *used])))):
         stripped, context = [torch.func.debug_unwrap(t, recurse=True) for t in tensors], untransformed()
     with torch.no_grad(), set_forward_mode(False), context:
         run = call.run([tensor.detach() for tensor in stripped])
