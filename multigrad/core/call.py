@@ -3,8 +3,9 @@
 A call has one life on every framework. This file has the steps that are the same on each of them:
 
 - `op.py` binds the arguments to the signature, and splits them into flat tensors and a layout.
-- The backend strips the history of the tensors, and calls `Call.run`, which runs the function once in a scope
-  that records the variables that it reads. Their values become inputs, too.
+- The backend strips the history of the tensors, except on TensorFlow, whose tapes record the function. It
+  calls `Call.run`, which runs the function once in a scope that records the variables that it reads. Their
+  values become inputs, too.
 - `Run.lift` lifts the tensors out of the closure of the rule: the residuals. It classifies each as an input,
   an output or another tensor.
 - The backend ties the outputs to the inputs. In the backward pass it calls `Pullback.pull`, which calls the

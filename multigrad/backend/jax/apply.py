@@ -45,6 +45,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
             run, closure = first.rerun_with_tangents()
             residuals = residuals_of(call, run, traced=True)
     strip.traces, outputs = None, as_arrays(run.outputs)
+    # A residual from the closure is tied with its tangents, for the derivatives around the op.
     closed_over = dict(zip(map(id, closure), first.closure, strict=True))
     return run.pullback.output.join(_tie(call.name, outputs, inputs, residuals, closed_over))
 
@@ -72,15 +73,15 @@ class _FirstRun:
         stripped = self._strip_inputs(tensors)
         below, self.order = self.strip.trace_below, self.strip.order
         self.constants = constants_of(call) if self.order > 1 or self.strip.in_program else ()
-        self._hides_tracers = is_opaque and _reaches_more(call, self.closure)
-        if below is None or self.order > 1 or self._hides_tracers or self.strip.in_program:
+        self._object_has_tracers = is_opaque and _reaches_more(call, self.closure)
+        if below is None or self.order > 1 or self._object_has_tracers or self.strip.in_program:
             self._execute(tensors, stripped, None)
             return
         try:
             self._execute(tensors, stripped, below)
         except jax.errors.UnexpectedTracerError:
             # An object holds a tracer of a derivative, which can be used under the current trace alone.
-            self.strip, self._hides_tracers = Strip(), True
+            self.strip, self._object_has_tracers = Strip(), True
             self._execute(tensors, self._strip_inputs(tensors), None)
 
     def _strip_inputs(self, inputs: list[Any]) -> list[Any]:
@@ -109,7 +110,7 @@ class _FirstRun:
         """Return whether an object that the rule uses may hold a traced array."""
         mapped = None in (self.strip.traces or ())
         known = [*run.inputs, *run.outputs, *self.stripped_closure]
-        return self._hides_tracers or mapped or any_traced(known) or self._has_traced_attribute()
+        return self._object_has_tracers or mapped or any_traced(known) or self._has_traced_attribute()
 
     def _has_traced_attribute(self) -> bool:
         """Return whether an argument such as `self` has a tracer as an attribute."""

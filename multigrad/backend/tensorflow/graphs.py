@@ -85,7 +85,7 @@ class Carrier:
         others: the residuals that are neither outputs nor inputs.
     """
 
-    __slots__ = ("_name", "_operation", "_output_count", "_rest_count", "outputs")
+    __slots__ = ("_name", "_operation", "_other_count", "_output_count", "outputs")
 
     def __init__(
         self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]
@@ -103,11 +103,11 @@ class Carrier:
                 results = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *guards, *others])
         self.outputs = list(results[: len(outputs)])
         self._operation = results[0].op
-        self._output_count, self._rest_count = len(outputs), len(guards) + len(others)
+        self._output_count, self._other_count = len(outputs), len(guards) + len(others)
 
     def bind(self, backward: Callable[..., Sequence[Any]]) -> None:
         """Register `backward`, which maps upstream gradients to gradients of the inputs, as the gradient."""
-        before, after = [None] * self._output_count, [None] * self._rest_count
+        before, after = [None] * self._output_count, [None] * self._other_count
 
         def gradient(*upstream: Any) -> Sequence[Any]:
             return [*before, *backward(*upstream), *after]
