@@ -35,15 +35,15 @@ class Counts(NamedTuple):
 
 BOUNDS = {
     "jax": {
-        "addition": Counts(forward=66, backward=17, written=10),
-        "log1pexp": Counts(forward=67, backward=17, written=16),
-        "matmul": Counts(forward=71, backward=17, written=15),
-        "two outputs": Counts(forward=82, backward=17, written=21),
-        "structure": Counts(forward=132, backward=71, written=21),
-        "narrow": Counts(forward=67, backward=17, written=16),
-        "weight": Counts(forward=107, backward=28, written=16),
-        "method": Counts(forward=83, backward=17, written=16),
-        "unused": Counts(forward=68, backward=17, written=13),
+        "addition": Counts(forward=62, backward=17, written=10),
+        "log1pexp": Counts(forward=63, backward=17, written=16),
+        "matmul": Counts(forward=67, backward=17, written=15),
+        "two outputs": Counts(forward=78, backward=17, written=21),
+        "structure": Counts(forward=128, backward=71, written=21),
+        "narrow": Counts(forward=63, backward=17, written=16),
+        "weight": Counts(forward=103, backward=28, written=16),
+        "method": Counts(forward=79, backward=17, written=16),
+        "unused": Counts(forward=64, backward=17, written=13),
     },
     "tensorflow": {
         "addition": Counts(forward=31, backward=7, written=22),

@@ -36,14 +36,14 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     if order > 1 and first.order <= 1:
         # The function read a weight of another derivative than those of its arguments.
         run, closure = first.rerun()
-    residuals = residuals_of(call, run, traced=first.is_traced(run))
+    residuals = residuals_of(call, run, first.is_traced)
     if (order > 1 or strip.in_program) and uses_intermediate(run, residuals, [*first.constants, *closure]):
         strip.is_open = True
         # The first run has no tangents of outer derivatives in eager code. Nor has it in a program that reads
         # traced weights, which are in other equations of `strip` than the arguments.
         if order > 1 or any_traced(inputs[len(tensors) :]):
             run, closure = first.rerun_with_tangents()
-            residuals = residuals_of(call, run, traced=True)
+            residuals = residuals_of(call, run, lambda run: True)
     strip.traces, outputs = None, as_arrays(run.outputs)
     # A residual from the closure is tied with its tangents, for the derivatives around the op.
     closed_over = dict(zip(map(id, closure), first.closure, strict=True))

@@ -46,13 +46,13 @@ class Residuals:
         return [array for array, role in pairs if role == OTHER and FLOATING[array.dtype]]
 
 
-def residuals_of(call: Call, run: Run, traced: bool) -> Residuals:
+def residuals_of(call: Call, run: Run, is_traced: Callable[[Run], bool]) -> Residuals:
     """Return the residuals of a run.
 
     Arguments:
         call, run: the call and its run.
-        traced: whether the rule may use a traced array of an object. An opaque rule is then traced, because
-            the array cannot be used later.
+        is_traced: returns whether the rule may use a traced array of an object. An opaque rule is then
+            traced, because the array cannot be used later.
     """
     run.lift(call.f)
     pullback, template, specs = run.pullback, run.template, specs_of(run.inputs)
@@ -64,7 +64,8 @@ def residuals_of(call: Call, run: Run, traced: bool) -> Residuals:
         called = pullback.without_trace if transposed else pullback
         return called.pull(restore(template, arrays), upstream, needed, specs)
 
-    if run.is_opaque and (traced or any_traced(pullback.values_in_scopes())):
+    traced = run.is_opaque and is_traced(run)
+    if traced or (run.is_opaque and any_traced(pullback.values_in_scopes())):
         try:
             arrays, pull = _trace(run, specs)
             return Residuals(arrays, classify(arrays, run.inputs, run.outputs), pull, False)
