@@ -114,6 +114,12 @@ class Run(Protocol):
     def lift(self, owner: Any) -> None:
         """Find the residuals of the rule, which the function `owner` returned."""
 
+    def others(self) -> list[Any]:
+        """Return the residuals that are neither inputs nor outputs."""
+
+    def residuals_with(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return the residuals, with tied outputs in place of the outputs."""
+
 
 class Call(Protocol):
     """One call of an op. It holds no tensor of the call."""

@@ -25,7 +25,7 @@ import keras
 from multigrad import backend
 from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
-from multigrad.core.closure import classify, lift
+from multigrad.core.closure import OTHER, classify, lift
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import Context, current_context, restored
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
@@ -234,6 +234,16 @@ class Run:
         """Find the residuals of the rule, which the function `owner` returned."""
         self.residuals, self.template, self.is_opaque = lift(self.rule, _TENSORS, owner)
         self.roles = classify(self.residuals, self.inputs, self.outputs)
+
+    def others(self) -> list[Any]:
+        """Return the residuals that are neither inputs nor outputs."""
+        pairs = zip(self.residuals, self.roles, strict=True)
+        return [residual for residual, role in pairs if role == OTHER]
+
+    def residuals_with(self, outputs: Sequence[Any]) -> list[Any]:
+        """Return the residuals, with tied outputs in place of the outputs."""
+        known, pairs = (*self.inputs, *outputs), zip(self.residuals, self.roles, strict=True)
+        return [residual if role == OTHER else known[role] for residual, role in pairs]
 
 
 class Pullback(HoldsNoTensor):

@@ -28,25 +28,27 @@ from multigrad.core.reachable import reachable_tensors
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
     first = _FirstRun(call, varying_alike(list(tensors)))
-    run, inputs, strip, closure = first.run, first.inputs, first.strip, first.stripped_closure
+    run, inputs, strip = first.run, first.inputs, first.strip
     outputs = as_arrays(run.outputs)
     if not (any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])):
         return run.pullback.output.join(_without_gradient(inputs, outputs))
     order = strip.order
     if order > 1 and first.order <= 1:
         # The function read a weight of another derivative than those of its arguments.
-        run, closure = first.rerun()
+        run = first.rerun()
     residuals = residuals_of(call, run, first.is_traced)
-    if (order > 1 or strip.in_program) and uses_intermediate(run, residuals, [*first.constants, *closure]):
+    if (order > 1 or strip.in_program) and uses_intermediate(
+        run, residuals, [*first.constants, *first.stripped_closure]
+    ):
         strip.is_open = True
-        # The first run has no tangents of outer derivatives in eager code. Nor has it in a program that reads
-        # traced weights, which are in other equations of `strip` than the arguments.
+        # In eager code, the first run has no tangents of outer derivatives. In a program that reads traced
+        # weights, it may lack them: the weights are in other equations of `strip` than the arguments.
         if order > 1 or any_traced(inputs[len(tensors) :]):
-            run, closure = first.rerun_with_tangents()
+            run = first.rerun_with_tangents()
             residuals = residuals_of(call, run, lambda run: True)
     strip.traces, outputs = None, as_arrays(run.outputs)
     # A residual from the closure is tied with its tangents, for the derivatives around the op.
-    closed_over = dict(zip(map(id, closure), first.closure, strict=True))
+    closed_over = dict(zip(map(id, first.stripped_closure), first.closure, strict=True))
     return run.pullback.output.join(_tie(call.name, outputs, inputs, residuals, closed_over))
 
 
@@ -117,14 +119,14 @@ class _FirstRun:
         attributes = [getattr(obj, "__dict__", {}) for obj in self._call.objects()]
         return any([TRACERS[type(value)] for values in attributes for value in values.values()])
 
-    def rerun(self) -> tuple[Run, Sequence[Any]]:
-        """Run the function again, with all inputs in one equation. Return the stripped closure, too."""
+    def rerun(self) -> Run:
+        """Run the function again, with all inputs in one equation of `strip`."""
         self.strip.traces = []
         stripped = self._strip_inputs(self.inputs)
         f = restore(self._template, self.stripped_closure)
-        return self._call.rerun(stripped, self.run.pullback, f), self.stripped_closure
+        return self._call.rerun(stripped, self.run.pullback, f)
 
-    def rerun_with_tangents(self) -> tuple[Run, Sequence[Any]]:
+    def rerun_with_tangents(self) -> Run:
         """Run the function again, with the tangents of outer derivatives, which `strip` lets pass."""
         try:
             return self.rerun()
@@ -192,8 +194,7 @@ def _tie(
     # once.
     inputs = [x if FLOATING[x.dtype] else np.zeros((), bool) for x in inputs]
     rule = TiedRule(name, residuals.pull, slots, len(inputs), [FLOATING[o.dtype] for o in outputs])
-    operands = varying_alike([*outputs, *inputs, *others])
-    return tie(operands[:first_input], operands[first_input:first_other], operands[first_other:], rule)
+    return tie(varying_alike([*outputs, *inputs, *others]), rule)
 
 
 def _not_differentiable(name: str, error: Exception) -> NotImplementedError:

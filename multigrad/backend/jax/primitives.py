@@ -40,6 +40,7 @@ from multigrad.backend.jax.private import (
     register_lowering,
 )
 from multigrad.backend.jax.tensors import as_arrays, conjugate, scatter
+from multigrad.core.errors import message
 
 Linear = Callable[..., Sequence[Any]]
 """A linear function of residuals and tangents."""
@@ -264,15 +265,17 @@ def _push(
     try:
         (pushed,) = jax.vjp(gradients, ones)[1](list(tangents))
     except Exception as error:
-        error.add_note(_NOT_TRANSPOSED.format(rule.name))
+        problem = message(
+            rule.name,
+            "forward mode computes the transpose of the rule, and fails for this rule",
+            required="a rule of operations that JAX can differentiate, without calls of the host",
+            got=f"{type(error).__name__}, in the rule",
+            fix="use reverse mode, or call the host in the function in place of the rule",
+            see="jax#forward-mode",
+        )
+        error.add_note(problem)
         raise
     return list(pushed)
-
-
-_NOT_TRANSPOSED = (
-    "{}: forward mode computes the transpose of the rule, and fails for this rule.\n"
-    "A rule in forward mode must not call host code. Use reverse mode, or call the host in the function."
-)
 
 
 def _transpose_pull(
@@ -352,16 +355,15 @@ fancy_primitive_batchers[_pull_p] = _map_pull
 # ------------------------------------------------------------------ tie
 
 
-def tie(outputs: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any], rule: TiedRule) -> list[Any]:
+def tie(operands: Sequence[Any], rule: TiedRule) -> list[Any]:
     """Return the outputs, whose derivative with respect to the inputs is the rule.
 
     Arguments:
-        outputs, inputs: the outputs and inputs of the op.
-        others: the other residuals. The operands of `tie` are the outputs, the inputs and these.
+        operands: the outputs and the inputs of the op, and the other residuals.
         rule: calls the rule.
     """
-    results = _tie_p.bind(*outputs, *inputs, *others, rule=rule, batch=(), end=_end())
-    return as_arrays(results[: len(outputs)])
+    results = _tie_p.bind(*operands, rule=rule, batch=(), end=_end())
+    return as_arrays(results[: len(rule.floating)])
 
 
 _tie_p = _identity()

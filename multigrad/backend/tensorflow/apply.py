@@ -12,7 +12,7 @@ from multigrad.backend.tensorflow.private import stop_recording
 from multigrad.backend.tensorflow.tapes import may_record, record_rule
 from multigrad.backend.tensorflow.tensors import is_differentiable, specs_of
 from multigrad.backend.tensorflow.variables import read_for_gradient
-from multigrad.core.closure import OTHER, restore
+from multigrad.core.closure import restore
 
 
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
@@ -27,13 +27,11 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         # Tensors that the function closes over have no gradient.
         return pullback.output.join([tf.stop_gradient(output) for output in outputs])
     run.lift(call.f)
-    template, roles = run.template, list(zip(run.residuals, run.roles, strict=True))
-    others = [residual for residual, role in roles if role == OTHER]
-    carrier = None if eager else Carrier(call.name, outputs, inputs, others)
+    template = run.template
+    carrier = None if eager else Carrier(call.name, outputs, inputs, run.others())
     tied_outputs = _copies(outputs) if carrier is None else carrier.outputs
     # The rule differentiates the inputs and the tied outputs that it uses.
-    known = (*inputs, *tied_outputs)
-    residuals = [residual if role == OTHER else known[role] for residual, role in roles]
+    residuals = run.residuals_with(tied_outputs)
     rule = restore(template, residuals)
     # A gradient may be built in another graph than the call: the gradient of a branch or a loop, or the
     # gradient of a gradient function. It uses tensors that the graph of the call has captured, so they are

@@ -15,7 +15,7 @@ from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.private import disable_torch_function
 from multigrad.backend.torch.state import autocasting, current_autocast, hidden_from_trace, is_transforming
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
-from multigrad.core.closure import OTHER, lift, restore
+from multigrad.core.closure import lift, restore
 from multigrad.core.process_wide import Shared
 
 
@@ -136,8 +136,7 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
         run.lift(call.f)
         # The copies of the outputs have the node, so that their derivative is the rule's.
-        known, pairs = (*inputs, *copied), zip(run.residuals, run.roles, strict=True)
-        rule = restore(run.template, [r if role == OTHER else known[role] for r, role in pairs])
+        rule = restore(run.template, run.residuals_with(copied))
         state = run.pullback, rule, specs_of(inputs), current_autocast(), True
         with hidden_from_trace():
             _InProgram.apply(state, *inputs, *copied)

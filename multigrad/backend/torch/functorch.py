@@ -39,7 +39,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if _uses_intermediates(run, used):
         is_lazy = not _needs_recording(run, used, run.inputs[len(tensors) :])
         run = run if is_lazy else _run_recorded(call, run)
-    state, others = _FunctorchState(call, run), _others(run)
+    state, others = _FunctorchState(call, run), run.others()
     if is_lazy:
         others = _Intermediates.apply(state, *run.inputs, *others)
     active = active_vmaps()
@@ -56,7 +56,7 @@ def _uses_intermediates(run: Run, used: Sequence[torch.Tensor]) -> bool:
 
     `used` are the tensors that the function could use before it ran. It may have stored further ones.
     """
-    others = [other for other in _others(run) if is_differentiable(other)]
+    others = [other for other in run.others() if is_differentiable(other)]
     return any([not _is_in(other, used) for other in others]) or _reaches_tensors_in_objects(run)
 
 
@@ -66,7 +66,7 @@ def _needs_recording(run: Run, used: Sequence[torch.Tensor], weights: Sequence[t
     This is so if they are in objects, or depend on tensors with a history that the function closes over.
     `weights` are values of variables, which are inputs.
     """
-    if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in _others(run)]):
+    if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in run.others()]):
         return True
     used = [*used, *[value for value in run.pullback.values_in_scopes() if TENSORS[type(value)]]]
     return any([_has_history(tensor) and not _is_in(tensor, weights) for tensor in used])
@@ -96,14 +96,7 @@ def _run_recorded(call: Call, first: Run) -> Run:
     """Run the function again on inputs with history."""
     run = call.rerun(first.inputs, first.pullback)
     run.lift(call.f)
-    run.pullback = first.pullback  # it records the steps of a trace
     return run
-
-
-def _others(run: Run) -> Sequence[torch.Tensor]:
-    """Return the residuals that are neither inputs nor outputs."""
-    pairs = zip(run.residuals, run.roles, strict=True)
-    return [residual for residual, role in pairs if role == OTHER]
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
@@ -297,7 +290,7 @@ def _pull_intermediates(
         new_inputs = list(inputs)
         for i, tensor in zip(argnums, tensors, strict=True):
             new_inputs[i] = tensor
-        second = _others(rerun(state.call, state.pullback, len(state.roles), new_inputs))
+        second = rerun(state.call, state.pullback, len(state.roles), new_inputs).others()
         recorded = [i for i in wanted if second[i].requires_grad]
         require_alike(state.call, [first[i] for i in recorded], [second[i] for i in recorded])
         return [second[i] for i in wanted]
@@ -389,7 +382,7 @@ def _rule_of(state: _FunctorchState, saved: Sequence[torch.Tensor]) -> Callable[
         return rule
     reached = list(_tensors_in_objects(rule, residuals)) if forward_ad._current_level >= 0 else []
     of_inner_level = any(map(is_of_inner_level, reached))
-    # Remembered, because a second run may set other tensors on the objects, which are no dual numbers.
+    # Remembered, because a second run may set other tensors on the objects, which are not dual numbers.
     state.reruns = state.reruns or of_inner_level or any(map(_has_tangent, reached))
     if not state.reruns:
         return rule
