@@ -1,6 +1,7 @@
 """The state of PyTorch: active transforms, tracing, compilation and autocast."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from operator import is_not
 from typing import Any
@@ -158,6 +159,19 @@ def _both(first: torch.autocast, second: torch.autocast) -> Iterator[None]:
         yield
 
 
-def fork_random_state() -> contextlib.AbstractContextManager[None]:
-    """Return a context that restores the state of random number generators at its end."""
-    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
+# PyTorch (2.13) holds the mutex of a generator while it makes the tensor of the generator's state. If Python
+# collects garbage there, the thread gives up the GIL, and one that waits for the mutex has it: a deadlock.
+_RANDOM_STATE = threading.Lock()
+
+
+@contextlib.contextmanager
+def fork_random_state() -> Iterator[None]:
+    """Restore the state of random number generators at the end."""
+    fork = torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
+    with _RANDOM_STATE:
+        fork.__enter__()
+    try:
+        yield
+    finally:
+        with _RANDOM_STATE:
+            fork.__exit__(None, None, None)
