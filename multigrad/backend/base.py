@@ -64,6 +64,9 @@ class Pullback(Protocol):
     def output(self) -> Any:
         """The layout of the output. Its `join` makes the output from flat tensors."""
 
+    def scope_of(self, rule: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """Return the scope in which the rule reads variables, for a compiler that cannot enter it itself."""
+
     def values_in_scopes(self) -> list[Any]:
         """Return the values that variables have in each `keras.StatelessScope` around the call."""
 

@@ -41,6 +41,7 @@ from multigrad.core.variables import (
     Variables,
     in_scope,
     pin_variables,
+    scope_of_rule,
     values_in_scopes,
 )
 
@@ -293,6 +294,13 @@ class Pullback(HoldsNoTensor):
         It does not apply to variables whose values are inputs of the op.
         """
         return ReadBy(read)
+
+    def scope_of(self, rule: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """Return the scope in which the rule reads variables.
+
+        A compiler that cannot enter it in the backward pass enters it around the op.
+        """
+        return scope_of_rule(rule)
 
     def values_in_scopes(self) -> list[Any]:
         """Return the values that variables have in each `keras.StatelessScope` around the call."""

@@ -8,7 +8,6 @@ around the rule returns the values of the forward pass, which are differentiable
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import MappingProxyType
 from typing import Any, Self
 
 import keras
@@ -55,6 +54,10 @@ def _value_of(variable: keras.Variable, as_tensor: Callable[[Any], Any]) -> Any:
     return value if _TENSORS[type(value)] else as_tensor(value)
 
 
+# A dict, because Dynamo (PyTorch 2.13) takes a read of a `MappingProxyType` in a backward pass for a change.
+_NO_VALUES: dict[int, Any] = {}
+
+
 class _Scope(keras.StatelessScope):
     """A scope that passes reads and assignments on to the scope around it.
 
@@ -68,7 +71,7 @@ class _Scope(keras.StatelessScope):
     original_scope: keras.StatelessScope | None = None
     variables: Sequence[keras.Variable] = ()
     values: Sequence[Any] = ()
-    current: Any = MappingProxyType({})
+    current: Any = _NO_VALUES
     """The values that variables have in this scope, by the ids of the variables."""
     _losses: list[Any] | None = None
 
@@ -435,9 +438,25 @@ def _run_rule(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    more = {"variables": list(variables)} if passed else {}
+    if backend.active.is_reading_code():  # `scope_of_rule` is entered around it
+        return rule(*args, **kwargs, **more)
+    with _rule_scope(name, variables, outer, values):
+        return rule(*args, **kwargs, **more)
+
+
+def _rule_scope(name: str, variables: Variables, outer: _OuterScope, values: Sequence[Any]) -> _RuleScope:
     scope = _RuleScope(variables, values[: len(variables)], outer.scope)
     scope.name = name
     for (variable, _), value in zip(variables.state, values[len(variables) :], strict=True):
         scope.current[id(variable)] = value
-    with scope:
-        return rule(*args, **kwargs, variables=list(variables)) if passed else rule(*args, **kwargs)
+    return scope
+
+
+def scope_of_rule(rule: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return the scope in which a rule reads variables, for a compiler that cannot enter it in the rule."""
+    if type(rule) is not RuleWithTensors:
+        return contextlib.nullcontext()
+    bind: Any = rule.bind  # the partial that `pin_variables` made
+    name, variables, outer, _ = bind.args
+    return _rule_scope(name, variables, outer, rule.tensors)

@@ -51,7 +51,9 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         run = call.run(tensors)
         copied = _without_aliases(run.inputs, run.outputs)
     state = run.pullback, run.rule, specs_of(run.inputs), current_autocast(), False
-    return run.pullback.output.join(_InProgram.apply(state, *distinct(run.inputs), *copied))
+    with run.pullback.scope_of(run.rule):  # Dynamo enters no scope in a backward pass, and traces it here
+        tied = _InProgram.apply(state, *distinct(run.inputs), *copied)
+    return run.pullback.output.join(tied)
 
 
 # Keras creates the attribute for the active scope when the first one is entered. Dynamo would see the change,

@@ -8,6 +8,7 @@ import torch
 from cases import CASES
 from keras import ops
 from support import Phase, close
+from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 
 from multigrad import grad, jacobian, jit, jvp, op_custom_gradient, value_and_grad, vjp
@@ -303,20 +304,77 @@ def test_a_checkpoint_in_a_compiled_function_raises_or_runs_uncompiled():
         torch.compile(f, fullgraph=True, backend="aot_eager")(X, W)
 
 
-def test_an_op_that_reads_a_weight_raises_or_runs_uncompiled():
-    weight = keras.Variable([2.0, 3.0, 4.0])
-
+def a_reader(weight):
     @op_custom_gradient
     def op(x):
         e = ops.exp(x)
-        return e * weight, lambda u, variables: (u * 7.0 * e, [u * 5.0 * e])
+        return e * weight, lambda u, variables: (u * 7.0 * e * weight, [u * 5.0 * e])
 
+    return op
+
+
+def test_fullgraph_compilation_of_an_op_that_reads_a_weight():
+    weight = keras.Variable([2.0, 3.0, 4.0])
+    compiled = torch.compile(a_reader(weight), fullgraph=True, backend="aot_eager")
+    for value in ([2.0, 3.0, 4.0], [-1.0, 0.5, 6.0]):  # the program reads the present value
+        weight.assign(value)
+        weight.value.grad = None
+        x = X.clone().requires_grad_()
+        y = compiled(x)
+        y.backward(V)
+        e = torch.exp(X)
+        close((y, x.grad, weight.value.grad), (e * weight.value, 7.0 * V * e * weight.value, 5.0 * V * e))
+
+
+def test_a_second_derivative_of_a_compiled_op_that_reads_a_weight_raises():
     x = X.clone().requires_grad_()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="Unsafe side effect"):
-        torch.compile(op, fullgraph=True, backend="aot_eager")(x)
+    y = torch.compile(a_reader(keras.Variable([2.0, 3.0, 4.0])), fullgraph=True, backend="aot_eager")(x)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(torch.autograd.grad(y, x, V, create_graph=True)[0].sum(), x)
+
+
+class Scale(keras.layers.Layer):
+    """A layer with a weight for its op, and another one that only the rule reads."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+        self.slope = self.add_weight(shape=(), initializer="ones", name="slope", trainable=False)
+
+    @op_custom_gradient
+    def scaled(self, x):
+        def rule(upstream, variables):
+            return upstream * self.factor * self.slope, [3.0 * ops.sum(upstream * x)]
+
+        return x * self.factor, rule
+
+    def call(self, x):
+        return self.scaled(x)
+
+
+@pytest.mark.parametrize(
+    ("count", "policy"),
+    [(1, "float32"), (3, "mixed_bfloat16"), pytest.param(50, "float32", marks=pytest.mark.slow)],
+)
+def test_layers_whose_ops_read_weights_are_one_graph(count, policy):
+    layers = [Scale(dtype=policy) for _ in range(count)]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    for index, layer in enumerate(layers):
+        layer.factor.assign(1.0 + 0.1 * index)
+        layer.slope.assign(2.0)
+    weights = [layer.factor.value for layer in layers]
+
+    def results(function):
+        x = torch.tensor([[0.5, -1.0, 2.0]], requires_grad=True)
+        y = function(x)
+        return [y, *torch.autograd.grad(y.sum(), [x, *weights])]
+
     torch.compiler.reset()
-    torch.compile(op, backend="aot_eager")(x).backward(V)
-    close((x.grad, weight.value.grad), (7.0 * V * torch.exp(X), 5.0 * V * torch.exp(X)))
+    counters.clear()
+    compiled = torch.compile(lambda x: model(x, training=True), fullgraph=True, backend="aot_eager")
+    expected = results(model)
+    for _ in range(3):
+        close(results(compiled), expected, 1e-2 if policy == "mixed_bfloat16" else 1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_an_op_in_a_rule_raises_or_runs_uncompiled():
