@@ -65,7 +65,10 @@ class Pullback(Protocol):
         """The layout of the output. Its `join` makes the output from flat tensors."""
 
     def scope_of(self, rule: Callable[..., Any]) -> AbstractContextManager[Any]:
-        """Return the scope in which the rule reads variables, for a compiler that cannot enter it itself."""
+        """Return the scope in which the rule reads variables.
+
+        A compiler that cannot enter it in the backward pass enters it around the op.
+        """
 
     def values_in_scopes(self) -> list[Any]:
         """Return the values that variables have in each `keras.StatelessScope` around the call."""

@@ -15,6 +15,7 @@ A call has one life on every framework. This file has the steps that are the sam
 - The layout of the output joins the outputs.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ import keras
 from multigrad import backend
 from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
-from multigrad.core.closure import OTHER, classify, lift
+from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import Context, current_context, restored
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
@@ -300,7 +301,9 @@ class Pullback(HoldsNoTensor):
 
         A compiler that cannot enter it in the backward pass enters it around the op.
         """
-        return scope_of_rule(rule)
+        if type(rule) is not RuleWithTensors:
+            return contextlib.nullcontext()
+        return scope_of_rule(self.name, self.variables, rule.tensors, self.outer_scope)
 
     def values_in_scopes(self) -> list[Any]:
         """Return the values that variables have in each `keras.StatelessScope` around the call."""

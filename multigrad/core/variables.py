@@ -54,7 +54,7 @@ def _value_of(variable: keras.Variable, as_tensor: Callable[[Any], Any]) -> Any:
     return value if _TENSORS[type(value)] else as_tensor(value)
 
 
-# A dict, because Dynamo (PyTorch 2.13) takes a read of a `MappingProxyType` in a backward pass for a change.
+# A dict, because Dynamo (PyTorch 2.13) rejects a read of a `MappingProxyType` in a rule as a side effect.
 _NO_VALUES: dict[int, Any] = {}
 
 
@@ -439,24 +439,19 @@ def _run_rule(
     **kwargs: Any,
 ) -> Any:
     more = {"variables": list(variables)} if passed else {}
-    if backend.active.is_reading_code():  # `scope_of_rule` is entered around it
+    active = vars(global_state.GLOBAL_STATE_TRACKER).get("stateless_scope")
+    if type(active) is _RuleScope and active.variables is variables:  # entered around the op
         return rule(*args, **kwargs, **more)
-    with _rule_scope(name, variables, outer, values):
+    with scope_of_rule(name, variables, values, outer.scope):
         return rule(*args, **kwargs, **more)
 
 
-def _rule_scope(name: str, variables: Variables, outer: _OuterScope, values: Sequence[Any]) -> _RuleScope:
-    scope = _RuleScope(variables, values[: len(variables)], outer.scope)
+def scope_of_rule(
+    name: str, variables: Variables, values: Sequence[Any], outer_scope: keras.StatelessScope | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Return the scope in which a rule reads variables. The values are those that `pin_variables` keeps."""
+    scope = _RuleScope(variables, values[: len(variables)], outer_scope)
     scope.name = name
     for (variable, _), value in zip(variables.state, values[len(variables) :], strict=True):
         scope.current[id(variable)] = value
     return scope
-
-
-def scope_of_rule(rule: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """Return the scope in which a rule reads variables, for a compiler that cannot enter it in the rule."""
-    if type(rule) is not RuleWithTensors:
-        return contextlib.nullcontext()
-    bind: Any = rule.bind  # the partial that `pin_variables` made
-    name, variables, outer, _ = bind.args
-    return _rule_scope(name, variables, outer, rule.tensors)

@@ -41,8 +41,8 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         run, residuals, [*first.constants, *first.stripped_closure]
     ):
         strip.is_open = True
-        # In eager code, the first run has no tangents of outer derivatives. In a program that reads traced
-        # weights, it may lack them: the weights are in other equations of `strip` than the arguments.
+        # The function runs again to get the tangents of outer derivatives. In eager code, the first run has
+        # none. In a program, it can lack those of the weights, which have an equation of `strip` each.
         if order > 1 or any_traced(inputs[len(tensors) :]):
             run = first.rerun_with_tangents()
             residuals = residuals_of(call, run, lambda run: True)

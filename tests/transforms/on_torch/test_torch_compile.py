@@ -326,6 +326,30 @@ def test_fullgraph_compilation_of_an_op_that_reads_a_weight():
         close((y, x.grad, weight.value.grad), (e * weight.value, 7.0 * V * e * weight.value, 5.0 * V * e))
 
 
+def test_fullgraph_compilation_of_an_op_whose_argument_is_the_weight_that_it_reads():
+    weight = keras.Variable([2.0, 3.0, 4.0])
+    torch.compile(a_reader(weight), fullgraph=True, backend="aot_eager")(weight.value).sum().backward()
+    e = torch.exp(weight.value)
+    close(weight.value.grad, 7.0 * e * weight.value + 5.0 * e)
+
+
+def test_a_rule_that_is_compiled_without_its_op_reads_the_values_of_the_call():
+    weight = keras.Variable([2.0, 3.0, 4.0])
+    count = keras.Variable(1.0, trainable=False)
+
+    @op_custom_gradient
+    def op(x):
+        y = x * weight * count
+        count.assign(count + 1.0)
+        return y, lambda u, variables: (u * 7.0 * weight * count, [u * 5.0 * x])
+
+    x = X.clone().requires_grad_()
+    y = op(x)
+    count.assign(50.0)
+    backward = torch.compile(lambda y, x: torch.autograd.grad(y, x, V), backend="aot_eager")
+    close(backward(y, x)[0], 7.0 * V * weight.value)
+
+
 def test_a_second_derivative_of_a_compiled_op_that_reads_a_weight_raises():
     x = X.clone().requires_grad_()
     y = torch.compile(a_reader(keras.Variable([2.0, 3.0, 4.0])), fullgraph=True, backend="aot_eager")(x)
