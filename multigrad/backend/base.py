@@ -347,8 +347,11 @@ class Backend(abc.ABC):
         return False
 
     @staticmethod
-    def host_code(function: F) -> F:
-        """Mark a function that calls the host, so that a compiler of Python code does not trace it."""
+    def untraced(function: F) -> F:
+        """Mark a function that no compiler of Python code can trace.
+
+        It calls the host, or has a loop whose length depends on values.
+        """
         return function
 
     @staticmethod
@@ -382,8 +385,13 @@ class Backend(abc.ABC):
         return tensor
 
     @staticmethod
-    def library_code(function: F) -> F:
-        """Mark a function as library code, for a framework that rewrites the Python code that it traces."""
+    def library_code(function: F, wrapped: Callable[..., Any] | None = None) -> F:
+        """Mark a function as library code, for a framework that rewrites or compiles Python code.
+
+        Arguments:
+            function: the function.
+            wrapped: the function of a user that it wraps.
+        """
         return function
 
     @staticmethod

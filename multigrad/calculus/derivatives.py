@@ -68,7 +68,7 @@ def grad(
         value, gradients = value_and_gradient(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
-    return functools.update_wrapper(backend.active.library_code(gradient), f)
+    return functools.update_wrapper(backend.active.library_code(gradient, f), f)
 
 
 def value_and_grad(
@@ -123,7 +123,7 @@ def value_and_grad(
         flat_f.assign(assigned)
         return ((value, aux) if has_aux else value), flat_f.unflatten(gradients)
 
-    return functools.update_wrapper(backend.active.library_code(value_and_gradient), f)
+    return functools.update_wrapper(backend.active.library_code(value_and_gradient, f), f)
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
@@ -301,7 +301,7 @@ def jacobian(
         result = outputs[0].unflatten_with_none([flat_f.unflatten(row) for row in rows])
         return (result, aux) if has_aux else result
 
-    return functools.update_wrapper(backend.active.library_code(jacobian_of), f)
+    return functools.update_wrapper(backend.active.library_code(jacobian_of, f), f)
 
 
 def hessian(

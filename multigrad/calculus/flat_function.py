@@ -97,6 +97,10 @@ class FlatFunction:
         for position, argument in zip(self._positions, self.unflatten_arguments(tensors), strict=True):
             args[position] = argument
         name, values = self._function.name, tensors[self._leaf_count :]
+        if backend.active.is_reading_code() and not self._variables:  # Dynamo enters no scope in a rule
+            result = self._function.f(*args, **self._kwargs)
+            output, aux = require_pair(name, result) if self._has_aux else (result, None)
+            return output, (aux, [])
         with _DifferentiatedVariables(name, self._variables, values) as scope:
             result = self._function.f(*args, **self._kwargs)
         assigned = list(scope.assigned.values())

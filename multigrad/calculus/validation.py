@@ -80,7 +80,7 @@ def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -
 
 def require_not_constant(name: str, variables: Sequence[keras.Variable], values: Sequence[Any]) -> None:
     """Raise if a compiler would treat the values of the variables as constants."""
-    if in_scope():
+    if not variables or in_scope():
         return
     constant = [
         v.path for v, value in zip(variables, values, strict=True) if backend.active.is_constant(value)

@@ -122,6 +122,6 @@ def with_python_numbers(*names: str) -> Callable[[Callable[P, R]], Callable[P, R
             named: Any = {name: to_python(v) if name in names else v for name, v in kwargs.items()}
             return function(*positional, **named)
 
-        return functools.update_wrapper(backend.active.library_code(call), function)
+        return functools.update_wrapper(backend.active.library_code(call, function), function)
 
     return decorate

@@ -21,6 +21,7 @@ from multigrad.ops.implicit_solvers import Map, Newton, Solver, Tensors, UserSol
 _NUMBERS = (int, float, np.ndarray, np.generic)
 
 
+@backend.active.untraced
 def solution(
     solver: Solver,
     f: Callable[..., Any],

@@ -21,7 +21,7 @@ def after(tensor: Any, other: Any) -> Any:
         return tf.identity(tensor)
 
 
-def library_code(function: F) -> F:
+def library_code(function: F, wrapped: Callable[..., Any] | None = None) -> F:
     """Exclude the function from AutoGraph, as `tf.custom_gradient` does."""
     return tf.autograph.experimental.do_not_convert(function)
 

@@ -14,15 +14,15 @@ A rule runs under the autocast settings of its function, wherever the backward p
 `torch.amp.custom_fwd` and `custom_bwd`.
 
 Files: `apply.py` for one call of an op, `eager.py` for eager code, `functorch.py` for torch.func and forward
-mode, `compiled.py` for torch.compile and export, `state.py`, `tensors.py`, and `gradients.py` for `grad`,
-`vjp` and `jacobian`.
+mode, `compiled.py` for torch.compile and export, `gradients.py` for `grad`, `vjp` and `jacobian`, `jit.py`,
+`traced.py` for the derivatives in programs of `multigrad.jit`, `state.py`, and `tensors.py`.
 """
 
 from multigrad.backend.base import Backend
 from multigrad.backend.torch import compiled as programs
 from multigrad.backend.torch import gradients, state, tensors
 from multigrad.backend.torch.apply import apply
-from multigrad.backend.torch.host_call import host_call, host_code
+from multigrad.backend.torch.host_call import host_call, untraced
 from multigrad.backend.torch.jit import jit
 
 
@@ -48,10 +48,11 @@ class TorchBackend(Backend):
     compiled = staticmethod(programs.compiled)
     is_compiling = staticmethod(state.is_compiling)
     host_call = staticmethod(host_call)
-    host_code = staticmethod(host_code)
+    untraced = staticmethod(untraced)
     jit = staticmethod(jit)
     operations = staticmethod(tensors.operations)
     constant = staticmethod(tensors.constant)
+    library_code = staticmethod(tensors.library_code)
     is_reading_code = staticmethod(tensors.is_reading_code)
     defaults_of = staticmethod(tensors.defaults_of)
     snapshot = staticmethod(tensors.snapshot)

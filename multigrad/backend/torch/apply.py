@@ -16,12 +16,14 @@ from multigrad.backend.torch.private import (
     is_functorch_active,
     is_tracing,
     set_grad_enabled,
+    skip_frames,
     untransformed,
     unwrapped_once,
 )
 from multigrad.backend.torch.state import unwrapped
 
 
+@skip_frames
 def apply(call: Call, tensors: Sequence[torch.Tensor], unaffected: bool = False) -> Any:
     if is_dynamo_compiling():
         return apply_compiled(call, tensors)

@@ -2,18 +2,26 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from multigrad.backend.base import Call
+from multigrad.backend.base import Call, Run
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
-from multigrad.backend.torch.private import disable_torch_function
-from multigrad.backend.torch.state import autocasting, current_autocast, hidden_from_trace, is_transforming
+from multigrad.backend.torch.jit import is_whole
+from multigrad.backend.torch.private import disable_torch_function, preserve_version_counters, skip_frames
+from multigrad.backend.torch.state import (
+    RULE,
+    autocasting,
+    current_autocast,
+    hidden_from_trace,
+    is_in_rule,
+    is_transforming_traced,
+)
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
 from multigrad.core.closure import lift, restore
 from multigrad.core.process_wide import Shared
@@ -42,30 +50,96 @@ def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
 
 def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the output of a call that Dynamo traces. It cannot trace `restore`, which makes functions."""
-    if _is_transforming_traced():
+    if is_transforming_traced():
         return _apply_uncompiled(call, tensors)
     if torch.compiler.is_exporting():
         run = call.run(tensors)
         return run.pullback.output.join(_without_derivative(run.inputs, run.outputs))
-    with torch.no_grad():
-        run = call.run(tensors)
-        copied = _without_aliases(run.inputs, run.outputs)
-    state = run.pullback, run.rule, specs_of(run.inputs), current_autocast(), False
-    with run.pullback.scope_of(run.rule):  # Dynamo enters no scope in a backward pass, and traces it here
-        tied = _InProgram.apply(state, *distinct(run.inputs), *copied)
+    recorded = is_whole() and torch.is_grad_enabled()
+    if recorded:
+        run, outputs = _run_recorded(call, tensors)
+        recorded = _require_gradients(run.inputs)
+    else:
+        with torch.no_grad():
+            run = call.run(tensors)
+            outputs = _without_aliases(run.inputs, run.outputs)
+    state = run.pullback, run.rule, specs_of(run.inputs), current_autocast(), recorded
+    # Dynamo enters no scope in a backward pass, and traces it here.
+    with run.pullback.scope_of(run.rule), _in_rule(), _changed_in_place(outputs if recorded else ()):
+        tied = _InProgram.apply(state, *distinct(run.inputs), *outputs)
     return run.pullback.output.join(tied)
+
+
+def _run_recorded(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Run, list[torch.Tensor]]:
+    """Run the function where its results may have a history, and return outputs that a node may replace."""
+    computed = _Computed()
+    with torch.enable_grad(), computed:
+        run = call.run(tensors)
+        outputs = _without_aliases(run.inputs, run.outputs)
+    if not _require_gradients(run.inputs):
+        return run, [output.detach() for output in outputs]
+    outputs = computed.copies_of_others(outputs)
+    for output in outputs:
+        if output._base is None:
+            output.detach_()  # a saved result of the function would be found changed
+    return run, outputs
+
+
+def _require_gradients(tensors: Sequence[torch.Tensor]) -> bool:
+    return any([tensor.requires_grad for tensor in tensors])
+
+
+class _Computed(torch.overrides.TorchFunctionMode):
+    """Collects the tensors that a function computes. A node may replace their history, but no other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(part, torch.Tensor):
+                self.tensors.append(part)
+        return result
+
+    def copies_of_others(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs, with a copy of each that the function did not compute."""
+        copied = []
+        for output in outputs:
+            for tensor in self.tensors:
+                if tensor is output:
+                    copied.append(output)
+                    break
+            else:
+                copied.append(output.clone())
+        return copied
+
+
+@contextlib.contextmanager
+def _changed_in_place(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let a Function mark these outputs as changed, though their values stay the same."""
+    if not outputs:
+        yield
+        return
+    with preserve_version_counters(tuple(outputs)), disable_torch_function():
+        yield
+
+
+@contextlib.contextmanager
+def _in_rule() -> Iterator[None]:
+    before = is_in_rule()
+    RULE.value = True
+    try:
+        yield
+    finally:
+        RULE.value = before
 
 
 # Keras creates the attribute for the active scope when the first one is entered. Dynamo would see the change,
 # and recompile a function after its first call.
 with keras.StatelessScope(initialize_variables=False):
     pass
-
-
-@torch.compiler.assume_constant_result
-def _is_transforming_traced() -> bool:
-    """Return whether a transform is active around the code that Dynamo traces."""
-    return is_transforming()
 
 
 # With `fullgraph`, Dynamo raises an error with this reason. Without, it runs the function uncompiled.
@@ -88,26 +162,30 @@ class _InProgram(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         # `*args`: Dynamo (PyTorch 2.13) omits `ctx` if there is one parameter less than arguments.
         ctx.state, *tensors = args
-        _, _, specs, _, exporting = ctx.state
+        _, _, specs, _, recorded = ctx.state
         outputs = tensors[len(specs) :]
         ctx.save_for_backward(*tensors[: len(specs)])  # not in the program, which does not use them
-        if exporting:
-            ctx.mark_dirty(*outputs)  # existing outputs get the node
+        if recorded:
+            ctx.mark_dirty(*outputs)  # existing outputs get the node, also those in the rule
         mark_integers(ctx, outputs)
         return tuple(outputs)
 
     @staticmethod
+    @skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        pullback, rule, specs, autocast, exporting = ctx.state
+        pullback, rule, specs, autocast, recorded = ctx.state
         needed = ctx.needs_input_grad[1 : 1 + len(specs)]
         opaque = False
-        if torch.is_grad_enabled() and not (exporting or is_dynamo_compiling()):
+        recording = torch.is_grad_enabled()
+        if recording and not (recorded or is_dynamo_compiling()):
             rule, opaque = _refusing(rule, ctx.saved_tensors)
-        with autocasting(autocast):
+        # Dynamo traces a backward pass without recording, and the program runs it with.
+        recording = recording or (recorded and is_dynamo_compiling())
+        with torch.set_grad_enabled(recording), autocasting(autocast):
             gradients = pullback.pull(rule, dense_floating(upstream), needed, specs)
         if opaque:
             gradients = refuse_compiled(gradients, ctx.saved_tensors)
-        return None, *gradients, *(None,) * len(upstream)
+        return None, *gradients, *[None for _ in upstream]
 
 
 def _refusing(rule: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], bool]:
@@ -135,7 +213,7 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     # gradient, without an error. `torch.export` would record `no_grad`.
     with disable_torch_function(), torch.no_grad():
         copied = _without_derivative(inputs, outputs)
-    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in inputs]):
+    if torch.is_grad_enabled() and _require_gradients(inputs):
         run.lift(call.f)
         # The copies of the outputs have the node, so that their derivative is the rule's.
         rule = restore(run.template, run.residuals_with(copied))

@@ -7,7 +7,7 @@ import torch
 from torch import is_grad_enabled
 
 from multigrad.backend.base import Call, Pullback, Run, Spec
-from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere
+from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere, skip_frames
 from multigrad.backend.torch.state import (
     autocasting,
     current_autocast,
@@ -82,6 +82,7 @@ class _Node(torch.autograd.Function):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
+    @skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         pullback, template, roles, slots, specs, autocast, call, opaque, _ = ctx.multigrad
         if (autocast or is_autocast_anywhere()) and autocast != current_autocast():
@@ -317,6 +318,16 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> NoReturn:
         raise RuntimeError(ctx.error)
+
+
+UNRECORDED = message(
+    "value_and_grad",
+    "the gradient cannot be differentiated with respect to variables, because it was not recorded",
+    required="a second derivative by nested gradient functions",
+    got="a backward pass through the result, such as `backward()`",
+    fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
+    see="pytorch#history-of-gradients",
+)
 
 
 def refuse(result: torch.Tensor, error: str, *sources: torch.Tensor) -> torch.Tensor:

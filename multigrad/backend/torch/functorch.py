@@ -15,7 +15,13 @@ from multigrad.backend.torch.eager import (
     rerun,
     with_history,
 )
-from multigrad.backend.torch.private import forward_ad, saved_tensor_hooks, set_forward_mode, untransformed
+from multigrad.backend.torch.private import (
+    forward_ad,
+    saved_tensor_hooks,
+    set_forward_mode,
+    skip_frames,
+    untransformed,
+)
 from multigrad.backend.torch.state import (
     active_vmaps,
     autocasting,
@@ -186,6 +192,7 @@ class _FunctorchNode(torch.autograd.Function):
         mark_integers(ctx, output)
 
     @staticmethod
+    @skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         state = ctx.state
         gradients: Sequence[torch.Tensor | None] = [None] * state.inputs
@@ -251,6 +258,7 @@ class _Intermediates(torch.autograd.Function):
         mark_integers(ctx, output)
 
     @staticmethod
+    @skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         state = ctx.state
         gradients: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)

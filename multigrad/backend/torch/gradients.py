@@ -2,28 +2,47 @@
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from multigrad.backend.torch.eager import is_view_without_node, node_of, refuse, refuse_compiled
-from multigrad.backend.torch.jit import is_in_pieces
-from multigrad.backend.torch.private import COMPILED_NODE
-from multigrad.backend.torch.state import current_autocast, is_compiling, is_transforming
+from multigrad.backend.torch import traced
+from multigrad.backend.torch.eager import (
+    UNRECORDED,
+    is_view_without_node,
+    node_of,
+    refuse,
+    refuse_compiled,
+)
+from multigrad.backend.torch.jit import is_in_pieces, is_whole
+from multigrad.backend.torch.private import COMPILED_NODE, skip_frame, skip_frames
+from multigrad.backend.torch.state import (
+    DEPTH,
+    current_autocast,
+    is_compiling,
+    is_transforming,
+    is_transforming_traced,
+)
 from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
 from multigrad.core.type_sets import TypeSet
 
 _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 
+# In code that Dynamo compiles in pieces, it would compile the functions of this module, too, each for itself.
+# `skip_frame` leaves the function of the user to it, if PyTorch can differentiate the result.
 
+
+@skip_frame
 def value_and_grad(
     function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
-    if is_compiling() and is_in_pieces() and not is_transforming():
+    if is_dynamo_compiling() and is_whole() and not is_transforming_traced():
+        return traced.value_and_grad(function, tensors, variables)
+    if is_dynamo_compiling() and is_in_pieces() and not is_transforming_traced():
         return _break_graph(function, tensors, variables)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(function)
@@ -33,69 +52,71 @@ def value_and_grad(
     return _recorded(function, tensors, variables)
 
 
+@skip_frame
 def _recorded(
     function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     """Return the value and the gradients, which a backward pass computes."""
     recording = torch.is_grad_enabled()
-    depth = getattr(_DEPTH, "value", 0)
-    _DEPTH.value = depth + 1
+    depth = getattr(DEPTH, "value", 0)
+    DEPTH.value = depth + 1
     inputs = _new_inputs(tensors)
     try:
         with torch.enable_grad():
-            value, aux = _call(function, inputs)
+            # PyTorch (2.13) cannot differentiate the backward pass of a compiled function.
+            value, aux = (_call_uncompiled if depth else _call)(function, inputs)
         if not (inputs and value.requires_grad):
             return (value, aux), [torch.zeros_like(t) for t in tensors]
         # Record the backward pass if a second derivative can follow: inside of another gradient, or if the
         # value depends on tensors with a history other than the variables.
         weights = [tensor for tensor in tensors[len(tensors) - variables :] if tensor.requires_grad]
         recorded = recording and (depth > 0 or _depends_on_others(value, [*inputs, *weights]))
-        gradients = torch.autograd.grad(value, inputs, create_graph=recorded, materialize_grads=True)
+        gradients = _backward(value, inputs, create_graph=recorded, materialize_grads=True)
         if recorded:
             gradients = _refuse_in_programs(gradients, inputs, [value])
         results = [value, *gradients]
         if not recorded:
             results = [tensor.detach() for tensor in results]
             if recording and weights:
-                results = [refuse(tensor, _UNRECORDED, *weights) for tensor in results]
+                results = [refuse(tensor, UNRECORDED, *weights) for tensor in results]
         return (results[0], aux), results[1:]
     finally:
-        _DEPTH.value = depth
+        DEPTH.value = depth
         _mark_ended(inputs)
 
 
-def _in_pieces(
-    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
-) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
-    """Return the value and the gradients. The function is compiled, except inside of another gradient.
-
-    PyTorch (2.13) cannot differentiate the backward pass of a compiled function.
-    """
-    nested = getattr(_DEPTH, "value", 0) > 0
-    return (_without_programs if nested else _between_programs)(function, tensors, variables)
-
-
 _REASON = "torch.func, which compiles a gradient as one graph, allows no graph break in PyTorch 2.13"
-_without_programs = torch.compiler.disable(_recorded, reason=_REASON)
-_between_programs = torch.compiler.disable(_recorded, recursive=False, reason=_REASON)
-_break_graph = torch.compiler.disable(_in_pieces, recursive=False, reason=_REASON)
+_break_graph = torch.compiler.disable(_recorded, recursive=False, reason=_REASON)
 
 
+@skip_frame
 def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
+    if is_dynamo_compiling() and is_whole() and not is_transforming_traced():
+        return traced.vjp(function, tensors)
+    if is_dynamo_compiling() and is_in_pieces() and not is_transforming_traced():
+        return _break_graph_vjp(function, tensors)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(lambda *inputs: _listed(*function(*inputs)))
         outputs, transpose, aux = torch.func.vjp(tensor_function, *tensors, has_aux=True)
         return (outputs, with_aux(aux)), lambda upstream: transpose(list(upstream))
-    depth = getattr(_DEPTH, "value", 0)
-    _DEPTH.value = depth + 1
+    return _recorded_vjp(function, tensors)
+
+
+@skip_frame
+def _recorded_vjp(
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
+    """Return the outputs and their pullback, which a backward pass computes."""
+    depth = getattr(DEPTH, "value", 0)
+    DEPTH.value = depth + 1
     inputs = _new_inputs(tensors)
     try:
         with torch.enable_grad():
-            recorded, aux = _call(function, inputs)
+            recorded, aux = _call_uncompiled(function, inputs)
     finally:
-        _DEPTH.value = depth
+        DEPTH.value = depth
         _mark_ended(inputs)
     depends = any([_depends_on_others(output, inputs) for output in recorded])
     keep_graph = torch.is_grad_enabled() and (depth > 0 or depends)
@@ -106,10 +127,10 @@ def vjp(
         if not (pairs and inputs):
             return [torch.zeros_like(tensor) for tensor in tensors]
         # As above, or if the upstream gradients are differentiated, as in forward mode.
-        again = depends or getattr(_DEPTH, "value", 0) > 0 or any([u.requires_grad for u in upstream])
+        again = depends or getattr(DEPTH, "value", 0) > 0 or any([u.requires_grad for u in upstream])
         again = again and torch.is_grad_enabled()
         values = [output for output, _ in pairs]
-        gradients = torch.autograd.grad(
+        gradients = _backward(
             values,
             inputs,
             [u for _, u in pairs],
@@ -119,7 +140,10 @@ def vjp(
         )
         return _refuse_in_programs(gradients, inputs, values) if again else gradients
 
-    return (outputs, aux), pull
+    return (outputs, aux), torch.compiler.disable(pull, reason=_REASON) if is_in_pieces() else pull
+
+
+_break_graph_vjp = torch.compiler.disable(_recorded_vjp, reason=_REASON)
 
 
 def jacobian(
@@ -140,9 +164,10 @@ def jacobian(
     return aux, rows
 
 
+@skip_frame
 def _needs_transform() -> bool:
     """Return whether torch.func must take the derivative: inside of its transforms and in inference mode."""
-    inside = is_transforming() or torch.compiler.is_dynamo_compiling()
+    inside = is_transforming() or is_dynamo_compiling()
     return inside or torch.is_inference_mode_enabled()
 
 
@@ -151,6 +176,7 @@ def _listed(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tenso
     return list(outputs), aux
 
 
+@skip_frames
 def _new_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it.
 
@@ -161,6 +187,7 @@ def _new_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [t.clone() if t.requires_grad else t.detach().requires_grad_() for t in tensors]
 
 
+@skip_frame
 def _call(function: Callable[..., tuple[Any, Any]], inputs: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     """Call the function. Raise if it changed an input, as its derivative would be that at the new value."""
     nodes = [tensor.grad_fn for tensor in inputs]
@@ -170,11 +197,26 @@ def _call(function: Callable[..., tuple[Any, Any]], inputs: Sequence[torch.Tenso
     return result
 
 
+@skip_frames
+def _backward(*args: Any, **options: Any) -> Sequence[torch.Tensor]:
+    """Return gradients. Dynamo compiles no part of the backward pass, such as a checkpoint's second run."""
+    return torch.autograd.grad(*args, **options)
+
+
+@skip_frames
+def _call_uncompiled(
+    function: Callable[..., tuple[Any, Any]], inputs: Sequence[torch.Tensor]
+) -> tuple[Any, Any]:
+    """Call the function, and let Dynamo compile no part of it."""
+    return _call(function, inputs)
+
+
+@skip_frames
 def _mark_ended(inputs: Sequence[torch.Tensor]) -> None:
     """Mark the leaves of a derivative that has been taken. No second derivative is taken with respect to
     them.
 
-    Before, one may be taken in another thread, whose `_DEPTH` is different.
+    Before, one may be taken in another thread, whose `DEPTH` is different.
     """
     for tensor in inputs:
         if tensor.is_leaf:
@@ -223,15 +265,6 @@ def _with_tensor_aux(
     return tensor_function, with_aux
 
 
-_UNRECORDED = message(
-    "value_and_grad",
-    "the gradient cannot be differentiated with respect to variables, because it was not recorded",
-    required="a second derivative by nested gradient functions",
-    got="a backward pass through the result, such as `backward()`",
-    fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
-    see="pytorch#history-of-gradients",
-)
-
 _CHANGED = message(
     "value_and_grad",
     "the function changed an argument in place",
@@ -241,10 +274,8 @@ _CHANGED = message(
     see="pytorch#in-place",
 )
 
-_DEPTH = threading.local()
-"""The number of nested calls of `value_and_grad` and `vjp` in this thread."""
 
-
+@skip_frames
 def _refuse_in_programs(
     gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
@@ -272,6 +303,7 @@ def _nodes_from(nodes: list[Any]) -> set[Any]:
     return seen
 
 
+@skip_frames
 def _depends_on_others(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether `value` or its gradient depends on a leaf that is not one of the inputs."""
     seen: set[Any] = set()

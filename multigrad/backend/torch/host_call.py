@@ -13,11 +13,9 @@ from multigrad.backend.torch.private import is_functorch_active
 from multigrad.backend.torch.state import is_empty
 
 
-def host_code(function: F) -> F:
-    disabled = torch.compiler.disable(
-        function, reason="a compiled program cannot call the host; compile without fullgraph"
-    )
-    return cast(F, disabled)
+def untraced(function: F) -> F:
+    reason = "a program cannot call the host, or repeat a step until it converges; compile without fullgraph"
+    return cast(F, torch.compiler.disable(function, reason=reason))
 
 
 def host_call(

@@ -5,12 +5,14 @@ is given. Where no reason is given, PyTorch has no public API for the purpose.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad as forward_ad
 
 from multigrad.frameworks import look_up
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Return whether `torch.jit.trace` is tracing. The public function takes several times as long.
 is_tracing = look_up("torch._C._is_tracing", lambda: torch.jit.is_tracing)
@@ -78,6 +80,32 @@ def direct_apply(function: Any) -> Callable[..., Any]:
     """Return `function.apply` for eager code, in which no transform is active."""
     return function.apply if _DIRECT_APPLY is None else super(torch.autograd.Function, function).apply
 
+
+# The base class of the errors with which Dynamo refuses to compile a function.
+TorchDynamoException = look_up("torch._dynamo.exc.TorchDynamoException")
+# Set what Dynamo does with the frames of a code object, and with the frames that they call. Without these
+# names, Dynamo compiles the frames of an op that it could not trace one by one, up to its limit.
+_set_strategy = look_up("torch._C._dynamo.eval_frame.set_code_exec_strategy", lambda: None)
+_Strategy = look_up("torch._dynamo.types.FrameExecStrategy", lambda: None)
+_Action = look_up("torch._dynamo.types.FrameAction", lambda: None)
+
+
+def skip_frame(function: F, called: str = "DEFAULT") -> F:
+    """Let Dynamo compile no frame of a function, except as part of a caller's program."""
+    if _set_strategy and _Strategy and _Action:
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, getattr(_Action, called)))
+    return function
+
+
+def skip_frames(function: F) -> F:
+    """Let Dynamo compile no frame of a function or of what it calls, except as part of a caller's program."""
+    return skip_frame(function, "SKIP")
+
+
+# Keep the version counters of tensors that a Function marks as changed, though their values stay the same.
+preserve_version_counters = look_up("torch.autograd._unsafe_preserve_version_counter")
+# Return the mode of a fake tensor in a program that is traced.
+fake_mode_of = look_up("torch._guards.detect_fake_mode")
 
 # The name of the nodes of compiled functions in a graph. A test fails if it changes.
 COMPILED_NODE = "CompiledFunctionBackward"

@@ -21,6 +21,7 @@ from multigrad.backend.torch.private import (
     is_of_old_vmap,
     level_of,
     set_tracing_state,
+    skip_frame,
     transforms,
     unwrapped_once,
 )
@@ -121,6 +122,31 @@ def hidden_from_trace() -> Iterator[None]:
         set_tracing_state(state)
 
 
+DEPTH = threading.local()
+"""The number of nested calls of `value_and_grad` and `vjp` in this thread, `DEPTH.value`."""
+
+
+def is_in_derivative() -> bool:
+    """Return whether a derivative of the code that runs is being taken by this package."""
+    return getattr(DEPTH, "value", 0) > 0
+
+
+@torch.compiler.assume_constant_result
+def is_transforming_traced() -> bool:
+    """Return whether a transform is active around the code that Dynamo traces."""
+    return is_transforming()
+
+
+RULE = threading.local()
+"""Whether Dynamo traces a rule in this thread, `RULE.value`."""
+
+
+def is_in_rule() -> bool:
+    """Return whether Dynamo traces a rule, in which it changes no state from outside of the rule."""
+    return getattr(RULE, "value", False)
+
+
+@skip_frame  # as a program of its own, it would return True
 def is_compiling() -> bool:
     return torch.compiler.is_compiling()
 

@@ -1,5 +1,6 @@
 """The tensors of PyTorch: types, dtypes, values and conversions."""
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,23 @@ def constant(function: F) -> F:
 
 
 constant(assigned_cells)  # Dynamo (PyTorch 2.13 to 2.15) cannot guard its cache, whose keys are code
+
+
+def library_code(function: F, wrapped: Callable[..., Any] | None = None) -> F:
+    """Give the wrapper of a function a code object of its own.
+
+    Dynamo keeps the compiled programs of a function with its code, and silently compiles no more after eight
+    of them. Wrappers would share this limit.
+    """
+    if isinstance(wrapped, types.FunctionType) and not torch.compiler.is_dynamo_compiling():
+        function.__code__ = _code_for(function.__code__, wrapped.__code__)
+    return function
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_for(code: types.CodeType, wrapped: types.CodeType) -> types.CodeType:
+    """Return a copy of the code, the same one for functions that are defined again and again."""
+    return code.replace()
 
 
 is_reading_code = torch.compiler.is_dynamo_compiling
