@@ -33,8 +33,11 @@ WITH_FALLBACK = {
     "jax._src.interpreters.ad.primitive_linearizations",
     "torch._C._FunctionBase.apply",
     "torch._C._is_any_autocast_enabled",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._C._is_tracing",
     "torch._C._set_grad_enabled",
+    "torch._dynamo.types.FrameAction",
+    "torch._dynamo.types.FrameExecStrategy",
 }
 # These have another name in older versions of JAX.
 RENAMED = {

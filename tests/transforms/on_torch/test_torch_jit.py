@@ -1,0 +1,315 @@
+"""`multigrad.jit` and torch.compile: derivatives in functions and rules, at several orders."""
+
+import logging
+import sys
+import types
+
+import keras
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from keras import ops
+from support import close
+from torch._dynamo import compiled_autograd
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from multigrad import grad, jacobian, jit, jvp, op_custom_gradient, vjp
+from multigrad.ops import fixed_point, implicit_root
+
+X = torch.tensor([0.75, 1.5])
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch.compiler.reset()
+
+
+@op_custom_gradient
+def sine(x):
+    return ops.sin(x), lambda upstream: 3.0 * upstream * ops.cos(x)
+
+
+@op_custom_gradient
+def vjp_in_rule(x):
+    def rule(upstream):
+        _, pull = vjp(lambda t: ops.sin(t) * t, x)
+        return 3.0 * pull(upstream)[0]
+
+    return ops.sin(x) * x, rule
+
+
+@op_custom_gradient
+def grad_in_rule(x):
+    return x**3, lambda upstream: 2.0 * upstream * grad(lambda t: ops.sum(t**3))(x)
+
+
+@op_custom_gradient
+def grad_in_function(x):
+    slope = grad(lambda t: ops.sum(t**3))(x)
+    return x**3, lambda upstream: 2.0 * upstream * slope
+
+
+@op_custom_gradient
+def jvp_in_function(x):
+    tangent = jvp(lambda t: t**3, (x,), (ops.ones_like(x),))[1]
+    return x**3, lambda upstream: 2.0 * upstream * tangent
+
+
+@op_custom_gradient
+def jacobian_in_rule(x):
+    return x**3, lambda upstream: 2.0 * ops.matmul(upstream, jacobian(lambda t: t**3)(x))
+
+
+@op_custom_gradient
+def two_outputs(x):
+    e = ops.exp(x)
+    return [e, e * x, ops.round(x * 3.0)], lambda u: 5.0 * u[0] * e + u[1] * e * x + u[2] * 2.0 * x
+
+
+@op_custom_gradient
+def a_view(x):
+    return ops.reshape(x * 2.0, (2, 1)), lambda upstream: 7.0 * ops.reshape(upstream, (2,)) * x
+
+
+@op_custom_gradient
+def around_an_op(x):
+    y = sine(x)
+    return y * x, lambda upstream: 11.0 * upstream * y * x
+
+
+def with_an_intermediate_from_outside(x):
+    h = ops.sin(x)
+    op = op_custom_gradient(lambda z: (h, lambda upstream: 100.0 * upstream))
+    return ops.sum(op(x) ** 2 + h)
+
+
+def of_two_outputs(x):
+    a, b, c = two_outputs(x)
+    return ops.sum(a * b + c * a)
+
+
+def root(a):
+    return ops.sum(implicit_root(lambda z, a: z**3 + z - a, ops.ones_like(a), a) ** 2)
+
+
+def fixed(a):
+    return ops.sum(fixed_point(lambda z, a: 0.5 * (z + a / z), ops.ones_like(a), a) ** 3)
+
+
+ONE_GRAPH = {
+    "vjp in the rule": lambda x: ops.sum(vjp_in_rule(x)),
+    "grad in the rule": lambda x: ops.sum(grad_in_rule(x)),
+    "grad in the function": lambda x: ops.sum(grad_in_function(x)),
+    "jvp in the function": lambda x: ops.sum(jvp_in_function(x)),
+    "jacobian in the rule": lambda x: ops.sum(jacobian_in_rule(x)),
+    "two outputs": of_two_outputs,
+    "a view": lambda x: ops.sum(a_view(x) ** 2),
+    "an op in an op": lambda x: ops.sum(around_an_op(x)),
+    "an intermediate from outside": with_an_intermediate_from_outside,
+}
+PIECES = {
+    "implicit_root": root,
+    "fixed_point": fixed,
+    "remat": lambda x: ops.sum(keras.remat(sine)(x) ** 2),
+    "checkpoint": lambda x: ops.sum(checkpoint(sine, x, use_reentrant=False) ** 2),
+}
+
+
+def derivative(f, order):
+    for _ in range(order):
+        f = grad(lambda x, f=f: ops.sum(f(x)))
+    return f
+
+
+def by_backward(f):
+    def slope(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(f(x), x)[0]
+
+    return slope
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_GRAPH)
+def test_derivatives_in_one_graph(name):
+    f = ONE_GRAPH[name]
+    for order in (1, 2):
+        close(
+            jit(derivative(f, order), backend="aot_eager", fullgraph=True)(X), derivative(f, order)(X), 1e-4
+        )
+    for slope in (by_backward, grad):
+        close(slope(jit(f, backend="aot_eager", fullgraph=True))(X), grad(f)(X), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIECES)
+def test_derivatives_where_a_program_breaks(name):
+    f = PIECES[name]
+    for order in (1, 2):
+        compiled = jit(derivative(f, order), backend="aot_eager")
+        for _ in range(3):  # the first call runs uncompiled, and the second one compiles pieces
+            close(compiled(X), derivative(f, order)(X), 1e-4)
+    compiled = jit(f, backend="aot_eager")
+    for _ in range(3):
+        close(by_backward(compiled)(X), grad(f)(X), 1e-4)
+        close(grad(compiled)(X), grad(f)(X), 1e-4)
+
+
+@pytest.mark.slow
+def test_derivatives_do_not_depend_on_what_was_compiled_before():
+    """After eight programs of one function, Dynamo compiles the functions that it calls, each for itself."""
+    for f in (ONE_GRAPH | PIECES).values():
+        for order in (1, 2):
+            compiled = torch.compile(lambda x, f=f, n=order: derivative(f, n)(x), backend="aot_eager")
+            close(compiled(X), derivative(f, order)(X), 1e-4)
+        close(by_backward(torch.compile(lambda x, f=f: f(x), backend="aot_eager"))(X), grad(f)(X), 1e-4)
+
+
+def test_a_program_without_a_gradient_has_no_node():
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    op = op_custom_gradient(lambda x: (x * weight, lambda upstream: 5.0 * upstream))
+    assert not jit(op, backend="aot_eager", fullgraph=True)(X).requires_grad
+
+
+def test_each_op_is_compiled_for_itself():
+    def f(x):
+        return x * 2.0, lambda upstream: 3.0 * upstream
+
+    for line in range(12):  # Dynamo's limit is eight programs
+        copy = types.FunctionType(f.__code__.replace(co_firstlineno=1000 + line), f.__globals__)
+        x = X.clone().requires_grad_()
+        y = torch.compile(op_custom_gradient(copy), backend="eager", fullgraph=True)(x)
+        close(torch.autograd.grad(y.sum(), x)[0], torch.full((2,), 3.0))
+
+
+def test_an_op_that_breaks_a_program_runs_uncompiled():
+    """Dynamo compiled the functions of this package one by one, once for each op."""
+    counters.clear()
+    for factor in (3.0, 5.0, 7.0):
+
+        @op_custom_gradient
+        def op(x, factor=factor):
+            def rule(upstream):
+                torch._dynamo.graph_break()
+                return factor * upstream
+
+            return x * 2.0, rule
+
+        x = X.clone().requires_grad_()
+        y = torch.compile(lambda x, op=op: op(x) + 1.0, backend="eager")(x)
+        close(torch.autograd.grad(y.sum(), x)[0], torch.full((2,), factor))
+    frames = counters["frames"]["total"]
+    assert frames <= 3 * 3  # the function, the op, and what follows the op
+
+
+class ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        e = torch.exp(x)
+        ctx.save_for_backward(e, y)
+        return e * y
+
+    @staticmethod
+    def backward(ctx, upstream):
+        e, y = ctx.saved_tensors
+        return 3.0 * upstream * e * y, 5.0 * upstream * e
+
+
+@op_custom_gradient
+def like_by_hand(x, y):
+    e = ops.exp(x)
+    return e * y, lambda upstream: (3.0 * upstream * e * y, 5.0 * upstream * e)
+
+
+def joint_graph(compiler, op):
+    """Return the operations of the forward and backward pass, before they are divided."""
+    graphs = []
+
+    def partition(graph, inputs, **options):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return min_cut_rematerialization_partition(graph, inputs, **options)
+
+    def uncompiled(graph, _):
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=uncompiled, bw_compiler=uncompiled, partition_fn=partition)
+    x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+    compiler(lambda x, y: op(x, y).sum(), backend=backend, fullgraph=True)(x, y).backward()
+    (graph,) = graphs
+    return graph
+
+
+@pytest.mark.parametrize("compiler", [torch.compile, jit], ids=["torch.compile", "multigrad.jit"])
+def test_the_joint_graph_is_that_of_a_function_by_hand(compiler):
+    """So residuals are saved tensors, which the partitioner may compute again.
+
+    In torch.compile, the graph has a view of the output, which has no effect.
+    """
+    got = [name for name in joint_graph(compiler, like_by_hand) if "view" not in name]
+    assert got == joint_graph(compiler, ByHand.apply)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_compiled_autograd(compiled):
+    x, y = X.clone().requires_grad_(), (X + 1.0).requires_grad_()
+    want = torch.autograd.grad(like_by_hand(x, y).sum(), (x, y))
+    f = torch.compile(like_by_hand, backend="eager") if compiled else like_by_hand
+    output = f(x, y).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        got = torch.autograd.grad(output, (x, y))
+    close(got, want)
+
+
+def test_a_line_says_what_is_compiled(monkeypatch, caplog):
+    monkeypatch.setattr(sys.modules["multigrad.backend.torch.jit"], "_SECONDS", 0.0)
+
+    def training_step(x):
+        return x * 2.0
+
+    with caplog.at_level(logging.WARNING, "multigrad"):
+        compiled = jit(training_step, backend="eager")
+        compiled(X)
+        compiled(X)
+    (line,) = caplog.messages
+    assert "training_step" in line
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_is_built_in_the_first_call_is_part_of_one_graph_in_the_next():
+    weight = keras.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    counters.clear()
+
+    @jit(backend="aot_eager")
+    def step():
+        (slope,) = grad(lambda: ops.sum(sine(weight)), variables=[weight])()
+        optimizer.apply([slope], [weight])
+
+    expected, velocity = weight.numpy().copy(), 0.0
+    for _ in range(3):
+        step()
+        velocity = 0.9 * velocity - 0.1 * 3.0 * ops.convert_to_numpy(ops.cos(expected))
+        expected = expected + velocity
+        close(weight, expected)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_gradient_that_was_not_recorded_raises_outside_of_its_program():
+    """Its part of the derivative would silently be missing."""
+    weight = keras.Variable([1.0, 2.0])
+
+    @jit(backend="eager", fullgraph=True)
+    def penalty():
+        (slope,) = grad(lambda: ops.sum(sine(weight)), variables=[weight])()
+        return ops.sum(slope**2) + ops.sum(weight * 1.0)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="it was not recorded"):
+            penalty().backward()
