@@ -21,7 +21,6 @@ from multigrad.backend.torch.private import (
     is_of_old_vmap,
     level_of,
     set_tracing_state,
-    skip_frame,
     transforms,
     unwrapped_once,
 )
@@ -146,7 +145,6 @@ def is_in_rule() -> bool:
     return getattr(RULE, "value", False)
 
 
-@skip_frame  # as a program of its own, it would return True
 def is_compiling() -> bool:
     return torch.compiler.is_compiling()
 
