@@ -67,6 +67,8 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     # Dynamo enters no scope in a backward pass, and traces it here.
     with run.pullback.scope_of(run.rule), _in_rule(), _changed_in_place(outputs if recorded else ()):
         tied = _InProgram.apply(state, *distinct(run.inputs), *outputs)
+    if recorded:  # the rule uses the outputs, and the caller may change its own in place
+        tied = [output.clone() for output in tied]
     return run.pullback.output.join(tied)
 
 
@@ -99,7 +101,7 @@ class _Computed(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for part in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(part, torch.Tensor):
+            if isinstance(part, torch.Tensor) and not is_in_rule():  # Dynamo would refuse the change
                 self.tensors.append(part)
         return result
 
@@ -122,7 +124,7 @@ def _changed_in_place(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
     if not outputs:
         yield
         return
-    with preserve_version_counters(tuple(outputs)), disable_torch_function():
+    with preserve_version_counters(tuple(outputs)):
         yield
 
 

@@ -1,11 +1,12 @@
 """`multigrad.jit` on PyTorch: `torch.compile`, which tracks Python objects and their attributes.
 
-A function is compiled as one graph, which contains its gradients. If Dynamo cannot trace it whole, the call
-runs uncompiled. If the next one cannot be traced either, the function is compiled in pieces, with a graph
-break at each gradient.
+A function is compiled as one graph, which contains its gradients. A call that Dynamo cannot trace whole runs
+uncompiled, such as a first call that makes the variables of an optimizer. After two such calls, the function
+is compiled in pieces, with a graph break at each gradient.
 """
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from multigrad.backend.torch.eager import UNRECORDED, refuse
-from multigrad.backend.torch.private import TorchDynamoException
+from multigrad.backend.torch.private import TorchDynamoException, functorch_config
 
 _LOGGER = logging.getLogger("multigrad")
 _SECONDS = 10.0
@@ -30,43 +30,59 @@ def jit(
 ) -> Callable[..., Any]:
     # Functions with the same code, such as all gradient functions, would share a limit of compilations.
     options = {"isolate_recompiles": True, **options}
-    whole = torch.compile(function, **{**options, "fullgraph": True})
+    whole = torch.compile(_with_history(function), **{**options, "fullgraph": True})
     pieces = torch.compile(function, **options)
-    failures, has_run = 0, False
+    failures, has_run = 0, False  # of the function, in all threads
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal failures, has_run
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         before = vars(_STATE).copy()
-        _STATE.unrecorded = False
         _STATE.differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))
+        _STATE.mode = _WHOLE if failures < 2 else _IN_PIECES
         try:
-            with contextlib.nullcontext() if has_run else _announced(name):
-                if failures < 2:
-                    _STATE.mode = _WHOLE
-                    try:
+            try:
+                with contextlib.nullcontext() if has_run else _announced(name):
+                    if failures < 2:
                         result = whole(*args, **kwargs)
-                        has_run = True
-                        return _refusing_derivatives(result) if _STATE.unrecorded else result
-                    except TorchDynamoException:  # raised before the function runs
-                        if options.get("fullgraph"):
-                            raise
-                        failures += 1
-                if (
-                    failures < 2
-                ):  # it may make layers and optimizers in its first call, and compile in the next
-                    _STATE.mode = ""
-                    return function(*args, **kwargs)
-                _STATE.mode = _IN_PIECES
-                result = pieces(*args, **kwargs)
+                    else:
+                        with functorch_config.patch(donated_buffer=False):
+                            result = pieces(*args, **kwargs)
                 has_run = True
                 return result
+            except TorchDynamoException:  # raised before the function runs
+                if _STATE.mode == _IN_PIECES or options.get("fullgraph"):
+                    raise
+            _STATE.mode = ""
+            result = function(*args, **kwargs)  # an error of the function is raised here, and is no failure
+            failures += 1
+            return result
         finally:
             vars(_STATE).clear()
             vars(_STATE).update(before)
 
     return run
+
+
+def _with_history(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function for one graph. Dynamo refuses it if a part of its derivative would be missing."""
+
+    def with_history(*args: Any, **kwargs: Any) -> Any:
+        _STATE.unrecorded = False
+        result = function(*args, **kwargs)
+        if _STATE.unrecorded and _requires_gradient(result):
+            _refuse()
+        return result
+
+    return functools.update_wrapper(with_history, function)
+
+
+_refuse = torch.compiler.disable(
+    lambda: None,
+    reason="a result that requires a gradient would have no derivative through the gradients with respect to "
+    "variables that the function computes; compile without fullgraph",
+)
 
 
 @contextlib.contextmanager
@@ -90,18 +106,8 @@ def _requires_gradient(arguments: Any) -> bool:
 
 
 def note_unrecorded() -> None:
-    """Note that the program takes a gradient with respect to weights that it does not record."""
+    """Note that the graph has a gradient with respect to variables that it does not record."""
     _STATE.unrecorded = True
-
-
-def _refusing_derivatives(result: Any) -> Any:
-    """Return the result of a program, so that differentiating it raises an error."""
-
-    def refused(leaf: Any) -> Any:
-        requires = isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        return refuse(leaf, UNRECORDED) if requires else leaf
-
-    return pytree.tree_map(refused, result)
 
 
 def is_whole() -> bool:
