@@ -1,12 +1,12 @@
 """The names of Keras for R, where the functions of `keras.ops` have the prefix `op_`.
 
-`multigrad.op_exp` is `keras.ops.exp`, and `multigrad.op_image_resize` is `keras.ops.image.resize`. They are
-the same objects as in Keras and are looked up on first use, so a newer Keras adds its ops here.
+`multigrad.op_exp` is `multigrad.ops.exp`, and `multigrad.op_image_resize` is `multigrad.ops.image.resize`.
+They are the same objects, looked up on first use, so a newer Keras adds its ops here.
 """
 
 from typing import Any
 
-from keras import ops
+from multigrad import ops
 
 _PREFIX = "op_"
 _SUBMODULES = ("image", "linalg", "nn", "numpy")

@@ -1,20 +1,22 @@
 """`multigrad.ops` contains every name of `keras.ops`, and `multigrad` the names of Keras for R."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import keras
 import pytest
-from support import array, numpy
+from support import BACKEND, array, numpy
 
 import multigrad
 from multigrad import ops
+from multigrad.ops.fixed import EVERY, FAULTS, FIXED
 
 pytestmark = [pytest.mark.forward, pytest.mark.package]
 
-OWN = {"custom_gradient"}
+OWN = {"custom_gradient", "image", "linalg", "nn", "numpy", *FIXED}
 SUBMODULES = ("image", "linalg", "nn", "numpy")
 R_NAMES = Path(__file__).with_name("r_names.txt").read_text().split()
 ELSEWHERE = {
@@ -46,8 +48,22 @@ def test_added_names():
 
 @pytest.mark.parametrize("name", SUBMODULES)
 def test_submodules(name):
-    assert importlib.import_module(f"multigrad.ops.{name}") is getattr(keras.ops, name)
-    assert getattr(ops, name) is getattr(keras.ops, name)
+    mirror, own = importlib.import_module(f"multigrad.ops.{name}"), getattr(keras.ops, name)
+    assert getattr(ops, name) is mirror
+    assert dir(mirror) == dir(own)
+    for each in public(own):
+        replaced = each in FIXED and getattr(own, each) is getattr(keras.ops, each)
+        assert getattr(mirror, each) is (FIXED[each] if replaced else getattr(own, each)), each
+
+
+def test_fixed_ops_replace_only_what_has_a_fault():
+    assert {name for name in FAULTS if BACKEND in FAULTS[name]} == set(FIXED)
+    for name, op in EVERY.items():
+        assert getattr(ops, name) is (op if name in FIXED else getattr(keras.ops, name))
+        assert getattr(multigrad, f"op_{name}") is getattr(ops, name)
+        assert [(p.name, p.default) for p in inspect.signature(op).parameters.values()] == [
+            (p.name, p.default) for p in inspect.signature(getattr(keras.ops, name)).parameters.values()
+        ]
 
 
 def test_every_form_of_import():
@@ -55,6 +71,7 @@ def test_every_form_of_import():
 import keras
 import multigrad.ops.nn
 from multigrad import ops
+from multigrad.ops.fixed import EVERY, FAULTS, FIXED
 from multigrad.ops import *
 from multigrad.ops.numpy import exp as other
 assert relu is multigrad.ops.nn.relu is keras.ops.relu is ops.relu
@@ -80,7 +97,7 @@ def test_names_of_r():
     for name in R_NAMES:
         found = getattr(multigrad, name)
         own = name.removeprefix("op_")
-        wanted = ELSEWHERE.get(name) or getattr(keras.ops, own, None)
+        wanted = ELSEWHERE.get(name) or FIXED.get(own) or getattr(keras.ops, own, None)
         if wanted is None and own.startswith("image_"):
             wanted = getattr(keras.ops.image, own.removeprefix("image_"))
         assert found is wanted or name == "op_subset", name

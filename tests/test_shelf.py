@@ -38,6 +38,23 @@ def heron(z, x):
 
 
 @keras.saving.register_keras_serializable("shelf")
+def root(x):
+    return ops.sqrt(x)
+
+
+def spectral(x, fn):
+    """Return the row sums of a function of the positive definite matrix of the products of the rows."""
+    x32 = ops.cast(x, "float32") if keras.backend.standardize_dtype(x.dtype) in HALVES else x
+    a = ops.matmul(x32, ops.swapaxes(x32, -1, -2))
+    return ops.cast(ops.sum(fn(a + ops.eye(2, dtype=a.dtype)), axis=-1), x.dtype)
+
+
+def eigen(x):
+    x = x.astype("float64")
+    return np.linalg.eigh(x @ x.T + np.eye(2))
+
+
+@keras.saving.register_keras_serializable("shelf")
 def surplus(z, x):
     return z * z - (1.0 + x * x)
 
@@ -104,6 +121,19 @@ ROWS = {
     "safe_sqrt": Row(lambda x: ops.safe_sqrt(x * x + 1.0), lambda x: np.sqrt(x * x + 1.0)),
     "safe_log": Row(lambda x: ops.safe_log(x * x + 1.0), lambda x: np.log(x * x + 1.0)),
     "safe_divide": Row(lambda x: ops.safe_divide(x, x * x + 1.0), lambda x: x / (x * x + 1.0)),
+    # functions of symmetric matrices
+    "spectral_function": Row(
+        lambda x: spectral(x, lambda a: ops.spectral_function(a, root)),
+        lambda x: (eigen(x)[1] * np.sqrt(eigen(x)[0]) @ eigen(x)[1].T).sum(axis=-1),
+    ),
+    "safe_eigh": Row(
+        lambda x: spectral(x, lambda a: ops.square(ops.safe_eigh(a)[1][:, :1])),
+        lambda x: np.square(eigen(x)[1][:, 0]),
+    ),
+    "safe_svd": Row(
+        lambda x: spectral(x, lambda a: ops.square(ops.safe_svd(a)[0][:, :1])),
+        lambda x: np.square(eigen(x)[1][:, 1]),
+    ),
     # solutions of equations
     "fixed_point": Row(lambda x: ops.fixed_point(heron, ops.ones_like(x), x), lambda x: np.sqrt(1.0 + x * x)),
     "implicit_root": Row(
@@ -230,7 +260,7 @@ def test_forward_mode(name, wrap):
         with pytest.raises(RuntimeError, match=name):
             forward(x, along)
         return
-    if BACKEND == "tensorflow" and name in SOLVERS:
+    if BACKEND == "tensorflow" and name in (*SOLVERS, "spectral_function"):
         with pytest.raises(NotImplementedError, match="computes a gradient"):
             forward(x, along)
         return
@@ -278,6 +308,7 @@ class Around(keras.layers.Layer):
 
 # These rows first call ops of Keras, which do not accept a sparse placeholder.
 PREPARED = {"stop_gradient_if", "safe_sqrt", "safe_log", "safe_divide"}
+PREPARED |= {"spectral_function", "safe_eigh", "safe_svd"}
 if not DIFFERENTIATES:
     PREPARED.add("implicit_root")  # see test_the_value
 if BACKEND == "openvino":  # Keras does not run fixed_point on placeholders there, see the README

@@ -430,6 +430,14 @@ class Backend(abc.ABC):
         return tuple(shape)
 
     @staticmethod
+    def depends_on_others(function: Callable[[Any], Any], tensor: Any) -> bool:
+        """Return whether `function(tensor)` has a history that does not come from the tensor.
+
+        The answer is False where the framework cannot tell.
+        """
+        return False
+
+    @staticmethod
     def unrecorded() -> AbstractContextManager[Any]:
         """Return a context for code that is never differentiated. No gradient is computed in it."""
         return contextlib.nullcontext()

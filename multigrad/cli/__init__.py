@@ -1,5 +1,6 @@
-"""The command line: `multigrad doctor` and `multigrad demo`.
+"""The command line: `multigrad doctor`, `multigrad demo` and `multigrad audit`.
 
 Each command has a module or a package here, and `main` parses the arguments. These modules import neither
-Keras nor a framework, except for the experiments of the demo, which run in processes of their own.
+Keras nor a framework, except for the experiments of the demo, which run in processes of their own, and
+for `audit`.
 """

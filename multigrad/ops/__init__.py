@@ -1,7 +1,9 @@
-"""`keras.ops`, and ops with custom gradients.
+"""`keras.ops` with right gradients, and ops with custom gradients.
 
-This module contains every public name of `keras.ops`, as the same object. Names are looked up on first use,
-so that new names of later Keras versions are included. Code that uses `keras.ops` only needs another import:
+This module contains every public name of `keras.ops`. It is the same object, unless a derivative of
+Keras's op is wrong or NaN on the active backend: `fixed` contains these ops. Names are looked up on first
+use, so that new names of later Keras versions are included. Code that uses `keras.ops` only needs another
+import:
 
 ```python
 import keras
@@ -23,6 +25,7 @@ from multigrad import backend as _backend  # noqa: F401  checks the environment 
 from keras import ops as _keras_ops
 
 from multigrad.core.op import op_custom_gradient
+from multigrad.ops.fixed import FIXED as _FIXED
 from multigrad.ops.host_call import host_call
 from multigrad.ops.implicit import fixed_point, implicit_root
 from multigrad.ops.linear_cross_entropy import linear_cross_entropy
@@ -41,6 +44,7 @@ from multigrad.ops.routing import (
     scale_gradient,
     stop_gradient_if,
 )
+from multigrad.ops.spectral import safe_eigh, safe_svd, spectral_function
 from multigrad.ops.spiking import spike
 from multigrad.ops.stable import log1pexp, logcosh, safe_divide, safe_log, safe_norm, safe_sqrt
 from multigrad.ops.vector_quantizing import vector_quantize
@@ -66,11 +70,14 @@ __all__ = [
     "reverse_gradient",
     "round_straight_through",
     "safe_divide",
+    "safe_eigh",
     "safe_log",
     "safe_norm",
     "safe_sqrt",
+    "safe_svd",
     "scale_gradient",
     "sign_straight_through",
+    "spectral_function",
     "spike",
     "stop_gradient_if",
     "straight_through",
@@ -88,14 +95,37 @@ __all__ += [name for name in _keras_names() if name not in __all__]
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(_keras_ops, name):
         raise AttributeError(f"neither multigrad.ops nor keras.ops has an attribute {name!r}")
-    return getattr(_keras_ops, name)
+    return _mirrored(name, getattr(_keras_ops, name))
+
+
+def _mirrored(name: str, keras_object: Any) -> Any:
+    """Return what replaces an object of Keras: a mirror of a submodule, a fixed op or the object itself."""
+    if isinstance(keras_object, ModuleType):
+        return _SUBMODULES[name]
+    # A submodule may have another function of this name.
+    return _FIXED[name] if name in _FIXED and keras_object is getattr(_keras_ops, name) else keras_object
 
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *_keras_names()})
 
 
-# The submodules of `keras.ops`, for `import multigrad.ops.nn` and `from multigrad.ops.nn import relu`.
-for _name, _value in vars(_keras_ops).items():
-    if isinstance(_value, ModuleType):
-        sys.modules[f"{__name__}.{_name}"] = _value
+class _Submodule(ModuleType):
+    """A submodule of `keras.ops`, with the fixed ops."""
+
+    def __init__(self, name: str, module: ModuleType) -> None:
+        super().__init__(f"{__name__}.{name}", module.__doc__)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return _mirrored(name, getattr(self._module, name))
+
+    def __dir__(self) -> list[str]:
+        return dir(self._module)
+
+
+_SUBMODULES = {
+    name: _Submodule(name, value) for name, value in vars(_keras_ops).items() if isinstance(value, ModuleType)
+}
+# For `import multigrad.ops.nn` and `from multigrad.ops.nn import relu`.
+sys.modules.update({module.__name__: module for module in _SUBMODULES.values()})

@@ -15,7 +15,7 @@ from support import array, close
 from multigrad import grad, jvp, op_custom_gradient, trace_gradients, value_and_grad, vjp
 from multigrad.backend.torch.tensors import conform
 from multigrad.keras_graph.saving import Unsaved, decode, encode
-from multigrad.ops import fake_quantize, linear_cross_entropy
+from multigrad.ops import fake_quantize, linear_cross_entropy, spectral_function
 
 
 class Masked:
@@ -1221,3 +1221,16 @@ def test_a_gradient_is_moved_to_the_device_of_its_argument():
 def test_conform_moves_sums_and_casts(gradient):
     moved = conform(gradient, (torch.Size([3]), torch.float32, torch.device("meta")))
     assert (moved.shape, moved.dtype, moved.device.type) == ((3,), torch.float32, "meta")
+
+
+def test_a_compiled_spectral_function_that_holds_a_tensor_is_refused():
+    """Dynamo cannot read cells. The gradient of `exponent` would silently be zero."""
+    exponent = leaf(0.5)
+
+    @functools.partial(torch.compile, backend="eager")
+    def root(a, exponent):
+        return spectral_function(a, lambda x: x**exponent)
+
+    with pytest.raises(TypeError, match="closes over a tensor"):
+        root(array(np.eye(2)), exponent)
+    close(root(array(np.eye(2)), 0.5), array(np.eye(2)))

@@ -56,6 +56,7 @@ class TorchBackend(Backend):
     is_reading_code = staticmethod(tensors.is_reading_code)
     defaults_of = staticmethod(tensors.defaults_of)
     snapshot = staticmethod(tensors.snapshot)
+    depends_on_others = staticmethod(gradients.depends_on_others)
     unrecorded = staticmethod(gradients.unrecorded)
     uncompiled = staticmethod(programs.uncompiled)
 

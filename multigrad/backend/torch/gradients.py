@@ -238,6 +238,11 @@ def gradients_expected(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return [torch.is_grad_enabled() and (transforming or tensor.requires_grad) for tensor in tensors]
 
 
+def depends_on_others(function: Callable[[Any], Any], tensor: torch.Tensor) -> bool:
+    with torch.enable_grad():
+        return bool(function(torch.ones_like(tensor)).requires_grad)
+
+
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad()
 

@@ -102,8 +102,8 @@ def skip_frames(function: F) -> F:
     return skip_frame(function, "SKIP")
 
 
-# Change settings of AOTAutograd. With donated buffers, a compiled backward pass raises if another gradient keeps
-# its graph.
+# Change settings of AOTAutograd. With donated buffers, a compiled backward pass raises if another gradient
+# keeps its graph.
 functorch_config = look_up("torch._functorch.config")
 # Keep the version counters of tensors that a Function marks as changed, though their values stay the same.
 preserve_version_counters = look_up("torch.autograd._unsafe_preserve_version_counter")

@@ -1,0 +1,154 @@
+"""Products along an axis, powers of a vector and updates of slices, with right gradients."""
+
+from typing import Any
+
+from keras import ops
+
+from multigrad.core.errors import message
+from multigrad.ops.arguments import Pair, Tensor
+from multigrad.ops.fixed.common import entries, fixed, kept, operands, real_only, tensors
+from multigrad.ops.fixed.elementwise import power
+
+
+@real_only
+def cumprod(x: Tensor, axis: int | None = None, dtype: str | None = None) -> Pair:
+    """the sums of the products of the other elements, also where an element is 0."""
+    (x,) = tensors("cumprod", x=x)
+    y = ops.cumprod(x, axis=axis, dtype=dtype)
+
+    def rule(upstream: Any) -> Any:
+        u, z, products = operands(y, upstream, x, y)
+        return _pull_cumprod(u, z, products, axis), None, None
+
+    return y, rule
+
+
+@real_only
+def nancumprod(x: Tensor, axis: int | None = None, dtype: str | None = None) -> Pair:
+    """that of `cumprod` with 1 in place of NaN, and 0 for the NaN."""
+    (x,) = tensors("nancumprod", x=x)
+    y = ops.nancumprod(x, axis=axis, dtype=dtype)
+
+    def rule(upstream: Any) -> Any:
+        u, z, products = operands(y, upstream, x, y)
+        missing = ops.isnan(z)
+        gradient = _pull_cumprod(u, ops.where(missing, ops.ones_like(z), z), products, axis)
+        return ops.where(missing, ops.zeros_like(z), gradient), None, None
+
+    return y, rule
+
+
+def _pull_cumprod(u: Any, x: Any, products: Any, axis: int | None) -> Any:
+    """Return the gradient of `cumprod`, without a division."""
+    along, shape = (0, ops.shape(x)) if axis is None else (axis, ops.shape(x))
+    if axis is None:
+        x = ops.reshape(x, (-1,))
+    u, x, products = (ops.moveaxis(value, along, 0) for value in (u, x, products))
+    one = ops.ones_like(x[:1])
+    before = ops.concatenate([one, products[:-1]])
+    # s[i] = u[i] + x[i + 1] * s[i + 1], from the last element to the first.
+    factors = ops.flip(ops.concatenate([x[1:], one]), axis=0)
+    sums = _recurrence(factors, ops.flip(u, axis=0))
+    return ops.reshape(ops.moveaxis(before * ops.flip(sums, axis=0), 0, along), shape)
+
+
+def _recurrence(factors: Any, terms: Any) -> Any:
+    """Return `s[i] = terms[i] + factors[i] * s[i - 1]`, by composing affine maps in a logarithm of steps.
+
+    `keras.ops.associative_scan` (3.15) loses the shapes in a graph of TensorFlow.
+    """
+    size, step = terms.shape[0], 1
+    if size is None:
+        raise NotImplementedError(
+            message(
+                "cumprod",
+                "the gradient needs the size of the axis",
+                argument="'x'",
+                required="a static size, on TensorFlow",
+                got="a tensor with an unknown size of this axis",
+                fix="set the shape with `tf.ensure_shape`",
+            )
+        )
+    while step < size:
+        earlier = ops.concatenate([ops.zeros_like(terms[:step]), terms[:-step]])
+        terms = terms + factors * earlier
+        factors = factors * ops.concatenate([ops.ones_like(factors[:step]), factors[:-step]])
+        step *= 2
+    return terms
+
+
+@real_only
+def prod(x: Tensor, axis: Any = None, keepdims: bool = False, dtype: str | None = None) -> Pair:
+    """the products of the other elements, also where an element is 0."""
+    (x,) = tensors("prod", x=x)
+    y = ops.prod(x, axis=axis, keepdims=keepdims, dtype=dtype)
+
+    def rule(upstream: Any) -> Any:
+        u, z = operands(y, upstream, x)
+        return kept(z, axis, u) * _products_of_others(z, axis), None, None, None
+
+    return y, rule
+
+
+@real_only
+def nanprod(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
+    """that of `prod` with 1 in place of NaN, and 0 for the NaN."""
+    (x,) = tensors("nanprod", x=x)
+    y = ops.nanprod(x, axis=axis, keepdims=keepdims)
+
+    def rule(upstream: Any) -> Any:
+        u, z = operands(y, upstream, x)
+        missing = ops.isnan(z)
+        others = _products_of_others(ops.where(missing, ops.ones_like(z), z), axis)
+        return kept(z, axis, u) * ops.where(missing, ops.zeros_like(z), others), None, None
+
+    return y, rule
+
+
+def _products_of_others(x: Any, axis: Any) -> Any:
+    """Return the product of the other elements of the reduced axes, for each element."""
+    count = len(x.shape)
+    axes = range(count) if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
+    last = [a % count for a in axes] if count else []
+    order = [a for a in range(count) if a not in last] + last
+    moved = ops.transpose(x, order)
+    shape = ops.shape(moved)
+    flat = ops.reshape(moved, (*shape[: count - len(last)], -1))
+    one = ops.ones_like(flat[..., :1])
+    before = cumprod(ops.concatenate([one, flat[..., :-1]], axis=-1), axis=-1)
+    after = cumprod(ops.concatenate([one, ops.flip(flat[..., 1:], axis=-1)], axis=-1), axis=-1)
+    others = ops.reshape(before * ops.flip(after, axis=-1), shape)
+    return ops.transpose(others, [order.index(a) for a in range(count)])
+
+
+@real_only
+def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Pair:  # noqa: N803
+    """`k * x**(k - 1)` of the column of the power `k`, also at 0."""
+    (x,) = tensors("vander", x=x)
+    y = ops.vander(x, N=N, increasing=increasing)
+
+    def rule(upstream: Any) -> Any:
+        u, z = operands(y, upstream, x)
+        count = y.shape[-1]
+        powers = range(count) if increasing else range(count - 1, -1, -1)
+        terms = [u[:, i] * float(k) * power(z, float(k - 1)) for i, k in enumerate(powers) if k]
+        return sum(terms, ops.zeros_like(z)), None, None
+
+    return y, rule
+
+
+@fixed
+def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
+    """1 of the update, and 1 of the inputs outside of the slice."""
+    inputs, updates = tensors("slice_update", inputs=inputs, updates=updates)
+    y = ops.slice_update(inputs, start_indices, ops.cast(updates, inputs.dtype))
+
+    def rule(upstream: Any) -> Any:
+        zeros = ops.zeros(ops.shape(updates), upstream.dtype)
+        outside, inside = entries(
+            (inputs, lambda: slice_update(upstream, start_indices, zeros)),
+            (updates, lambda: ops.slice(upstream, start_indices, ops.shape(updates))),
+        )
+        return outside, None, inside
+
+    return y, rule

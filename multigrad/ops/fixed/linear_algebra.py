@@ -1,0 +1,74 @@
+"""Determinants with right gradients, at singular matrices too.
+
+The derivative of a determinant is the cofactor matrix, which needs no inverse. With the singular value
+decomposition `A = U S V^T`, the cofactors of `A` are those of the diagonal matrix `S`, which are products of
+the other singular values (Magnus and Neudecker 2019, Matrix Differential Calculus, chapter 8).
+"""
+
+from typing import Any
+
+from keras import ops
+
+from multigrad.core.op import op_custom_gradient
+from multigrad.ops.arguments import Pair, Tensor
+from multigrad.ops.dtypes import dtype_of
+from multigrad.ops.fixed.common import operands, real_only, tensors
+
+
+@real_only
+def det(x: Tensor) -> Pair:
+    """the matrix of cofactors, which is exact at singular matrices."""
+    (x,) = tensors("det", x=x)
+    y = ops.det(x)
+
+    def rule(upstream: Any) -> Any:
+        u, a = operands(y, upstream, x)
+        return u[..., None, None] * _cofactors(a)
+
+    return y, rule
+
+
+@op_custom_gradient(name="multigrad>_cofactors")
+def _cofactors(x: Tensor) -> Pair:
+    """Return the cofactors. The rule is their derivative in the basis of the singular vectors."""
+    u, s, vt, sign = _decompose(x)
+    diagonal = sign * _products_without(s)
+    y = (u * diagonal[..., None, :]) @ vt
+
+    def rule(upstream: Any) -> Any:
+        u, s, vt, sign = _decompose(x)
+        pairs = sign[..., None] * _products_without_two(s)
+        turned = ops.swapaxes(u, -1, -2) @ upstream @ ops.swapaxes(vt, -1, -2)
+        main = ops.diagonal(turned, axis1=-2, axis2=-1)
+        on_diagonal = ops.sum(pairs * main[..., None, :], axis=-1)
+        eye = ops.eye(x.shape[-1], dtype=x.dtype)
+        middle = on_diagonal[..., None] * eye - pairs * ops.swapaxes(turned, -1, -2)
+        return u @ middle @ vt
+
+    return y, rule
+
+
+def _decompose(x: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the decomposition and the product of the determinants of its rotations, 1 or -1."""
+    u, s, vt = ops.svd(x, full_matrices=False)
+    sign = ops.sign(ops.stop_gradient(ops.det(u) * ops.det(vt)))
+    return u, s, vt, sign[..., None]
+
+
+def _products_without(s: Any) -> Any:
+    """Return the product of the other elements, for each element."""
+    eye = ops.eye(s.shape[-1], dtype=s.dtype)
+    return _prod(s[..., None, :] * (1.0 - eye) + eye)
+
+
+def _products_without_two(s: Any) -> Any:
+    """Return the product of the other elements, for each pair of elements, and 0 on the diagonal."""
+    eye = ops.eye(s.shape[-1], dtype=s.dtype)
+    left_out = 1.0 - (1.0 - eye[:, None, :]) * (1.0 - eye[None, :, :])
+    products = _prod(s[..., None, None, :] * (1.0 - left_out) + left_out)
+    return products * (1.0 - eye)
+
+
+def _prod(x: Any) -> Any:
+    """Return the product along the last axis. Without the dtype, Keras (3.15) returns float32 on PyTorch."""
+    return ops.prod(x, axis=-1, dtype=dtype_of(x))

@@ -1,0 +1,327 @@
+"""Functions of symmetric matrices, whose gradients are right where eigenvalues are equal.
+
+The derivative of `eigh` is infinite at equal eigenvalues, so no rule of `eigh` is right for every function.
+`spectral_function` knows the function, and uses its divided differences. `safe_eigh` and `safe_svd` leave out
+the terms between equal values, which is right for functions of the invariant subspaces.
+
+Matrices are multiplied with the operator, because `ops.matmul` (Keras 3.15) computes float64 in float32 on
+PyTorch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from keras import ops
+
+from multigrad import backend
+from multigrad.calculus.derivatives import vjp
+from multigrad.core.closure import lift
+from multigrad.core.errors import describe, message, require_function, unusable
+from multigrad.core.op import op_custom_gradient
+from multigrad.ops.arguments import Pair, Tensor, tensor_of
+from multigrad.ops.dtypes import dtype_of
+from multigrad.ops.routing import prevent_gradient
+
+_EPSILON = {"float32": 1.2e-7, "complex64": 1.2e-7, "float64": 2.2e-16, "complex128": 2.2e-16}
+
+
+@op_custom_gradient(name="multigrad>spectral_function")
+def spectral_function(a: Tensor, fn: Callable[[Any], Any]) -> Pair:
+    """Return `f(A) = V f(L) V^H` of symmetric or Hermitian matrices `A = V L V^H`, such as a square root.
+
+    ```python
+    from keras import ops
+    from multigrad import grad
+    from multigrad.ops import spectral_function
+
+    identity = ops.eye(2)
+    print(spectral_function(4.0 * identity, ops.sqrt))  # [[2., 0.], [0., 2.]]
+    root = grad(lambda a: ops.sum(spectral_function(a, ops.sqrt)))
+    print(root(4.0 * identity))  # [[0.25, 0.25], [0.25, 0.25]]
+    ```
+
+    Arguments:
+        a: matrices of the shape `(..., n, n)`, in float32, float64, complex64 or complex128. Only their
+            symmetric part, `(a + a^H) / 2`, is used.
+        fn: an elementwise function of the eigenvalues, of Keras ops, which can be differentiated twice.
+            It must not use other tensors, for which there is no gradient. In a model that is saved, the
+            function must be registered with `keras.saving.register_keras_serializable`.
+
+    Returns:
+        The matrices `f(A)`, with the shape and dtype of `a`. The first and second derivatives are those
+        of the function, at equal eigenvalues too. The gradient is symmetric. For each pair of eigenvalues,
+        the rule computes a quotient of differences and the mean slope, and uses the one with the smaller
+        error. The relative error is at most about `eps ** (2/3)` in the first derivative and `eps ** (1/2)`
+        in the second, if `fn` is accurate relative to its value: write `expm1(x)` instead of
+        `exp(x) - 1`. The second derivative takes `n**3` numbers for each matrix.
+
+    Raises:
+        TypeError: if `a` is not a floating or complex tensor, or `fn` is not a function, or holds a
+            tensor in its closure, defaults or a container.
+        RuntimeError: if a third derivative is computed.
+
+    References:
+        Daleckii and Krein 1965, Integration and differentiation of functions of Hermitian operators; Higham
+        2008, Functions of Matrices, theorem 3.11 and corollary 3.12.
+    """
+    a = _matrices("spectral_function", a)
+    require_function("spectral_function", "fn", fn)
+    values, vectors = ops.eigh(_symmetric(a))
+    _require_no_tensors(fn, values)
+
+    def rule(upstream: Any) -> Any:
+        return _first(a, upstream, fn), None
+
+    return _restored(vectors, fn(values)), rule
+
+
+def _require_no_tensors(fn: Callable[[Any], Any], values: Any) -> None:
+    """Raise TypeError if a function holds a tensor, whose gradient would silently be zero."""
+    # Dynamo (PyTorch 2.13) cannot read cells. The second check finds the tensors there.
+    held = [] if backend.active.is_reading_code() else lift(fn, backend.active.TENSORS)[0]
+    if held or backend.active.depends_on_others(fn, values):
+        got = describe(held[0]) if held else "a tensor"
+        raise TypeError(
+            message(
+                "spectral_function",
+                "the function closes over a tensor, for which there is no gradient",
+                argument="'fn'",
+                required="a function of the eigenvalues only",
+                got=f"a function that holds {got}",
+                fix="convert the tensor to a number or to a NumPy array",
+            )
+        )
+
+
+@op_custom_gradient(name="multigrad>_spectral_derivative")
+def _first(a: Tensor, direction: Tensor, fn: Callable[[Any], Any]) -> Pair:
+    """Return the derivative of `f(A)` in a direction. It is also the gradient for an upstream gradient."""
+    values, vectors = ops.eigh(_symmetric(a))
+    turned = _turned(vectors, _symmetric(direction))
+    y = _conjugated(vectors, _like(_divided(fn, values), turned) * turned)
+
+    def rule(upstream: Any) -> Any:
+        # Without this error, frameworks differentiate `eigh`, silently wrong at equal eigenvalues.
+        once = prevent_gradient(a, "spectral_function has no third derivative")
+        return _second(once, direction, upstream, fn), _first(a, upstream, fn), None
+
+    return y, rule
+
+
+def _second(a: Any, one: Any, other: Any, fn: Callable[[Any], Any]) -> Any:
+    """Return the second derivative of `f(A)` in two symmetric directions."""
+    values, vectors = ops.eigh(_symmetric(a))
+    x, y = (_turned(vectors, _symmetric(direction)) for direction in (one, other))
+    weights = _like(_divided_twice(fn, values), x)  # [..., i, k, j]
+    products = x[..., :, :, None] * y[..., None, :, :] + y[..., :, :, None] * x[..., None, :, :]
+    return _conjugated(vectors, ops.sum(weights * products, axis=-2))
+
+
+def _slope(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Return the derivative of an elementwise function."""
+    y, pullback = vjp(fn, x)
+    return pullback(ops.ones_like(y))[0]
+
+
+def _divided(fn: Callable[[Any], Any], values: Any) -> Any:
+    """Return the divided differences `f[v_i, v_j]`."""
+    return _difference(fn, values[..., :, None], values[..., None, :])[0]
+
+
+def _difference(fn: Callable[[Any], Any], x: Any, y: Any) -> tuple[Any, Any]:
+    """Return the divided differences `f[x, y]`, and estimates of their errors.
+
+    The quotient cancels for near numbers. Simpson's rule for the mean slope needs a function that is smooth
+    between the numbers. The estimate with the smaller error is used.
+    """
+    x, y = x + ops.zeros_like(y), y + ops.zeros_like(x)
+    at_x, at_y, gap = fn(x), fn(y), x - y
+    middle, ends = _slope(fn, 0.5 * (x + y)), 0.5 * (_slope(fn, x) + _slope(fn, y))
+    rounding = _EPSILON[dtype_of(x)] * (ops.abs(at_x) + ops.abs(at_y))
+    same = ops.equal(gap, 0.0)
+    gap = ops.where(same, ops.ones_like(gap), gap)
+    return _better(
+        (at_x - at_y) / gap,
+        rounding / ops.abs(gap),
+        (2.0 * middle + ends) / 3.0,
+        ops.abs(middle - ends),
+        same,
+    )
+
+
+def _better(quotient: Any, its_error: Any, smooth: Any, other_error: Any, same: Any) -> tuple[Any, Any]:
+    """Return the estimate with the smaller error, and the error. It is `smooth` for equal numbers."""
+    is_smooth = ops.logical_or(same, ops.less_equal(other_error, its_error))  # False for NaN
+    return ops.where(is_smooth, smooth, quotient), ops.where(is_smooth, other_error, its_error)
+
+
+def _divided_twice(fn: Callable[[Any], Any], values: Any) -> Any:
+    """Return the second divided differences `f[v_i, v_k, v_j]`."""
+    triples = [values[..., :, None, None], values[..., None, :, None], values[..., None, None, :]]
+    zeros = ops.zeros_like(triples[0] + triples[1] + triples[2])
+    low, middle, high = ops.unstack(
+        ops.sort(ops.stack([t + zeros for t in triples], axis=-1), axis=-1), axis=-1
+    )
+    (upper, upper_error), (lower, lower_error) = _difference(fn, high, middle), _difference(fn, middle, low)
+    same, gap = ops.equal(high, low), high - low
+    gap = ops.where(same, ops.ones_like(gap), gap)
+    rounding = upper_error + lower_error + _EPSILON[dtype_of(values)] * (ops.abs(upper) + ops.abs(lower))
+    center = 0.5 * _curvature(fn, (low + middle + high) / 3.0)
+    ends = 0.25 * (_curvature(fn, low) + _curvature(fn, high))
+    return _better((upper - lower) / gap, rounding / gap, center, ops.abs(center - ends), same)[0]
+
+
+def _curvature(fn: Callable[[Any], Any], x: Any) -> Any:
+    return _slope(lambda x: _slope(fn, x), x)
+
+
+@op_custom_gradient(name="multigrad>safe_eigh")
+def safe_eigh(a: Tensor) -> Pair:
+    """Return the eigenvalues and eigenvectors, with a finite gradient where eigenvalues are equal.
+
+    ```python
+    from keras import ops
+    from multigrad import grad
+    from multigrad.ops import safe_eigh
+
+    print(grad(lambda a: ops.sum(safe_eigh(a)[0]))(ops.eye(2)))  # [[1., 0.], [0., 1.]]
+    ```
+
+    The rule leaves out the terms between equal eigenvalues. It is exact for functions that do not depend
+    on the basis of an eigenspace: the projector on the eigenvectors of several equal eigenvalues, a
+    density matrix, the sum of eigenvalues. It is wrong for functions that treat the vectors of one
+    eigenspace differently, which have no derivative there, and for a function of the matrix that is
+    written with `eigh`, such as `V sqrt(L) V^H`: use `spectral_function`. In the second derivative, terms
+    between equal eigenvalues are left out too, where they are not zero for every such function.
+
+    Arguments:
+        a: matrices of the shape `(..., n, n)`, in float32, float64, complex64 or complex128. Only their
+            symmetric part, `(a + a^H) / 2`, is used.
+
+    Returns:
+        The eigenvalues in ascending order, and the matrix whose columns are the eigenvectors. Eigenvalues are
+        equal if they differ by at most `n * eps` times the largest one, for the size `n`.
+
+    Raises:
+        TypeError: if `a` is not a floating or complex tensor.
+
+    References:
+        Kasim and Vinko 2020, [xi-torch](https://arxiv.org/abs/2010.01921), on degenerate eigenvalues;
+        Giles 2008, Collected matrix derivative results for forward and reverse mode algorithmic
+        differentiation.
+    """
+    a = _matrices("safe_eigh", a)
+    outputs = ops.eigh(_symmetric(a))
+    values, vectors = outputs[0], outputs[1]
+
+    def rule(upstream: Any) -> Any:
+        of_values, of_vectors = upstream
+        inner = _adjoint(vectors) @ of_vectors
+        gaps = values[..., None, :] - values[..., :, None]
+        diagonal = ops.eye(a.shape[-1], dtype=values.dtype) * of_values[..., None, :]
+        middle = _like(diagonal, inner) + _like(_inverse(gaps, values), inner) * inner
+        return _symmetric(_conjugated(vectors, middle))
+
+    return (values, vectors), rule
+
+
+@op_custom_gradient(name="multigrad>safe_svd")
+def safe_svd(a: Tensor) -> Pair:
+    """Return the thin singular value decomposition, with a finite gradient where singular values are equal.
+
+    ```python
+    from keras import ops
+    from multigrad import grad
+    from multigrad.ops import safe_svd
+
+    print(grad(lambda a: ops.sum(safe_svd(a)[1]))(ops.eye(2)))  # [[1., 0.], [0., 1.]]
+    ```
+
+    As for `safe_eigh`, the rule leaves out the terms between equal singular values, and those that divide
+    by a singular value of zero. It is exact for functions of the invariant subspaces. It is wrong for a
+    function of the matrix that mixes both sides, such as the orthogonal factor `U V^T` at equal singular
+    values.
+
+    Arguments:
+        a: matrices of the shape `(..., m, n)`, in float32 or float64.
+
+    Returns:
+        `u` of the shape `(..., m, k)`, the singular values in descending order, and `v^T` of the shape
+        `(..., k, n)`, for `k = min(m, n)`.
+
+    Raises:
+        TypeError: if `a` is not a real floating tensor.
+
+    References:
+        Townsend 2016, Differentiating the singular value decomposition.
+    """
+    a = _matrices("safe_svd", a, real=True)
+    u, s, vt = ops.svd(a, full_matrices=False)
+
+    def rule(upstream: Any) -> Any:
+        of_u, of_s, of_vt = upstream
+        v, of_v = ops.swapaxes(vt, -1, -2), ops.swapaxes(of_vt, -1, -2)
+        squares = ops.square(s)
+        gaps = _inverse(squares[..., None, :] - squares[..., :, None], squares)
+        one, other = _skew(_adjoint(u) @ of_u), _skew(vt @ of_v)
+        diagonal = ops.eye(s.shape[-1], dtype=s.dtype) * of_s[..., None, :]
+        middle = gaps * one * s[..., None, :] + s[..., :, None] * (gaps * other) + diagonal
+        inverse = _inverse(s, s)
+        left = (of_u - u @ (_adjoint(u) @ of_u)) * inverse[..., None, :]
+        right = (of_v - v @ (vt @ of_v)) * inverse[..., None, :]
+        inner = (u @ middle + left) @ vt
+        return inner + u @ ops.swapaxes(right, -1, -2)
+
+    return (u, s, vt), rule
+
+
+def _skew(x: Any) -> Any:
+    return x - ops.swapaxes(x, -1, -2)
+
+
+def _inverse(gaps: Any, values: Any) -> Any:
+    """Return `1 / gaps`, and zero where they vanish in comparison with the largest value."""
+    largest = ops.max(ops.abs(values), axis=-1, keepdims=True)
+    bound = values.shape[-1] * _EPSILON[dtype_of(values)] * largest
+    if len(gaps.shape) > len(bound.shape):
+        bound = bound[..., None]
+    equal = ops.less_equal(ops.abs(gaps), ops.stop_gradient(bound))
+    return ops.where(equal, ops.zeros_like(gaps), 1.0 / ops.where(equal, ops.ones_like(gaps), gaps))
+
+
+def _matrices(op: str, a: Any, real: bool = False) -> Any:
+    """Return the argument as a tensor. Raise TypeError for other dtypes, and ValueError for other shapes."""
+    a = tensor_of(op, "a", a)
+    if dtype_of(a) not in _EPSILON or (real and dtype_of(a).startswith("complex")):
+        required = "float32 or float64" if real else "float32, float64, complex64 or complex128"
+        raise unusable(TypeError, op, "a", required=required, got=a, fix="cast it")
+    return a
+
+
+def _adjoint(x: Any) -> Any:
+    swapped = ops.swapaxes(x, -1, -2)
+    return ops.conj(swapped) if dtype_of(x).startswith("complex") else swapped
+
+
+def _symmetric(a: Any) -> Any:
+    return 0.5 * (a + _adjoint(a))
+
+
+def _like(x: Any, y: Any) -> Any:
+    """Return `x` in the dtype of `y`, which may be complex."""
+    return ops.cast(x, dtype_of(y))
+
+
+def _turned(vectors: Any, x: Any) -> Any:
+    """Return `V^H X V`."""
+    return _adjoint(vectors) @ x @ vectors
+
+
+def _conjugated(vectors: Any, x: Any) -> Any:
+    """Return `V X V^H`."""
+    return vectors @ x @ _adjoint(vectors)
+
+
+def _restored(vectors: Any, values: Any) -> Any:
+    """Return `V diag(values) V^H`."""
+    return (vectors * _like(values, vectors)[..., None, :]) @ _adjoint(vectors)

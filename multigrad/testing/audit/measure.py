@@ -1,0 +1,206 @@
+"""Audit the ops of a module on the active backend."""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from multigrad import backend, grad
+from multigrad.frameworks import look_up
+from multigrad.testing.audit.cases import Case
+from multigrad.testing.audit.rows import Row
+from multigrad.testing.audit.truth import Truth, direction, first_derivative, second_derivative
+
+# Private: Keras (3.12 to 3.15) replaces the 64-bit result of a type promotion by this table, and has no
+# option against it. Values in float32 are too coarse for differences.
+_NARROW: dict[str, str] = look_up("keras.src.backend.common.dtypes.BIT64_TO_BIT32_DTYPE")
+
+_TOLERANCE = {("float32", 1): 1e-3, ("float32", 2): 1e-2, ("float16", 1): 2e-2}
+
+
+def audit_cases(
+    cases: Sequence[Case], module: ModuleType, progress: Callable[[Case], None] = lambda case: None
+) -> list[Row]:
+    """Return the rows of the cases, for the ops of `module` on the active backend."""
+    rows: list[Row] = []
+    for case in cases:
+        rows += audit_case(case, module)
+        progress(case)
+    return rows
+
+
+def audit_case(case: Case, module: ModuleType) -> list[Row]:
+    """Return the rows of one case: one for each point and order."""
+    rows: list[Row] = []
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A framework may warn of an argument that Keras passes.
+        try:
+            truths = _truths(case)
+        except Exception as error:  # noqa: BLE001  the backend does not even compute the value
+            return [Row(case.op, point, 1, "error", _described(error), "") for point in case.points]
+        for order in case.orders:
+            try:
+                got: Any = _derivative(case, module, order)
+            except Exception as error:  # noqa: BLE001  any error of a framework is a row of the table
+                got = _described(error)
+            rows += _judge(case, order, got, truths[order])
+    return rows
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:100]}"
+
+
+def _truths(case: Case) -> dict[int, Truth]:
+    """Return the truth of each order. Keras's op computes the values, which multigrad's op shares."""
+    with _float64():
+        values = _values(case)
+        first = first_derivative(case, values)
+        if 2 not in case.orders:
+            return {1: first}
+        return {1: first, 2: second_derivative(case, values, first)}
+
+
+@contextlib.contextmanager
+def _float64() -> Iterator[None]:
+    """Compute in float64, also where Keras casts to float32 on JAX and PyTorch."""
+    floatx, narrow = keras.config.floatx(), dict(_NARROW)
+    with backend.active.wide():
+        keras.config.set_floatx("float64")
+        _NARROW.clear()
+        try:
+            yield
+        finally:
+            _NARROW.update(narrow)
+            keras.config.set_floatx(floatx)
+
+
+def _values(case: Case) -> Callable[..., np.ndarray]:
+    def values(*args: np.ndarray) -> np.ndarray:
+        arrays = [np.full(case.width, arg) for arg in args] if case.width else args
+        tensors = [ops.convert_to_tensor(arg, "float64") for arg in arrays]
+        outputs = tree.flatten(case.call(ops, *tensors))
+        if case.elementwise:
+            return np.asarray(ops.convert_to_numpy(outputs[0]), "float64")
+        if case.width:
+            return np.asarray(_weights(0, ()) * ops.convert_to_numpy(outputs[0])[:1], "float64")
+        values = map(ops.convert_to_numpy, outputs)
+        return np.array([sum(_weighted(i, value) for i, value in enumerate(values))], "float64")
+
+    return values
+
+
+def _weighted(index: int, output: Any) -> Any:
+    """Return the weighted sum of an output, in NumPy."""
+    if not np.issubdtype(output.dtype, np.inexact):
+        return 0.0
+    weights = _weights(index, output.shape)
+    if np.iscomplexobj(output):
+        return np.sum(weights * output.real + weights[::-1] * output.imag)
+    return np.sum(weights * output)
+
+
+def _weights(index: int, shape: Sequence[int]) -> np.ndarray:
+    return 1.0 + 0.5 * np.sin(1.0 + 3.0 * index + 2.0 * np.arange(math.prod(shape))).reshape(shape)
+
+
+def _loss(case: Case, module: ModuleType) -> Callable[..., Any]:
+    def loss(*tensors: Any) -> Any:
+        outputs = tree.flatten(case.call(module, *tensors))
+        if case.elementwise:
+            return ops.sum(outputs[0])
+        return sum(filter(lambda term: term is not None, map(_term, range(len(outputs)), outputs)))
+
+    return loss
+
+
+def _term(index: int, output: Any) -> Any:
+    """Return the weighted sum of an output, differentiably."""
+    dtype = keras.backend.standardize_dtype(output.dtype)
+    weights = _weights(index, output.shape)
+    if dtype.startswith("complex"):
+        real, imag = (ops.convert_to_tensor(w, "float32") for w in (weights, weights[::-1]))
+        return ops.sum(real * ops.real(output)) + ops.sum(imag * ops.imag(output))
+    if not keras.backend.is_float_dtype(dtype):
+        return None
+    return ops.sum(ops.convert_to_tensor(weights, dtype) * output)
+
+
+def _derivative(case: Case, module: ModuleType, order: int) -> np.ndarray:
+    """Return the derivative with respect to each element, in the form of `Truth`."""
+    tensors = [ops.convert_to_tensor(arg, case.dtype) for arg in case.args]
+    argnums = tuple(range(len(tensors)))
+    derivative = grad(_loss(case, module), argnums=argnums)
+    if order == 2:
+        along = [ops.convert_to_tensor(part, case.dtype) for part in direction(case)]
+        first = derivative
+
+        def slope(*tensors: Any) -> Any:
+            return sum(ops.sum(g * v) for g, v in zip(first(*tensors), along, strict=True))
+
+        derivative = grad(slope, argnums=argnums)
+    # The sum is not a ZeroTensor of PyTorch (2.13), which does not convert to NumPy.
+    gradients = [g + ops.zeros_like(g) for g in derivative(*tensors)]
+    found = [np.asarray(ops.convert_to_numpy(g), "float64") for g in gradients]
+    return np.stack(found) if case.elementwise else np.concatenate([f.ravel() for f in found])[:, None]
+
+
+def _judge(case: Case, order: int, got: Any, truth: Truth) -> list[Row]:
+    """Return the rows of one order."""
+    rows = []
+    for index, point in enumerate(case.points):
+        if order == 2 and case.elementwise and any(np.isinf(arg[index]) for arg in case.args):
+            continue  # The values next to infinity are infinite, or all equal.
+        column = Truth(*(part[:, index] for part in truth))
+        if order == 2 and np.isnan(truth.value[:, index]).any():
+            continue  # There is no second derivative, for example because the first one is infinite.
+        found = got if isinstance(got, str) else got[:, index]
+        verdict = _verdict(found, column, _TOLERANCE[case.dtype, order])
+        rows.append(
+            Row(
+                case.op,
+                point,
+                order,
+                verdict,
+                found if isinstance(found, str) else _text(found),
+                _text(column.value),
+            )
+        )
+    return rows
+
+
+def _verdict(got: Any, truth: Truth, tolerance: float) -> str:
+    value, low, high, is_choice = truth
+    if isinstance(got, str):
+        return "error"
+    unknown = np.isnan(value)
+    if np.isnan(got).any() or (np.isinf(got) & ~np.isinf(value) & ~unknown).any():
+        return "NaN" if not _rounds_to_infinity(got, value) else "right"
+    finite = value[np.isfinite(value)]
+    atol = tolerance * np.max(np.abs(finite), initial=1e-3)
+
+    def equal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (a == b) | (np.abs(a - b) <= atol + tolerance * np.abs(b))
+
+    inside = (got >= low - atol) & (got <= high + atol)
+    if not (equal(got, value) | unknown | (is_choice & inside)).all():
+        return "wrong"
+    if not is_choice.any():
+        return "right"
+    return "convention" if equal(got, value)[is_choice].all() else "other convention"
+
+
+def _rounds_to_infinity(got: np.ndarray, value: np.ndarray) -> bool:
+    return bool((~np.isnan(got) & (np.isfinite(got) | (np.abs(value) > 3.4e38))).all())
+
+
+def _text(numbers: np.ndarray) -> str:
+    """Return at most six numbers as a text."""
+    shown = ", ".join(f"{number + 0.0:.4g}" for number in numbers[:6])
+    return f"{shown}, ..." if len(numbers) > 6 else shown

@@ -1,0 +1,221 @@
+"""The ops of `multigrad.ops.fixed`, on every backend, compared with Keras's values and with formulas."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+from support import BACKEND, array, close, numpy, slow_on
+
+import multigrad
+from multigrad import grad
+from multigrad.ops.fixed import EVERY, FAULTS
+
+INF = math.inf
+
+
+def case(op, *args, first, second=None, **options):
+    """Return a test of an op: the gradients of the sum of its output, and their derivatives along ones."""
+    return pytest.param(op, args, options, first, second, id=f"{op} {str(args)[1:40]}")
+
+
+ROOT = math.sqrt(0.5)
+PI = math.pi
+ZEROS = np.zeros((3, 3)).tolist()
+
+CASES = [
+    case("abs", [0.0, -2.0, 3.0], first=[[0.0, -1.0, 1.0]], second=[[0.0, 0.0, 0.0]]),
+    case("absolute", [0.0, -2.0], first=[[0.0, -1.0]]),
+    case("fabs", [0.0, -2.0], first=[[0.0, -1.0]]),
+    case("angle", [0.0, -2.0, 2.0], first=[[0.0, 0.0, 0.0]], second=[[0.0, 0.0, 0.0]]),
+    case("cbrt", [0.0, 8.0], first=[[INF, 1.0 / 12.0]]),
+    case("sinc", [0.0, 1.0, INF], first=[[0.0, -1.0, 0.0]]),
+    case("sinc", [0.0, 1.0], first=[[0.0, -1.0]], second=[[-PI * PI / 3.0, 2.0]]),
+    case("hypot", [1.0, 0.0, 3.0], [1.0, 0.0, -4.0], first=[[ROOT, 0.0, 0.6], [ROOT, 0.0, -0.8]]),
+    # The derivative along (1, 1) of x / hypot is y (y - x) / hypot**3.
+    case("hypot", [1.0, 0.0], [2.0, 0.0], first=[[0.4472136, 0.0], [0.8944272, 0.0]],
+         second=[[2.0 / 5.0**1.5, 0.0], [-1.0 / 5.0**1.5, 0.0]]),
+    case("hypot", [3e30], [4e30], first=[[0.6], [0.8]]),
+    case("hypot", [INF, 1.0, -INF], [1.0, -INF, 0.0], first=[[1.0, 0.0, -1.0], [0.0, -1.0, 0.0]],
+         second=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
+    case("logaddexp", [1.0, -INF, 0.0], [1.0, -INF, -INF], first=[[0.5, 0.5, 1.0], [0.5, 0.5, 0.0]]),
+    case("logaddexp2", [1.0, 0.0, INF], [1.0, -1.0, 1.0],
+         first=[[0.5, 2.0 / 3.0, 1.0], [0.5, 1.0 / 3.0, 0.0]]),
+    case("arctan2", [0.0, 1.0], [0.0, 2.0], first=[[0.0, 0.4], [0.0, -0.2]],
+         second=[[0.0, -0.28], [0.0, 0.04]]),
+    case("arctan2", [1.0, 1e-30], [INF, 1e-30], first=[[0.0, 5e29], [0.0, -5e29]]),
+    case("maximum", [1.0, 2.0, 0.0], [1.0, 0.0, 2.0], first=[[0.5, 1.0, 0.0], [0.5, 0.0, 1.0]]),
+    case("minimum", [1.0, 2.0, 0.0], [1.0, 0.0, 2.0], first=[[0.5, 0.0, 1.0], [0.5, 1.0, 0.0]]),
+    case("fmax", [1.0, math.nan, 0.0], [1.0, 0.0, math.nan], first=[[0.5, 0.0, 1.0], [0.5, 1.0, 0.0]]),
+    case("fmin", [1.0, math.nan, 0.0], [1.0, 0.0, math.nan], first=[[0.5, 0.0, 1.0], [0.5, 1.0, 0.0]]),
+    case("fmod", [0.0, 1.0, 7.0, -5.0], [2.0, 3.0, 2.0, 3.0],
+         first=[[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, -3.0, 1.0]]),
+    case("clip", [-1.0, 0.0, 1.0, 3.0], first=[[1.0, 1.0, 1.0, 0.0]], x_min=-1.0, x_max=1.0),
+    case("clip", [0.5, 3.0], [2.0, 2.0], [1.0, 1.0], first=[[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]),
+    case("power", [0.0, 0.0, 2.0], [0.0, 2.0, 3.0],
+         first=[[0.0, 0.0, 12.0], [0.0, 0.0, 8.0 * math.log(2.0)]]),
+    case("power", [1.0], [0.0], first=[[0.0], [0.0]], second=[[1.0], [1.0]]),
+    case("leaky_relu", [0.0, -1.0, 1.0], first=[[0.2, 0.2, 1.0]]),
+    case("elu", [0.0, -1.0, 1.0], first=[[1.0, math.exp(-1.0), 1.0]], second=[[1.0, math.exp(-1.0), 0.0]]),
+    case("elu", [-1.0], first=[[2.0 * math.exp(-1.0)]], alpha=2.0),
+    case("celu", [0.0, -1.0, 1.0], first=[[1.0, math.exp(-0.5), 1.0]], alpha=2.0),
+    case("selu", [0.0, 1.0], first=[[1.7580993, 1.0507010]], second=[[1.7580993, 0.0]]),
+    case("softsign", [0.0, 1.0, -1.0], first=[[1.0, 0.25, 0.25]], second=[[0.0, -0.25, 0.25]]),
+    case("hard_tanh", [-1.0, 0.5, 1.0], first=[[0.0, 1.0, 0.0]]),
+    case("hard_sigmoid", [-3.0, 0.5, 3.0], first=[[0.0, 1.0 / 6.0, 0.0]], second=[[0.0, 0.0, 0.0]]),
+    case("sparse_sigmoid", [-1.0, 0.5, 1.0], first=[[0.0, 0.5, 0.0]]),
+    case("std", [2.0, 2.0, 2.0], first=[[0.0, 0.0, 0.0]], second=[[0.0, 0.0, 0.0]]),
+    case("std", [[1.0, 1.0], [1.0, 3.0]], first=[[[0.0, 0.0], [-0.5, 0.5]]], axis=-1),
+    case("nanstd", [2.0, math.nan, 2.0], first=[[0.0, 0.0, 0.0]]),
+    case("nanstd", [1.0, math.nan, 3.0], first=[[-0.5, 0.0, 0.5]]),
+    case("logsumexp", [-INF, -INF], first=[[0.5, 0.5]]),
+    case("logsumexp", [[0.0, -INF], [-INF, -INF]], first=[[[1.0, 0.0], [0.5, 0.5]]], axis=1),
+    case("norm", [0.0, 0.0], first=[[0.0, 0.0]], second=[[0.0, 0.0]]),
+    case("norm", [[0.0, 0.0], [3.0, 4.0]], first=[[[0.0, 0.0], [0.6, 0.8]]], axis=-1),
+    case("norm", [0.0, -2.0], first=[[0.0, -1.0]], ord=1),
+    case("norm", [0.0, -2.0], first=[[0.0, -1.0]], second=[[0.0, 0.0]], ord=3),
+    case("normalize", [[0.0, 0.0]], first=[[[1e7, 1e7]]]),
+    case("normalize", [[3.0, 4.0]], first=[[[(1.0 - 0.6 * 1.4) / 5.0, (1.0 - 0.8 * 1.4) / 5.0]]]),
+    case("cdist", [[1.0, 2.0]], [[1.0, 2.0], [1.0, 4.0]], first=[[[0.0, -1.0]], [[0.0, 0.0], [0.0, 1.0]]]),
+    case("cumprod", [2.0, 0.0, 3.0], first=[[1.0, 8.0, 0.0]], second=[[4.0, 1.0 + 3.0 + 2.0, 2.0]]),
+    case("cumprod", [[2.0, 0.0], [0.0, 3.0]], first=[[[1.0, 4.0], [2.0, 0.0]]], axis=0),
+    case("nancumprod", [2.0, math.nan, 0.0, 3.0], first=[[2.0, 0.0, 8.0, 0.0]]),
+    case("prod", [2.0, 0.0, 3.0], first=[[0.0, 6.0, 0.0]], second=[[3.0, 5.0, 2.0]]),
+    case("prod", [[2.0, 0.0], [0.0, 0.0]], first=[[[0.0, 2.0], [0.0, 0.0]]], axis=(1,)),
+    case("nanprod", [2.0, math.nan, 0.0], first=[[0.0, 0.0, 2.0]]),
+    case("moments", [1.0, 3.0], first=[[0.5 - 1.0, 0.5 + 1.0]], second=[[0.0, 0.0]], axes=[0]),
+    case("layer_normalization", [[1.0, 1.0]], [2.0, 4.0], [5.0, 6.0],
+         first=[[[-1.0 / math.sqrt(1e-2), 1.0 / math.sqrt(1e-2)]], [0.0, 0.0], [1.0, 1.0]], epsilon=1e-2),
+    case("vander", [0.0, 2.0], first=[[1.0, 5.0]], second=[[2.0, 2.0]], N=3),
+    case("det", [[1.0, 2.0], [2.0, 4.0]], first=[[[4.0, -2.0], [-2.0, 1.0]]],
+         second=[[[1.0, -1.0], [-1.0, 1.0]]]),
+    case("det", ZEROS, first=[ZEROS], second=[ZEROS]),
+    case("slice_update", [1.0, 2.0, 3.0], (1,), [5.0, 6.0], first=[[1.0, 0.0, 0.0], None, [1.0, 1.0]]),
+]  # fmt: skip
+
+
+def marked(mark, is_fast):
+    """Return the cases. Those that are not fast have a mark."""
+    return [c if is_fast(i, c.values[0]) else pytest.param(*c.values, id=c.id, marks=mark)
+            for i, c in enumerate(CASES)]  # fmt: skip
+
+
+FIRST = {c.values[0]: i for i, c in reversed(list(enumerate(CASES)))}
+FIRST_OF_EACH = marked(slow_on("jax"), lambda i, op: i == FIRST[op])
+
+
+def total(op, args, options):
+    """Return the sum of an op's outputs as a function of its floating arguments, and these arguments."""
+    floating = [i for i, first in enumerate(args) if not isinstance(first, tuple)]
+
+    def function(*tensors):
+        values = list(args)
+        for index, tensor in zip(floating, tensors, strict=True):
+            values[index] = tensor
+        outputs = keras.tree.flatten(EVERY[op](*values, **options))
+        return sum(keras.ops.sum(output) for output in outputs)
+
+    return function, [array(args[i]) for i in floating]
+
+
+def check_first_derivatives(op, args, options, first, wrap):
+    function, tensors = total(op, args, options)
+    gradients = wrap(grad(function, argnums=tuple(range(len(tensors)))))(*tensors)
+    wanted = [value for value in first if value is not None]
+    for got, value in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(numpy(got), value, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("op", "args", "options", "first", "second"), FIRST_OF_EACH)
+def test_derivatives(op, args, options, first, second):
+    check_first_derivatives(op, args, options, first, lambda f: f)
+    if second is not None:
+        function, tensors = total(op, args, options)
+        argnums = tuple(range(len(tensors)))
+
+        def slope(*tensors):
+            return sum(keras.ops.sum(part) for part in grad(function, argnums=argnums)(*tensors))
+
+        for got, value in zip(grad(slope, argnums=argnums)(*tensors), second, strict=True):
+            np.testing.assert_allclose(numpy(got), value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "options", "first", "second"),
+    marked(pytest.mark.slow, lambda i, op: i in (FIRST["hypot"], FIRST["norm"]) and BACKEND != "torch"),
+)
+def test_compiled_derivatives(op, args, options, first, second):
+    check_first_derivatives(op, args, options, first, multigrad.jit)
+
+
+def test_every_fixed_op_has_a_case():
+    assert {parameters.values[0] for parameters in CASES} == set(EVERY)
+
+
+@pytest.mark.parametrize(("op", "args", "options", "first", "second"), FIRST_OF_EACH)
+def test_values_dtypes_and_shapes_are_those_of_keras(op, args, options, first, second):
+    for dtype in ("float32", "float16") if op != "det" and args != ([3e30], [4e30]) else ("float32",):
+        tensors = [value if isinstance(value, tuple) else array(value, dtype=dtype) for value in args]
+        found, wanted = EVERY[op](*tensors, **options), getattr(keras.ops, op)(*tensors, **options)
+        for a, b in zip(keras.tree.flatten(found), keras.tree.flatten(wanted), strict=True):
+            assert (a.dtype, tuple(a.shape)) == (b.dtype, tuple(b.shape))
+            np.testing.assert_array_equal(numpy(a), numpy(b))
+
+
+def test_broadcasting_and_python_numbers():
+    x, y = array([[1.0], [2.0]]), array([1.0, 3.0])
+    found = grad(lambda x, y: keras.ops.sum(EVERY["maximum"](x, y)), argnums=(0, 1))(x, y)
+    close(found, (array([[0.5], [1.0]]), array([0.5, 2.0])))
+    close(grad(lambda y: keras.ops.sum(EVERY["hypot"](y, 4.0)))(array([3.0])), array([0.6]))
+    close(grad(lambda y: keras.ops.sum(EVERY["power"](y, 3)))(array([2.0])), array([12.0]))
+    close(grad(lambda y: keras.ops.sum(EVERY["power"](2.0, y)))(array([3.0])), array([8.0 * math.log(2.0)]))
+
+
+def test_clip_without_a_bound():
+    if BACKEND in FAULTS["clip"]:  # Keras's op needs both bounds on the other backends
+        gradient = grad(lambda x: keras.ops.sum(multigrad.ops.clip(x, None, 0.0)))
+        close(gradient(array([0.5, -3.0])), array([0.0, 1.0]))
+    else:
+        assert multigrad.ops.clip is keras.ops.clip
+
+
+def test_an_integer_argument_has_no_gradient():
+    whole = keras.ops.convert_to_tensor([1, 2])
+    close(grad(lambda x: keras.ops.sum(EVERY["maximum"](x, whole)))(array([1.0, 3.0])), array([0.5, 1.0]))
+
+
+@pytest.mark.parametrize("op", ["abs", "angle", "norm", "power"])
+def test_complex_numbers(op):
+    """Keras's op computes them, except that the angle is an `arctan2`."""
+    z = keras.ops.view_as_complex(array([[3.0, 4.0], [1.0, -2.0]]))
+    arguments = (z, 2.0) if op == "power" else (z,)
+    found, wanted = EVERY[op](*arguments), getattr(keras.ops, op)(*arguments)
+    np.testing.assert_allclose(numpy(found), numpy(wanted), rtol=1e-6)
+
+
+SAVED = ["hypot", "std", *[
+    pytest.param(op, marks=pytest.mark.slow)
+    for op in ("abs", "norm", "leaky_relu", "layer_normalization", "normalize", "cumprod")
+]]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", SAVED)
+def test_a_saved_model_keeps_the_gradient(op, tmp_path):
+    x = keras.Input((3,))
+    keras.Model(x, _call(op, x)).save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    zeros = array(np.zeros((2, 3)))
+    wanted = grad(lambda x: keras.ops.sum(_call(op, x)))(zeros)
+    got = grad(lambda x: keras.ops.sum(loaded(x)))(zeros)
+    close(got, wanted)
+    assert np.isfinite(numpy(got)).all()
+
+
+def _call(op, x):
+    arguments = (x, 2.0 * x) if op == "hypot" else (x,)
+    return EVERY[op](*arguments, axis=-1) if op in ("std", "norm", "cumprod") else EVERY[op](*arguments)
+
+
+def test_a_list_of_tensors_is_refused():
+    with pytest.raises(TypeError, match="'x1'"):
+        EVERY["hypot"]([array(1.0), array(2.0)], array([1.0, 1.0]))

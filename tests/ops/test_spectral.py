@@ -1,0 +1,224 @@
+"""`spectral_function`, `safe_eigh` and `safe_svd` at distinct and at equal eigenvalues."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import array, numpy, slow_on
+
+import multigrad
+from multigrad import backend, grad
+from multigrad.ops import safe_eigh, safe_svd, spectral_function
+
+DISTINCT = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.25], [0.0, 0.25, 4.0]])
+REPEATED = np.diag([1.0, 1.0, 4.0])
+IDENTITY = 2.0 * np.eye(3)
+BLOCK = np.array([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0], [1.0, 1.0, 2.0]])  # eigenvalues 1, 1 and 4
+MATRICES = {"distinct": DISTINCT, "repeated": REPEATED, "identity": IDENTITY, "block": BLOCK}
+WEIGHTS = np.array([[3.0, -1.0, 2.0], [0.5, 2.0, -2.0], [1.0, 4.0, -1.0]])
+ALONG = np.array([[1.0, 0.5, -1.0], [0.0, -0.5, 2.0], [0.25, 1.0, 0.5]])
+
+FUNCTIONS = {
+    "sqrt": (ops.sqrt, np.sqrt),
+    "log": (ops.log, np.log),
+    "exp": (ops.exp, np.exp),
+    "power": (lambda x: ops.power(x, -0.5), lambda x: x**-0.5),
+}
+
+
+def reference(a, function):
+    values, vectors = np.linalg.eigh(0.5 * (a + np.swapaxes(a, -1, -2).conj()))
+    return (vectors * function(values)[..., None, :]) @ np.swapaxes(vectors, -1, -2).conj()
+
+
+def differences(f, a):
+    """Return the gradient of `f`, by central differences in float64."""
+    found = np.zeros_like(a)
+    for index in np.ndindex(a.shape):
+        step = np.zeros_like(a)
+        step[index] = 1e-4
+        found[index] = (f(a + step) - f(a - step)) / 2e-4
+    return found
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, pytest.param(multigrad.jit, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_spectral_function(matrix, name, wrap):
+    fn, function = FUNCTIONS[name]
+    a = MATRICES[matrix]
+    np.testing.assert_allclose(
+        numpy(spectral_function(array(a), fn)), reference(a, function), atol=1e-4, rtol=1e-5
+    )
+    gradient = wrap(grad(lambda a: ops.sum(array(WEIGHTS) * spectral_function(a, fn))))(array(a))
+    wanted = differences(lambda a: np.sum(WEIGHTS * reference(a, function)), a)
+    np.testing.assert_allclose(numpy(gradient), wanted, rtol=1e-3, atol=1e-3)
+
+
+@slow_on("torch")
+def test_a_compiled_spectral_function():
+    gradient = multigrad.jit(grad(lambda a: ops.sum(spectral_function(a, ops.exp))))(array(IDENTITY))
+    np.testing.assert_allclose(numpy(gradient), np.exp(2.0) * np.ones((3, 3)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_the_second_derivative_of_a_spectral_function(matrix):
+    a = MATRICES[matrix]
+    first = grad(lambda a: ops.sum(array(WEIGHTS) * spectral_function(a, ops.sqrt)))
+    second = grad(lambda a: ops.sum(array(ALONG) * first(a)))(array(a))
+
+    def along(a):
+        step = 1e-3 * ALONG
+        return np.sum(WEIGHTS * (reference(a + step, np.sqrt) - reference(a - step, np.sqrt))) / 2e-3
+
+    np.testing.assert_allclose(numpy(second), differences(along, a), rtol=2e-3, atol=2e-3)
+
+
+def test_batches_and_hermitian_matrices():
+    a = np.stack([DISTINCT, REPEATED])
+    found = grad(lambda a: ops.sum(array(WEIGHTS) * spectral_function(a, ops.exp)))(array(a))
+    for got, each in zip(numpy(found), a, strict=True):
+        wanted = differences(lambda a: np.sum(WEIGHTS * reference(a, np.exp)), each)
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3)
+    z = np.complex64([[2.0, 0.5 - 1.0j], [0.5 + 1.0j, 3.0]])
+    weights = np.complex64([[1.0, 2.0 + 1.0j], [0.5j, -1.0]])
+
+    def loss(z):
+        return ops.sum(ops.real(ops.multiply(ops.convert_to_tensor(weights), spectral_function(z, ops.exp))))
+
+    found = numpy(grad(loss)(ops.convert_to_tensor(z)))
+    real = differences(
+        lambda x: np.sum((weights * reference(x + 1j * z.imag, np.exp)).real), z.real.astype(float)
+    )
+    imag = differences(
+        lambda y: np.sum((weights * reference(z.real + 1j * y, np.exp)).real), z.imag.astype(float)
+    )
+    np.testing.assert_allclose(found, real + 1j * imag, rtol=1e-3, atol=1e-3)
+
+
+def projector(decompose):
+    def loss(a):
+        vectors = decompose(a)[1][:, :2]
+        return ops.sum(array(WEIGHTS) * (vectors @ ops.transpose(vectors)))
+
+    return loss
+
+
+def projector_reference(a):
+    vectors = np.linalg.eigh(0.5 * (a + a.T))[1][:, :2]
+    return np.sum(WEIGHTS * (vectors @ vectors.T))
+
+
+@pytest.mark.parametrize("matrix", ["distinct", "repeated", "block"])
+def test_safe_eigh_is_exact_for_projectors(matrix):
+    a = MATRICES[matrix]
+    found = grad(projector(safe_eigh))(array(a))
+    np.testing.assert_allclose(numpy(found), differences(projector_reference, a), rtol=1e-3, atol=1e-3)
+
+
+def test_the_eigenvalues_of_safe_eigh():
+    values, vectors = safe_eigh(array(BLOCK))
+    np.testing.assert_allclose(numpy(values), [1.0, 1.0, 4.0], rtol=1e-5)
+    np.testing.assert_allclose(numpy(vectors * values[None, :] @ ops.transpose(vectors)), BLOCK, atol=1e-5)
+    found = grad(lambda a: ops.sum(ops.square(safe_eigh(a)[0])))(array(BLOCK))
+    np.testing.assert_allclose(numpy(found), 2.0 * BLOCK, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (3, 2), (2, 3)])
+def test_safe_svd_equals_differences_at_distinct_values(shape):
+    a = (DISTINCT + 0.5 * ALONG)[: shape[0], : shape[1]]
+    weights = WEIGHTS[: shape[0], : shape[1]]
+
+    def combined(u, s, vt, xp):
+        return xp.sum((u[:, :1] @ vt[:1] + 0.5 * s[1] * (u[:, :1] @ vt[:1])) * weights_of[xp])
+
+    weights_of = {ops: array(weights), np: weights}
+    found = grad(lambda a: combined(*safe_svd(a), ops))(array(a))
+    wanted = differences(lambda a: combined(*np.linalg.svd(a, full_matrices=False), np), a)
+    np.testing.assert_allclose(numpy(found), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_safe_svd_is_finite_at_equal_values():
+    found = grad(lambda a: ops.sum(ops.square(safe_svd(a)[1])))(array(IDENTITY))
+    np.testing.assert_allclose(numpy(found), 2.0 * IDENTITY, rtol=1e-5)
+    assert np.isfinite(numpy(grad(lambda a: ops.sum(safe_svd(a)[0]))(array(np.zeros((2, 2)))))).all()
+
+
+@pytest.mark.parametrize("op", [safe_eigh, safe_svd, lambda a: spectral_function(a, ops.exp)])
+def test_other_dtypes_are_refused(op):
+    with pytest.raises(TypeError, match="'a'"):
+        op(ops.convert_to_tensor(np.eye(2, dtype="int32")))
+
+
+@keras.saving.register_keras_serializable("spectral")
+def exponential(x):
+    return ops.exp(x)
+
+
+def test_saving(tmp_path):
+    x = keras.Input((3, 3))
+    model = keras.Model(x, spectral_function(x, exponential))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(numpy(loaded(array(BLOCK[None]))), reference(BLOCK, np.exp)[None], rtol=1e-4)
+
+
+@pytest.mark.parametrize("function", ["sqrt", "log", "power"])
+def test_eigenvalues_of_different_sizes(function):
+    """Small eigenvalues that differ by a factor are not treated as equal."""
+    a = np.diag([1e-5, 2e-3, 3e-3, 1.0]).astype("float32")
+    fn, of_numpy = FUNCTIONS[function]
+    weights = np.arange(16.0).reshape(4, 4)
+    values, vectors = np.diag(a).astype("float64"), np.eye(4)
+    quotients = (of_numpy(values)[:, None] - of_numpy(values)) / (values[:, None] - values + np.eye(4))
+    step = 1e-6 * values
+    slopes = (of_numpy(values + step) - of_numpy(values - step)) / (2.0 * step)
+    wanted = vectors @ ((quotients + np.diag(slopes)) * 0.5 * (weights + weights.T)) @ vectors.T
+    found = grad(lambda a: ops.sum(array(weights) * spectral_function(a, fn)))(array(a))
+    np.testing.assert_allclose(numpy(found), wanted, rtol=1e-4)
+
+
+@slow_on("jax")
+def test_a_third_derivative_is_an_error():
+    def derivative(f):
+        return lambda a: ops.sum(array(ALONG) * grad(f)(a))
+
+    second = derivative(derivative(lambda a: ops.sum(array(WEIGHTS) * spectral_function(a, ops.sqrt))))
+    with pytest.raises(RuntimeError, match="no third derivative"):
+        grad(second)(array(DISTINCT))
+
+
+def closure(exponent):
+    return lambda x: ops.power(x, exponent)
+
+
+def container(exponent):
+    exponents = [exponent]
+    return lambda x: ops.power(x, exponents[0])
+
+
+def default(exponent):
+    return lambda x, y=exponent: ops.power(x, y)
+
+
+def partial(exponent):
+    return functools.partial(ops.power, x2=exponent)
+
+
+@pytest.mark.parametrize("function", [closure, container, default, partial])
+def test_a_function_that_holds_a_tensor_is_refused(function):
+    with pytest.raises(TypeError, match="closes over a tensor"):
+        spectral_function(array(DISTINCT), function(array(0.5)))
+    spectral_function(array(DISTINCT), function(np.float32(0.5)))
+
+
+def test_float64():
+    with backend.active.wide():
+        a = ops.convert_to_tensor(DISTINCT, "float64")
+        found = spectral_function(a, ops.exp)
+        gradient = grad(lambda a: ops.sum(spectral_function(a, ops.exp)))(a)
+    np.testing.assert_allclose(numpy(found), reference(DISTINCT, np.exp), rtol=1e-13)
+    wanted = differences(lambda a: np.sum(reference(a, np.exp)), DISTINCT)
+    np.testing.assert_allclose(numpy(gradient), wanted, rtol=1e-7)
