@@ -20,6 +20,7 @@ if not DIFFERENTIATES:
     # These files import hand-written derivatives, and the framework's gradient functions.
     collect_ignore += ["test_benchmarks.py", "test_gradient_checks.py", "transforms/test_ways.py"]
     collect_ignore += ["transforms/test_ways_in_forms.py", "transforms/test_one_array.py"]
+    collect_ignore += ["test_training_steps.py"]
 if not DIFFERENTIATES or importlib.util.find_spec("nbclient") is None:
     # nox installs Jupyter. It is not needed for a run of a few tests.
     collect_ignore += ["notebooks.py"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from multigrad.backend.torch.private import TorchDynamoException, functorch_config
+from multigrad.backend.torch.private import TorchDynamoException, functorch_config, is_in_dispatch_mode
 
 _LOGGER = logging.getLogger("multigrad")
 _SECONDS = 10.0
@@ -36,7 +36,7 @@ def jit(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal failures, has_run
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_in_dispatch_mode(False):
             return function(*args, **kwargs)
         before = vars(_STATE).copy()
         _STATE.differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))

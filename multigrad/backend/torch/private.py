@@ -102,6 +102,8 @@ def skip_frames(function: F) -> F:
     return skip_frame(function, "SKIP")
 
 
+# Return whether a mode observes operations, under which PyTorch (2.13) compiles nothing.
+is_in_dispatch_mode = look_up("torch.utils._python_dispatch.is_in_torch_dispatch_mode")
 # Change settings of AOTAutograd. With donated buffers, a compiled backward pass raises if another gradient
 # keeps its graph.
 functorch_config = look_up("torch._functorch.config")
