@@ -199,6 +199,8 @@ def slope(name, call):
 @every
 def test_the_value(name):
     row = ROWS[name]
+    if BACKEND == "openvino" and name in ("spectral_function", "safe_eigh", "safe_svd"):
+        pytest.skip("Keras (3.15) ends the process in eigh on OpenVINO, and does not support svd there")
     if name == "implicit_root" and not DIFFERENTIATES:
         with pytest.raises(
             NotImplementedError, match="tensorflow, jax, torch"
