@@ -320,16 +320,6 @@ class _Refused(torch.autograd.Function):
         raise RuntimeError(ctx.error)
 
 
-UNRECORDED = message(
-    "value_and_grad",
-    "the gradient cannot be differentiated with respect to variables, because it was not recorded",
-    required="a second derivative by nested gradient functions",
-    got="a backward pass through the result, such as `backward()`",
-    fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
-    see="pytorch#history-of-gradients",
-)
-
-
 def refuse(result: torch.Tensor, error: str, *sources: torch.Tensor) -> torch.Tensor:
     """Return the result, so that differentiating it with respect to a source raises the error."""
     return _Refused.apply(error, result, *sources)

@@ -11,7 +11,6 @@ from torch.compiler import is_dynamo_compiling
 
 from multigrad.backend.torch import traced
 from multigrad.backend.torch.eager import (
-    UNRECORDED,
     is_view_without_node,
     node_of,
     refuse,
@@ -40,10 +39,11 @@ _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 def value_and_grad(
     function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
-    if is_dynamo_compiling() and is_whole() and not is_transforming_traced():
-        return traced.value_and_grad(function, tensors, variables)
-    if is_dynamo_compiling() and is_in_pieces() and not is_transforming_traced():
-        return _break_graph(function, tensors, variables)
+    if is_dynamo_compiling() and not is_transforming_traced():
+        if is_whole():
+            return traced.value_and_grad(function, tensors, variables)
+        if is_in_pieces():
+            return _break_graph(function, tensors, variables)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(function)
         argnums = tuple(range(len(tensors)))
@@ -78,7 +78,7 @@ def _recorded(
         if not recorded:
             results = [tensor.detach() for tensor in results]
             if recording and weights:
-                results = [refuse(tensor, UNRECORDED, *weights) for tensor in results]
+                results = [refuse(tensor, _UNRECORDED, *weights) for tensor in results]
         return (results[0], aux), results[1:]
     finally:
         DEPTH.value = depth
@@ -93,10 +93,11 @@ _break_graph = torch.compiler.disable(_recorded, recursive=False, reason=_REASON
 def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
-    if is_dynamo_compiling() and is_whole() and not is_transforming_traced():
-        return traced.vjp(function, tensors)
-    if is_dynamo_compiling() and is_in_pieces() and not is_transforming_traced():
-        return _break_graph_vjp(function, tensors)
+    if is_dynamo_compiling() and not is_transforming_traced():
+        if is_whole():
+            return traced.vjp(function, tensors)
+        if is_in_pieces():
+            return _break_graph_vjp(function, tensors)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(lambda *inputs: _listed(*function(*inputs)))
         outputs, transpose, aux = torch.func.vjp(tensor_function, *tensors, has_aux=True)
@@ -269,6 +270,15 @@ def _with_tensor_aux(
 
     return tensor_function, with_aux
 
+
+_UNRECORDED = message(
+    "value_and_grad",
+    "the gradient cannot be differentiated with respect to variables, because it was not recorded",
+    required="a second derivative by nested gradient functions",
+    got="a backward pass through the result, such as `backward()`",
+    fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
+    see="pytorch#history-of-gradients",
+)
 
 _CHANGED = message(
     "value_and_grad",

@@ -55,8 +55,8 @@ def jit(
                 if _STATE.mode == _IN_PIECES or options.get("fullgraph"):
                     raise
             _STATE.mode = ""
-            result = function(*args, **kwargs)  # an error of the function is raised here, and is no failure
-            failures += 1
+            result = function(*args, **kwargs)
+            failures += 1  # not if the function itself raised an error
             return result
         finally:
             vars(_STATE).clear()
