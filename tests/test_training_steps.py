@@ -1,20 +1,17 @@
 """Compiled training steps give the weights of eager code, also with gradients or an equation in the loss."""
 
-import keras
 import pytest
-from support import close
+from support import BACKEND, close
 
 from benchmarks.training_steps import PROGRAMS, training_step
 from multigrad import jit
-
-ON_TORCH = keras.backend.backend() == "torch"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_compiled_step_trains_as_eager_code(name):
     options = {}
-    if ON_TORCH:  # the equation is solved between two programs
+    if BACKEND == "torch":  # the equation is solved between two programs
         options = {"backend": "aot_eager", "fullgraph": name != "implicit layer"}
     eager_step, eager_weights = training_step(PROGRAMS[name], width=4)
     step, weights = training_step(PROGRAMS[name], width=4)

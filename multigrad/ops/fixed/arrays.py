@@ -6,7 +6,7 @@ from keras import ops
 
 from multigrad.core.errors import message
 from multigrad.ops.arguments import Pair, Tensor
-from multigrad.ops.fixed.common import entries, fixed, kept, operands, real_only, tensors
+from multigrad.ops.fixed.common import axes_of, entries, fixed, kept, operands, real_only, tensors
 from multigrad.ops.fixed.elementwise import power
 
 
@@ -107,9 +107,7 @@ def nanprod(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
 
 def _products_of_others(x: Any, axis: Any) -> Any:
     """Return the product of the other elements of the reduced axes, for each element."""
-    count = len(x.shape)
-    axes = range(count) if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
-    last = [a % count for a in axes] if count else []
+    count, last = len(x.shape), axes_of(x, axis)
     order = [a for a in range(count) if a not in last] + last
     moved = ops.transpose(x, order)
     shape = ops.shape(moved)

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Tensor, tensor_of
+from multigrad.ops.arguments import tensor_of
 from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,10 +70,15 @@ def tensors(op: str, **arguments: Any) -> list[Any]:
 
 def kept(x: Any, axis: Any, y: Any) -> Any:
     """Return a result of a reduction of `x` with the reduced axes, of size 1."""
+    reduced = axes_of(x, axis)
+    return ops.reshape(y, [1 if i in reduced else size for i, size in enumerate(ops.shape(x))])
+
+
+def axes_of(x: Any, axis: Any) -> list[int]:
+    """Return the axes of `x` that an argument `axis` names, as numbers that are not negative."""
     count = len(x.shape)
     axes = range(count) if axis is None else axis if isinstance(axis, (tuple, list)) else (axis,)
-    shape, reduced = list(ops.shape(x)), {a % count for a in axes} if count else set()
-    return ops.reshape(y, [1 if i in reduced else size for i, size in enumerate(shape)])
+    return [a % count for a in axes] if count else []
 
 
 def scaled(x: Any, y: Any) -> Any:
@@ -85,7 +90,5 @@ def quotient(x: Any, y: Any) -> Any:
     """Return `x / y`, and zero where `y` is zero, with all derivatives."""
     zero = ops.equal(y, 0.0)
     safe = ops.where(zero, ops.ones_like(y), y)
-    return ops.where(zero, ops.zeros_like(x / safe), x / safe)
-
-
-__all__ = ["Tensor", "entries", "fixed", "kept", "operands", "quotient", "real_only", "scaled", "tensors"]
+    ratio = x / safe
+    return ops.where(zero, ops.zeros_like(ratio), ratio)

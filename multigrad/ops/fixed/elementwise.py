@@ -68,8 +68,7 @@ def sinc(x: Tensor) -> Pair:
         for k in range(8 if dtype_of(z) == "float64" else 4, 0, -1):
             series = (-1.0) ** k * 2.0 * k / math.factorial(2 * k + 1) + square * series
         far = ops.where(ops.logical_or(near, infinite), ops.ones_like(z), z)
-        quotient = (ops.cos(math.pi * far) - value) / far
-        slope = ops.where(near, math.pi * small * series, quotient)
+        slope = ops.where(near, math.pi * small * series, (ops.cos(math.pi * far) - value) / far)
         return u * ops.where(infinite, ops.zeros_like(z), slope)
 
     return y, rule

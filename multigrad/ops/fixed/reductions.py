@@ -8,6 +8,7 @@ from keras import ops
 
 from multigrad.ops.arguments import Pair, Tensor, to_python
 from multigrad.ops.fixed.common import (
+    axes_of,
     entries,
     fixed,
     is_complex,
@@ -110,7 +111,7 @@ def _layer_normalization(
     """that of `gamma * (x - mean) / sqrt(variance + epsilon) + beta`, in which both moments depend on `x`."""
     y = ops.layer_normalization(x, gamma, beta, axis=axis, epsilon=epsilon)
     count = len(x.shape)
-    axes = sorted(a % count for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
+    axes = sorted(axes_of(x, axis))
     shape = [size if i in axes else 1 for i, size in enumerate(x.shape)]
     bound = keras.config.epsilon() if epsilon is None else epsilon
 
