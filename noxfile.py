@@ -38,7 +38,7 @@ OLDEST_PYTHON, NEWEST_PYTHON = "3.11", "3.13"
 OLDEST = {
     "tensorflow": ["tensorflow-cpu==2.17.0", "keras==3.12.0"],
     "jax": ["jax==0.7.0", "jaxlib==0.7.0", "flatbuffers", "keras==3.12.0"],
-    "torch": ["torch==2.13.0", "keras==3.15.0"],
+    "torch": ["torch==2.12.0", "keras==3.15.0"],
 }
 NEWEST = {
     "tensorflow": ["tensorflow-cpu==2.21.*", "keras==3.15.*"],

@@ -38,7 +38,7 @@ SUPPORTED = {
     "keras": Versions("Keras", "3.12", "3.15"),
     "tensorflow": Versions("TensorFlow", "2.17", "2.21"),
     "jax": Versions("JAX", "0.7", "0.12"),
-    "torch": Versions("PyTorch", "2.13", "2.15"),
+    "torch": Versions("PyTorch", "2.12", "2.15"),
 }
 """The supported versions. Tests compare them with pyproject.toml, noxfile.py and docs/getting-started."""
 
@@ -194,9 +194,9 @@ def version_problem(module: str, version: str, backend: str) -> str | None:
 
     print(version_problem("torch", "2.9.1", backend="torch"))
     # multigrad: PyTorch 2.9.1 is too old
-    #   required: PyTorch 2.13 or newer
+    #   required: PyTorch 2.12 or newer
     #   got: 2.9.1
-    #   fix: pip install --upgrade "torch>=2.13"
+    #   fix: pip install --upgrade "torch>=2.12"
     ```
     """
     title, oldest = SUPPORTED[module].title, oldest_supported(module, backend)
@@ -217,7 +217,7 @@ def oldest_supported(module: str, backend: str) -> str:
 
 
 def is_at_least(version: str, oldest: str) -> bool:
-    """Return whether a version is `oldest`, such as 2.13, or newer. An unknown version counts as newer."""
+    """Return whether a version is `oldest`, such as 2.12, or newer. An unknown version counts as newer."""
     return not _numbers(version) or _numbers(version) >= _numbers(oldest)
 
 

@@ -68,9 +68,10 @@ def blocks(page: Path) -> Iterator[Block]:
             named = tuple(backend for name, backend in BACKENDS.items() if name in title)
         assert named, f"{page.name}: no backend in the title {title!r}"
         oldest = re.search(r"([\d.]+) and newer$", title or "")
-        if oldest and BACKEND in named:
+        too_new = re.search(r" before ([\d.]+)$", title or "")
+        if (limit := oldest or too_new) and BACKEND in named:
             installed = importlib.import_module(BACKEND).__version__
-            named = named if is_at_least(installed, oldest[1]) else ()
+            named = named if is_at_least(installed, limit[1]) == bool(oldest) else ()
         package = re.search(r" with (\w+)$", title or "")
         if package and importlib.util.find_spec(package[1]) is None:
             named = ()

@@ -68,7 +68,7 @@ def test_doctor_prints_how_to_install_missing_backends(monkeypatch, capsys):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     assert doctor.doctor() == 1
     printed = capsys.readouterr().out
-    assert "torch       missing: pip install torch; supported: 2.13 or newer" in printed
+    assert "torch       missing: pip install torch; supported: 2.12 or newer" in printed
     assert "torch is not installed" in printed.splitlines()[-1]
 
 

@@ -129,8 +129,6 @@ def test_metrics_and_moving_averages():
 
 @pytest.mark.forward
 def test_layers_that_are_built_in_the_first_call():
-    if BACKEND == "torch":
-        pytest.skip("Dynamo (PyTorch 2.13) does not compile code that creates parameters")
     model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
     optimizer = keras.optimizers.Adam(0.1)
 

@@ -142,7 +142,8 @@ def test_without_the_names_that_have_a_fallback(monkeypatch):
     ("module", "found", "backend", "too_old"),
     [
         ("torch", "2.9.1", "torch", True),
-        ("torch", "2.13.0+cpu", "torch", False),
+        ("torch", "2.11.0", "torch", True),
+        ("torch", "2.12.0+cpu", "torch", False),
         ("torch", "3.0.0", "torch", False),
         ("jax", "0.6.2", "jax", True),
         ("jax", "0.7.0", "jax", False),

@@ -221,8 +221,8 @@ class _Reader(ExpectedGradients):
             TypeError: if the gradient of a tensor could also belong to a number, whose gradient is discarded.
         """
         doubt = min([reading.doubt for reading in readings])
-        chosen, *others = [reading for reading in readings if reading.doubt == doubt]
-        others += [reading for reading in readings if doubt < reading.doubt == _MAYBE_OF_NUMBER]
+        chosen, *equal = [reading for reading in readings if reading.doubt == doubt]
+        others = [*equal, *[reading for reading in readings if doubt < reading.doubt == _MAYBE_OF_NUMBER]]
         for slot, spec in enumerate(self.specs):
             source = chosen.source(slot)
             if spec is not None and any(other.source(slot) is not source for other in others):

@@ -36,6 +36,11 @@ class Shared:
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make, self._lock, self._count = make, threading.Lock(), 0
 
+    @property
+    def is_active(self) -> bool:
+        """Whether a thread has entered it."""
+        return self._count > 0
+
     def __enter__(self) -> None:
         with self._lock:
             if not self._count:

@@ -14,16 +14,15 @@ A rule runs under the autocast settings of its function, wherever the backward p
 `torch.amp.custom_fwd` and `custom_bwd`.
 
 Files: `apply.py` for one call of an op, `eager.py` for eager code, `functorch.py` for torch.func and forward
-mode, `compiled.py` for torch.compile and export, `gradients.py` for `grad`, `vjp` and `jacobian`, `jit.py`,
-`traced.py` for the derivatives in programs of `multigrad.jit`, `state.py`, and `tensors.py`.
+mode, `compiled.py` for torch.compile and export, `gradients.py` for `grad`, `vjp` and `jacobian`, `jit.py`
+for `multigrad.jit`, `traced.py` for the derivatives in its programs, `state.py`, and `tensors.py`.
 """
 
 from multigrad.backend.base import Backend
-from multigrad.backend.torch import compiled as programs
 from multigrad.backend.torch import gradients, state, tensors
 from multigrad.backend.torch.apply import apply
 from multigrad.backend.torch.host_call import host_call, untraced
-from multigrad.backend.torch.jit import jit
+from multigrad.backend.torch.jit import compiled, jit, uncompiled
 
 
 class TorchBackend(Backend):
@@ -45,7 +44,7 @@ class TorchBackend(Backend):
     may_record = staticmethod(gradients.may_record)
     needs_plain_rule = staticmethod(gradients.needs_plain_rule)
     gradients_expected = staticmethod(gradients.gradients_expected)
-    compiled = staticmethod(programs.compiled)
+    compiled = staticmethod(compiled)
     is_compiling = staticmethod(state.is_compiling)
     host_call = staticmethod(host_call)
     untraced = staticmethod(untraced)
@@ -58,7 +57,7 @@ class TorchBackend(Backend):
     snapshot = staticmethod(tensors.snapshot)
     depends_on_others = staticmethod(gradients.depends_on_others)
     unrecorded = staticmethod(gradients.unrecorded)
-    uncompiled = staticmethod(programs.uncompiled)
+    uncompiled = staticmethod(uncompiled)
 
 
 ACTIVE = TorchBackend()

@@ -1,7 +1,6 @@
 """An op in a program that torch.compile compiles, or that torch.export or torch.jit records."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from multigrad.backend.torch.state import (
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
 from multigrad.core.closure import lift, restore
-from multigrad.core.process_wide import Shared
 
 
 def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -52,7 +50,7 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the output of a call that Dynamo traces. It cannot trace `restore`, which makes functions."""
     if is_transforming_traced():
         return _apply_uncompiled(call, tensors)
-    if torch.compiler.is_exporting():
+    if _is_exporting():
         run = call.run(tensors)
         return run.pullback.output.join(_without_derivative(run.inputs, run.outputs))
     recorded = is_whole() and torch.is_grad_enabled()
@@ -70,6 +68,11 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if recorded:  # the rule uses the outputs, and the caller may change its own in place
         tied = [output.clone() for output in tied]
     return run.pullback.output.join(tied)
+
+
+@torch.compiler.assume_constant_result  # Dynamo (PyTorch 2.12) takes `is_exporting()` for True
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
 
 
 def _run_recorded(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Run, list[torch.Tensor]]:
@@ -256,26 +259,3 @@ def _converted(zero: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     if (zero.device, zero.dtype) == (output.device, output.dtype):
         return zero
     return zero.to(output.device, output.dtype)
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # "aot_eager" traces both passes and skips code generation, which takes much longer. `isolate_recompiles`,
-    # because functions with the same code share a limit of compilations, after which PyTorch silently runs
-    # them uncompiled.
-    compiled_function = torch.compile(function, backend="aot_eager", dynamic=False, isolate_recompiles=True)
-
-    def run(*tensors: torch.Tensor) -> Any:
-        # Dynamo (PyTorch 2.13) reads `.grad` after a graph break. It ignores the warning about it, except if
-        # warnings are errors.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-            return compiled_function(*tensors)
-
-    return run
-
-
-_UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # a process-wide setting
-
-
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    return _UNCOMPILED

@@ -7,8 +7,10 @@ is compiled in pieces, with a graph break at each gradient.
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from multigrad.backend.torch.private import TorchDynamoException, functorch_config, is_in_dispatch_mode
+from multigrad.core.process_wide import Shared
 
 _LOGGER = logging.getLogger("multigrad")
 _SECONDS = 10.0
@@ -28,15 +31,13 @@ _WHOLE, _IN_PIECES = "whole", "in pieces"
 def jit(
     function: Callable[..., Any], name: str, static: Mapping[str, int | None], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    # Functions with the same code, such as all gradient functions, would share a limit of compilations.
-    options = {"isolate_recompiles": True, **options}
-    whole = torch.compile(_with_history(function), **{**options, "fullgraph": True})
-    pieces = torch.compile(function, **options)
+    whole = _compile_alone(_with_history(function), **{**options, "fullgraph": True})
+    pieces = _compile_alone(function, **options)
     failures, has_run = 0, False  # of the function, in all threads
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal failures, has_run
-        if torch.compiler.is_compiling() or is_in_dispatch_mode(False):
+        if torch.compiler.is_compiling() or _UNCOMPILED.is_active or is_in_dispatch_mode(False):
             return function(*args, **kwargs)
         before = vars(_STATE).copy()
         _STATE.differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))
@@ -63,6 +64,36 @@ def jit(
             vars(_STATE).update(before)
 
     return run
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # "aot_eager" traces both passes and skips code generation, which takes much longer.
+    compiled_function = _compile_alone(function, backend="aot_eager", dynamic=False)
+
+    def run(*tensors: torch.Tensor) -> Any:
+        # Dynamo (PyTorch 2.13) reads `.grad` after a graph break. It ignores the warning about it, except if
+        # warnings are errors.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+            return compiled_function(*tensors)
+
+    return run
+
+
+def _compile_alone(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function with a limit of compilations of its own.
+
+    Functions with the same code, such as all gradient functions, share a limit of eight, after which PyTorch
+    silently runs them uncompiled.
+    """
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # not in PyTorch 2.12
+        return torch.compile(function, **{"isolate_recompiles": True, **options})
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    alone.__code__ = alone.__code__.replace()
+    return torch.compile(functools.update_wrapper(alone, function), **options)
 
 
 def _with_history(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,3 +154,10 @@ def is_in_pieces() -> bool:
 def is_differentiated_outside() -> bool:
     """Return whether an argument of the function that is compiled requires a gradient."""
     return getattr(_STATE, "differentiated", False)
+
+
+_UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # a process-wide setting
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    return _UNCOMPILED

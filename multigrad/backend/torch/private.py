@@ -1,4 +1,4 @@
-"""The private names of PyTorch that this backend uses (PyTorch 2.13 to 2.15).
+"""The private names of PyTorch that this backend uses (PyTorch 2.12 to 2.15).
 
 They are looked up when the backend is imported. A missing name raises an ImportError then, unless a fallback
 is given. Where no reason is given, PyTorch has no public API for the purpose.

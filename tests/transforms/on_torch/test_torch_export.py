@@ -37,6 +37,7 @@ def test_an_exported_program(case, strict):
     close(program.module()(V), Module(case.meant)(V))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of PyTorch 2.12 itself
 @cases
 def test_an_exported_program_from_a_file(case):
     file = io.BytesIO()

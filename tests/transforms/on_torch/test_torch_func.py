@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import multigrad
 from multigrad import op_custom_gradient
+from multigrad.frameworks import is_at_least
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 XS, WS = torch.stack([X, W, V, X + W]), torch.stack([W, V, X, X - V])  # four rows of three
@@ -526,7 +527,8 @@ def test_forward_mode_without_values(mode):
         x = torch.ones(3)
         for _ in range(20):  # uninitialized memory must not count as values
             assert jvp(by_intermediate, (x,), (x,))[1].shape == (3,)
-            assert hessian(lambda x: by_intermediate(x).sum())(x).shape == (3, 3)
+            if mode == "fake" or is_at_least(torch.__version__, "2.13"):  # the older one raises in `hessian`
+                assert hessian(lambda x: by_intermediate(x).sum())(x).shape == (3, 3)
             assert vmap(lambda x: jvp(by_intermediate, (x,), (x,))[1])(x).shape == (3,)
 
 
