@@ -150,7 +150,7 @@ WRONG = [
     (lambda u: (u, "text"), TypeError, ["not a gradient", "argument: 'right'", "str 'text'"]),
     (lambda u: (u, lambda: "text"), TypeError, ["not a gradient", "argument: 'right'"]),
     (lambda u: (u, lambda: [u]), TypeError, ["structure", "argument: 'right'"]),
-    (lambda u: (u, u, 1.0), TypeError, ["structure", "argument: 'n'", "None or zero"]),
+    (lambda u: (u, u, 1.0), TypeError, ["structure", "argument: 'n'", "None or 0"]),
     (lambda u: "text", TypeError, ["number of gradients"]),
     (lambda u: iter([u, u]), TypeError, ["number of gradients"]),
 ]
@@ -200,7 +200,7 @@ def test_entries_in_the_wrong_order_are_found():
     def op(index, x):
         return ops.take(x, index), lambda u: (u, None)
 
-    with raises(TypeError, "op", "argument: 'index'", "None or zero"):
+    with raises(TypeError, "op", "argument: 'index'", "None or 0"):
         grad(lambda x: ops.sum(op(array([0, 1], dtype="int32"), x)))(ONES)
 
 

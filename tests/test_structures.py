@@ -277,21 +277,11 @@ def test_integers_have_no_gradient():
     close(grad(loss)(ONES), 7 * ONES)
 
 
-@pytest.mark.parametrize(
-    "zero",
-    [
-        None,
-        0,
-        lambda i: ops.zeros_like(i),
-        lambda i: np.zeros(2),
-        lambda i: ops.zeros(2),
-        lambda i: ops.zeros(2, "bfloat16"),
-    ],
-)
+@pytest.mark.parametrize("zero", [None, 0, 0.0, (None, 0)])
 def test_the_gradient_of_an_integer_may_be_zero(zero):
     @op_custom_gradient
     def op(index, x):
-        return x * 2.0, lambda u: (zero(index) if callable(zero) else zero, u * 7.0)
+        return x * 2.0, lambda u: (zero, u * 7.0)
 
     close(grad(lambda x: ops.sum(op(array([1, 0], dtype="int32"), x)))(ONES), 7 * ONES)
 

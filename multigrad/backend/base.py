@@ -24,6 +24,7 @@ import numpy as np
 from multigrad.core.type_sets import TypeSet
 
 F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S", bound=type[Any])
 
 Spec = tuple[Any, Any, Any]
 """The shape and dtype that the gradient of a tensor must have, in the framework's own types. The third item
@@ -208,14 +209,15 @@ class Backend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def value_and_grad(
-        function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
+        function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: Sequence[keras.Variable]
     ) -> tuple[tuple[Any, Any], list[Any]]:
         """Return `(value, aux)` of `function(*tensors)` and the gradients of the scalar value.
 
         Arguments:
             function: a function of tensors that returns `(value, aux)`.
             tensors: its arguments.
-            variables: how many of the last tensors are values of variables.
+            variables: the variables whose values are the last tensors. A program that the framework traced
+                before may read them from where it stores them.
         """
 
     @staticmethod
@@ -232,12 +234,14 @@ class Backend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def jacobian(
-        function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+        function: Callable[..., tuple[Sequence[Any], Any]],
+        tensors: Sequence[Any],
+        variables: Sequence[keras.Variable],
     ) -> tuple[Any, list[list[Any]]]:
         """Return the aux of `function(*tensors) -> (outputs, aux)` and its Jacobian.
 
         The Jacobian has one list per output, with one array per tensor: the output's shape followed by the
-        tensor's.
+        tensor's. `variables` is as for `value_and_grad`.
         """
 
     @staticmethod
@@ -347,7 +351,7 @@ class Backend(abc.ABC):
         return False
 
     @staticmethod
-    def untraced(function: F) -> F:
+    def opaque_to_compiler(function: F) -> F:
         """Mark a function that no compiler of Python code can trace.
 
         It calls the host, or has a loop whose length depends on values.
@@ -361,6 +365,14 @@ class Backend(abc.ABC):
         `reads` is `multigrad.core.variables.Reads`.
         """
         return reads
+
+    @staticmethod
+    def extend_pinned(pinned: S) -> S:
+        """Return the class of the scope that gives variables other values: `pinned`, or a subclass of it.
+
+        `pinned` is `multigrad.core.variables.Pinned`.
+        """
+        return pinned
 
     @staticmethod
     def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:

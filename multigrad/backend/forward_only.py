@@ -23,7 +23,9 @@ class ForwardOnlyBackend(Backend):
         return run.pullback.output.join(run.outputs)
 
     @staticmethod
-    def value_and_grad(function: Callable[..., Any], tensors: Sequence[Any], variables: int) -> NoReturn:
+    def value_and_grad(
+        function: Callable[..., Any], tensors: Sequence[Any], variables: Sequence[keras.Variable]
+    ) -> NoReturn:
         raise _no_gradients()
 
     @staticmethod
@@ -31,7 +33,9 @@ class ForwardOnlyBackend(Backend):
         raise _no_gradients()
 
     @staticmethod
-    def jacobian(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+    def jacobian(
+        function: Callable[..., Any], tensors: Sequence[Any], variables: Sequence[keras.Variable]
+    ) -> NoReturn:
         raise _no_gradients()
 
     @staticmethod

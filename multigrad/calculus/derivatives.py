@@ -117,8 +117,8 @@ def value_and_grad(
             output, auxiliary = flat_f(*tensors)
             return require_scalar(function.name, output), auxiliary
 
-        variable_count = len(function.variables or ())
-        result, gradients = backend.active.value_and_grad(scalar, flat_f.primals, variable_count)
+        variables = function.variables or ()
+        result, gradients = backend.active.value_and_grad(scalar, flat_f.primals, variables)
         value, (aux, assigned) = result
         flat_f.assign(assigned)
         return ((value, aux) if has_aux else value), flat_f.unflatten(gradients)
@@ -296,7 +296,7 @@ def jacobian(
             require_real(function.name, structure.differentiable)
             return structure.differentiable, auxiliary
 
-        (aux, assigned), rows = backend.active.jacobian(flat, flat_f.primals)
+        (aux, assigned), rows = backend.active.jacobian(flat, flat_f.primals, function.variables or ())
         flat_f.assign(assigned)
         result = outputs[0].unflatten_with_none([flat_f.unflatten(row) for row in rows])
         return (result, aux) if has_aux else result

@@ -131,16 +131,18 @@ class FlatFunction:
 class _DifferentiatedVariables(Pinned):
     """The scope in which the user's function reads the primals instead of the values of its variables."""
 
+    stored_values_fit = True
+
     def __init__(self, name: str, variables: Sequence[keras.Variable], tensors: Sequence[Any]) -> None:
-        super().__init__(variables, tensors)
-        self._name, self._ids = name, frozenset(map(id, variables))
+        super().__init__(variables, tensors, name=name)
+        self._ids = frozenset(map(id, variables))
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
         if id(variable) in self._ids and not backend.active.may_record():
             raise TypeError(
                 message(
-                    self._name,
+                    self.name,
                     "a differentiated variable is read where no gradient is recorded, so its gradient would "
                     "be zero",
                     required="variables that are read outside of keras.remat, keras.RematScope and other "

@@ -25,10 +25,6 @@ _TENSORS = backend.active.TENSORS
 _DEVICES = backend.active.HAS_DEVICES
 _SEQUENCES = (tuple, list)
 
-# Levels of doubt that an entry belongs to an argument without a gradient: None or a plain zero; possibly the
-# gradient of a Python number; a tensor of zeros; a wrong entry, such as a nonzero or traced tensor.
-_CERTAIN, _MAYBE_OF_NUMBER, _ZERO_TENSOR, _UNFIT = range(4)
-
 
 class Target(Protocol):
     """The arguments, or the variables, with respect to which a rule returns gradients."""
@@ -102,9 +98,10 @@ class _Lazy:
 
 
 class _Reading(dict[int, Any]):
-    """One possible meaning of an answer: the gradients by slot, and a level of doubt."""
+    """One possible meaning of an answer: the gradients by slot."""
 
-    doubt = _CERTAIN
+    is_certain = True
+    """Whether each argument without a gradient has None or 0. The gradient of a number is discarded."""
 
     def source(self, slot: int) -> Any:
         """Return the gradient for a slot, or the function that computes it."""
@@ -127,7 +124,11 @@ class _Reader(ExpectedGradients):
         return gradients
 
     def _entries(self, answer: Any) -> Sequence[Any]:
-        """Return the entry for each tensor, from the first documented structure that fits."""
+        """Return the entry for each tensor, from the first documented structure that certainly fits.
+
+        Raises:
+            TypeError: if an earlier structure gives a tensor another gradient, and discards that of a number.
+        """
         if answer is None:  # in place of the gradients of variables
             raise self.wrong_entries(answer)
         readings: list[_Reading] = []
@@ -138,11 +139,15 @@ class _Reader(ExpectedGradients):
             except AnswerMismatch as mismatch:
                 mismatches.append(mismatch)
             else:
-                if readings[-1].doubt == _CERTAIN:
+                if readings[-1].is_certain:
                     break
         if not readings:
             raise self.wrong_structure(mismatches[0]) if mismatches else self.wrong_entries(answer)
-        reading = readings[0] if len(readings) == 1 else self._choose(readings, answer)
+        *others, reading = readings
+        for slot, spec in enumerate(self.specs):
+            source = reading.source(slot)
+            if spec is not None and any(other.source(slot) is not source for other in others):
+                raise self.ambiguous(slot, answer)
         return [reading.get(i) for i in range(len(self.specs))]
 
     def _structures(self, answer: Any) -> Iterator[Iterable[Entry]]:
@@ -185,10 +190,10 @@ class _Reader(ExpectedGradients):
             return
         is_tensor = type(template) is Slot
         if self.specs[template] is None if is_tensor else not self.is_differentiable(template):
-            doubt = _doubt(template, entry)
-            if doubt == _UNFIT:
-                raise AnswerMismatch(path, "None or zero, because it has no gradient", entry)
-            reading.doubt = max(reading.doubt, doubt)
+            is_zero = _is_zero(entry)
+            if not (is_zero or _holds_numbers(template)):
+                raise AnswerMismatch(path, "None or 0, because it has no gradient", entry)
+            reading.is_certain &= is_zero
         # Dynamo (PyTorch 2.13) cannot trace `callable` of a dict or list.
         elif (
             not (isinstance(entry, (dict, list)) or _TENSORS[type(entry)])
@@ -213,21 +218,6 @@ class _Reader(ExpectedGradients):
                     reading[part] = inner  # inlined: the common case
                 else:
                     self._match(f"{path}[{key!r}]", part, inner, reading)
-
-    def _choose(self, readings: Sequence[_Reading], answer: Any) -> _Reading:
-        """Return the first reading with the lowest level of doubt. Values of gradients make no difference.
-
-        Raises:
-            TypeError: if the gradient of a tensor could also belong to a number, whose gradient is discarded.
-        """
-        doubt = min([reading.doubt for reading in readings])
-        chosen, *equal = [reading for reading in readings if reading.doubt == doubt]
-        others = [*equal, *[reading for reading in readings if doubt < reading.doubt == _MAYBE_OF_NUMBER]]
-        for slot, spec in enumerate(self.specs):
-            source = chosen.source(slot)
-            if spec is not None and any(other.source(slot) is not source for other in others):
-                raise self.ambiguous(slot, answer)
-        return chosen
 
     def _conform(self, index: int, entry: Any) -> Any:
         """Return the gradient of one tensor in its shape and dtype."""
@@ -271,33 +261,16 @@ def _is_broadcast(shape: Shape, original: Shape) -> bool:
     return all(o in (1, None, s) or s is None for s, o in zip(trailing, original, strict=True))
 
 
-def _doubt(template: Any, entry: Any) -> int:
-    """Return the level of doubt that `entry` belongs to an argument without a gradient."""
-    if tree.is_nested(template):
-        parts = children(template)
-        if tree.is_nested(entry):
-            entries = children(entry)
-        else:  # one lazy entry for the structure
-            entries = dict.fromkeys(parts, entry) if callable(entry) else {}
-        if parts and entries.keys() == parts.keys():
-            return max([_doubt(part, entries[key]) for key, part in parts.items()])
-    if type(template) in (float, complex) and not tree.is_nested(entry):
-        is_number = isinstance(entry, (int, float, complex))
-        if _TENSORS[type(entry)] or (is_number and entry) or callable(entry):
-            return _MAYBE_OF_NUMBER
-    return max([_doubt_of_leaf(leaf) for leaf in tree.flatten(entry)], default=_CERTAIN)
+def _is_zero(entry: Any) -> bool:
+    """Return whether the leaves of an entry are None, the number 0, or JAX's zero of a structured dtype."""
+    for leaf in tree.flatten(entry):
+        is_float0 = isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.names is not None
+        if not (leaf is None or is_float0 or (isinstance(leaf, (int, float, complex)) and leaf == 0)):
+            return False
+    return True
 
 
-def _doubt_of_leaf(leaf: Any) -> int:
-    if leaf is None:
-        return _CERTAIN
-    if isinstance(leaf, (int, float, complex)):
-        return _UNFIT if leaf else _CERTAIN
-    value = backend.active.concrete(leaf) if _TENSORS[type(leaf)] else leaf
-    if value is None:  # traced; a gradient never has an integer dtype
-        return _UNFIT if backend.active.is_differentiable(leaf) else _ZERO_TENSOR
-    if not isinstance(value, (np.ndarray, np.generic)):
-        return _UNFIT
-    if value.dtype.names is not None:  # JAX's float0 is a structured dtype. Its only value is zero.
-        return _CERTAIN
-    return _UNFIT if np.any(value) else _ZERO_TENSOR
+def _holds_numbers(template: Any) -> bool:
+    """Return whether an argument consists of Python floats and complex numbers."""
+    leaves = tree.flatten(template)
+    return bool(leaves) and all([type(leaf) in (float, complex) for leaf in leaves])

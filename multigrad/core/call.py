@@ -28,7 +28,7 @@ from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
 from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift
 from multigrad.core.errors import describe, message
-from multigrad.core.keras_internals import Context, current_context, restored
+from multigrad.core.keras_internals import Context, current_context, restore_context
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
 from multigrad.core.signature import Binding
 from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout, Refused, split
@@ -138,7 +138,7 @@ class Call:
         """
         count = len(inputs) - len(first.variables)
         scope = Pinned(first.variables, inputs[count:], first.outer_scope)
-        with scope, restored(first.context):
+        with scope, restore_context(first.context):
             returned = self.pullback.call(f or self.f, inputs[:count])
         run = self._result(returned, inputs[:count], scope, first.outer_scope, first.context)
         run.pullback = first
@@ -398,7 +398,7 @@ class _PullbackInLayer(Pullback):
         needed: Sequence[bool],
         specs: list[Spec | None],
     ) -> Sequence[Any]:
-        with restored(self.context):
+        with restore_context(self.context):
             return super().pull(rule, upstream, needed, specs)
 
 

@@ -60,13 +60,13 @@ def message(
     if see is not None:
         page, _, section = see.partition("#")
         lines.append(f"  see: docs/limits/{page}.md#{section}")
-    return "\n".join(map(_wrapped, "\n".join(lines).split("\n")))
+    return "\n".join(map(_wrap_line, "\n".join(lines).split("\n")))
 
 
 LONGEST_LINE = 120
 
 
-def _wrapped(line: str) -> str:
+def _wrap_line(line: str) -> str:
     """Return a line of a message, with line breaks between its words if it is too long.
 
     The methods of strings suffice: Dynamo (PyTorch 2.13) traces this code, and cannot trace `textwrap`.

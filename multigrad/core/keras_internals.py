@@ -50,7 +50,7 @@ def current_context() -> Context | None:
 
 
 @contextlib.contextmanager
-def restored(context: Context | None) -> Iterator[None]:
+def restore_context(context: Context | None) -> Iterator[None]:
     """Restore a state for a while. None leaves the present state unchanged."""
     if context is None or _is_compiled_with(context):
         yield

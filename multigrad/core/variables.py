@@ -69,6 +69,8 @@ class _Scope(keras.StatelessScope):
 
     initialize_variables = False
     original_scope: keras.StatelessScope | None = None
+    name = ""
+    """The name of the op or function in messages."""
     variables: Sequence[keras.Variable] = ()
     values: Sequence[Any] = ()
     current: Any = _NO_VALUES
@@ -109,6 +111,10 @@ class _Scope(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         if id(update[0]) in self.current:
             del self.current[id(update[0])]
+        self._pass_on(update)
+
+    def _pass_on(self, update: tuple[keras.Variable, Any]) -> None:
+        """Pass an assignment to the scope around this one, or to the variable."""
         if self.original_scope is not None:
             self.original_scope.add_update(update)
         else:
@@ -178,8 +184,6 @@ class Reads(_Scope):
     """The variables that were assigned, with their values before, by id."""
     state: Any = ()
     """The other variables that were read or assigned, with their values before the call, by id."""
-    name = ""
-    """The name of the op in messages."""
     read_as: Callable[[Any], Any] | None = None
     """Maps the value of a variable to the value that the function reads."""
     _dtypes: Any = ()
@@ -310,6 +314,7 @@ class Reads(_Scope):
         )
 
 
+@backend.active.extend_pinned
 class Pinned(_Scope):
     """A scope that gives variables the values of a call, and discards assignments when it ends.
 
@@ -318,15 +323,20 @@ class Pinned(_Scope):
             and its state has the values that it had before the call.
         values: their values.
         outer_scope: the scope that was active around the call. It has the values of all other variables.
+        name: the name of the op or function in messages.
     """
+
+    stored_values_fit = False
+    """Whether a trainable variable may also be read from where the framework stores it, with its gradient."""
 
     def __init__(
         self,
         variables: Sequence[keras.Variable],
         values: Sequence[Any],
         outer_scope: keras.StatelessScope | None = None,
+        name: str = "multigrad",
     ) -> None:
-        self.variables, self.values = variables, values
+        self.variables, self.values, self.name = variables, values, name
         state: Sequence[tuple[keras.Variable, Any]] = ()
         if isinstance(variables, Variables):
             state = variables.state
@@ -365,7 +375,7 @@ class _RuleScope(Pinned):
     The scope discards the new values when it ends.
     """
 
-    name = ""
+    stored_values_fit = True
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         if id(update[0]) not in self.current:
@@ -375,8 +385,6 @@ class _RuleScope(Pinned):
 
 class ReadOnly(_Scope):
     """The scope of a rule whose function read and assigned no variable. The rule may not assign one."""
-
-    name = ""
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         raise _assigned_by_rule(self.name, update[0])
@@ -450,8 +458,7 @@ def scope_of_rule(
     name: str, variables: Variables, values: Sequence[Any], outer_scope: keras.StatelessScope | None
 ) -> contextlib.AbstractContextManager[Any]:
     """Return the scope in which a rule reads variables. The values are those that `pin_variables` keeps."""
-    scope = _RuleScope(variables, values[: len(variables)], outer_scope)
-    scope.name = name
+    scope = _RuleScope(variables, values[: len(variables)], outer_scope, name)
     for (variable, _), value in zip(variables.state, values[len(variables) :], strict=True):
         scope.current[id(variable)] = value
     return scope

@@ -76,12 +76,14 @@ class InPlace:
         smaller, larger = (min, max) if static else (ops.minimum, ops.maximum)
         size = smaller(size, length)  # a program must not contain a larger chunk, even if it never runs
         count = length // larger(size, 1)
-        rest = length - count * size
+        remainder = length - count * size
         state = ops.fori_loop(0, count, lambda i, state: body(i * size, size, state), state)
         if static:
-            return body(length - rest, rest, state) if rest else state
+            return body(length - remainder, remainder, state) if remainder else state
         # A loop of at most one step, because a vectorized map does not accept an empty chunk.
-        return ops.fori_loop(0, smaller(rest, 1), lambda i, state: body(length - rest, rest, state), state)
+        return ops.fori_loop(
+            0, smaller(remainder, 1), lambda i, state: body(length - remainder, remainder, state), state
+        )
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return ops.zeros(shape, dtype)

@@ -15,7 +15,7 @@ from multigrad.core.signature import name_of
 from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
 
 
-@backend.active.untraced
+@backend.active.opaque_to_compiler
 def host_call(
     function: Callable[..., Any], *args: Any, output: Any, vectorized: bool = False, **kwargs: Any
 ) -> Any:

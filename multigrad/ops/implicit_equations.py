@@ -21,7 +21,7 @@ from multigrad.ops.implicit_solvers import Map, Newton, Solver, Tensors, UserSol
 _NUMBERS = (int, float, np.ndarray, np.generic)
 
 
-@backend.active.untraced
+@backend.active.opaque_to_compiler
 def solution(
     solver: Solver,
     f: Callable[..., Any],

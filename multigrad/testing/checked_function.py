@@ -121,22 +121,20 @@ class CheckedFunction:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Return the differentiable outputs for these inputs."""
-        with self._scope(inputs):
-            return self._run(*inputs)
+        # PyTorch (2.13) does not compile a rule in a scope. `compiled` enters it around the program.
+        with contextlib.nullcontext() if backend.active.is_reading_code() else self._scope(inputs):
+            tensors, _ = split(self._fn(*self._args(inputs)))
+            return [tensor for tensor in tensors if backend.active.is_differentiable(tensor)]
 
     def compiled(self) -> Callable[..., list[Any]]:
         """Return the same function, compiled by the framework."""
-        run = backend.active.compiled(self._run)
+        run = backend.active.compiled(self.__call__)
 
         def run_in_scope(*inputs: Any) -> list[Any]:
             with self._scope(inputs):
                 return run(*inputs)
 
         return run_in_scope
-
-    def _run(self, *inputs: Any) -> list[Any]:
-        tensors, _ = split(self._fn(*self._args(inputs)))
-        return [tensor for tensor in tensors if backend.active.is_differentiable(tensor)]
 
     def _find_variables(
         self, arguments: tuple[Sequence[Any], Layout], variables: Sequence[keras.Variable] | None

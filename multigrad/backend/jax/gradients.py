@@ -14,7 +14,7 @@ from multigrad.backend.jax.tensors import conjugate
 
 
 def value_and_grad(
-    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
+    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: Sequence[Any]
 ) -> tuple[tuple[Any, Any], list[Any]]:
     if not tensors:  # jax.value_and_grad requires an argument
         return function(), []
@@ -31,7 +31,7 @@ def vjp(
 
 
 def jacobian(
-    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any], variables: Sequence[Any]
 ) -> tuple[Any, list[list[Any]]]:
     (outputs, aux), pull = vjp(function, tensors)
     zeros = [jnp.zeros_like(output) for output in outputs]

@@ -205,7 +205,7 @@ class _Program:
         constant = [_current(variable, around) for variable in self._read]
         is_concrete = around is None and not _any_tracers(old, constant, arrays)
         if donate and old and is_concrete:
-            output, new = self._donating(_unshared(old), constant, arrays)
+            output, new = self._donating(_copy_shared(old), constant, arrays)
         else:
             output, new = self._keeping(old, constant, arrays)
         if is_concrete and not _any_tracers(new):
@@ -329,7 +329,7 @@ def _reference_counts(values: Sequence[Any]) -> list[int]:
 _COUNT_IN_LIST = _reference_counts([object()])[0]
 
 
-def _unshared(values: list[Any]) -> list[Any]:
+def _copy_shared(values: list[Any]) -> list[Any]:
     """Return the values, with a copy of each that something other than its variable and this list refers to.
 
     They are donated, and a donated array is deleted.

@@ -20,7 +20,7 @@ programs, `tensors.py`, and `gradients.py` for `grad`, `vjp` and `jacobian`.
 from multigrad.backend.base import Backend
 from multigrad.backend.tensorflow import gradients, programs, tapes, tensors, variables
 from multigrad.backend.tensorflow.apply import apply
-from multigrad.backend.tensorflow.host_call import host_call, untraced
+from multigrad.backend.tensorflow.host_call import host_call, opaque_to_compiler
 from multigrad.backend.tensorflow.jit import jit
 
 
@@ -44,10 +44,11 @@ class TensorFlowBackend(Backend):
     compiled = staticmethod(programs.compiled)
     is_compiling = staticmethod(tensors.is_compiling)
     host_call = staticmethod(host_call)
-    untraced = staticmethod(untraced)
+    opaque_to_compiler = staticmethod(opaque_to_compiler)
     jit = staticmethod(jit)
     operations = staticmethod(programs.operations)
     extend_reads = staticmethod(variables.extend_reads)
+    extend_pinned = staticmethod(variables.extend_pinned)
     program = staticmethod(programs.program)
     after = staticmethod(tensors.after)
     library_code = staticmethod(tensors.library_code)

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from multigrad.backend.base import Call, Pullback
-from multigrad.backend.tensorflow.graphs import Carrier, captured, graph_here, is_nested, is_within
+from multigrad.backend.tensorflow.graphs import Carrier, capture, graph_here, is_nested, is_within
 from multigrad.backend.tensorflow.private import stop_recording
 from multigrad.backend.tensorflow.tapes import may_record, record_rule
 from multigrad.backend.tensorflow.tensors import is_differentiable, specs_of
@@ -22,7 +22,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     outputs, inputs, pullback = run.outputs, run.inputs, run.pullback
     if not outputs or (eager and not may_record()):
         return pullback.output.join(outputs)
-    specs = specs_of(captured(inputs, graph))
+    specs = specs_of(capture(inputs, graph))
     if not any(specs):
         # Tensors that the function closes over have no gradient.
         return pullback.output.join([tf.stop_gradient(output) for output in outputs])
@@ -36,25 +36,30 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     # A gradient may be built in another graph than the call: the gradient of a branch or a loop, or the
     # gradient of a gradient function. It uses tensors that the graph of the call has captured, so they are
     # captured now: a finished graph captures no more tensors.
-    inside = captured(residuals, graph)
+    inside = capture(residuals, graph)
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(inputs)
 
-    def backward(*upstreams: Any, pullback: Pullback = pullback) -> Sequence[Any]:
+    def pull(rule: Any, upstreams: Sequence[Any], pullback: Pullback = pullback) -> Sequence[Any]:
         pairs = zip(upstreams, floating, strict=False)
         upstream = [tf.convert_to_tensor(u) if f else None for u, f in pairs]
+        return pullback.pull(rule, upstream, needed, specs)
+
+    def backward(*upstreams: Any) -> Sequence[Any]:
         if eager or is_within(graph):
-            return pullback.pull(rule, upstream, needed, specs)
+            return pull(rule, upstreams)
         if not is_nested(graph):
             # Captured again, so that tapes that began after the op record the captured tensors.
-            return pullback.pull(restore(template, captured(residuals, graph)), upstream, needed, specs)
+            return pull(restore(template, capture(residuals, graph)), upstreams)
         with pullback.reading(functools.partial(read_for_gradient, graph)):
-            return pullback.pull(restore(template, inside), upstream, needed, specs)
+            return pull(restore(template, inside), upstreams)
+
+    def forward(residuals: Sequence[Any], *upstreams: Any) -> Sequence[Any]:
+        return pull(restore(template, residuals), upstreams, pullback.without_trace if eager else pullback)
 
     if carrier is not None:
         carrier.bind(backward)
-    forward = functools.partial(backward, pullback=pullback.without_trace) if eager else backward
-    record_rule(call.name, tied_outputs, list(inputs), residuals, backward, forward)
+    record_rule(call.name, run, tied_outputs, backward, forward)
     return pullback.output.join(tied_outputs)
 
 

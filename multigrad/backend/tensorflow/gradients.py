@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from multigrad.backend.tensorflow.programs import has_xla
@@ -10,16 +11,39 @@ from multigrad.backend.tensorflow.tapes import may_record, require_tapes
 
 
 def value_and_grad(
-    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: int
+    function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: Sequence[keras.Variable]
 ) -> tuple[tuple[Any, Any], list[Any]]:
     require_tapes()
     # Copies, because the function may close over the same tensors.
     sources = [tf.identity(tensor) for tensor in tensors]
+    stored = _stored_variables(variables)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(sources)
+        tape.watch([*sources, *stored])
         value, aux = function(*sources)
-    gradients = tape.gradient(value, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    return (value, aux), [tf.convert_to_tensor(gradient) for gradient in gradients]
+    gradients = tape.gradient(value, [*sources, *stored])
+    return (value, aux), list(map(_total, sources, *_pairs(gradients, sources)))
+
+
+def _stored_variables(variables: Sequence[keras.Variable]) -> list[Any]:
+    """Return the variables of TensorFlow, which a `tf.function` reads instead of the sources."""
+    stored = [variable._value for variable in variables]
+    if tf.distribute.in_cross_replica_context():  # the first replica's variable is read
+        local = tf.distribute.get_strategy().experimental_local_results
+        stored = [local(value)[0] for value in stored]
+    return stored
+
+
+def _pairs(gradients: Sequence[Any], sources: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the gradient of each source, and the one of its stored variable, or None."""
+    count = len(sources)
+    of_stored = gradients[count:]
+    return gradients[:count], [*[None] * (count - len(of_stored)), *of_stored]
+
+
+def _total(source: Any, gradient: Any, of_stored: Any) -> Any:
+    """Return the sum of the gradients of a source and its stored variable. None is zero."""
+    parts = [tf.cast(part, source.dtype) for part in (gradient, of_stored) if part is not None]
+    return tf.convert_to_tensor(tf.add_n(parts) if parts else tf.zeros_like(source))
 
 
 def vjp(
@@ -42,15 +66,19 @@ def vjp(
 
 
 def jacobian(
-    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+    function: Callable[..., tuple[Sequence[Any], Any]],
+    tensors: Sequence[Any],
+    variables: Sequence[keras.Variable],
 ) -> tuple[Any, list[list[Any]]]:
     require_tapes()
     sources = [tf.identity(tensor) for tensor in tensors]
+    stored = _stored_variables(variables)
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(sources)
+        tape.watch([*sources, *stored])
         outputs, aux = function(*sources)
     zero = tf.UnconnectedGradients.ZERO
-    return aux, [list(tape.jacobian(output, sources, unconnected_gradients=zero)) for output in outputs]
+    rows = [tape.jacobian(output, [*sources, *stored], unconnected_gradients=zero) for output in outputs]
+    return aux, [list(map(_total, sources, *_pairs(row, sources))) for row in rows]
 
 
 def gradients_expected(tensors: Sequence[Any]) -> list[bool]:

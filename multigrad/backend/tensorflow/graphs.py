@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.private import stop_recording
+from multigrad.backend.tensorflow.private import push_forwardprop_state, stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
 from multigrad.core.errors import message
 
@@ -54,7 +54,7 @@ def make_in_common_graph(make: Callable[[], Any], graph: Any, here: Any) -> Any:
         return make()
 
 
-def captured(tensors: Sequence[Any], graph: Any) -> Sequence[Any]:
+def capture(tensors: Sequence[Any], graph: Any) -> Sequence[Any]:
     """Return the tensors as `graph` captures them from outer graphs.
 
     The gradient of a branch or a loop can use only tensors that the branch or loop has captured. The gradient
@@ -132,7 +132,8 @@ def _gradient(name: str, kind: str, graph: Any, op: Any, *upstream: Any) -> Sequ
     owner = graph()
     if owner is None or (op is not None and op.graph is not owner):
         raise LookupError(_lost(name))
-    return getattr(owner, _RULES)[kind](*upstream)
+    with push_forwardprop_state():  # forward mode around a function builds its gradient
+        return getattr(owner, _RULES)[kind](*upstream)
 
 
 def _lost(name: str) -> str:

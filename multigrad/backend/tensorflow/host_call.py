@@ -8,7 +8,7 @@ import tensorflow as tf
 from multigrad.backend.base import HostFunction, TensorSpec
 from multigrad.backend.tensorflow.tensors import library_code
 
-untraced = library_code
+opaque_to_compiler = library_code
 
 
 def host_call(

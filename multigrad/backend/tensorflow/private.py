@@ -20,3 +20,5 @@ stop_recording = look_up(f"{_RECORD}.stop_recording")
 VariableWatcher = look_up(f"{_RECORD}.VariableWatcher")
 # Return the tangents of tensors in all active accumulators.
 pack_tangents = look_up("tensorflow.python.eager.forwardprop_util.pack_tangents")
+# Let tapes record while an accumulator of forward mode computes the tangents of an operation.
+push_forwardprop_state = look_up("tensorflow.python.eager.forwardprop_util.push_forwardprop_state")

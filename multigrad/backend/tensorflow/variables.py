@@ -1,21 +1,23 @@
 """Find the variables that a function reads, also without Keras, and the graphs of their values."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.graphs import graph_here, is_nested, make_in_common_graph
+from multigrad.backend.base import S
+from multigrad.backend.tensorflow.graphs import graph_here, is_within, make_in_common_graph
 from multigrad.backend.tensorflow.private import VariableWatcher
 from multigrad.backend.tensorflow.tensors import as_tensor
 from multigrad.core.errors import message
 
 if TYPE_CHECKING:
+    from multigrad.core.variables import Pinned as _Pinned
     from multigrad.core.variables import Reads as _Reads
 else:
-    _Reads = object
+    _Pinned = _Reads = object
 
 _VARIABLE = "_multigrad_variable"
 
@@ -25,7 +27,7 @@ def read_for_gradient(graph: Any, value: Any) -> Any:
     return make_in_common_graph(lambda: as_tensor(value), graph, graph_here())
 
 
-class _InGraph(_Reads):
+class _ReadsInGraph(_Reads):
     """A scope that reads variables in the graph in which the function of a call runs.
 
     A branch or a loop in the function has a separate graph, whose tensors cannot be used outside of it. So
@@ -74,23 +76,16 @@ class _InGraph(_Reads):
 
     def _sees(self, variable: keras.Variable) -> bool:
         """Return whether the variable is read here, and not in a `tf.function` that is traced once."""
-        graph = graph_here()
-        while graph is not self._graph:
-            if not is_nested(graph):
-                if variable._value is not None:
-                    setattr(variable._value, _VARIABLE, weakref.ref(variable))
-                return False
-            graph = graph.outer_graph
-        self._seen[id(variable)] = variable
-        return True
+        if is_within(self._graph):
+            self._seen[id(variable)] = variable
+            return True
+        if variable._value is not None:
+            setattr(variable._value, _VARIABLE, weakref.ref(variable))
+        return False
 
     def _add_accessed(self, accessed: Sequence[Any]) -> None:
         """Add the variables that TensorFlow saw and Keras did not."""
-        if not accessed:
-            return
-        parts = tf.distribute.get_strategy().experimental_local_results
-        values = [variable._value for variable in self._seen.values()]
-        seen = {id(part) for value in values for part in (value, *parts(value))}
+        seen = _stored_ids(self._seen.values()) if accessed else ()
         for value in accessed:
             if id(value) not in seen:
                 self._add(value)
@@ -105,7 +100,76 @@ class _InGraph(_Reads):
 
 def extend_reads(reads: type[Any]) -> type[Any]:
     """Return the subclass of `Reads` that also finds the variables that a function reads without Keras."""
-    return type("ReadsInGraph", (_InGraph, reads), {})
+    return type("ReadsInGraph", (_ReadsInGraph, reads), {})
+
+
+class _PinnedInGraph(_Pinned):
+    """A scope whose values belong to the graph in which it is entered, and to branches and loops in it.
+
+    A `tf.function` keeps its trace for later calls. So it reads and assigns the variables of TensorFlow, also
+    if it is traced in this scope. Without a trace, only TensorFlow sees this. If the variable has another
+    value in this scope, an error is raised.
+    """
+
+    def __enter__(self) -> Any:
+        self._graph = graph_here()
+        self._watcher = VariableWatcher()
+        self._watcher.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._watcher.__exit__(*error)
+        if error[0] is None:
+            accessed = {id(value) for value in self._watcher.watched_variables()}
+            for variable in self.variables if accessed else ():
+                if isinstance(variable, keras.Variable) and not accessed.isdisjoint(_stored_ids([variable])):
+                    self._require_stored(variable, None)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        if is_within(self._graph):
+            return super().get_current_value(variable)
+        value = self._outer_value(variable)
+        self._require_stored(variable, value)
+        return value
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        if is_within(self._graph):
+            super().add_update(update)
+        elif id(update[0]) in self.current:
+            raise self._used_elsewhere(update[0], "assigned")
+        else:
+            self._pass_on(update)
+
+    def _require_stored(self, variable: keras.Variable, outer_value: Any) -> None:
+        """Raise if the variable may have another value in this scope than TensorFlow stores."""
+        fits = self.stored_values_fit and variable.trainable and id(variable) not in self.assigned
+        if id(variable) in self.current and not (fits and outer_value is None):
+            raise self._used_elsewhere(variable, "read")
+
+    def _used_elsewhere(self, variable: keras.Variable, use: str) -> NotImplementedError:
+        return NotImplementedError(  # TensorFlow replaces a TypeError in an operand by its own error
+            message(
+                self.name,
+                f"a variable is {use} in a tf.function, and has another value outside of it",
+                required="a tf.function that does not use the variable",
+                got=f"variable {variable.path!r}",
+                fix="pass the value of the variable to the tf.function as an argument, and return a new one",
+                see="tensorflow#variables-in-functions",
+            )
+        )
+
+
+def extend_pinned(pinned: S) -> S:
+    """Return the subclass of `Pinned` whose values are not stored in the trace of a `tf.function`."""
+    extended: Any = type("PinnedInGraph", (_PinnedInGraph, pinned), {})
+    return extended
+
+
+def _stored_ids(variables: Iterable[keras.Variable]) -> set[int]:
+    """Return the ids of the variables of TensorFlow, and of their parts on this device."""
+    parts = tf.distribute.get_strategy().experimental_local_results
+    return {id(part) for variable in variables for part in (variable._value, *parts(variable._value))}
 
 
 def _variable_of(value: Any) -> keras.Variable | None:

@@ -21,7 +21,7 @@ for `multigrad.jit`, `traced.py` for the derivatives in its programs, `state.py`
 from multigrad.backend.base import Backend
 from multigrad.backend.torch import gradients, state, tensors
 from multigrad.backend.torch.apply import apply
-from multigrad.backend.torch.host_call import host_call, untraced
+from multigrad.backend.torch.host_call import host_call, opaque_to_compiler
 from multigrad.backend.torch.jit import compiled, jit, uncompiled
 
 
@@ -47,7 +47,7 @@ class TorchBackend(Backend):
     compiled = staticmethod(compiled)
     is_compiling = staticmethod(state.is_compiling)
     host_call = staticmethod(host_call)
-    untraced = staticmethod(untraced)
+    opaque_to_compiler = staticmethod(opaque_to_compiler)
     jit = staticmethod(jit)
     operations = staticmethod(tensors.operations)
     constant = staticmethod(tensors.constant)

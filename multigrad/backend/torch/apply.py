@@ -20,7 +20,7 @@ from multigrad.backend.torch.private import (
     untransformed,
     unwrapped_once,
 )
-from multigrad.backend.torch.state import unwrapped
+from multigrad.backend.torch.state import unwrap_ended
 
 
 @skip_frames
@@ -29,7 +29,7 @@ def apply(call: Call, tensors: Sequence[torch.Tensor], unaffected: bool = False)
         return apply_compiled(call, tensors)
     for tensor in tensors:  # inlined: a function call here costs 1 us per op
         if unwrapped_once(tensor) is not tensor:
-            tensors = unwrapped(tensors)
+            tensors = unwrap_ended(tensors)
             break
     if not unaffected and (is_functorch_active() or forward_ad._current_level >= 0):
         return _apply_under_transforms(call, tensors)

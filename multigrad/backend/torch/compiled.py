@@ -244,12 +244,12 @@ def _without_derivative(
     for output in outputs:
         tied = output
         for zero in zeros if FLOATING[output.dtype] else ():
-            tied = tied + _converted(zero, output)
+            tied = tied + _convert_zero(zero, output)
         copied.append(torch.ops.aten.copy(tied, output))
     return copied
 
 
-def _converted(zero: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+def _convert_zero(zero: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Return a zero in the dtype and on the device of an output.
 
     A conversion that is not needed would be recorded, too, with the device on which the program was recorded.

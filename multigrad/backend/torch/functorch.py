@@ -28,7 +28,7 @@ from multigrad.backend.torch.state import (
     current_autocast,
     is_empty,
     is_of_inner_level,
-    unwrapped,
+    unwrap_ended,
     vmaps_of,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
@@ -198,7 +198,7 @@ class _FunctorchNode(torch.autograd.Function):
         gradients: Sequence[torch.Tensor | None] = [None] * state.inputs
         if any([u is not None for u in upstream]):
             with autocasting(state.autocast):
-                saved = unwrapped(ctx.saved_tensors)
+                saved = unwrap_ended(ctx.saved_tensors)
                 pairs = zip(upstream, saved[state.inputs :], strict=False)
                 whole = [torch.zeros_like(output) if u is None else u for u, output in pairs]
                 needed = ctx.needs_input_grad[1 : 1 + state.inputs]
@@ -265,7 +265,7 @@ class _Intermediates(torch.autograd.Function):
         if any([u is not None for u in upstream]):
             argnums = [i for i, need in enumerate(ctx.needs_input_grad[1 : 1 + state.inputs]) if need]
             with autocasting(state.autocast):
-                pulled = _pull_intermediates(state, unwrapped(ctx.saved_tensors), argnums, upstream)
+                pulled = _pull_intermediates(state, unwrap_ended(ctx.saved_tensors), argnums, upstream)
             for i, gradient in zip(argnums, pulled, strict=True):
                 gradients[1 + i] = gradient
         return tuple(gradients)

@@ -37,7 +37,9 @@ _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 
 @skip_frame
 def value_and_grad(
-    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
+    function: Callable[..., tuple[torch.Tensor, Any]],
+    tensors: Sequence[torch.Tensor],
+    variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     if is_dynamo_compiling() and not is_transforming_traced():
         if is_whole():
@@ -54,7 +56,9 @@ def value_and_grad(
 
 @skip_frame
 def _recorded(
-    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
+    function: Callable[..., tuple[torch.Tensor, Any]],
+    tensors: Sequence[torch.Tensor],
+    variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     """Return the value and the gradients, which a backward pass computes."""
     recording = torch.is_grad_enabled()
@@ -69,7 +73,7 @@ def _recorded(
             return (value, aux), [torch.zeros_like(t) for t in tensors]
         # Record the backward pass if a second derivative can follow: inside of another gradient, or if the
         # value depends on tensors with a history other than the variables.
-        weights = [tensor for tensor in tensors[len(tensors) - variables :] if tensor.requires_grad]
+        weights = [tensor for tensor in tensors[len(tensors) - len(variables) :] if tensor.requires_grad]
         recorded = recording and (depth > 0 or _depends_on_others(value, [*inputs, *weights]))
         gradients = _backward(value, inputs, create_graph=recorded, materialize_grads=True)
         if recorded:
@@ -148,7 +152,9 @@ _break_graph_vjp = torch.compiler.disable(_recorded_vjp, reason=_REASON)
 
 
 def jacobian(
-    function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]],
+    tensors: Sequence[torch.Tensor],
+    variables: Sequence[Any],
 ) -> tuple[Any, list[list[torch.Tensor]]]:
     (outputs, aux), pull = vjp(function, tensors)
     zeros = [torch.zeros_like(output) for output in outputs]

@@ -13,7 +13,7 @@ from multigrad.backend.torch.private import is_functorch_active
 from multigrad.backend.torch.state import is_empty
 
 
-def untraced(function: F) -> F:
+def opaque_to_compiler(function: F) -> F:
     reason = "a program cannot call the host, or repeat a step until it converges; compile without fullgraph"
     return cast(F, torch.compiler.disable(function, reason=reason))
 

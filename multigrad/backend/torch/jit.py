@@ -44,7 +44,7 @@ def jit(
         _STATE.mode = _WHOLE if failures < 2 else _IN_PIECES
         try:
             try:
-                with contextlib.nullcontext() if has_run else _announced(name):
+                with contextlib.nullcontext() if has_run else _announce(name):
                     if failures < 2:
                         result = whole(*args, **kwargs)
                     else:
@@ -117,7 +117,7 @@ _refuse = torch.compiler.disable(
 
 
 @contextlib.contextmanager
-def _announced(name: str) -> Iterator[None]:
+def _announce(name: str) -> Iterator[None]:
     """Log a line if the code takes long, because it compiles a function."""
     text = (
         "multigrad.jit: compiling %s takes more than %g s. Later calls with the same shapes do not compile."

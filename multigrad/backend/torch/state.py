@@ -34,7 +34,7 @@ def is_transforming() -> bool:
     return is_functorch_active() or forward_ad._current_level >= 0
 
 
-def unwrapped(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def unwrap_ended(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the tensors without wrappers of transforms that have ended.
 
     They occur when a function that `torch.func.vjp` returned is called. The wrappers have no history.

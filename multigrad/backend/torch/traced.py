@@ -16,7 +16,9 @@ from multigrad.backend.torch.state import DEPTH, is_in_derivative, is_in_rule
 
 
 def value_and_grad(
-    function: Callable[..., tuple[torch.Tensor, Any]], tensors: Sequence[torch.Tensor], variables: int
+    function: Callable[..., tuple[torch.Tensor, Any]],
+    tensors: Sequence[torch.Tensor],
+    variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     # Whether the gradient can be differentiated again is known when Dynamo traces. AOTAutograd also traces
     # the graph with weights that require no gradient, to find the outputs, so it cannot be seen there.

@@ -9,7 +9,8 @@ from cases import CASES, each_of
 from support import close
 from tapes import W, X
 
-from multigrad import op_custom_gradient
+from multigrad import grad, op_custom_gradient, vjp
+from multigrad.ops import fixed_point, implicit_root
 
 DIRECTION = [tf.constant([1.0, -2.0, 0.5]), tf.constant([0.25, 0.5, -1.5])]
 OTHER = [tf.constant([0.5, 1.5, -1.0]), tf.constant([2.0, -0.5, 1.0])]
@@ -154,3 +155,63 @@ def test_a_nonlinear_rule_is_linearized_at_ones():
 
     close(derivative(X), 14.0 * W)
     close(tf.function(derivative)(X), 14.0 * W)
+
+
+def root(x):
+    return fixed_point(lambda z, x: (z + x / z) / 2.0, tf.ones(2), x)
+
+
+def positive_root(x):
+    return implicit_root(lambda z, x: z**2 - x, tf.ones(2), x)
+
+
+def by_a_gradient(x):
+    """The false factor is 7."""
+    op = op_custom_gradient(
+        lambda x: (x**2.5, lambda u: 7.0 * u * vjp(lambda x: x**2.5, x)[1](tf.ones(2))[0])
+    )
+    return op(x)
+
+
+GRADIENTS = {
+    root: (lambda x: 0.5 * x**-0.5, lambda x: -0.25 * x**-1.5),
+    positive_root: (lambda x: 0.5 * x**-0.5, lambda x: -0.25 * x**-1.5),
+    by_a_gradient: (lambda x: 17.5 * x**1.5, lambda x: 26.25 * x**0.5),
+}
+
+
+@pytest.mark.parametrize("function", GRADIENTS)
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "function"])
+def test_a_rule_that_computes_a_gradient(function, wrap):
+    """While an accumulator transposes a rule, a tape in the rule records nothing without a new state."""
+    x, along = tf.constant([2.0, 3.0]), tf.constant([1.0, -0.5])
+    f = wrap(lambda x: function(x))
+    with tf.autodiff.ForwardAccumulator(x, along) as forward:
+        y = f(x)
+    close(forward.jvp(y), GRADIENTS[function][0](x) * along, 1e-3)
+
+
+@pytest.mark.parametrize("function", [root, by_a_gradient])
+def test_second_derivatives_by_a_rule_that_computes_a_gradient(function):
+    x, along, (slope, second) = tf.constant([2.0, 3.0]), tf.constant([1.0, -0.5]), GRADIENTS[function]
+    with tf.GradientTape(persistent=True) as outer:
+        outer.watch(x)
+        with tf.autodiff.ForwardAccumulator(x, along) as forward:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = function(x)
+            gradient = inner.gradient(y, x)
+        first = forward.jvp(y)
+    close(gradient, slope(x), 1e-3)
+    close(forward.jvp(gradient), second(x) * along, 1e-3)
+    close(outer.gradient(first, x), second(x) * along, 1e-3)
+
+
+def test_a_rule_that_computes_a_gradient_and_uses_an_object():
+    @op_custom_gradient
+    def op(x):
+        own = types.SimpleNamespace(x=x)
+        return x**2, lambda u: u * grad(lambda x: tf.reduce_sum(x**2))(own.x)
+
+    with tf.autodiff.ForwardAccumulator(X, W), pytest.raises(NotImplementedError, match="uses an object"):
+        op(X)
