@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multigrad.calculus.derivatives import grad, hessian, jacobian, jvp, value_and_grad, vjp
+    from multigrad.calculus.mapping import vmap
     from multigrad.compilation import jit
     from multigrad.core.op import op_custom_gradient
     from multigrad.tracing.trace import trace_gradients
@@ -29,6 +30,7 @@ __all__ = [
     "trace_gradients",
     "value_and_grad",
     "vjp",
+    "vmap",
 ]
 
 _MODULES = {
@@ -41,6 +43,7 @@ _MODULES = {
     "trace_gradients": "multigrad.tracing.trace",
     "value_and_grad": "multigrad.calculus.derivatives",
     "vjp": "multigrad.calculus.derivatives",
+    "vmap": "multigrad.calculus.mapping",
 }
 
 _SUBMODULES = ("layers", "ops", "testing")

@@ -21,7 +21,7 @@ DIFFERENTIATING = ("tensorflow", "jax", "torch")
 """The backends that compute gradients."""
 
 FORWARD_ONLY = ("numpy", "openvino")
-"""The backends that run a forward pass only."""
+"""The backends of Keras (3.15) that run a forward pass only. So do backends that are not listed here."""
 
 
 class Versions(NamedTuple):

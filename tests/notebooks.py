@@ -87,6 +87,7 @@ BACKENDS = {
     "07_large_vocabulary": "jax",
     "08_guided_backprop": "torch",
     "09_black_boxes": "jax",
+    "10_clipped_for_each_example": "torch",
 }
 
 

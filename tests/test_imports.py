@@ -58,13 +58,3 @@ def test_an_unknown_name_raises():
 
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         multigrad.nothing  # noqa: B018
-
-
-def test_an_unknown_backend_raises(monkeypatch):
-    import keras
-
-    from multigrad import backend
-
-    monkeypatch.setattr(keras.backend, "backend", lambda: "mlx")
-    with pytest.raises(ValueError, match=r"mlx.*tensorflow.*jax.*torch"):
-        backend._load()

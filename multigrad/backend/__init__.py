@@ -1,4 +1,7 @@
-"""The backend of the active framework. Only the module of that framework is imported."""
+"""The backend of the active framework. Only the module of that framework is imported.
+
+A backend of Keras that multigrad does not know runs the forward pass only, as NumPy and OpenVINO do.
+"""
 
 import importlib
 import warnings
@@ -6,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from multigrad.frameworks import (
     DIFFERENTIATING,
-    FORWARD_ONLY,
     other_distribution,
     require_active_backend,
     require_supported,
@@ -19,11 +21,6 @@ if TYPE_CHECKING:
 def _load() -> "Backend":
     require_active_backend()  # before Keras is imported, whose error names neither the backend nor a fix
     name = importlib.import_module("keras").backend.backend()
-    if name not in DIFFERENTIATING + FORWARD_ONLY:
-        raise ValueError(
-            f"multigrad has no backend named {name!r}. It has {', '.join(DIFFERENTIATING + FORWARD_ONLY)}.\n"
-            "Choose one with the environment variable KERAS_BACKEND before Keras is imported."
-        )
     require_supported(name)
     other = other_distribution()
     if other is not None:

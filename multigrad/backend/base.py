@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import keras
 import numpy as np
 
+from multigrad.core.errors import message
 from multigrad.core.type_sets import TypeSet
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,6 +38,16 @@ Operation = tuple[tuple[str, ...], tuple[str, ...]]
 
 TensorSpec = tuple[Sequence[int | None], str]
 """The shape and dtype of a tensor, in Keras's terms. None is a dimension that a graph does not know."""
+
+
+DEPENDS_ON_ELEMENT = message(
+    "vmap",
+    "a result that is the same for all elements depends on a mapped argument",
+    required="out_axes of None only for such results, and no assignment of a mapped value to a variable",
+    got="a value that depends on an element",
+    fix="return the value, with an axis in out_axes",
+)
+"""The error of `vmap` for a result that must be the same for all elements, and is not."""
 
 
 class HostFunction(Protocol):
@@ -246,6 +257,18 @@ class Backend(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
+    def vmap(
+        function: Callable[..., tuple[Sequence[Any], Sequence[Any]]], tensors: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the results of a function for each element of the tensors along their first axis.
+
+        The function returns two lists. The results of the first list are stacked along a new first axis.
+        Those of the second list are returned once. If one of them depends on an element, a ValueError is
+        raised. The function may run several times.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
     def is_differentiable(tensor: Any) -> bool:
         """Return whether the tensor is floating or complex."""
 
@@ -420,6 +443,16 @@ class Backend(abc.ABC):
     def defaults_of(function: types.FunctionType) -> int:
         """Return the number of positional parameters of a rule that have defaults."""
         return len(function.__defaults__ or ())
+
+    @staticmethod
+    def while_loop(
+        condition: Callable[..., Any], body: Callable[..., Sequence[Any]], carry: Sequence[Any], limit: int
+    ) -> Sequence[Any]:
+        """Repeat `body` on traced tensors without gradients, at most `limit` times, while `condition` holds.
+
+        In a `vmap`, an element stays as it is once its condition is false.
+        """
+        return tuple(keras.ops.while_loop(condition, body, tuple(carry), maximum_iterations=limit))
 
     @staticmethod
     def as_tensor(value: Any) -> Any:

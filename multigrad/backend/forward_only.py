@@ -1,4 +1,7 @@
-"""NumPy and OpenVINO. Ops run without gradients, and computing a gradient raises an error."""
+"""Every backend without an implementation of its own, such as NumPy and OpenVINO.
+
+Ops run without gradients, by `keras.ops`, and computing a gradient raises an error.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -6,13 +9,13 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from multigrad.backend.base import Backend, Call, HostFunction, Spec, TensorSpec
+from multigrad.backend.base import DEPENDS_ON_ELEMENT, Backend, Call, HostFunction, Spec, TensorSpec
 from multigrad.core.type_sets import TypeSet
 from multigrad.frameworks import DIFFERENTIATING
 
 
 class ForwardOnlyBackend(Backend):
-    """The backend of NumPy and OpenVINO. It never calls a rule."""
+    """The backend that never calls a rule."""
 
     # NumPy arrays, or a class of Keras without a public name.
     TENSORS = TypeSet(type(keras.ops.convert_to_tensor(0.0)))
@@ -37,6 +40,18 @@ class ForwardOnlyBackend(Backend):
         function: Callable[..., Any], tensors: Sequence[Any], variables: Sequence[keras.Variable]
     ) -> NoReturn:
         raise _no_gradients()
+
+    @staticmethod
+    def vmap(
+        function: Callable[..., tuple[Sequence[Any], Sequence[Any]]], tensors: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        rows = [function(*[x[i] for x in tensors]) for i in range(tensors[0].shape[0])]
+        stacked, shared = [list(zip(*results, strict=True)) for results in zip(*rows, strict=True)]
+        once = [keras.ops.convert_to_numpy(results[0]) for results in shared]
+        for result, others in zip(once, shared, strict=True):
+            if not all(np.array_equal(result, keras.ops.convert_to_numpy(x), equal_nan=True) for x in others):
+                raise ValueError(DEPENDS_ON_ELEMENT)
+        return [keras.ops.stack(results) for results in stacked], [results[0] for results in shared]
 
     @staticmethod
     def is_differentiable(tensor: Any) -> bool:

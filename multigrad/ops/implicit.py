@@ -152,8 +152,8 @@ def implicit_root(
 
     Raises:
         RuntimeError: if no root is found within the tolerance, or if `J` is singular. PyTorch and TensorFlow
-            raise their own errors for a singular `J`. Compiled code cannot raise an error: there, the result
-            and its gradient are NaN.
+            raise their own errors for a singular `J`. Code in `jit` or `vmap` cannot raise an error:
+            there, the result and its gradient are NaN.
         TypeError, ValueError: as for `fixed_point`, and for complex numbers.
         ValueError: on TensorFlow, if a size of `z0` is unknown until the graph runs.
         NotImplementedError: on the NumPy and OpenVINO backends, without a `solver`.

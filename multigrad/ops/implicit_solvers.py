@@ -153,7 +153,7 @@ def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Ten
     if length is None:
         limit = solver.max_iterations - 1
         # The condition is also false for NaN, so a NaN ends the loop and is returned.
-        carry = ops.while_loop(lambda *c: c[-1] > tolerance, body, carry, maximum_iterations=limit)
+        carry = tuple(backend.active.while_loop(lambda *c: c[-1] > tolerance, body, carry, limit))
         converged = carry[-1] <= tolerance
         return [ops.where(converged, x, ops.full_like(x, float("nan"))) for x in carry[:count]]
     iterations = 1

@@ -33,6 +33,7 @@ class JaxBackend(Backend):
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)
     jacobian = staticmethod(gradients.jacobian)
+    vmap = staticmethod(gradients.vmap)
     is_differentiable = staticmethod(tensors.is_differentiable)
     specs_of = staticmethod(tensors.specs_of)
     conform = staticmethod(tensors.conform)

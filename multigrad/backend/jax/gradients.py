@@ -47,6 +47,13 @@ def jacobian(
     return aux, rows
 
 
+def vmap(
+    function: Callable[..., tuple[Sequence[Any], Sequence[Any]]], tensors: Sequence[Any]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    results: tuple[Sequence[Any], Sequence[Any]] = jax.vmap(function, out_axes=(0, None))(*tensors)
+    return results
+
+
 def may_record() -> bool:
     return True
 

@@ -14,11 +14,11 @@ derivative uses the rule, too.
 
 Files: `apply.py` for one call of an op, `graphs.py` for the operation that holds a rule in a graph,
 `tapes.py` for recording, `variables.py` for the variables that a function reads, `programs.py` for compiled
-programs, `tensors.py`, and `gradients.py` for `grad`, `vjp` and `jacobian`.
+programs, `tensors.py`, `gradients.py` for `grad`, `vjp` and `jacobian`, and `maps.py` for `vmap`.
 """
 
 from multigrad.backend.base import Backend
-from multigrad.backend.tensorflow import gradients, programs, tapes, tensors, variables
+from multigrad.backend.tensorflow import gradients, maps, programs, tapes, tensors, variables
 from multigrad.backend.tensorflow.apply import apply
 from multigrad.backend.tensorflow.host_call import host_call, opaque_to_compiler
 from multigrad.backend.tensorflow.jit import jit
@@ -33,6 +33,7 @@ class TensorFlowBackend(Backend):
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)
     jacobian = staticmethod(gradients.jacobian)
+    vmap = staticmethod(maps.vmap)
     is_differentiable = staticmethod(tensors.is_differentiable)
     specs_of = staticmethod(tensors.specs_of)
     conform = staticmethod(tensors.conform)

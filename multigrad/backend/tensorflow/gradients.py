@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from multigrad.backend.tensorflow.maps import vmap
 from multigrad.backend.tensorflow.programs import has_xla
 from multigrad.backend.tensorflow.tapes import may_record, require_tapes
 
@@ -47,20 +48,23 @@ def _total(source: Any, gradient: Any, of_stored: Any) -> Any:
 
 
 def vjp(
-    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+    function: Callable[..., tuple[Sequence[Any], Any]],
+    tensors: Sequence[Any],
+    variables: Sequence[keras.Variable] = (),
 ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
     require_tapes()
     sources = [tf.identity(tensor) for tensor in tensors]
+    stored = _stored_variables(variables)
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch(sources)
+        tape.watch([*sources, *stored])
         outputs, aux = function(*sources)
         # Copies, because the rule of an op may use an output as a residual, which has a gradient of its
         # sources.
         targets = [tf.identity(output) for output in outputs]
 
     def pull(upstream: Sequence[Any]) -> list[Any]:
-        gradients = tape.gradient(targets, sources, list(upstream), tf.UnconnectedGradients.ZERO)
-        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+        gradients = tape.gradient(targets, [*sources, *stored], list(upstream))
+        return list(map(_total, sources, *_pairs(gradients, sources)))
 
     return (outputs, aux), pull
 
@@ -70,15 +74,26 @@ def jacobian(
     tensors: Sequence[Any],
     variables: Sequence[keras.Variable],
 ) -> tuple[Any, list[list[Any]]]:
-    require_tapes()
-    sources = [tf.identity(tensor) for tensor in tensors]
-    stored = _stored_variables(variables)
-    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-        tape.watch([*sources, *stored])
-        outputs, aux = function(*sources)
-    zero = tf.UnconnectedGradients.ZERO
-    rows = [tape.jacobian(output, [*sources, *stored], unconnected_gradients=zero) for output in outputs]
-    return aux, [list(map(_total, sources, *_pairs(row, sources))) for row in rows]
+    (outputs, aux), pull = vjp(function, tensors, variables)
+    zeros = [tf.zeros_like(output) for output in outputs]
+    rows = []
+    for index, output in enumerate(outputs):
+
+        def row(upstream: Any, index: int = index) -> tuple[Sequence[Any], Sequence[Any]]:
+            return pull([*zeros[:index], upstream, *zeros[index + 1 :]]), ()
+
+        shape, count = _shape(output), output.shape.num_elements()
+        identity = tf.eye(tf.size(output) if count is None else count, dtype=output.dtype)
+        gradients, _ = vmap(row, [tf.reshape(identity, tf.concat([[-1], shape], 0))])
+        shapes = [tf.concat([shape, _shape(tensor)], 0) for tensor in tensors]
+        rows.append([tf.reshape(g, shape) for g, shape in zip(gradients, shapes, strict=True)])
+    return aux, rows
+
+
+def _shape(tensor: Any) -> Any:
+    """Return the shape, as a constant if it is known."""
+    is_known = tensor.shape.is_fully_defined()
+    return tf.constant(tensor.shape.as_list(), "int32") if is_known else tf.shape(tensor)
 
 
 def gradients_expected(tensors: Sequence[Any]) -> list[bool]:

@@ -22,3 +22,6 @@ VariableWatcher = look_up(f"{_RECORD}.VariableWatcher")
 pack_tangents = look_up("tensorflow.python.eager.forwardprop_util.pack_tangents")
 # Let tapes record while an accumulator of forward mode computes the tangents of an operation.
 push_forwardprop_state = look_up("tensorflow.python.eager.forwardprop_util.push_forwardprop_state")
+# Register how `tf.vectorized_map` converts an operation.
+RegisterPFor = look_up("tensorflow.python.ops.parallel_for.pfor.RegisterPFor")
+wrap = look_up("tensorflow.python.ops.parallel_for.pfor.wrap")

@@ -38,7 +38,7 @@ def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., An
         count = rows[0].shape[0]
         is_static = count is not None
         if not is_static:
-            count, rows, upstream = _with_equal_counts(rows, upstream)
+            count, rows, upstream = with_equal_counts(rows, upstream)
         # Each number of rows is compiled separately. If calls may differ, the number is rounded up.
         padded = count if is_static and not eager else _rounded_up(count)
         if is_static and padded == count:
@@ -56,7 +56,7 @@ def has_xla() -> bool:
     return not (platform.system() == "Darwin" and tf.config.list_physical_devices("GPU"))  # Metal has no XLA
 
 
-def _with_equal_counts(*lists: list[tf.Tensor]) -> list[Any]:
+def with_equal_counts(*lists: list[tf.Tensor]) -> list[Any]:
     """Return the number of rows, and the tensors after an assertion that they have this number of rows.
 
     The assertion runs with the graph. XLA removes it, so the tensors are also reshaped to the number of rows.

@@ -36,6 +36,8 @@ class TorchBackend(Backend):
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)
     jacobian = staticmethod(gradients.jacobian)
+    vmap = staticmethod(gradients.vmap)
+    while_loop = staticmethod(gradients.while_loop)
     is_differentiable = staticmethod(tensors.is_differentiable)
     specs_of = staticmethod(tensors.specs_of)
     conform = staticmethod(tensors.conform)

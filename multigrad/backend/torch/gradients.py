@@ -24,6 +24,7 @@ from multigrad.backend.torch.state import (
     is_compiling,
     is_transforming,
     is_transforming_traced,
+    no_transforms,
 )
 from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
@@ -169,6 +170,33 @@ def jacobian(
         gradients = torch.func.vmap(row)(basis)
         rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
     return aux, rows
+
+
+def vmap(
+    function: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+    tensors: Sequence[torch.Tensor],
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    # The same random numbers for each element, as on the other backends.
+    mapped = torch.func.vmap(function, out_dims=(0, None), randomness="same")
+    results: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = mapped(*tensors)
+    return results
+
+
+def while_loop(
+    condition: Callable[..., torch.Tensor],
+    body: Callable[..., Sequence[torch.Tensor]],
+    carry: Sequence[torch.Tensor],
+    limit: int,
+) -> Sequence[torch.Tensor]:
+    for _ in range(limit):
+        active = condition(*carry)
+        # The values in the wrappers of transforms: those of all elements of a vmap.
+        with no_transforms():
+            ended = not torch.func.debug_unwrap(active, recurse=True).any()
+        if ended:
+            break
+        carry = [torch.where(active, new, old) for new, old in zip(body(*carry), carry, strict=True)]
+    return carry
 
 
 @skip_frame

@@ -1,0 +1,84 @@
+"""`vmap`: `tf.vectorized_map`, or `tf.map_fn` where the former would lose a rule.
+
+`tf.vectorized_map` converts each operation of the mapped function, and drops its custom gradient. Gradients
+inside of the mapped function are recorded before, and keep their rules.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from multigrad.backend.base import DEPENDS_ON_ELEMENT
+from multigrad.backend.tensorflow.jit import mark_unrecorded
+from multigrad.backend.tensorflow.private import RegisterPFor, wrap
+from multigrad.backend.tensorflow.programs import with_equal_counts
+from multigrad.backend.tensorflow.tapes import may_record
+
+Function = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
+
+
+def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    if any(tensor.shape[:1].num_elements() is None for tensor in tensors):
+        _, tensors = with_equal_counts(list(tensors))
+    counts: list[int] = []
+
+    def flat(elements: Sequence[Any]) -> list[Any]:
+        stacked, shared = function(*elements)
+        if not tf.executing_eagerly():
+            _require_independent(shared, elements)
+        counts[:] = [len(stacked)]
+        return [tf.convert_to_tensor(result) for result in (*stacked, *shared)]
+
+    def vectorized(*tensors: Any) -> list[Any]:
+        return list(tf.vectorized_map(flat, list(tensors)))
+
+    eager, recorded = tf.executing_eagerly(), may_record()
+    if eager or recorded:
+        # Traced here, because `tf.vectorized_map` warns about each trace in eager code.
+        program = tf.function(vectorized, autograph=False).get_concrete_function(*map(_spec, tensors))
+    if recorded and _has_rule(program.graph.as_graph_def()):
+        likes = program.structured_outputs
+        signature = [tf.TensorSpec(None, like.dtype) for like in likes]
+        results = tf.map_fn(flat, list(tensors), fn_output_signature=signature)
+        for result, like in zip(results, likes, strict=True):
+            result.set_shape(like.shape)
+    else:
+        if not recorded:
+            mark_unrecorded()
+        # Not a call of the program in a graph: `tf.vectorized_map` around it would fail to convert the call.
+        results = program(*tensors) if eager else vectorized(*tensors)
+    count = counts[0]
+    return results[:count], [result[0] for result in results[count:]]
+
+
+def _spec(tensor: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def _has_rule(graph: Any) -> bool:
+    """Return whether a graph, or a function in it, has an operation with a custom gradient."""
+    nodes = itertools.chain(graph.node, *[nested.node_def for nested in graph.library.function])
+    return any("_gradient_op_type" in node.attr for node in nodes)
+
+
+def _require_independent(results: Sequence[Any], elements: Sequence[Any]) -> None:
+    """Raise if a result in a graph depends on an element."""
+    ends = {id(element.op) for element in elements}
+    seen: set[int] = set()
+    operations = [result.op for result in results if hasattr(result, "op")]
+    while operations:
+        operation = operations.pop()
+        if id(operation) in ends:
+            raise ValueError(DEPENDS_ON_ELEMENT)
+        if id(operation) not in seen:
+            seen.add(id(operation))
+            operations += [tensor.op for tensor in operation.inputs]
+
+
+@RegisterPFor("PreventGradient")
+def _convert_guard(pfor_input: Any) -> Any:
+    """Vectorize the guards of an op (see `graphs.Carrier`), which would otherwise run in a loop."""
+    guarded, text = pfor_input.stacked_input(0), pfor_input.get_attr("message")
+    return wrap(tf.raw_ops.PreventGradient(input=guarded, message=text), True)

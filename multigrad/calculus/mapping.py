@@ -1,0 +1,323 @@
+"""`vmap`: a function of single elements as a function of batches.
+
+`vmap` moves the mapped axes to the front, and flattens the arguments and results of the function, which
+`multigrad.backend` maps along the first axis of flat tensors.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from multigrad import backend
+from multigrad.core.conversions import arrays_to_tensors, number_to_tensor
+from multigrad.core.errors import describe, message, require_function
+from multigrad.core.signature import name_of
+from multigrad.core.structure import Layout, Slot, children, leaves_of, outline, rebuild, split
+from multigrad.core.variables import Pinned
+
+Axes = int | None | Sequence[Any] | Mapping[Any, Any]
+"""An axis, None, or a nested structure of them, such as `(0, {"x": 1, "y": None})`."""
+
+
+def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callable[..., Any]:
+    """Return a function that maps a function of single elements over batches.
+
+    ```python
+    from keras import ops
+    import multigrad
+
+    def loss(w, x, y):
+        return (ops.sum(w * x) - y) ** 2
+
+    w, xs, ys = ops.array([1.0, 2.0]), ops.array([[1.0, 0.0], [0.0, 1.0]]), ops.array([0.0, 1.0])
+    print(multigrad.vmap(loss, in_axes=(None, 0, 0))(w, xs, ys))  # [1., 1.]
+    gradients = multigrad.vmap(multigrad.grad(loss), in_axes=(None, 0, 0))
+    print(gradients(w, xs, ys))  # [[2., 0.], [0., 2.]]
+    ```
+
+    - JAX: `jax.vmap`. PyTorch: `torch.func.vmap`.
+    - TensorFlow: `tf.vectorized_map`. It loses the rules of ops for derivatives of the mapped function.
+      If a derivative is being recorded around `vmap`, and the function calls an op or another function with a
+      custom gradient, `vmap` calls `tf.map_fn`, a loop, which keeps the rules. A gradient inside of `f` is
+      always vectorized with its rule.
+    - NumPy and OpenVINO: a loop.
+
+    The function can be nested, compiled, and differentiated. Each element gets the same random numbers, and
+    the seed generator advances once. For other numbers, draw them outside, and map over them.
+
+    Arguments:
+        f: a function of tensors, NumPy arrays, Keras Variables and nested structures of them. It gets one
+            element of each mapped argument, and all other arguments unchanged, except that floating NumPy
+            arrays become tensors. It returns a nested structure of tensors, numbers and None. It may assign
+            to variables only values that are the same for all elements.
+        in_axes: the axis along which each positional argument is mapped, and None for an argument that is
+            not mapped. An integer or None holds for all arguments. Otherwise it is a tuple or list with one
+            entry per argument. An entry can be a nested structure like a part of the argument. Arguments
+            that are passed by keyword are mapped along axis 0.
+        out_axes: the axis of the results along which the elements are stacked: an integer or None, or a
+            nested structure like a part of the output. A result that is the same for all elements is
+            repeated. With None, it is returned once.
+
+    Returns:
+        A function with the arguments of `f`, with a further axis in each mapped tensor. It returns the output
+        of `f`, with a further axis in each tensor.
+
+    Raises:
+        TypeError: if a mapped argument contains anything but tensors, arrays and None; if the structure of
+            `in_axes` or `out_axes` does not match; if `f` returns anything but tensors, numbers and None.
+        ValueError: if no argument is mapped; if the sizes of the mapped axes differ; if an axis is out of
+            range; if a result with `out_axes` of None, or a value that is assigned to a variable, depends on
+            a mapped argument.
+
+    References:
+        The signature is that of [`jax.vmap`](https://docs.jax.dev/en/latest/_autosummary/jax.vmap.html).
+    """
+    require_function("multigrad.vmap", "f", f)
+    name = name_of(f)
+    _require_axes(name, "in_axes", in_axes)
+    _require_axes(name, "out_axes", out_axes)
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        function = _MappedFunction(name, f, out_axes)
+        function.bind(_axes_of_arguments(name, in_axes, args), args, kwargs)
+        stacked, shared = backend.active.vmap(function, function.tensors)
+        return function.join(stacked, shared)
+
+    return functools.update_wrapper(backend.active.library_code(mapped, f), f)
+
+
+class _MappedFunction:
+    """A function of the flat elements of one call. `tensors` have the mapped axes in front.
+
+    It returns the results that are stacked, and those that are the same for all elements. The latter include
+    the values that it assigned to variables.
+    """
+
+    tensors: list[Any]
+    _layout: Layout
+    _axes: list[int | None]
+    _variables: list[keras.Variable]
+
+    def __init__(self, name: str, f: Callable[..., Any], out_axes: Axes) -> None:
+        self._name, self._f, self._out_axes = name, f, out_axes
+        self.__name__ = name  # for PyTorch's errors
+
+    def bind(self, axes: list[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Collect the tensors of a call. `axes` has an axis, or None, for each leaf of the arguments."""
+        self._arguments = args, kwargs
+        leaves = leaves_of(self._arguments)
+        axes = [*axes, *[0] * (len(leaves) - len(axes))]  # keywords follow
+        self._is_mapped = [
+            axis is not None and leaf is not None for axis, leaf in zip(axes, leaves, strict=True)
+        ]
+        triples = zip(axes, leaves, self._is_mapped, strict=True)
+        mapped = [(axis, _as_tensor(self._name, leaf)) for axis, leaf, is_mapped in triples if is_mapped]
+        self._constants = [
+            arrays_to_tensors(leaf)
+            for leaf, is_mapped in zip(leaves, self._is_mapped, strict=True)
+            if not is_mapped
+        ]
+        if not mapped:
+            raise _none_is_mapped(self._name)
+        self.tensors = [
+            _move(tensor, _in_range(self._name, "in_axes", axis, tensor), 0) for axis, tensor in mapped
+        ]
+        _require_equal_sizes(self._name, self.tensors)
+
+    def __call__(self, *elements: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        remaining, constants = iter(elements), iter(self._constants)
+        is_mapped = iter(self._is_mapped)
+        args, kwargs = rebuild(
+            self._arguments, lambda _: next(remaining) if next(is_mapped) else next(constants)
+        )
+        if backend.active.is_reading_code():  # Dynamo records assignments itself
+            output, assigned = self._f(*args, **kwargs), []
+        else:
+            with Pinned([], []) as scope:
+                output = self._f(*args, **kwargs)
+            assigned = list(scope.assigned.values())
+        output = rebuild(output, functools.partial(_as_result, self._name))
+        axes = _axes(self._name, "out_axes", self._out_axes, output)
+        tensors, self._layout = split(output)
+        pairs = zip(axes, leaves_of(output), strict=True)
+        self._axes = [axis for axis, leaf in pairs if leaf is not None]
+        self._variables = [variable for variable, _ in assigned]
+        stacked = [tensor for axis, tensor in zip(self._axes, tensors, strict=True) if axis is not None]
+        shared = [tensor for axis, tensor in zip(self._axes, tensors, strict=True) if axis is None]
+        return stacked, shared + [backend.active.as_tensor(value) for _, value in assigned]
+
+    def join(self, stacked: Sequence[Any], shared: Sequence[Any]) -> Any:
+        """Return the output with these results, and assign to variables."""
+        next_stacked, next_shared = iter(stacked), iter(shared)
+        tensors = [
+            next(next_shared) if axis is None else self._stacked(next(next_stacked), axis)
+            for axis in self._axes
+        ]
+        for variable, value in zip(self._variables, next_shared, strict=True):
+            variable.assign(value)
+        return self._layout.join(tensors)
+
+    def _stacked(self, tensor: Any, axis: int) -> Any:
+        return _move(tensor, 0, _in_range(self._name, "out_axes", axis, tensor))
+
+
+def _move(tensor: Any, source: int, destination: int) -> Any:
+    return tensor if source == destination else ops.moveaxis(tensor, source, destination)
+
+
+def _axes_of_arguments(name: str, in_axes: Axes, args: tuple[Any, ...]) -> list[int | None]:
+    """Return the axis of each leaf of the positional arguments."""
+    if isinstance(in_axes, Sequence) and len(in_axes) != len(args):
+        raise ValueError(
+            message(
+                name,
+                "the length of in_axes differs from the number of positional arguments",
+                argument="'in_axes'",
+                required=f"an axis, or a tuple with {len(args)} entries",
+                got=_text(in_axes),
+                fix="pass one entry per positional argument, None for an argument that is not mapped",
+            )
+        )
+    return _axes(name, "in_axes", in_axes, args)
+
+
+def _axes(name: str, argument: str, axes: Axes, structure: Any) -> list[int | None]:
+    """Return the axis of each leaf of a structure, in the order of its leaves."""
+    indices = itertools.count()
+    found = dict(_match(name, argument, axes, rebuild(structure, lambda _: Slot(next(indices)))))
+    return [found[index] for index in range(len(found))]
+
+
+def _match(name: str, argument: str, axes: Axes, numbered: Any) -> Iterator[tuple[int, int | None]]:
+    """Yield the number of each leaf of a structure, with its axis."""
+    if axes is None or isinstance(axes, int):
+        yield from [(slot, axes) for slot in leaves_of(numbered)]
+        return
+    if not isinstance(numbered, (Mapping, tuple, list)) or children(numbered).keys() != children(axes).keys():
+        raise TypeError(
+            message(
+                name,
+                f"the structure of {argument} differs",
+                argument=f"{argument!r}",
+                required=f"an axis, None, or a structure like {outline(numbered)}",
+                got=_text(axes),
+                fix="pass one axis, or a structure of axes with the containers and keys of the value",
+            )
+        )
+    parts = children(numbered)
+    for key, part in children(axes).items():
+        yield from _match(name, argument, part, parts[key])
+
+
+def _require_axes(name: str, argument: str, axes: Axes) -> None:
+    """Raise unless the axes are integers and None, in containers."""
+    for leaf in leaves_of(axes):
+        if leaf is not None and not isinstance(leaf, int):
+            raise _unusable_axes(name, argument, leaf)
+    if argument == "in_axes" and isinstance(axes, Mapping):
+        raise _unusable_axes(name, argument, axes)
+
+
+def _unusable_axes(name: str, argument: str, got: Any) -> TypeError:
+    return TypeError(
+        message(
+            name,
+            f"{argument} cannot be used",
+            argument=f"{argument!r}",
+            required="an integer, None, or a tuple or list of them, which may hold further containers",
+            got=describe(got),
+            fix=f"pass {argument}=0, or {argument}=(0, None)",
+        )
+    )
+
+
+def _text(axes: Axes) -> str:
+    text = repr(axes)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _as_tensor(name: str, leaf: Any) -> Any:
+    """Return a leaf of a mapped argument as a tensor."""
+    kind, framework = type(leaf), backend.active
+    if framework.TENSORS[kind] or framework.CONVERTIBLE[kind]:
+        return framework.as_tensor(leaf)
+    raise TypeError(
+        message(
+            name,
+            "a mapped argument is not an array",
+            required="tensors, arrays, Keras Variables and None in each argument that is mapped",
+            got=describe(leaf),
+            fix="set its axis to None in in_axes. An argument that is passed by keyword is always mapped, "
+            "so pass it by position",
+        )
+    )
+
+
+def _as_result(name: str, leaf: Any) -> Any:
+    """Return a leaf of the output as a tensor or None."""
+    kind, framework = type(leaf), backend.active
+    if leaf is None or framework.TENSORS[kind]:
+        return leaf
+    if framework.CONVERTIBLE[kind] or isinstance(leaf, (int, float, complex)):
+        return framework.as_tensor(number_to_tensor(leaf))
+    raise TypeError(
+        message(
+            name,
+            "a result cannot be stacked",
+            required="tensors, numbers and None in the output of a mapped function",
+            got=describe(leaf),
+            fix="return the tensors only",
+        )
+    )
+
+
+def _in_range(name: str, argument: str, axis: int, tensor: Any) -> int:
+    """Return an axis of a mapped tensor as a positive number."""
+    sizes = backend.active.sizes(tensor.shape)
+    if sizes is None:  # TensorFlow does not know the rank
+        return axis
+    if -len(sizes) <= axis < len(sizes):
+        return axis % len(sizes)
+    raise ValueError(
+        message(
+            name,
+            "an axis is out of range",
+            argument=f"{argument!r}",
+            required=f"an axis of {describe(tensor)}",
+            got=f"axis {axis}",
+            fix="correct the axis, or set it to None for a tensor that is not mapped",
+        )
+    )
+
+
+def _none_is_mapped(name: str) -> ValueError:
+    return ValueError(
+        message(
+            name,
+            "no argument is mapped",
+            argument="'in_axes'",
+            required="at least one tensor in an argument with an axis",
+            got="None for all arguments, or no tensors",
+            fix="set an axis in in_axes",
+        )
+    )
+
+
+def _require_equal_sizes(name: str, tensors: Sequence[Any]) -> None:
+    """Raise if the known sizes of the first axes differ."""
+    shapes = [backend.active.sizes(tensor.shape) for tensor in tensors]
+    sizes = {shape[0] for shape in shapes if shape is not None and shape[0] is not None}
+    if len(sizes) > 1:
+        raise ValueError(
+            message(
+                name,
+                "the sizes of the mapped axes differ",
+                required="the same number of elements in each mapped argument",
+                got=f"{', '.join(map(str, sorted(sizes)))} elements",
+                fix="correct in_axes, with None for an argument that is not mapped",
+            )
+        )

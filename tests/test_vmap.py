@@ -1,0 +1,437 @@
+"""`vmap`, against a loop over the elements. The rules have false factors."""
+
+import keras
+import numpy as np
+import pytest
+from cases import CASES, each_of
+from keras import ops
+from support import BACKEND, array, close, compiled, numpy, slow_on
+
+import multigrad
+from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, vjp, vmap
+from multigrad import ops as shelf
+
+X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
+XS, WS = ops.stack([X, 2.0 * X]), ops.stack([W, -W])
+EACH = each_of()
+SOME = each_of({name: CASES[name] for name in ("intermediate", "an op")}, forms=["function"])
+OPTIONS = {"backend": "aot_eager"} if BACKEND == "torch" else {}
+"""The options of `jit`: PyTorch's default compiler takes 10 s."""
+
+
+@op_custom_gradient
+def cube(x):
+    return x**3, lambda upstream: 7.0 * upstream * x**2
+
+
+def loop(function, in_axes=0):
+    """Return the function of a batch that a loop over its elements defines."""
+
+    def looped(*args):
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        count = next(arg.shape[axis] for arg, axis in zip(args, axes, strict=True) if axis is not None)
+        rows = [
+            function(
+                *[a if axis is None else ops.take(a, i, axis) for a, axis in zip(args, axes, strict=True)]
+            )
+            for i in range(count)
+        ]
+        return keras.tree.map_structure(lambda *parts: ops.stack(parts), *rows)
+
+    return looped
+
+
+def weighted(function):
+    return lambda x, w: ops.sum(function(x, w) * array(1.0, -2.0, 0.5))
+
+
+def total(mapped):
+    """Return a scalar function of a batch. Its second derivative differs between elements."""
+    return lambda xs, ws: ops.sum(ops.sin(mapped(xs, ws)) * ops.cos(xs))
+
+
+def slopes(function, argnums=(0, 1)):
+    return grad(weighted(function), argnums)
+
+
+def penalty(function):
+    return lambda x, w: ops.sum(slopes(function, 0)(x, w) ** 2)
+
+
+# ------------------------------------------------------------------------- derivatives inside and around
+
+
+@EACH
+def test_the_values_and_gradients_of_elements(case):
+    close(vmap(case.op)(XS, WS), loop(case.meant)(XS, WS), 1e-4)
+    close(vmap(slopes(case.op))(XS, WS), loop(slopes(case.meant))(XS, WS), 1e-4)
+
+
+@EACH
+def test_second_derivatives_of_elements(case):
+    mapped = vmap(grad(penalty(case.op), (0, 1)))(XS, WS)
+    close(mapped, loop(grad(penalty(case.meant), (0, 1)))(XS, WS), 1e-3)
+
+
+@EACH
+def test_gradients_around(case):
+    wanted = grad(total(loop(case.meant)), (0, 1))(XS, WS)
+    close(grad(total(vmap(case.op)), (0, 1))(XS, WS), wanted, 1e-3)
+
+
+@EACH
+def test_second_derivatives_around(case):
+    def twice(mapped):
+        return grad(lambda xs, ws: ops.sum(grad(total(mapped))(xs, ws) ** 2), (0, 1))
+
+    close(twice(vmap(case.op))(XS, WS), twice(loop(case.meant))(XS, WS), 1e-2)
+
+
+@SOME
+def test_gradients_inside_and_around(case):
+    def twice(mapped, function):
+        return grad(lambda xs, ws: ops.sum(mapped(slopes(function, 0))(xs, ws) ** 2), (0, 1))(XS, WS)
+
+    close(twice(vmap, case.op), twice(loop, case.meant), 1e-3)
+
+
+@SOME
+def test_an_argument_that_is_not_mapped(case):
+    close(vmap(case.op, (0, None))(XS, W), loop(case.meant, (0, None))(XS, W), 1e-4)
+    wanted = grad(total(loop(case.meant, (0, None))), (0, 1))(XS, W)
+    close(grad(total(vmap(case.op, (0, None))), (0, 1))(XS, W), wanted, 1e-3)
+    closed_over = lambda w: ops.sum(vmap(lambda x: case.op(x, w))(XS) * ops.cos(XS))  # noqa: E731
+    wanted = grad(lambda w: ops.sum(loop(lambda x: case.meant(x, w))(XS) * ops.cos(XS)))(W)
+    close(grad(closed_over)(W), wanted, 1e-3)
+
+
+@SOME
+def test_nested(case):
+    def both(mapped, function):
+        return mapped(mapped(function, (None, 0)), (0, None))
+
+    close(vmap(vmap(case.op, (None, 0)), (0, None))(XS, WS), both(loop, case.meant)(XS, WS), 1e-4)
+    mapped = vmap(vmap(slopes(case.op), (None, 0)), (0, None))
+    close(mapped(XS, WS), both(loop, slopes(case.meant))(XS, WS), 1e-4)
+
+    def around(mapped, function):
+        return grad(lambda xs, ws: ops.sum(both(mapped, function)(xs, ws) ** 2), (0, 1))(XS, WS)
+
+    close(around(vmap, case.op), around(loop, case.meant), 1e-3)
+
+
+@pytest.mark.parametrize("compile_", [compiled, lambda f: jit(f, **OPTIONS)], ids=["native", "jit"])
+def test_compiled(compile_):
+    xs = array(1.0, 2.0)
+    close(compile_(vmap(cube))(xs), xs**3)
+    close(compile_(vmap(grad(cube)))(xs), 7.0 * xs**2)
+    close(vmap(compile_(grad(cube)))(xs), 7.0 * xs**2)
+    close(compile_(grad(lambda xs: ops.sum(vmap(cube)(xs))))(xs), 7.0 * xs**2)
+    close(grad(lambda xs: ops.sum(compile_(vmap(cube))(xs)))(xs), 7.0 * xs**2)
+
+
+def test_a_gradient_of_a_function_that_was_compiled_without_one():
+    """The first trace on TensorFlow has lost the rules. The function is traced again."""
+    xs = array(1.0, 2.0)
+    inner = jit(vmap(cube), **OPTIONS)
+    outer = jit(lambda xs: 2.0 * inner(xs), **OPTIONS)
+    close(inner(xs), xs**3)
+    close(outer(xs), 2.0 * xs**3)
+    close(grad(lambda xs: ops.sum(inner(xs)))(xs), 7.0 * xs**2)
+    close(grad(lambda xs: ops.sum(outer(xs)))(xs), 14.0 * xs**2)
+    close(inner(xs), xs**3)
+
+
+def test_every_derivative_inside():
+    rows = ops.stack([X, W])
+    close(vmap(jacobian(cube))(rows), ops.stack([7.0 * ops.diag(x**2) for x in (X, W)]))
+    of_sum = lambda x: ops.sum(cube(x))  # noqa: E731
+    close(vmap(hessian(of_sum))(rows), ops.stack([14.0 * ops.diag(x) for x in (X, W)]))
+    pushed = vmap(lambda x, v: jvp(cube, (x,), (v,))[1])(rows, ops.ones_like(rows))
+    close(pushed, 7.0 * rows**2)
+    pulled = vmap(lambda x, u: vjp(cube, x)[1](u)[0])(rows, 2.0 * ops.ones_like(rows))
+    close(pulled, 14.0 * rows**2)
+
+
+def test_every_derivative_around():
+    rows = ops.stack([X, W])
+    mapped = vmap(cube)
+    close(ops.reshape(jacobian(mapped)(rows), (6, 6)), 7.0 * ops.diag(ops.reshape(rows, (6,)) ** 2))
+    second = hessian(lambda rows: ops.sum(mapped(rows)))(rows)
+    close(ops.reshape(second, (6, 6)), 14.0 * ops.diag(ops.reshape(rows, (6,))))
+    close(jvp(mapped, (rows,), (ops.ones_like(rows),))[1], 7.0 * rows**2)
+    close(vjp(mapped, rows)[1](ops.ones_like(rows))[0], 7.0 * rows**2)
+
+
+# ----------------------------------------------------------------------------------------- axes
+
+
+def joined(x, w):
+    return ops.concatenate([cube(x), w])
+
+
+A = ops.reshape(ops.arange(6.0), (2, 3))
+B = ops.reshape(ops.arange(10.0, 18.0), (4, 2))
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("in_axes", "out_axes", "wanted"),
+    [
+        (0, 0, ops.concatenate([A**3, ops.transpose(B)], 1)),
+        ((0, 0), 1, ops.transpose(ops.concatenate([A**3, ops.transpose(B)], 1))),
+        ((0, -1), -1, ops.transpose(ops.concatenate([A**3, ops.transpose(B)], 1))),
+        ([-2, 1], -2, ops.concatenate([A**3, ops.transpose(B)], 1)),
+    ],
+)
+def test_axes(in_axes, out_axes, wanted):
+    b = ops.transpose(B) if in_axes in (0, (0, 0)) else B
+    close(vmap(joined, in_axes, out_axes)(A, b), wanted)
+
+
+@pytest.mark.forward
+def test_axes_of_structures():
+    def f(inputs, scale, text, *, more):
+        x, (w, kind) = inputs["x"], inputs["pair"]
+        assert (kind, text) == ("kind", "text")
+        return {"y": cube(x) * scale, "rest": (w * more, None, 3)}
+
+    inputs = {"pair": (WS, "kind"), "x": ops.transpose(XS)}
+    in_axes = ({"x": 1, "pair": (0, None)}, None, None)
+    out_axes = {"y": 1, "rest": 0}
+    got = vmap(f, in_axes, out_axes)(inputs, 2.0, "text", more=array(1.0, 3.0))
+    close(got["y"], ops.transpose(2.0 * XS**3))
+    close(got["rest"][0], WS * array([[1.0], [3.0]]))
+    assert got["rest"][1] is None
+    assert numpy(got["rest"][2]).tolist() == [3, 3]
+
+
+def test_a_result_that_is_the_same_for_all_elements():
+    once, repeated, number = vmap(lambda x: (cube(W), cube(W), 1.5), out_axes=(None, 1, 0))(XS)
+    close(once, W**3)
+    close(repeated, ops.stack([W**3, W**3], 1))
+    close(number, array(1.5, 1.5))
+
+    def of_w(w):
+        once, repeated = vmap(lambda x: (cube(w), cube(w)), out_axes=(None, 0))(XS)
+        return ops.sum(once) + ops.sum(repeated)
+
+    close(grad(of_w)(W), 21.0 * W**2)
+
+
+def test_arrays_variables_and_unmapped_numbers():
+    rows = keras.Variable(numpy(XS))
+    close(vmap(lambda x, y, s: cube(x) * y * s, (0, 0, None))(rows, numpy(WS), 2.0), 2.0 * XS**3 * WS)
+    gradient = grad(lambda: ops.sum(vmap(cube)(rows)), variables=[rows])()[0]
+    close(gradient, 7.0 * XS**2)
+
+
+def test_integers():
+    labels = ops.convert_to_tensor(np.array([2, 0]))
+    close(vmap(lambda x, i: ops.take(cube(x), i))(XS, labels), array(3.375, 1.0))
+
+
+@pytest.mark.forward
+def test_the_name_and_documentation_are_kept():
+    def f(x):
+        """Document f."""
+        return x
+
+    assert (vmap(f).__name__, vmap(f).__doc__) == ("f", "Document f.")
+
+
+@pytest.mark.forward
+def test_structures_of_one_element_and_keywords_alone():
+    close(vmap(lambda pair: cube(pair[0]) + pair[1])([XS, WS]), XS**3 + WS)
+    close(vmap(lambda *, x: cube(x))(x=XS), XS**3)
+
+
+# ------------------------------------------------------------------------------------- variables
+
+
+class Scaled(keras.layers.Layer):
+    """A layer whose op reads its weight. The rule returns false gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(3,), initializer="ones")
+
+    @op_custom_gradient
+    def call(self, x):
+        w = self.w * 1.0
+
+        def rule(upstream, variables):
+            return 5.0 * upstream * w, [3.0 * upstream * x for _ in variables]
+
+        return x * w, rule
+
+
+def test_gradients_of_weights_for_each_element():
+    layer = Scaled()
+    layer(X)
+    loss = lambda x: ops.sum(layer(x) ** 2)  # noqa: E731
+    for wrap in (lambda f: f, lambda f: jit(f, **OPTIONS)):
+        close(wrap(vmap(grad(loss, variables=[layer.w])))(XS), [2.0 * XS * 3.0 * XS], 1e-4)
+    around = grad(lambda: ops.sum(vmap(loss)(XS)), variables=[layer.w])()
+    close(around, [ops.sum(6.0 * XS**2, 0)], 1e-4)
+
+
+def test_gradients_of_a_model_for_each_example():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Lambda(cube), keras.layers.Dense(1)]
+    )
+    variables = model.trainable_variables
+    loss = lambda x: ops.sum(model(x[None]) ** 2)  # noqa: E731
+    got = vmap(grad(loss, variables=variables))(XS)
+    wanted = loop(grad(loss, variables=variables))(XS)
+    close(got, wanted, 1e-4)
+
+    def stateless(weights, x):
+        return ops.sum(model.stateless_call(weights, model.non_trainable_variables, x[None])[0] ** 2)
+
+    weights = [variable.value for variable in variables]
+    close(vmap(grad(stateless), (None, 0))(weights, XS), wanted, 1e-4)
+
+
+def test_models_of_an_ensemble():
+    """The weights are mapped, and not the input."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Lambda(cube)])
+    weights = [ops.stack([v.value, 2.0 * v.value]) for v in model.trainable_variables]
+    ys = vmap(lambda weights: model.stateless_call(weights, [], X[None])[0])(weights)
+    close(ys, ops.stack([model(X[None]), 8.0 * model(X[None])]), 1e-4)
+
+
+def test_assignments_and_random_numbers():
+    counter = keras.Variable(0.0, trainable=False)
+    seed = keras.random.SeedGenerator(3)
+
+    def f(x):
+        counter.assign(counter + 1.0)
+        return cube(x) + keras.random.normal((3,), seed=seed)
+
+    for run in (vmap(f), lambda xs: grad(lambda xs: ops.sum(vmap(f)(xs)))(xs)):
+        before = numpy(seed.state)
+        noise = run(XS)
+        assert numpy(seed.state).tolist() == [before[0], before[1] + 1]
+        assert noise.shape == (2, 3)
+    noise = vmap(f)(XS) - XS**3
+    close(noise[0], noise[1], 1e-4)  # the same numbers
+    assert float(counter.numpy()) == 3.0
+
+
+def test_an_assignment_of_a_mapped_value_raises():
+    last = keras.Variable(0.0, trainable=False)
+    with pytest.raises(ValueError, match=r"None|depends on a mapped argument"):
+        vmap(lambda x: last.assign(ops.sum(x)))(XS)
+    assert float(last.numpy()) == 0.0
+
+
+# ------------------------------------------------------------------------------------- the shelf
+
+
+def heron(a):
+    return shelf.fixed_point(lambda z, a: 0.5 * (z + a / z), ops.ones_like(a), a)
+
+
+def coupled(a):
+    return shelf.implicit_root(lambda z, a: z**3 + ops.flip(z) - a, ops.ones_like(a), a)
+
+
+AS = array([[1.0, 2.0], [3.0, 4.0], [0.5, 0.25]])
+
+
+@pytest.mark.parametrize(
+    "solve",
+    [
+        pytest.param(heron, id="fixed_point"),
+        pytest.param(coupled, id="implicit_root", marks=slow_on("tensorflow")),
+    ],
+)
+def test_solutions_of_equations(solve):
+    """Elements converge after different numbers of steps."""
+    of_sum = lambda a: ops.sum(solve(a))  # noqa: E731
+    close(vmap(solve)(AS), loop(solve)(AS), 1e-4)
+    close(vmap(grad(of_sum))(AS), loop(grad(of_sum))(AS), 1e-4)
+    close(grad(lambda a: ops.sum(vmap(solve)(a)))(AS), loop(grad(of_sum))(AS), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solve", [heron, coupled], ids=["fixed_point", "implicit_root"])
+def test_second_derivatives_of_solutions(solve):
+    penalty = lambda a: ops.sum(grad(lambda a: ops.sum(solve(a)))(a) ** 2)  # noqa: E731
+    wanted = loop(grad(penalty))(AS)
+    close(vmap(grad(penalty))(AS), wanted, 1e-3)
+    close(grad(lambda a: ops.sum(vmap(penalty)(a)))(AS), wanted, 1e-3)
+
+
+def test_a_solution_that_does_not_converge_is_nan():
+    def f(a):
+        return shelf.fixed_point(lambda z, a: z * a, ops.ones(()), a, max_iterations=20)
+
+    got = numpy(vmap(f)(array(1.0, 1.5)))
+    assert got[0] == 1.0
+    assert np.isnan(got[1])
+
+
+SHELF = {
+    "log1pexp": lambda x: shelf.log1pexp(x),
+    "reverse_gradient": lambda x: shelf.reverse_gradient(x, 0.5),
+    "round_straight_through": lambda x: shelf.round_straight_through(x),
+    "clip_gradient": lambda x: shelf.clip_gradient(x, norm=0.5),
+    "hypot": lambda x: shelf.hypot(x, 2.0 * x),
+    "host_call": lambda x: op_custom_gradient(
+        lambda x: (shelf.host_call(np.sin, x, output=x), lambda u: 7.0 * u * x)
+    )(x),
+    "linear_cross_entropy": lambda x: shelf.linear_cross_entropy(
+        x[None], ops.reshape(ops.arange(6.0), (3, 2)) / 6.0, ops.convert_to_tensor(np.array([1]))
+    ),
+}
+
+
+@pytest.mark.parametrize("f", SHELF.values(), ids=SHELF)
+def test_ops_of_the_shelf(f):
+    of_sum = lambda x: ops.sum(f(x))  # noqa: E731
+    close(vmap(f)(XS), loop(f)(XS), 1e-4)
+    close(vmap(grad(of_sum))(XS), loop(grad(of_sum))(XS), 1e-4)
+    close(grad(lambda xs: ops.sum(vmap(f)(xs)))(XS), loop(grad(of_sum))(XS), 1e-4)
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("kind", "call", "text"),
+    [
+        (TypeError, lambda: vmap(3), "'f'"),
+        (TypeError, lambda: vmap(cube, in_axes="x"), "in_axes cannot be used"),
+        (TypeError, lambda: vmap(cube, in_axes={"x": 0}), "in_axes cannot be used"),
+        (TypeError, lambda: vmap(cube, out_axes=0.5), "out_axes cannot be used"),
+        (ValueError, lambda: vmap(cube, None)(XS), "no argument is mapped"),
+        (ValueError, lambda: vmap(lambda: X)(), "no argument is mapped"),
+        (ValueError, lambda: vmap(cube, (0, 0))(XS), "the number of positional arguments"),
+        (ValueError, lambda: vmap(joined)(A, B), "the sizes of the mapped axes differ"),
+        (ValueError, lambda: vmap(cube, 2)(XS), "an axis is out of range"),
+        (ValueError, lambda: vmap(cube, -3)(XS), "an axis is out of range"),
+        (ValueError, lambda: vmap(ops.sum, 0, 1)(XS), "an axis is out of range"),
+        (ValueError, lambda: vmap(cube)(X[0]), "an axis is out of range"),
+        (TypeError, lambda: vmap(cube)(2.0), "a mapped argument is not an array"),
+        (TypeError, lambda: vmap(lambda x, k: x)(XS, k="text"), "a mapped argument is not an array"),
+        (
+            TypeError,
+            lambda: vmap(lambda d: d["x"], ({"y": 0},))({"x": XS}),
+            "the structure of in_axes differs",
+        ),
+        (TypeError, lambda: vmap(cube, 0, (0, 0))(XS), "the structure of out_axes differs"),
+        (TypeError, lambda: vmap(lambda x: "text")(XS), "a result cannot be stacked"),
+        (ValueError, lambda: vmap(cube, 0, None)(XS), "None|depends on a mapped argument"),
+    ],
+)
+def test_errors(kind, call, text):
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_it_is_public():
+    assert "vmap" in multigrad.__all__
