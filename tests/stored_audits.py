@@ -51,6 +51,7 @@ def table():
     versions = {name: version for found_on, _, _ in audits.values() for name, version in found_on.items()}
     said = ", ".join(f"{NAMES.get(name, name.title())} {version}" for name, version in versions.items())
     lines = [f"Versions: {said}.", "", _counts(audits), ""]
+    lines += ["## The ops", ""]
     lines += [
         "| Op | Point | Order | TensorFlow | JAX | PyTorch | Right | `multigrad.ops` |",
         "|---" * 8 + "|",
@@ -67,7 +68,27 @@ def table():
         truth = next(row.truth for row in rows if row and row.verdict != "right")
         cells = [f"`{at[0]}`", at[1], str(at[2]), *map(_cell, rows), truth, _summary(ours)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    for module in ("keras.activations", "keras.losses"):
+        title = module.removeprefix("keras.").capitalize()
+        lines += [
+            "",
+            f"## {title} {{#{module.replace('.', '-')}}}",
+            "",
+            *_rows({name: found[module, name] for name in DIFFERENTIATING}),
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _rows(found):
+    """Return the table of a module that multigrad does not mirror."""
+    lines = ["| Function | Point | Order | TensorFlow | JAX | PyTorch | Right |", "|---" * 7 + "|"]
+    keys = {at for rows in found.values() for at, row in rows.items() if row.verdict != "convention"}
+    for at in sorted(keys):
+        rows = [found[name].get(at) for name in DIFFERENTIATING]
+        truth = next(row.truth for row in rows if row and row.verdict != "right")
+        cells = [f"`{at[0]}`", at[1], str(at[2]), *map(_cell, rows), truth]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
 
 
 def _cell(row):

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from multigrad.frameworks import DIFFERENTIATING, active_backend, is_installed
 
 # The audit compiles thousands of tiny programs once. JAX reads this variable when it starts.
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FAST = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+)
 
 
 def audit(module: str, form: str, ops: Sequence[str] = (), backend: str | None = None) -> int:

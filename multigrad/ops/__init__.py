@@ -118,7 +118,9 @@ class _Submodule(ModuleType):
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return _mirrored(name, getattr(self._module, name))
+        keras_object = getattr(self._module, name)
+        own_name = f"{self.__name__.removeprefix(__name__ + '.')}.{name}"  # such as image.hsv_to_rgb
+        return _FIXED.get(own_name) or _mirrored(name, keras_object)
 
     def __dir__(self) -> list[str]:
         return dir(self._module)

@@ -8,25 +8,27 @@ Matrices are multiplied with the operator, because `ops.matmul` (Keras 3.15) com
 PyTorch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras import ops
 
 from multigrad import backend
 from multigrad.calculus.derivatives import vjp
-from multigrad.core.closure import lift
 from multigrad.core.errors import describe, message, require_function, unusable
 from multigrad.core.op import op_custom_gradient
+from multigrad.core.reachable import reachable_tensors
 from multigrad.ops.arguments import Pair, Tensor, tensor_of
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.routing import prevent_gradient
 
 _EPSILON = {"float32": 1.2e-7, "complex64": 1.2e-7, "float64": 2.2e-16, "complex128": 2.2e-16}
 
+_REAL = {"complex64": "float32", "complex128": "float64"}
+
 
 @op_custom_gradient(name="multigrad>spectral_function")
-def spectral_function(a: Tensor, fn: Callable[[Any], Any]) -> Pair:
+def spectral_function(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
     """Return `f(A) = V f(L) V^H` of symmetric or Hermitian matrices `A = V L V^H`, such as a square root.
 
     ```python
@@ -43,9 +45,10 @@ def spectral_function(a: Tensor, fn: Callable[[Any], Any]) -> Pair:
     Arguments:
         a: matrices of the shape `(..., n, n)`, in float32, float64, complex64 or complex128. Only their
             symmetric part, `(a + a^H) / 2`, is used.
-        fn: an elementwise function of the eigenvalues, of Keras ops, which can be differentiated twice.
-            It must not use other tensors, for which there is no gradient. In a model that is saved, the
-            function must be registered with `keras.saving.register_keras_serializable`.
+        fn: an elementwise function of the eigenvalues, `fn(x, *others)`, of Keras ops, which can be
+            differentiated twice. It must not hold tensors or read variables: pass them as `others`. In a
+            saved model, the function must be registered with `keras.saving.register_keras_serializable`.
+        others: scalar tensors, such as an exponent. Their gradients are exact at equal eigenvalues, too.
 
     Returns:
         The matrices `f(A)`, with the shape and dtype of `a`. The first and second derivatives are those
@@ -57,7 +60,8 @@ def spectral_function(a: Tensor, fn: Callable[[Any], Any]) -> Pair:
 
     Raises:
         TypeError: if `a` is not a floating or complex tensor, or `fn` is not a function, or holds a
-            tensor in its closure, defaults or a container.
+            tensor in its closure, defaults, a container or an attribute.
+        ValueError: if one of the `others` is not a scalar.
         RuntimeError: if a third derivative is computed.
 
     References:
@@ -66,51 +70,106 @@ def spectral_function(a: Tensor, fn: Callable[[Any], Any]) -> Pair:
     """
     a = _matrices("spectral_function", a)
     require_function("spectral_function", "fn", fn)
-    values, vectors = ops.eigh(_symmetric(a))
-    _require_no_tensors(fn, values)
+    others = tuple(_scalar(other, a) for other in others)
+    values, vectors = _eigh(a)
+    _require_no_tensors(fn, values, tuple(map(ops.stop_gradient, others)))
+    return _restored(vectors, fn(values, *others)), _rule(a, fn, others)
 
+
+@op_custom_gradient(name="multigrad>_spectral_function")
+def _unchecked(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
+    """Return `f(A)` for a function of multigrad's own."""
+    values, vectors = _eigh(a)
+    return _restored(vectors, fn(values, *others)), _rule(a, fn, others)
+
+
+def _rule(a: Any, fn: Callable[..., Any], others: Sequence[Any]) -> Callable[[Any], Any]:
     def rule(upstream: Any) -> Any:
-        return _first(a, upstream, fn), None
+        # The derivative with respect to a scalar is the same function of the matrix, of another function.
+        slopes = _slopes_of_others(fn, others)
+        of_others = [_inner(upstream, _unchecked(a, slope, *others)) for slope in slopes]
+        return _first(a, upstream, fn, *others), None, *of_others
 
-    return _restored(vectors, fn(values)), rule
+    return rule
 
 
-def _require_no_tensors(fn: Callable[[Any], Any], values: Any) -> None:
+def _require_no_tensors(fn: Callable[..., Any], values: Any, others: Sequence[Any]) -> None:
     """Raise TypeError if a function holds a tensor, whose gradient would silently be zero."""
-    # Dynamo (PyTorch 2.13) cannot read cells. The second check finds the tensors there.
-    held = [] if backend.active.is_reading_code() else lift(fn, backend.active.TENSORS)[0]
-    if held or backend.active.depends_on_others(fn, values):
-        got = describe(held[0]) if held else "a tensor"
+    # Dynamo (PyTorch 2.13) cannot search objects. The second check finds the tensors there.
+    reading = backend.active.is_reading_code()
+    held = None if reading else next(reachable_tensors(fn, backend.active.TENSORS), None)
+    if held is not None or backend.active.depends_on_others(_bound(fn, others), values):
         raise TypeError(
             message(
                 "spectral_function",
-                "the function closes over a tensor, for which there is no gradient",
+                "the function holds a tensor, for which there is no gradient",
                 argument="'fn'",
-                required="a function of the eigenvalues only",
-                got=f"a function that holds {got}",
-                fix="convert the tensor to a number or to a NumPy array",
+                required="a function that gets all its tensors as arguments",
+                got="a function that holds " + ("a tensor" if held is None else describe(held)),
+                fix="pass a scalar as a further argument: spectral_function(a, lambda x, t: x**t, t)",
             )
         )
 
 
+def _scalar(other: Any, a: Any) -> Any:
+    """Return a further argument as a scalar tensor of the dtype of the eigenvalues of `a`."""
+    other = tensor_of("spectral_function", "others", other)
+    if len(other.shape):
+        fix = "pass one tensor for each scalar"
+        raise unusable(
+            ValueError, "spectral_function", "others", required="scalar tensors", got=other, fix=fix
+        )
+    return ops.cast(other, _REAL.get(dtype_of(a), dtype_of(a)))
+
+
+def _slopes_of_others(fn: Callable[..., Any], others: Sequence[Any]) -> list[Callable[..., Any]]:
+    """Return the derivatives of an elementwise function with respect to each of the other arguments."""
+
+    def slope_of(index: int) -> Callable[..., Any]:
+        def slope(x: Any, *others: Any) -> Any:
+            def along(other: Any) -> Any:
+                return fn(x, *others[:index], other, *others[index + 1 :])
+
+            return _slope(along, others[index] + ops.zeros_like(x))
+
+        return slope
+
+    return [slope_of(index) for index in range(len(others))]
+
+
+def _inner(x: Any, y: Any) -> Any:
+    """Return the inner product of two arrays of matrices, as real numbers."""
+    if dtype_of(x).startswith("complex"):
+        return ops.sum(ops.real(x) * ops.real(y)) + ops.sum(ops.imag(x) * ops.imag(y))
+    return ops.sum(x * y)
+
+
 @op_custom_gradient(name="multigrad>_spectral_derivative")
-def _first(a: Tensor, direction: Tensor, fn: Callable[[Any], Any]) -> Pair:
+def _first(a: Tensor, direction: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
     """Return the derivative of `f(A)` in a direction. It is also the gradient for an upstream gradient."""
-    values, vectors = ops.eigh(_symmetric(a))
+    values, vectors = _eigh(a)
     turned = _turned(vectors, _symmetric(direction))
-    y = _conjugated(vectors, _like(_divided(fn, values), turned) * turned)
+    y = _conjugated(vectors, _like(_divided(_bound(fn, others), values), turned) * turned)
 
     def rule(upstream: Any) -> Any:
         # Without this error, frameworks differentiate `eigh`, silently wrong at equal eigenvalues.
         once = prevent_gradient(a, "spectral_function has no third derivative")
-        return _second(once, direction, upstream, fn), _first(a, upstream, fn), None
+        of_a = _second(once, direction, upstream, _bound(fn, others))
+        slopes = _slopes_of_others(fn, others)
+        of_others = [_inner(upstream, _first(a, direction, slope, *others)) for slope in slopes]
+        return of_a, _first(a, upstream, fn, *others), None, *of_others
 
     return y, rule
 
 
+def _bound(fn: Callable[..., Any], others: Sequence[Any]) -> Callable[[Any], Any]:
+    """Return the function of the eigenvalues only."""
+    return lambda x: fn(x, *others)
+
+
 def _second(a: Any, one: Any, other: Any, fn: Callable[[Any], Any]) -> Any:
     """Return the second derivative of `f(A)` in two symmetric directions."""
-    values, vectors = ops.eigh(_symmetric(a))
+    values, vectors = _eigh(a)
     x, y = (_turned(vectors, _symmetric(direction)) for direction in (one, other))
     weights = _like(_divided_twice(fn, values), x)  # [..., i, k, j]
     products = x[..., :, :, None] * y[..., None, :, :] + y[..., :, :, None] * x[..., None, :, :]
@@ -294,8 +353,15 @@ def _matrices(op: str, a: Any, real: bool = False) -> Any:
     a = tensor_of(op, "a", a)
     if dtype_of(a) not in _EPSILON or (real and dtype_of(a).startswith("complex")):
         required = "float32 or float64" if real else "float32, float64, complex64 or complex128"
-        raise unusable(TypeError, op, "a", required=required, got=a, fix="cast it")
+        fix = "use safe_eigh of the product of the adjoint and the matrix" if real else "cast it"
+        raise unusable(TypeError, op, "a", required=required, got=a, fix=fix)
     return a
+
+
+def _eigh(a: Any) -> tuple[Any, Any]:
+    """Return the eigenvalues as real numbers, which are complex on TensorFlow, and the eigenvectors."""
+    values, vectors = ops.eigh(_symmetric(a))
+    return ops.real(values) if dtype_of(values).startswith("complex") else values, vectors
 
 
 def _adjoint(x: Any) -> Any:

@@ -152,6 +152,11 @@ def test_other_dtypes_are_refused(op):
         op(ops.convert_to_tensor(np.eye(2, dtype="int32")))
 
 
+def test_safe_svd_refuses_complex_matrices():
+    with pytest.raises(TypeError, match="safe_eigh of the product"):
+        safe_svd(ops.convert_to_tensor(np.eye(2, dtype="complex64")))
+
+
 @keras.saving.register_keras_serializable("spectral")
 def exponential(x):
     return ops.exp(x)
@@ -207,11 +212,78 @@ def partial(exponent):
     return functools.partial(ops.power, x2=exponent)
 
 
-@pytest.mark.parametrize("function", [closure, container, default, partial])
+class Power:
+    def __init__(self, exponent):
+        self.exponent = exponent
+
+    def __call__(self, x):
+        return ops.power(x, self.exponent)
+
+
+def attribute(exponent):
+    return Power(exponent)
+
+
+def method(exponent):
+    return Power(exponent).__call__
+
+
+@pytest.mark.parametrize("function", [closure, container, default, partial, attribute, method])
 def test_a_function_that_holds_a_tensor_is_refused(function):
-    with pytest.raises(TypeError, match="closes over a tensor"):
+    with pytest.raises(TypeError, match="holds a tensor"):
         spectral_function(array(DISTINCT), function(array(0.5)))
     spectral_function(array(DISTINCT), function(np.float32(0.5)))
+
+
+def test_a_function_that_reads_a_variable_is_refused():
+    exponent = keras.Variable(0.5)
+    with pytest.raises(TypeError, match=r"holds a tensor|reads trainable variables"):
+        grad(lambda a: ops.sum(spectral_function(a, lambda x: ops.power(x, exponent))))(array(DISTINCT))
+
+
+def power_of(a, t):
+    return ops.sum(array(WEIGHTS) * spectral_function(a, ops.power, t))
+
+
+def power_reference(a, t):
+    return np.sum(WEIGHTS * reference(a, lambda x: x**t))
+
+
+@pytest.mark.parametrize("matrix", ["distinct", "repeated"])
+def test_a_scalar_argument(matrix):
+    a, t, h = MATRICES[matrix], 0.5, 1e-4
+    found = grad(power_of, argnums=1)(array(a), array(t))
+    wanted = (power_reference(a, t + h) - power_reference(a, t - h)) / (2.0 * h)
+    np.testing.assert_allclose(float(found), wanted, rtol=1e-4)
+
+    def slope(a, t):
+        of_a, of_t = grad(power_of, argnums=(0, 1))(a, t)
+        return ops.sum(array(ALONG) * of_a) + 2.0 * of_t
+
+    def along(a, t):
+        step = h * ALONG
+        return (power_reference(a + step, t + 2.0 * h) - power_reference(a - step, t - 2.0 * h)) / (2.0 * h)
+
+    of_a, of_t = grad(slope, argnums=(0, 1))(array(a), array(t))
+    np.testing.assert_allclose(numpy(of_a), differences(lambda a: along(a, t), a), rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(float(of_t), (along(a, t + h) - along(a, t - h)) / (2.0 * h), rtol=2e-3)
+
+
+def test_a_scalar_argument_of_a_hermitian_matrix():
+    z = np.complex64([[2.0, 0.5 - 1.0j], [0.5 + 1.0j, 3.0]])
+    weights = np.complex64([[1.0, 2.0 + 1.0j], [0.5j, -1.0]])
+
+    def loss(t):
+        power = spectral_function(ops.convert_to_tensor(z), ops.power, t)
+        return ops.sum(ops.real(ops.multiply(ops.convert_to_tensor(weights), power)))
+
+    wanted = np.sum((weights * reference(z, lambda x: np.log(x) * np.sqrt(x))).real)
+    np.testing.assert_allclose(float(grad(loss)(array(0.5))), wanted, rtol=1e-4)
+
+
+def test_an_argument_that_is_not_a_scalar_is_refused():
+    with pytest.raises(ValueError, match="'others'"):
+        spectral_function(array(DISTINCT), ops.power, array([0.5, 1.0, 2.0]))
 
 
 def test_float64():

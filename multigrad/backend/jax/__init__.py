@@ -51,6 +51,7 @@ class JaxBackend(Backend):
     program = staticmethod(gradients.program)
     assign = staticmethod(tensors.assign)
     wide = staticmethod(tensors.wide)
+    quickest = staticmethod(gradients.quickest)
     uncompiled = staticmethod(gradients.uncompiled)
 
 

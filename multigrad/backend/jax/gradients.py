@@ -78,6 +78,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function)
 
 
+def quickest(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    # Otherwise JAX compiles each operation, for each shape, in a program of its own.
+    return jax.jit(function)
+
+
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
     return jax.disable_jit()
 

@@ -56,6 +56,7 @@ class TensorFlowBackend(Backend):
     as_tensor = staticmethod(tensors.as_tensor)
     sizes = staticmethod(tensors.sizes)
     unrecorded = staticmethod(tapes.unrecorded)
+    quickest = staticmethod(programs.quickest)
     uncompiled = staticmethod(programs.uncompiled)
 
 

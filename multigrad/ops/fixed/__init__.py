@@ -30,6 +30,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "absolute": ("jax",),
     "angle": _ALL,
     "arctan2": _ALL,
+    "bincount": ("tensorflow", "torch"),
     "cbrt": ("tensorflow", "torch"),
     "cdist": _ALL,
     "celu": _ALL,
@@ -38,13 +39,19 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "det": ("tensorflow", "torch"),
     "elu": ("tensorflow", "torch"),
     "fabs": ("jax",),
+    "floor_divide": ("torch",),
     "fmax": _ALL,
     "fmin": _ALL,
     "fmod": ("tensorflow",),
+    "full": ("torch",),
+    "full_like": ("torch",),
     "hard_sigmoid": ("torch",),
     "hard_tanh": ("tensorflow", "jax"),
+    "heaviside": ("torch",),
     "hypot": _ALL,
     "layer_normalization": ("tensorflow",),
+    "image.hsv_to_rgb": ("tensorflow",),
+    "ldexp": ("tensorflow", "jax"),
     "leaky_relu": ("jax",),
     "logaddexp": _ALL,
     "logaddexp2": ("tensorflow", "jax"),
@@ -73,7 +80,8 @@ _MODULES = (activations, arrays, elementwise, linear_algebra, reductions)
 
 
 def _find(name: str) -> Callable[..., Any]:
-    found = [vars(module)[name] for module in _MODULES if name in vars(module)]
+    short = name.rpartition(".")[2]
+    found = [vars(module)[short] for module in _MODULES if short in vars(module)]
     return found[0]
 
 
@@ -83,6 +91,6 @@ EVERY = {name: _find(name) for name in FAULTS}
 FIXED = {
     name: op
     for name, op in EVERY.items()
-    if keras.backend.backend() in FAULTS[name] and hasattr(keras.ops, name)
+    if keras.backend.backend() in FAULTS[name] and (name.startswith("image.") or hasattr(keras.ops, name))
 }
 """The ops that `multigrad.ops` has instead of Keras's on the active backend."""

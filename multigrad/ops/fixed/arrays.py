@@ -2,12 +2,24 @@
 
 from typing import Any
 
+import keras
 from keras import ops
 
+from multigrad.calculus.derivatives import vjp
 from multigrad.core.errors import message
 from multigrad.ops.arguments import Pair, Tensor
-from multigrad.ops.fixed.common import axes_of, entries, fixed, kept, operands, real_only, tensors
-from multigrad.ops.fixed.elementwise import power
+from multigrad.ops.dtypes import dtype_of
+from multigrad.ops.fixed.common import (
+    axes_of,
+    documentation,
+    entries,
+    fixed,
+    kept,
+    operands,
+    real_only,
+    tensors,
+)
+from multigrad.ops.fixed.elementwise import clip, minimum, power
 
 
 @real_only
@@ -150,3 +162,57 @@ def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
         return outside, None, inside
 
     return y, rule
+
+
+@fixed
+def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0, sparse: bool = False) -> Pair:
+    """1 of the count to which the weight is added."""
+    (weights,) = tensors("bincount", weights=weights)
+    y = ops.bincount(x, weights=weights, minlength=minlength, sparse=sparse)
+
+    def rule(upstream: Any) -> Any:
+        pulled = ops.take if len(upstream.shape) == 1 else _take_rows
+        return None, None if weights is None else pulled(upstream, ops.convert_to_tensor(x)), None, None
+
+    return y, rule
+
+
+def _take_rows(x: Any, indices: Any) -> Any:
+    return ops.take_along_axis(x, indices, axis=-1)
+
+
+def full(shape: Any, fill_value: Any, dtype: str | None = None) -> Tensor:
+    """1 of each element."""
+    return ops.broadcast_to(ops.convert_to_tensor(fill_value, dtype or keras.config.floatx()), shape)
+
+
+def full_like(x: Tensor, fill_value: Any, dtype: str | None = None) -> Tensor:
+    """0 of `x`, and 1 of each element for the value."""
+    zeros = ops.zeros_like(x, dtype=dtype)
+    return zeros + ops.cast(fill_value, dtype_of(zeros))
+
+
+full.__doc__, full_like.__doc__ = map(documentation, (full, full_like))
+
+
+@fixed
+def hsv_to_rgb(images: Tensor, data_format: str | None = None) -> Pair:
+    """that of the linear pieces of the conversion."""
+    (images,) = tensors("hsv_to_rgb", images=images)
+    y = ops.image.hsv_to_rgb(images, data_format=data_format)
+    axis = -3 if (data_format or keras.config.image_data_format()) == "channels_first" else -1
+
+    def rule(upstream: Any) -> Any:
+        u, z = operands(y, upstream, images)
+        return vjp(lambda z: _rgb(z, axis), z)[1](u)[0], None
+
+    return y, rule
+
+
+def _rgb(images: Any, axis: int) -> Any:
+    hue, saturation, value = ops.unstack(images, axis=axis)
+    colors = []
+    for shift in (5.0, 3.0, 1.0):
+        place = ops.mod(shift + 6.0 * hue, 6.0)
+        colors.append(value - value * saturation * clip(minimum(place, 4.0 - place), 0.0, 1.0))
+    return ops.stack(colors, axis=axis)

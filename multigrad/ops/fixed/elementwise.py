@@ -76,11 +76,13 @@ def sinc(x: Tensor) -> Pair:
 
 def angle(x: Tensor) -> Tensor:
     """0 for real numbers, and that of `arctan2` for complex numbers."""
-    if is_complex(x):
-        return arctan2(ops.imag(x), ops.real(x))
-    y = ops.angle(x)
-    # `where` connects `x` to the result, with the gradient zero.
-    return ops.where(ops.isnan(y), ops.cast(x, y.dtype), ops.stop_gradient(y))
+    return arctan2(ops.imag(x), ops.real(x)) if is_complex(x) else _angle(x)
+
+
+@fixed
+def _angle(x: Tensor) -> Pair:
+    """0 for real numbers."""
+    return ops.angle(x), ops.zeros_like
 
 
 angle.__doc__ = documentation(angle)
@@ -218,9 +220,43 @@ def fmod(x1: Tensor, x2: Tensor) -> Pair:
 
     def rule(upstream: Any) -> Any:
         u, a, b, remainder = operands(y, upstream, x1, x2, y)
-        return entries((x1, lambda: u), (x2, lambda: u * ops.floor((remainder - a) / b + 0.5)))
+        return entries((x1, lambda: u), (x2, lambda: u * ops.round((remainder - a) / b)))
 
     return y, rule
+
+
+@fixed
+def floor_divide(x1: Tensor, x2: Tensor) -> Pair:
+    """0."""
+    x1, x2 = tensors("floor_divide", x1=x1, x2=x2)
+    y = ops.floor_divide(x1, x2)
+
+    def rule(upstream: Any) -> Any:
+        zeros = ops.zeros_like(upstream)
+        return entries((x1, lambda: zeros), (x2, lambda: zeros))
+
+    return y, rule
+
+
+@fixed
+def heaviside(x1: Tensor, x2: Tensor) -> Pair:
+    """0 for `x1`, and 1 for `x2` where `x1` is 0."""
+    x1, x2 = tensors("heaviside", x1=x1, x2=x2)
+    y = ops.heaviside(x1, x2)
+
+    def rule(upstream: Any) -> Any:
+        at_zero = ops.cast(ops.equal(x1, 0.0), upstream.dtype)
+        return entries((x1, lambda: ops.zeros_like(upstream)), (x2, lambda: upstream * at_zero))
+
+    return y, rule
+
+
+@fixed
+def ldexp(x1: Tensor, x2: Tensor) -> Pair:
+    """`2**x2`, also where `x1` is 0."""
+    x1, x2 = tensors("ldexp", x1=x1, x2=x2)
+    y = ops.ldexp(x1, x2)
+    return y, lambda upstream: (ops.ldexp(upstream, x2), None)
 
 
 @real_only

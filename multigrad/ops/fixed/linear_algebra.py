@@ -1,8 +1,9 @@
 """Determinants with right gradients, at singular matrices too.
 
-The derivative of a determinant is the cofactor matrix, which needs no inverse. With the singular value
-decomposition `A = U S V^T`, the cofactors of `A` are those of the diagonal matrix `S`, which are products of
-the other singular values (Magnus and Neudecker 2019, Matrix Differential Calculus, chapter 8).
+The derivative of a determinant is the cofactor matrix, which needs no inverse. Up to 3 rows, the cofactors
+are polynomials. With the singular value decomposition `A = U S V^T`, the cofactors of `A` are those of the
+diagonal matrix `S`, which are products of the other singular values (Magnus and Neudecker 2019, Matrix
+Differential Calculus, chapter 8).
 """
 
 from typing import Any
@@ -23,9 +24,26 @@ def det(x: Tensor) -> Pair:
 
     def rule(upstream: Any) -> Any:
         u, a = operands(y, upstream, x)
-        return u[..., None, None] * _cofactors(a)
+        return u[..., None, None] * (_small_cofactors(a) if x.shape[-1] <= 3 else _cofactors(a))
 
     return y, rule
+
+
+def _small_cofactors(x: Any) -> Any:
+    """Return the cofactors of matrices with up to 3 rows, as polynomials."""
+    size = x.shape[-1]
+    if size < 2:
+        return ops.ones_like(x)
+    if size == 2:
+        turned = ops.flip(x, axis=(-2, -1))
+        return turned * ops.convert_to_tensor([[1.0, -1.0], [-1.0, 1.0]], dtype_of(x))
+    # Row i is the cross product of the next two rows.
+    above, below = ops.roll(x, -1, axis=-2), ops.roll(x, -2, axis=-2)
+
+    def left(rows: Any) -> Any:
+        return ops.roll(rows, -1, axis=-1)
+
+    return left(above * left(below) - left(above) * below)
 
 
 @op_custom_gradient(name="multigrad>_cofactors")

@@ -1,8 +1,8 @@
-"""An audit of the gradients of `keras.ops`, and of `multigrad.ops`, at special points.
+"""An audit of the gradients of `keras.ops`, `multigrad.ops`, `keras.losses` and `keras.activations`.
 
-`elementwise` and `arrays` are the table of ops and points, in the form of `cases`. `truth` computes the
-derivatives from formulas and finite differences in float64, `measure` those of the active backend, and
-`report` writes the result. `python -m multigrad.testing.audit` audits the active backend.
+`table` collects the ops and their special points, which are in one file for each kind of op. `truth`
+computes the derivatives from formulas and finite differences in float64, `measure` those of the active
+backend, and `report` writes the result. `python -m multigrad.testing.audit` audits the active backend.
 """
 
 import json
@@ -18,7 +18,7 @@ from multigrad.testing.audit.rows import Row
 
 __all__ = ["Audit", "Row", "audit_gradients"]
 
-MODULES = ("keras.ops", "multigrad.ops")
+MODULES = ("keras.ops", "multigrad.ops", "keras.losses", "keras.activations")
 
 
 def audit_gradients(
@@ -42,7 +42,7 @@ def audit_gradients(
     to a few minutes on each backend.
 
     Arguments:
-        module: `"keras.ops"` or `"multigrad.ops"`.
+        module: `"keras.ops"`, `"multigrad.ops"`, `"keras.losses"` or `"keras.activations"`.
         ops: the names of the ops. The default is all.
         backends: the backends. The default is all installed backends that compute gradients.
 
@@ -82,10 +82,9 @@ def audit_gradients(
 
 def _require(module: str, ops: Sequence[str] | None, backends: Sequence[str]) -> None:
     """Raise ValueError unless the arguments are valid."""
-    from multigrad.testing.audit.arrays import array_cases
-    from multigrad.testing.audit.elementwise import elementwise_cases
+    from multigrad.testing.audit.table import all_cases
 
-    known = {case.op for case in (*elementwise_cases(), *array_cases())} if ops else set()
+    known = {case.op for case in all_cases(module)} if ops else set()
     for argument, required, wrong, fix in (
         ("module", " or ".join(MODULES), [module] if module not in MODULES else [], "pass one of them"),
         ("ops", "ops of the audit's table", [op for op in ops or () if op not in known], "omit it"),

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from multigrad.frameworks import version_of
-from multigrad.testing.audit.arrays import array_cases
-from multigrad.testing.audit.elementwise import elementwise_cases
 from multigrad.testing.audit.measure import audit_cases
+from multigrad.testing.audit.table import cases_of
 
 
 def main() -> int:
@@ -26,15 +25,14 @@ def main() -> int:
     options = parser.parse_args()
     logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns of each gradient of a complex number
     backend = keras.backend.backend()
-    cases = [case for case in (*elementwise_cases(), *array_cases()) if hasattr(keras.ops, case.op)]
+    module = importlib.import_module(options.module)
+    cases = cases_of(module, options.module)
     if options.ops:
         cases = [case for case in cases if case.op in options.ops]
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(backend, total=len(cases))
-        rows = audit_cases(
-            cases, importlib.import_module(options.module), lambda case: progress.advance(task)
-        )
+        rows = audit_cases(cases, module, lambda case: progress.advance(task))
     versions = {"keras": keras.__version__, backend: version_of(backend)}
     options.result.write_text(json.dumps({"versions": versions, "rows": rows}), encoding="utf-8")
     return 0

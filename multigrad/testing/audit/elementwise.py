@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from multigrad.ops.dtypes import dtype_of
-from multigrad.testing.audit.cases import Call, Case, Known, elementwise
+from multigrad.testing.audit.cases import Call, Case, Known, elementwise, passing
 
 INF = math.inf
 USUAL = (0.0, 1.0, -1.0, 0.5, -2.0, 30.0, -30.0)
@@ -20,7 +20,7 @@ FLAT_AT_INF = {INF: Known(first=0.0, second=0.0), -INF: Known(first=0.0, second=
 ONE_AT_INF = {INF: Known(first=1.0, second=0.0), -INF: Known(first=0.0, second=0.0)}
 
 
-def _choice(*points: tuple[float, float] | tuple[float, float, float]) -> dict[float, Known]:
+def choices(*points: tuple[float, float] | tuple[float, float, float]) -> dict[float, Known]:
     """Return the conventions at some points: the point, the first and perhaps the second derivative."""
     return {point: Known(choice=first, second=rest[0] if rest else None) for point, first, *rest in points}
 
@@ -28,13 +28,13 @@ def _choice(*points: tuple[float, float] | tuple[float, float, float]) -> dict[f
 def elementwise_cases() -> list[Case]:
     """Return the cases of elementwise ops."""
     cases: list[Case] = []
-    for part in (_of_numpy(), _activations(), _of_pairs(), _of_complex_numbers()):
+    for part in (_of_numpy(), activations(), _of_pairs(), _of_complex_numbers()):
         cases += part
     return cases
 
 
 def _of_numpy() -> list[Case]:
-    zero = _choice((0.0, 0.0))
+    zero = choices((0.0, 0.0))
     infinite = {0.0: Known(first=INF)}
     cases: list[Case] = []
     for op in ("abs", "absolute", "fabs"):
@@ -66,47 +66,53 @@ def _of_numpy() -> list[Case]:
         cases += elementwise(op, *USUAL)
     # Steps: the derivative is zero between the jumps, and by convention at a jump.
     for op in ("floor", "ceil", "trunc", "round", "sign"):
-        cases += elementwise(op, 0.25, -0.75, known=_choice((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (-1.0, 0.0)))
+        cases += elementwise(op, 0.25, -0.75, known=choices((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (-1.0, 0.0)))
+    cases += elementwise("saturate_cast", *USUAL, call=lambda ops, x: ops.saturate_cast(x, x.dtype))
+    cases += elementwise("ldexp", *USUAL, call=lambda ops, x: ops.ldexp(x, 3))
+    # The second argument of `heaviside` is the value at zero.
+    cases += elementwise("heaviside", 0.5, -2.0, known=zero, call=lambda ops, x: ops.heaviside(x, 0.5))
     cases += elementwise("angle", 0.5, -2.0, known=zero)
     cases += elementwise(
         "clip",
         0.5, -2.0, 30.0,
-        known=_choice((1.0, 1.0), (-1.0, 1.0)) | FLAT_AT_INF,
+        known=choices((1.0, 1.0), (-1.0, 1.0)) | FLAT_AT_INF,
         call=lambda ops, x: ops.clip(x, -1.0, 1.0),
     )  # fmt: skip
-    cases += elementwise("nan_to_num", known=_choice((INF, 0.0), (-INF, 0.0)), half=None, orders=(1,))
+    cases += elementwise("nan_to_num", known=choices((INF, 0.0), (-INF, 0.0)), half=None, orders=(1,))
     return cases
 
 
-def _activations() -> list[Case]:
-    zero = _choice((0.0, 0.0))
+def activations() -> list[Case]:
+    """Return the cases of elementwise activations."""
+    zero = choices((0.0, 0.0))
     cases: list[Case] = []
     cases += elementwise("relu", *USUAL, known=zero)
-    cases += elementwise("relu6", 1.0, -2.0, 5.0, 30.0, known=_choice((0.0, 0.0), (6.0, 0.0)))
-    cases += elementwise("leaky_relu", *USUAL, known=_choice((0.0, 0.2)))
-    cases += elementwise("elu", *USUAL, known=ONE_AT_INF | _choice((0.0, 1.0, 1.0)))
-    cases += elementwise("celu", *USUAL, known=ONE_AT_INF | _choice((0.0, 1.0, 1.0)))
+    cases += elementwise("relu6", 1.0, -2.0, 5.0, 30.0, known=choices((0.0, 0.0), (6.0, 0.0)))
+    cases += elementwise("leaky_relu", *USUAL, known=choices((0.0, 0.2)))
+    cases += elementwise("elu", *USUAL, known=ONE_AT_INF | choices((0.0, 1.0, 1.0)))
+    cases += elementwise("celu", *USUAL, known=ONE_AT_INF | choices((0.0, 1.0, 1.0)))
     selu = 1.0507009873554805 * 1.6732632423543772
-    cases += elementwise("selu", *USUAL, known=_choice((0.0, selu, selu)))
+    cases += elementwise("selu", *USUAL, known=choices((0.0, selu, selu)))
     cases += elementwise("sigmoid", *USUAL, 100.0, -100.0, known=FLAT_AT_INF)
     for op in ("softplus", "squareplus", "log_sigmoid", "softsign", "tanh_shrink", "silu", "swish", "gelu"):
         known = {0.0: Known(choice=1.0, second=0.0)} if op == "softsign" else {}
         cases += elementwise(op, *USUAL, 100.0, -100.0, known=known)
     cases += elementwise("softplus", known=ONE_AT_INF, half=None)
-    cases += elementwise("gelu", *USUAL, 100.0, -100.0, call=lambda ops, x: ops.gelu(x, approximate=False))
-    cases += elementwise("hard_sigmoid", 0.0, 1.0, -30.0, 30.0, known=_choice((3.0, 0.0), (-3.0, 0.0)))
+    exact = passing("gelu", approximate=False)
+    cases += elementwise("gelu", *USUAL, 100.0, -100.0, call=exact, suffix=", exact")
+    cases += elementwise("hard_sigmoid", 0.0, 1.0, -30.0, 30.0, known=choices((3.0, 0.0), (-3.0, 0.0)))
     for op in ("hard_silu", "hard_swish"):
-        known = _choice((3.0, 1.5 - 0.5, 0.0), (-3.0, 0.0, 0.0))
+        known = choices((3.0, 1.5 - 0.5, 0.0), (-3.0, 0.0, 0.0))
         cases += elementwise(op, 0.0, 1.0, -30.0, 30.0, known=known)
-    cases += elementwise("hard_tanh", 0.0, 0.5, -2.0, 30.0, known=_choice((1.0, 0.0), (-1.0, 0.0)))
-    shrink = _choice((0.5, 0.0), (-0.5, 0.0))
+    cases += elementwise("hard_tanh", 0.0, 0.5, -2.0, 30.0, known=choices((1.0, 0.0), (-1.0, 0.0)))
+    shrink = choices((0.5, 0.0), (-0.5, 0.0))
     cases += elementwise("hard_shrink", 0.0, 1.0, -2.0, 30.0, known=shrink)
     cases += elementwise("soft_shrink", 0.0, 1.0, -2.0, 30.0, known=shrink)
-    cases += elementwise("sparse_sigmoid", 0.0, 0.5, -2.0, 30.0, known=_choice((1.0, 0.0), (-1.0, 0.0)))
-    sparse_plus = _choice((1.0, 1.0, 0.0), (-1.0, 0.0, 0.0))
+    cases += elementwise("sparse_sigmoid", 0.0, 0.5, -2.0, 30.0, known=choices((1.0, 0.0), (-1.0, 0.0)))
+    sparse_plus = choices((1.0, 1.0, 0.0), (-1.0, 0.0, 0.0))
     cases += elementwise("sparse_plus", 0.0, 0.5, -2.0, 30.0, known=sparse_plus)
     cases += elementwise(
-        "threshold", 0.5, -2.0, known=_choice((1.0, 0.0)), call=lambda ops, x: ops.threshold(x, 1.0, 7.0)
+        "threshold", 0.5, -2.0, known=choices((1.0, 0.0)), call=lambda ops, x: ops.threshold(x, 1.0, 7.0)
     )
     return cases
 
@@ -161,6 +167,8 @@ def _of_pairs() -> list[Case]:
     cases += elementwise(
         "mod", (5.0, 3.0), (-5.0, 3.0), (1.0, 3.0), (0.5, -2.0), (7.0, 2.0), known=jump, half=pair
     )
+    flat = {(4.0, 2.0): Known(choice=(0.0, 0.0)), (0.0, 2.0): Known(choice=(0.0, 0.0))}
+    cases += elementwise("floor_divide", (5.0, 3.0), (-5.0, 3.0), (0.5, -2.0), known=flat, half=pair)
     cases += elementwise("power", (2.0, 3.0), (0.5, -1.0), (30.0, 2.0), (1.0, 0.0), half=pair)
     for exponent, slope, second in ((2.0, 0.0, 2.0), (1.0, 1.0, 0.0), (3.0, 0.0, 0.0), (0.0, 0.0, 0.0)):
         cases += elementwise(
@@ -169,6 +177,7 @@ def _of_pairs() -> list[Case]:
             known={0.0: Known(first=slope, second=second)},
             call=lambda ops, x, exponent=exponent: ops.power(x, exponent),
             half=None,
+            suffix=f" to the power {exponent:g}",
         )
     cases += elementwise(
         "power",
@@ -176,6 +185,7 @@ def _of_pairs() -> list[Case]:
         known={0.0: Known(first=0.0, second=0.0)},
         call=lambda ops, x: ops.power(0.0, x),
         half=None,
+        suffix=" as the power of 0",
     )
     cases += elementwise(
         "polar",

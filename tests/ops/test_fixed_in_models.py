@@ -1,0 +1,119 @@
+"""Fixed and spectral ops in a method of a layer: in `fit`, compiled, vectorized and symbolic.
+
+Each function is homogeneous: its derivative with respect to the scale of its argument is its degree times its
+value (Euler). The arguments are points at which Keras's op returns NaN or a wrong gradient on a backend.
+"""
+
+from operator import attrgetter
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import array, close, numpy, slow_on
+from test_fixed import CASES
+
+import multigrad
+from multigrad import grad
+from multigrad.ops import safe_eigh, safe_svd, spectral_function
+from multigrad.ops.fixed import EVERY
+
+VECTORS = np.array([[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]])
+MATRICES = np.array([[[2.0, 0.0], [0.0, 2.0]], [[1.0, 0.0], [0.0, 3.0]]])
+SINGULAR = np.array([[[1.0, 2.0], [2.0, 4.0]], [[2.0, 1.0], [0.0, 3.0]]])
+
+
+def sums(x):
+    return ops.sum(x, axis=list(range(1, len(x.shape))))
+
+
+# The function of a batch, its argument, and its degree.
+FUNCTIONS = {
+    "hypot": (lambda x: sums(EVERY["hypot"](x, x)), VECTORS, 1.0),
+    "norm": (lambda x: EVERY["norm"](x, axis=-1), VECTORS, 1.0),
+    "std": (lambda x: EVERY["std"](x, axis=-1), VECTORS, 1.0),
+    "prod": (lambda x: EVERY["prod"](x, axis=-1), VECTORS + 1.0, 3.0),
+    "det": (EVERY["det"], SINGULAR, 2.0),
+    "spectral_function": (lambda x: sums(spectral_function(x, ops.sqrt)), MATRICES, 0.5),
+    "safe_eigh": (lambda x: sums(safe_eigh(x)[0]), MATRICES, 1.0),
+    "safe_svd": (lambda x: sums(safe_svd(x)[1]), MATRICES, 1.0),
+}
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+few_functions = pytest.mark.parametrize(
+    "name", [n if n in ("norm", "det") else pytest.param(n, marks=pytest.mark.slow) for n in FUNCTIONS]
+)
+
+
+class Scaled(keras.layers.Layer):
+    """Calls a function of the input times a weight."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.function = FUNCTIONS[name][0]
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return self.function(self.scale * x)
+
+
+def slope(name):
+    function, x, degree = FUNCTIONS[name]
+    return degree * np.mean(numpy(function(array(x))))
+
+
+@each_function
+def test_in_a_method_of_a_layer(name):
+    layer = Scaled(name)
+    x = array(FUNCTIONS[name][1])
+    gradient = grad(lambda: ops.mean(layer(x)), argnums=(), variables=layer.trainable_variables)()
+    np.testing.assert_allclose(numpy(gradient[0]), slope(name), rtol=1e-4)
+
+
+@pytest.mark.parametrize("eager", [pytest.param(True, marks=pytest.mark.slow), False])
+@few_functions
+def test_in_fit(name, eager):
+    x = FUNCTIONS[name][1].astype("float32")
+    inputs = keras.Input(x.shape[1:])
+    layer = Scaled(name)
+    model = keras.Model(inputs, layer(inputs))
+    model.compile(keras.optimizers.SGD(0.01), lambda _, y: ops.mean(y), run_eagerly=eager)
+    model.fit(x, np.zeros(len(x)), batch_size=len(x), verbose=0)
+    np.testing.assert_allclose(numpy(layer.scale), 1.0 - 0.01 * slope(name), rtol=1e-5)
+
+
+@slow_on("torch")
+@few_functions
+def test_compiled(name):
+    function, x, _ = FUNCTIONS[name]
+    gradient = grad(lambda x: ops.sum(function(x)))
+    close(multigrad.jit(gradient)(array(x)), gradient(array(x)))
+
+
+@few_functions
+def test_vectorized(name):
+    function, x, _ = FUNCTIONS[name]
+
+    def gradient(row):
+        return grad(lambda row: function(row[None])[0])(row)
+
+    wanted = ops.stack([gradient(row) for row in ops.unstack(array(x))])
+    close(ops.vectorized_map(gradient, array(x)), wanted)
+
+
+# Keras (3.15) infers float32, and computes float16.
+INFERRED_WRONG = {("logsumexp", "float16"), ("normalize", "float16")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_symbolic_outputs_are_those_of_keras(dtype):
+    cases = {case.values[0]: case.values for case in CASES}
+    for op, (_, args, options, _, _) in cases.items():
+        if op in ("bincount", "ldexp"):  # their other argument is an integer
+            continue
+        inputs = [
+            a if isinstance(a, tuple) else keras.Input(batch_shape=np.shape(a), dtype=dtype) for a in args
+        ]
+        found, wanted = EVERY[op](*inputs, **options), attrgetter(op)(ops)(*inputs, **options)
+        for a, b in zip(keras.tree.flatten(found), keras.tree.flatten(wanted), strict=True):
+            assert a.shape == b.shape, op
+            assert a.dtype == b.dtype or (op, dtype) in INFERRED_WRONG, op
