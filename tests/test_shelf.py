@@ -60,6 +60,16 @@ def surplus(z, x):
 
 
 @keras.saving.register_keras_serializable("shelf")
+def curved(z, x):
+    return (1.0 + x * x) * z
+
+
+@keras.saving.register_keras_serializable("shelf")
+def bowl(z, x):
+    return ops.sum(0.5 * (1.0 + x * x) * z * z - z)
+
+
+@keras.saving.register_keras_serializable("shelf")
 class Half(keras.layers.Layer):
     """A cell that returns the inputs plus half of their distance from `z`."""
 
@@ -139,6 +149,12 @@ ROWS = {
     "implicit_root": Row(
         lambda x: ops.implicit_root(surplus, ops.ones_like(x), x), lambda x: np.sqrt(1.0 + x * x)
     ),
+    "linear_solve": Row(
+        lambda x: ops.linear_solve(curved, ops.ones_like(x), x), lambda x: 1.0 / (1.0 + x * x)
+    ),
+    "implicit_argmin": Row(
+        lambda x: ops.implicit_argmin(bowl, ops.zeros_like(x), x), lambda x: 1.0 / (1.0 + x * x)
+    ),
     # a loss
     "linear_cross_entropy": Row(
         lambda x: ops.linear_cross_entropy(x, array(KERNEL), np.int32([3, 0])), cross_entropy
@@ -168,7 +184,8 @@ DTYPES = [
 ]  # JAX has no float64
 
 every = pytest.mark.parametrize("name", ROWS)
-COSTLY = ("fixed_point", "implicit_root", "FixedPoint", "linear_cross_entropy")  # expensive to compile
+NEWTON = ("implicit_root", "linear_solve", "implicit_argmin")  # with a dense matrix, whose rows are gradients
+COSTLY = (*NEWTON, "fixed_point", "FixedPoint", "linear_cross_entropy")  # expensive to compile
 
 
 @pytest.fixture(autouse=True)
@@ -201,10 +218,8 @@ def test_the_value(name):
     row = ROWS[name]
     if BACKEND == "openvino" and name in ("spectral_function", "safe_eigh", "safe_svd"):
         pytest.skip("Keras (3.15) ends the process in eigh on OpenVINO, and does not support svd there")
-    if name == "implicit_root" and not DIFFERENTIATES:
-        with pytest.raises(
-            NotImplementedError, match="tensorflow, jax, torch"
-        ):  # Newton's method needs gradients
+    if name in NEWTON and not DIFFERENTIATES:
+        with pytest.raises(NotImplementedError, match="tensorflow, jax, torch"):
             row.call(array(X))
     else:
         close(row.call(array(X)), array(row.value(X)))
@@ -311,7 +326,7 @@ class Around(keras.layers.Layer):
 PREPARED = {"stop_gradient_if", "safe_sqrt", "safe_log", "safe_divide"}
 PREPARED |= {"spectral_function", "safe_eigh", "safe_svd"}
 if not DIFFERENTIATES:
-    PREPARED.add("implicit_root")  # see test_the_value
+    PREPARED |= set(NEWTON)  # see test_the_value
 if BACKEND == "openvino":  # Keras does not run fixed_point on placeholders there, see the README
     PREPARED |= {"fixed_point", "FixedPoint"}
 
@@ -341,7 +356,7 @@ def test_fit_with_an_unknown_batch_size(name):
     def weighted(weights, y):
         return ops.sum(ops.cast(y, "float32") * ops.reshape(weights, ops.shape(y)))
 
-    if row.slope is RuntimeError or (BACKEND, name) == ("tensorflow", "implicit_root"):
+    if row.slope is RuntimeError or (BACKEND == "tensorflow" and name in NEWTON):
         with pytest.raises((RuntimeError, ValueError), match=name):
             fit()
     else:

@@ -338,6 +338,10 @@ def coupled(a):
     return shelf.implicit_root(lambda z, a: z**3 + ops.flip(z) - a, ops.ones_like(a), a)
 
 
+def by_products(a):
+    return shelf.linear_solve(lambda z, a: a * z + 0.1 * ops.flip(z), ops.ones_like(a), a, solver="gmres")
+
+
 AS = array([[1.0, 2.0], [3.0, 4.0], [0.5, 0.25]])
 
 
@@ -346,6 +350,7 @@ AS = array([[1.0, 2.0], [3.0, 4.0], [0.5, 0.25]])
     [
         pytest.param(heron, id="fixed_point"),
         pytest.param(coupled, id="implicit_root", marks=slow_on("tensorflow")),
+        pytest.param(by_products, id="linear_solve", marks=slow_on("tensorflow")),
     ],
 )
 def test_solutions_of_equations(solve):

@@ -27,7 +27,7 @@ from keras import ops as _keras_ops
 from multigrad.core.op import op_custom_gradient
 from multigrad.ops.fixed import FIXED as _FIXED
 from multigrad.ops.host_call import host_call
-from multigrad.ops.implicit import fixed_point, implicit_root
+from multigrad.ops.implicit import fixed_point, implicit_argmin, implicit_root, linear_solve
 from multigrad.ops.linear_cross_entropy import linear_cross_entropy
 from multigrad.ops.quantizing import (
     clip_straight_through,
@@ -61,8 +61,10 @@ __all__ = [
     "fake_quantize",
     "fixed_point",
     "host_call",
+    "implicit_argmin",
     "implicit_root",
     "linear_cross_entropy",
+    "linear_solve",
     "log1pexp",
     "logcosh",
     "prevent_gradient",

@@ -1,4 +1,4 @@
-"""`fixed_point` and `implicit_root`: solutions of equations, differentiated by the implicit function theorem.
+"""Solutions of equations, differentiated by the implicit function theorem.
 
 The derivative of a solution does not depend on the solver. For `z = f(z, a)`, with the Jacobians `J` with
 respect to `z` and `A` with respect to `a`, it is `dz = (I - J)^-1 A da`. For `0 = f(z, a)` it is
@@ -10,19 +10,21 @@ respect to `a` is `A^T w`, where the adjoint `w` solves
 This is an equation of the same kind. It is linear in `w`, and its parameters are `z`, `a` and `v`. So the
 same op solves it, and its solution can be differentiated again, to any order.
 
-`implicit_equations` defines the equations and the op, `implicit_solvers` the solvers.
+`implicit_equations` defines the equations and the op, `implicit_solvers` the solvers, and `linear_solvers`
+those of linear equations without a dense matrix.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from multigrad.backend.base import Options
+from multigrad.calculus.derivatives import grad
 from multigrad.core.errors import require_function
 from multigrad.core.structure import Symbolic
 from multigrad.keras_graph import node, registry
 from multigrad.ops.arguments import with_python_numbers
 from multigrad.ops.implicit_equations import solution
-from multigrad.ops.implicit_solvers import FixedPointIteration, Newton, check_options
+from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, check_options
 
 
 def _saved_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -33,7 +35,12 @@ def _saved_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @with_python_numbers("tolerance", "max_iterations")
 @_saved_as("multigrad>fixed_point")
 def fixed_point(
-    f: Callable[..., Any], z0: Any, *args: Any, tolerance: float | None = None, max_iterations: int = 1000
+    f: Callable[..., Any],
+    z0: Any,
+    *args: Any,
+    tolerance: float | None = None,
+    max_iterations: int = 1000,
+    on_failure: str = "raise",
 ) -> Any:
     """Return the fixed point `z = f(z, *args)`, differentiated by the implicit function theorem.
 
@@ -68,6 +75,8 @@ def fixed_point(
             If each step is shorter than the previous one by a factor of `r`, the error is at most
             `1 / (1 - r)` times the last step.
         max_iterations: the largest number of calls of `f`, and of iterations for `w`.
+        on_failure: "raise", or "nan" for a result of NaN if `z` has not converged, and for gradients of NaN
+            if `w` has not.
 
     Returns:
         The fixed point, with the structure, shapes and dtypes of `z0`. For an upstream gradient `v`, the
@@ -93,11 +102,11 @@ def fixed_point(
     """
     name = "fixed_point"
     require_function(name, "f", f)
-    check_options(name, tolerance, max_iterations)
+    check_options(name, tolerance, max_iterations, on_failure)
     try:
-        return solution(FixedPointIteration(name, tolerance, max_iterations), f, z0, args)
+        return solution(FixedPointIteration(name, tolerance, max_iterations, on_failure), f, z0, args)
     except Symbolic:
-        options = {"tolerance": tolerance, "max_iterations": max_iterations}
+        options = {"tolerance": tolerance, "max_iterations": max_iterations, "on_failure": on_failure}
         return node.apply(fixed_point, f"multigrad>{name}", (f, z0, *args), options)
 
 
@@ -108,8 +117,10 @@ def implicit_root(
     z0: Any,
     *args: Any,
     solver: Callable[..., Any] | None = None,
+    linear_solver: str | None = None,
     tolerance: float | None = None,
     max_iterations: int = 50,
+    on_failure: str = "raise",
 ) -> Any:
     """Return a root `z` of `f(z, *args) = 0`, differentiated by the implicit function theorem.
 
@@ -126,8 +137,8 @@ def implicit_root(
 
     The gradient is the gradient of the root, and not of the iterations, which are not kept in memory. The
     backward pass solves the adjoint equation `J^T w = -v`, for the upstream gradient `v` and the Jacobian `J`
-    of `f` with respect to `z`. `J` is a dense matrix with one row per element of `z`, so use `implicit_root`
-    for small systems.
+    of `f` with respect to `z`. For at most 1,000 unknowns, `J` is computed as a dense matrix. Otherwise it is
+    used in products alone, so that the memory grows linearly with the number of unknowns.
 
     Arguments:
         f: a function of `z` and the `args` that returns the residuals, with the structure, shapes and dtypes
@@ -138,12 +149,20 @@ def implicit_root(
             closes over, have gradients, too.
         solver: a function of `f`, `z0` and the `args` that returns the root, as tensors, or as numbers and
             arrays, which are cast to the dtype of `z0`. It can be any code that runs where `implicit_root` is
-            called. It is not differentiated. The default is Newton's method with dense Jacobians.
+            called. It is not differentiated. The default is Newton's method.
+        linear_solver: the method for the steps of Newton's method and for the adjoint equation: "dense" for a
+            dense matrix, "gmres" for any matrix, "bicgstab" for any matrix with less memory, and "cg" for a
+            symmetric and definite one. The default is "dense" for at most 1,000 unknowns, and "gmres"
+            otherwise. The last three compute products with `J` by `multigrad.jvp` and `vjp`, at most 1,000
+            for a solution. They need real numbers.
         tolerance: for Newton's method, the largest last step, as for `fixed_point`. For a `solver`, the
             largest value of `f` at the root, relative to its value at `z0` or to 1, whichever is larger. The
             default is `eps ** 0.75` of the dtype, 6e-6 in float32, and `eps ** 0.5` for a `solver`, 3e-4 in
-            float32.
+            float32. For "gmres", "bicgstab" and "cg", also the largest norm of the residual of a linear
+            equation, relative to its right side.
         max_iterations: the largest number of steps of Newton's method.
+        on_failure: "raise", or "nan" for a result of NaN if no root is found, and for gradients of NaN if the
+            adjoint equation is not solved.
 
     Returns:
         The root, with the structure, shapes and dtypes of `z0`. For an upstream gradient `v`, the gradient
@@ -166,10 +185,159 @@ def implicit_root(
     require_function(name, "f", f)
     if solver is not None:
         require_function(name, "solver", solver)
-    check_options(name, tolerance, max_iterations)
-    newton = Newton(name, tolerance, max_iterations)
+    check_options(name, tolerance, max_iterations, on_failure, linear_solver)
+    newton = Newton(name, tolerance, max_iterations, linear_solver, on_failure)
     try:
         return solution(newton, f, z0, args, solver)
     except Symbolic:
-        options = {"solver": solver, "tolerance": tolerance, "max_iterations": max_iterations}
+        options = {
+            "solver": solver,
+            "linear_solver": linear_solver,
+            "tolerance": tolerance,
+            "max_iterations": max_iterations,
+            "on_failure": on_failure,
+        }
         return node.apply(implicit_root, f"multigrad>{name}", (f, z0, *args), options)
+
+
+@with_python_numbers("tolerance", "max_iterations")
+@_saved_as("multigrad>linear_solve")
+def linear_solve(
+    matvec: Callable[..., Any],
+    b: Any,
+    *args: Any,
+    solver: str | None = None,
+    tolerance: float | None = None,
+    max_iterations: int = 1000,
+    on_failure: str = "raise",
+) -> Any:
+    """Solve `matvec(x, *args) = b` for `x`, for a linear map that is given as a function.
+
+    ```python
+    from keras import ops
+    from multigrad import grad
+    from multigrad.ops import linear_solve
+
+    def solved(scale):
+        return ops.sum(linear_solve(lambda x, scale: scale * x, ops.ones(2), scale))
+
+    print(solved(4.0))  # 0.5
+    print(grad(solved)(4.0))  # -0.125
+    ```
+
+    The matrix of the map is never computed, except with `solver="dense"`. The gradient solves the equation
+    with the transposed map, whose products `vjp` computes. It can be differentiated to any order.
+
+    Arguments:
+        matvec: a function of `x` and the `args` that is linear in `x`, and returns its structure, shapes and
+            dtypes.
+        b: the right side: a real floating tensor or number, or a nested structure of them.
+        args: tensors or nested structures of tensors, with respect to which the solution is differentiated,
+            and any other objects that `matvec` takes. The trainable variables that it reads, and the tensors
+            that it closes over, have gradients, too.
+        solver: "dense" for a dense matrix, "gmres" for any matrix, "bicgstab" for any matrix with less
+            memory, and "cg" for a symmetric and definite one. The default is "dense" for at most 1,000
+            unknowns, and "gmres" otherwise, which keeps 60 vectors of the size of `b`.
+        tolerance: the largest norm of the residual `matvec(x) - b`, relative to the norm of `b`. The default
+            is `eps ** 0.75` of the dtype, 6e-6 in float32. For "dense", as for `implicit_root`.
+        max_iterations: the largest number of products with the matrix.
+        on_failure: "raise", or "nan" for a result of NaN if the tolerance is not reached.
+
+    Returns:
+        `x`, with the structure, shapes and dtypes of `b`.
+
+    Raises:
+        RuntimeError: if the tolerance is not reached after `max_iterations`. Compiled code cannot raise an
+            error: there, the result and its gradient are NaN.
+        TypeError, ValueError: as for `implicit_root`.
+        NotImplementedError: on the NumPy and OpenVINO backends, with `solver="dense"`.
+
+    References:
+        [Saad and Schultz 1986, GMRES](https://doi.org/10.1137/0907058), in the form of
+        [Jiranek and Rozloznik 2010](https://doi.org/10.1007/s11075-009-9300-z);
+        [van der Vorst 1992, Bi-CGSTAB](https://doi.org/10.1137/0913035);
+        [Hestenes and Stiefel 1952](https://doi.org/10.6028/jres.049.044).
+    """
+    name = "linear_solve"
+    require_function(name, "matvec", matvec)
+    check_options(name, tolerance, max_iterations, on_failure, solver, "solver")
+    linear = Linear(name, solver, tolerance, max_iterations, on_failure, "x")
+    try:
+        return solution(linear, matvec, b, (b, *args), is_linear=True)
+    except Symbolic:
+        options = {
+            "solver": solver,
+            "tolerance": tolerance,
+            "max_iterations": max_iterations,
+            "on_failure": on_failure,
+        }
+        return node.apply(linear_solve, f"multigrad>{name}", (matvec, b, *args), options)
+
+
+@with_python_numbers("tolerance", "max_iterations")
+@_saved_as("multigrad>implicit_argmin")
+def implicit_argmin(
+    f: Callable[..., Any],
+    x0: Any,
+    *args: Any,
+    solver: Callable[..., Any] | None = None,
+    linear_solver: str | None = None,
+    tolerance: float | None = None,
+    max_iterations: int = 50,
+    on_failure: str = "raise",
+) -> Any:
+    """Return the `x` at which a function is smallest, differentiated through its optimality condition.
+
+    ```python
+    from multigrad import grad
+    from multigrad.ops import implicit_argmin
+
+    def smallest(a):  # at x = a / 2
+        return implicit_argmin(lambda x, a: (x - a) ** 2 + x**2, 0.0, a)
+
+    print(smallest(3.0))  # 1.5
+    print(grad(smallest)(3.0))  # 0.5
+    ```
+
+    It is a root of the gradient of `f` with respect to `x`, as found by `implicit_root`. The Jacobian is the
+    Hessian of `f`.
+
+    Arguments:
+        f: a function of `x` and the `args` that returns a scalar. It must be differentiable twice, and
+            depend only on its arguments.
+        x0: the initial guess, as for `implicit_root`.
+        args: as for `implicit_root`.
+        solver: a function of `f`, `x0` and the `args` that returns the minimum, such as an optimizer. It is
+            not differentiated. The default is Newton's method, which finds the minimum of a convex function.
+            For another function, it may find a maximum or a saddle point.
+        linear_solver, tolerance, max_iterations, on_failure: as for `implicit_root`. The Hessian at a minimum
+            is symmetric, so "cg" can be used.
+
+    Returns:
+        The minimizing `x`, with the structure, shapes and dtypes of `x0`. Its gradient with respect to `x0`
+        is zero.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, NotImplementedError: as for `implicit_root`.
+
+    References:
+        See `implicit_root`.
+    """
+    name = "implicit_argmin"
+    require_function(name, "f", f)
+    if solver is not None:
+        require_function(name, "solver", solver)
+    check_options(name, tolerance, max_iterations, on_failure, linear_solver)
+    newton = Newton(name, tolerance, max_iterations, linear_solver, on_failure)
+    minimizer = None if solver is None else lambda _, *start_and_args: solver(f, *start_and_args)
+    try:
+        return solution(newton, grad(f), x0, args, minimizer)
+    except Symbolic:
+        options = {
+            "solver": solver,
+            "linear_solver": linear_solver,
+            "tolerance": tolerance,
+            "max_iterations": max_iterations,
+            "on_failure": on_failure,
+        }
+        return node.apply(implicit_argmin, f"multigrad>{name}", (f, x0, *args), options)

@@ -16,7 +16,8 @@ from multigrad.core.structure import Layout, split
 from multigrad.core.type_sets import HoldsNoTensor
 from multigrad.core.variables import Pinned, Reads
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.implicit_solvers import Map, Newton, Solver, Tensors, UserSolver
+from multigrad.ops.implicit_solvers import Newton, Solver, UserSolver
+from multigrad.ops.linear_solvers import Affine, Map, Tensors
 
 _NUMBERS = (int, float, np.ndarray, np.generic)
 
@@ -28,10 +29,14 @@ def solution(
     z0: Any,
     args: tuple[Any, ...],
     user_solver: Callable[..., Any] | None = None,
+    is_linear: bool = False,
 ) -> Any:
-    """Solve the equation of a user's function, with gradients for everything that the function depends on."""
+    """Solve the equation of a user's function, with gradients for everything that the function depends on.
+
+    With `is_linear`, `f` is a linear map, and its value at the solution is the first of the `args`.
+    """
     start, layout = _initial_guess(solver.name, z0)
-    equation = _UserEquation(solver, f, layout, args)
+    equation = (_LinearEquation if is_linear else _UserEquation)(solver, f, layout, args)
     parameters = equation.parameters_at(start)
     if user_solver is not None:
         assert isinstance(solver, Newton)
@@ -147,7 +152,7 @@ class _Adjoint(_Equation):
         z, inner, v = parameters[:count], parameters[count:-count], parameters[-count:]
         step = self.equation.at(inner)
         _, pull = vjp(lambda *z: list(step(z)), *z)
-        return lambda w: [a + b for a, b in zip(v, pull(list(w)), strict=True)]
+        return Affine(lambda w: pull(list(w)), v)
 
 
 class _UserEquation(_Equation):
@@ -258,6 +263,21 @@ class _UserEquation(_Equation):
                 fix=f"pass a `z0` like the result of {returning}, and return the same {attribute} from it",
             )
         )
+
+
+class _LinearEquation(_UserEquation):
+    """The equation `f(z) - b = 0` of a user's linear map. The last parameters are the tensors of `b`."""
+
+    def __init__(self, solver: Solver, f: Callable[..., Any], z: Layout, args: tuple[Any, ...]) -> None:
+        super().__init__(solver, f, z, args[1:])
+        self.right = split(args[0])[0]
+
+    def parameters_at(self, z: Tensors) -> Tensors:
+        return [*super().parameters_at(z), *self.right]
+
+    def at(self, parameters: Tensors) -> Map:
+        count = len(self.right)
+        return Affine(super().at(parameters[:-count]), [-x for x in parameters[-count:]])
 
 
 def _initial_guess(name: str, z0: Any) -> tuple[Tensors, Layout]:

@@ -1,7 +1,7 @@
 """The solvers of `fixed_point` and `implicit_root`: they solve equations without gradients."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
@@ -9,16 +9,20 @@ import numpy as np
 from keras import ops
 
 from multigrad import backend
-from multigrad.calculus.derivatives import jacobian
+from multigrad.calculus.derivatives import jacobian, vjp
 from multigrad.core.errors import message, unusable
 from multigrad.ops.arguments import is_integer, is_number
 from multigrad.ops.dtypes import dtype_of
-
-Tensors = Sequence[Any]
-Map = Callable[[Tensors], Tensors]
+from multigrad.ops.linear_solvers import METHODS, Affine, Map, Tensors, solve_by_products
 
 _ADJOINT = "w, the solution of the adjoint equation,"
 """The name of the adjoint in messages."""
+
+_SMALL = 1000
+"""The largest number of unknowns for which the default is a dense matrix."""
+
+_PRODUCTS = 1000
+"""The largest number of products with a matrix for one step of Newton's method, or for an adjoint."""
 
 
 class Solver(Protocol):
@@ -38,44 +42,126 @@ class Solver(Protocol):
 class FixedPointIteration:
     """Finds a fixed point by applying the map repeatedly."""
 
-    def __init__(self, name: str, tolerance: float | None, max_iterations: int, unknown: str = "z") -> None:
+    def __init__(
+        self,
+        name: str,
+        tolerance: float | None,
+        max_iterations: int,
+        on_failure: str = "raise",
+        unknown: str = "z",
+    ) -> None:
         self.name, self.tolerance, self.max_iterations = name, tolerance, max_iterations
-        self.unknown = unknown
+        self.on_failure, self.unknown = on_failure, unknown
 
     def adjoint(self) -> "FixedPointIteration":
-        return FixedPointIteration(self.name, self.tolerance, self.max_iterations, _ADJOINT)
+        return FixedPointIteration(self.name, self.tolerance, self.max_iterations, self.on_failure, _ADJOINT)
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
         return _iterate(self, equation, z)
 
 
-class Newton:
-    """Finds a root by Newton's method. A linear equation needs only one Jacobian."""
+class Linear:
+    """Solves a linear equation, an `Affine` map whose value is zero at the solution.
 
-    def __init__(self, name: str, tolerance: float | None, max_iterations: int, linear: bool = False) -> None:
-        self.name, self.tolerance, self.max_iterations, self.linear = name, tolerance, max_iterations, linear
-        self.unknown = _ADJOINT if linear else "z"
+    Arguments:
+        name, unknown: the name of the op and of the solution, for messages.
+        method: the name of a linear solver, or None to choose one by the number of unknowns.
+        tolerance: the largest residual, relative to the right side of the equation. With a dense matrix, the
+            largest last correction.
+        max_iterations: the largest number of products with the matrix.
+        on_failure: "raise" or "nan".
+    """
 
-    def adjoint(self) -> "Newton":
-        return Newton(self.name, self.tolerance, self.max_iterations, linear=True)
+    def __init__(
+        self,
+        name: str,
+        method: str | None,
+        tolerance: float | None,
+        max_iterations: int,
+        on_failure: str,
+        unknown: str = _ADJOINT,
+    ) -> None:
+        self.name, self.method, self.tolerance = name, method, tolerance
+        self.max_iterations, self.on_failure, self.unknown = max_iterations, on_failure, unknown
+
+    def adjoint(self) -> "Linear":
+        return Linear(self.name, self.method, self.tolerance, self.max_iterations, self.on_failure)
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
+        assert isinstance(equation, Affine)
+        if self.method_for(z) != "dense":
+            return self.by_products(equation.product, [-x for x in equation.offset])
+        matrix = _matrix(equation, z)
+        return _iterate(self, lambda z: _minus(z, _dense_solution(matrix, equation(z))), z)
+
+    def method_for(self, z: Tensors) -> str:
+        """Return the method for a solution `z`."""
         for x in z:
             if None in tuple(x.shape):
                 fix = "fix the batch size, as in keras.Input(..., batch_size=8)"
-                required = "a static shape, for a dense Jacobian"
+                required = "a static shape, for a linear solver"
                 raise unusable(ValueError, self.name, "z0", required=required, got=x, fix=fix)
-        constant = _matrix(equation, z) if self.linear else None
+        unknowns = sum([math.prod(x.shape) for x in z])
+        return self.method or ("dense" if unknowns <= _SMALL else "gmres")
+
+    def by_products(self, product: Map, right: Tensors) -> Tensors:
+        tolerance = self.tolerance or _eps(right) ** 0.75
+        return solve_by_products(self, self.method_for(right), product, right, tolerance)
+
+
+class Newton:
+    """Finds a root by Newton's method, whose steps a linear solver computes."""
+
+    unknown = "z"
+
+    def __init__(
+        self,
+        name: str,
+        tolerance: float | None,
+        max_iterations: int,
+        linear_solver: str | None = None,
+        on_failure: str = "raise",
+    ) -> None:
+        self.name, self.tolerance, self.max_iterations = name, tolerance, max_iterations
+        self.linear_solver, self.on_failure = linear_solver, on_failure
+
+    def adjoint(self) -> Linear:
+        return self._linear(_ADJOINT)
+
+    def _linear(self, unknown: str, tolerance: float | None = None) -> Linear:
+        tolerance = tolerance or self.tolerance
+        return Linear(self.name, self.linear_solver, tolerance, _PRODUCTS, self.on_failure, unknown)
+
+    def solve(self, equation: Map, z: Tensors) -> Tensors:
+        linear = self._linear("a step of Newton's method")
+        dense = linear.method_for(z) == "dense"
 
         def step(z: Tensors) -> Tensors:
-            matrix = _matrix(equation, z) if constant is None else constant
-            value = ops.concatenate([ops.reshape(x, (-1, 1)) for x in equation(z)])
-            moves = ops.cast(ops.solve(matrix, ops.cast(value, matrix.dtype)), value.dtype)
-            ends = np.cumsum([math.prod(x.shape) for x in z]).tolist()
-            parts = [moves[end - math.prod(x.shape) : end] for x, end in zip(z, ends, strict=True)]
-            return [x - ops.cast(ops.reshape(p, x.shape), x.dtype) for x, p in zip(z, parts, strict=True)]
+            if dense:
+                return _minus(z, _dense_solution(_matrix(equation, z), equation(z)))
+            return _minus(z, linear.by_products(_product(equation, z), equation(z)))
 
         return _iterate(self, step, z)
+
+
+def _product(equation: Map, z: Tensors) -> Map:
+    """Return the product with the Jacobian of an equation, as in `multigrad.jvp`."""
+    value, pull = vjp(lambda *z: list(equation(z)), *z)
+    _, transpose = vjp(lambda *upstream: list(pull(list(upstream))), *[ops.ones_like(x) for x in value])
+    return lambda direction: list(transpose(list(direction)))
+
+
+def _minus(z: Tensors, moves: Tensors) -> Tensors:
+    return [x - move for x, move in zip(z, moves, strict=True)]
+
+
+def _dense_solution(matrix: Any, right: Tensors) -> Tensors:
+    """Return the solution of `matrix @ x = right`."""
+    column = ops.concatenate([ops.reshape(x, (-1, 1)) for x in right])
+    solved = ops.cast(ops.solve(matrix, ops.cast(column, matrix.dtype)), column.dtype)
+    ends = np.cumsum([math.prod(x.shape) for x in right]).tolist()
+    parts = [solved[end - math.prod(x.shape) : end] for x, end in zip(right, ends, strict=True)]
+    return [ops.cast(ops.reshape(p, x.shape), x.dtype) for x, p in zip(right, parts, strict=True)]
 
 
 def _matrix(equation: Map, z: Tensors) -> Any:
@@ -99,8 +185,9 @@ class UserSolver:
     def __init__(self, newton: Newton, call: Callable[[], Tensors]) -> None:
         self.name, self.newton, self.call = newton.name, newton, call
 
-    def adjoint(self) -> Newton:
-        return Newton(self.newton.name, None, self.newton.max_iterations, linear=True)
+    def adjoint(self) -> Linear:
+        newton = self.newton
+        return Newton(newton.name, None, 1, newton.linear_solver, newton.on_failure).adjoint()
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
         solved = [ops.stop_gradient(x) for x in self.call()]
@@ -113,6 +200,8 @@ class UserSolver:
         value = _concrete(largest)
         if value is None:
             return [ops.where(largest <= tolerance, x, ops.full_like(x, float("nan"))) for x in solved]
+        if not value <= tolerance and self.newton.on_failure == "nan":
+            return [ops.full_like(x, float("nan")) for x in solved]
         if not value <= tolerance:
             raise RuntimeError(
                 message(
@@ -127,7 +216,7 @@ class UserSolver:
         return solved
 
 
-def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Tensors:
+def _iterate(solver: FixedPointIteration | Linear | Newton, step: Map, z: Tensors) -> Tensors:
     """Repeat a step until it is within the tolerance. In compiled code, return NaN if it never is."""
     count = len(z)
     tolerance = solver.tolerance or _eps(z) ** 0.75
@@ -160,9 +249,11 @@ def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Ten
     while length > tolerance and iterations < solver.max_iterations:
         carry, iterations = body(*carry), iterations + 1
         length = _concrete(carry[-1])
-    if not length <= tolerance:
+    if length <= tolerance:
+        return carry[:count]
+    if solver.on_failure == "raise":
         raise _not_converged(solver, tolerance, length, iterations)
-    return carry[:count]
+    return [ops.full_like(x, float("nan")) for x in carry[:count]]
 
 
 def _concrete(tensor: Any) -> Any:
@@ -196,7 +287,7 @@ def _is_shape_inference() -> bool:
 
 
 def _not_converged(
-    solver: FixedPointIteration | Newton, tolerance: float, length: float, iterations: int
+    solver: FixedPointIteration | Linear | Newton, tolerance: float, length: float, iterations: int
 ) -> RuntimeError:
     return RuntimeError(
         message(
@@ -210,8 +301,15 @@ def _not_converged(
     )
 
 
-def check_options(name: str, tolerance: Any, max_iterations: Any) -> None:
-    """Raise ValueError unless the tolerance and the number of iterations are positive numbers."""
+def check_options(
+    name: str,
+    tolerance: Any,
+    max_iterations: Any,
+    on_failure: Any = "raise",
+    linear_solver: Any = None,
+    argument: str = "linear_solver",
+) -> None:
+    """Raise ValueError for an option that cannot be used."""
     fix = "pass one, or leave it out"
     if tolerance is not None and not (is_number(tolerance) and 0.0 < tolerance < math.inf):
         required = "a positive number, or None"
@@ -219,3 +317,10 @@ def check_options(name: str, tolerance: Any, max_iterations: Any) -> None:
     if not (is_integer(max_iterations) and max_iterations > 0):
         required = "a positive integer"
         raise unusable(ValueError, name, "max_iterations", required=required, got=max_iterations, fix=fix)
+    for option, value, values in (
+        ("on_failure", on_failure, ("raise", "nan")),
+        (argument, linear_solver, (None, *METHODS)),
+    ):
+        if not any(value is None if known is None else value == known for known in values):
+            required = " or ".join(["None" if known is None else f"{known!r}" for known in values])
+            raise unusable(ValueError, name, option, required=required, got=value, fix=fix)

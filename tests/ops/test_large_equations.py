@@ -1,0 +1,305 @@
+"""Equations that are solved with products alone, against closed forms in NumPy."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from support import BACKEND, array, close, compiled, numpy
+
+from multigrad import grad, jvp, op_custom_gradient
+from multigrad.ops import fixed_point, implicit_argmin, implicit_root, linear_solve
+
+RANDOM = np.random.default_rng(0)
+SIZE = 6
+GENERAL = np.eye(SIZE) * 2.0 + 0.3 * RANDOM.standard_normal((SIZE, SIZE))
+DEFINITE = GENERAL @ GENERAL.T + np.eye(SIZE)
+MATRICES = {"dense": GENERAL, "gmres": GENERAL, "bicgstab": GENERAL, "cg": DEFINITE}
+B = RANDOM.standard_normal(SIZE)
+METHODS = pytest.mark.parametrize("method", MATRICES)
+BY_PRODUCTS = pytest.mark.parametrize("method", ["gmres", "bicgstab", "cg"])
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+
+
+def matvec(x, a):
+    return ops.matmul(a, x)
+
+
+@op_custom_gradient
+def seven_fold(x):
+    """The gradient is false, so that plain automatic differentiation cannot imitate it."""
+    return x * 1.0, lambda upstream: upstream * 7.0
+
+
+# ------------------------------------------------------------------------------- linear equations
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize("method", ["gmres", "bicgstab", "cg"])
+@WRAPS
+def test_a_solution(method, wrap):
+    a = MATRICES[method]
+    solve = wrap(lambda b, a: linear_solve(matvec, b, a, solver=method))
+    close(solve(array(B), array(a)), array(np.linalg.solve(a, B)), 1e-4)
+
+
+@METHODS
+@WRAPS
+def test_the_gradient_of_a_linear_equation(method, wrap):
+    a = MATRICES[method]
+
+    def loss(a, b):
+        return ops.sum(linear_solve(matvec, seven_fold(b), a, solver=method) ** 2)
+
+    of_a, of_b = wrap(grad(loss, argnums=(0, 1)))(array(a), array(B))
+    x = np.linalg.solve(a, B)
+    w = np.linalg.solve(a.T, 2.0 * x)
+    close((of_a, of_b), (array(-np.outer(w, x)), array(7.0 * w)), 1e-3)
+
+
+@METHODS
+def test_the_second_derivative_of_a_linear_equation(method):
+    a, direction = MATRICES[method], np.arange(1.0, SIZE + 1.0)
+
+    def slope(b):
+        return ops.sum(grad(lambda b: ops.sum(linear_solve(matvec, b, array(a), solver=method) ** 2))(b) * v)
+
+    v = array(direction)
+    inverse = np.linalg.inv(a)
+    close(grad(slope)(array(B)), array(2.0 * inverse.T @ inverse @ direction), 1e-3)
+
+
+def test_forward_mode():
+    def solve(b):
+        return linear_solve(matvec, b, array(GENERAL), solver="gmres")
+
+    _, tangent = jvp(solve, (array(B),), (array(B[::-1]),))
+    close(tangent, array(np.linalg.solve(GENERAL, B[::-1])), 1e-3)
+
+
+@pytest.mark.forward
+def test_a_structure_of_tensors_and_a_rotation():
+    """The residual of a rotation by 90 degrees does not decrease in the first step."""
+    turned = linear_solve(
+        lambda x: {"a": x["b"], "b": -x["a"]}, {"a": array(1.0), "b": array(2.0)}, solver="gmres"
+    )
+    close(turned, {"a": array(-2.0), "b": array(1.0)})
+
+
+@pytest.mark.forward
+@BY_PRODUCTS
+@WRAPS
+def test_a_right_side_of_zero(method, wrap):
+    close(
+        wrap(lambda b: linear_solve(lambda x: 2.0 * x, b, solver=method))(array([0.0, 0.0])),
+        array([0.0, 0.0]),
+    )
+
+
+@pytest.mark.forward
+@BY_PRODUCTS
+def test_large_and_small_numbers(method):
+    for size in (1e-30, 1e30):
+        b = array(np.array([1.0, 2.0]) * size)
+        close(linear_solve(lambda x: 2.0 * x, b, solver=method) / size, array([0.5, 1.0]))
+
+
+class Solved(keras.layers.Layer):
+    """Solves an equation whose matrix is a weight."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.method = method
+
+    def build(self, shape):
+        self.matrix = self.add_weight(shape=(SIZE, SIZE), initializer="zeros", name="matrix")
+
+    def product(self, x):
+        return ops.matmul(self.matrix, x)
+
+    def call(self, b):
+        return linear_solve(self.product, b, solver=self.method)
+
+
+@pytest.mark.parametrize("method", ["gmres", "cg"])
+def test_a_method_of_a_layer_that_reads_a_weight(method):
+    layer = Solved(method)
+    layer.build((SIZE,))
+    a = MATRICES[method]
+    layer.matrix.assign(array(a))
+    (got,) = grad(lambda b: ops.sum(layer(b) * 7.0), variables=[layer.matrix])(array(B))
+    w, x = np.linalg.solve(a.T, np.full(SIZE, 7.0)), np.linalg.solve(a, B)
+    close(got, array(-np.outer(w, x)), 1e-3)
+
+
+# ------------------------------------------------------------------------------- roots
+
+
+def cubic(z, a):
+    return z**3 + z - a
+
+
+@BY_PRODUCTS
+@WRAPS
+def test_the_gradient_of_a_root(method, wrap):
+    def loss(a):
+        return ops.sum(implicit_root(cubic, ops.ones_like(a), seven_fold(a), linear_solver=method))
+
+    z = np.linspace(0.5, 1.5, 5)
+    close(wrap(grad(loss))(array(z**3 + z)), array(7.0 / (3.0 * z**2 + 1.0)), 1e-3)
+
+
+@pytest.mark.slow
+@BY_PRODUCTS
+def test_the_third_derivative_of_a_root(method):
+    f = grad(grad(grad(lambda a: implicit_root(cubic, 1.0, a, linear_solver=method))))
+    dense = grad(grad(grad(lambda a: implicit_root(cubic, 1.0, a))))
+    close(f(array(2.0)), dense(array(2.0)), 1e-2)
+
+
+def diffusion(z, source):
+    """A chain of 20,000 unknowns, each with its neighbors."""
+    along = 2.0 * z - ops.pad(z[1:], (0, 1)) - ops.pad(z[:-1], (1, 0))
+    return z + 0.5 * along + 0.1 * z**3 - source
+
+
+@pytest.mark.slow
+@WRAPS
+def test_a_large_equation(wrap):
+    """A dense matrix would take 1.6 GB."""
+    count = 20_000
+    z = np.sin(np.arange(count) * 0.01)
+    along = 2.0 * z - np.append(z[1:], 0.0) - np.append(0.0, z[:-1])
+    source = array(z + 0.5 * along + 0.1 * z**3)
+    value = implicit_root(diffusion, ops.zeros((count,)), source)
+    close(value, array(z), 1e-4)
+    got = numpy(wrap(grad(lambda s: ops.sum(implicit_root(diffusion, ops.zeros((count,)), s))))(source))
+    # J is symmetric, and J @ got is the upstream gradient of ones.
+    along = 2.0 * got - np.append(got[1:], 0.0) - np.append(0.0, got[:-1])
+    close(array(got + 0.5 * along + 0.3 * z**2 * got), ops.ones((count,)), 1e-3)
+
+
+# ------------------------------------------------------------------------------- minima
+
+
+X = RANDOM.standard_normal((20, 3))
+Y = RANDOM.standard_normal(20)
+
+
+def ridge(t, weights):
+    errors = ops.matmul(array(X), t) - array(Y)
+    return ops.sum(weights * errors**2) + 0.5 * ops.sum(t**2)
+
+
+def ridge_by_hand(weights):
+    matrix = X.T @ (weights[:, None] * X) + 0.5 * np.eye(3)
+    t = np.linalg.solve(matrix, X.T @ (weights * Y))
+    w = np.linalg.solve(matrix, 2.0 * t)
+    return t, -(X @ w) * (X @ t - Y)  # the gradient of sum(t**2)
+
+
+@pytest.mark.parametrize("method", [None, "gmres", "cg"])
+@WRAPS
+def test_ridge_regression_by_the_weights_of_the_data(method, wrap):
+    weights = np.linspace(0.5, 1.0, 20)
+    t, gradient = ridge_by_hand(weights)
+
+    def smallest(weights):
+        return implicit_argmin(ridge, ops.zeros(3), weights, linear_solver=method)
+
+    close(wrap(smallest)(array(weights)), array(t), 1e-3)
+    close(wrap(grad(lambda w: ops.sum(smallest(w) ** 2)))(array(weights)), array(gradient), 1e-3)
+
+
+def test_a_minimum_from_an_optimizer():
+    """Its steps are not differentiated."""
+    weights = np.linspace(0.5, 1.0, 20)
+    calls = []
+
+    def optimizer(f, t, weights):
+        calls.append(float(f(t, weights)))
+        return ridge_by_hand(numpy(weights).astype("float64"))[0]
+
+    def loss(w):
+        return ops.sum(implicit_argmin(ridge, ops.zeros(3), w, solver=optimizer) ** 2)
+
+    close(grad(loss)(array(weights)), array(ridge_by_hand(weights)[1]), 1e-3)
+    assert len(calls) == 1
+
+
+# ------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.forward
+@BY_PRODUCTS
+def test_an_equation_without_a_solution(method):
+    with pytest.raises(RuntimeError, match=r"linear_solve: x did not converge(.|\n)*residual of norm"):
+        linear_solve(lambda x: x * 0.0, array([1.0, 2.0]), solver=method)
+    nan = linear_solve(lambda x: x * 0.0, array([1.0, 2.0]), solver=method, on_failure="nan")
+    assert np.isnan(numpy(nan)).all()
+    if BACKEND in ("jax", "tensorflow"):  # the others run a solver uncompiled, and raise
+        solve = compiled(lambda b: linear_solve(lambda x: x * 0.0, b, solver=method))
+        assert np.isnan(numpy(solve(array([1.0])))).all()
+
+
+@pytest.mark.forward
+def test_the_residual_is_that_of_the_solution():
+    """Conjugate gradients for a matrix that is not symmetric: the residual of the recursion may be small."""
+    a = array(np.array([[1.0, 5.0, 0.0], [0.0, 1.0, 5.0], [0.0, 0.0, 1.0]]))
+    with pytest.raises(RuntimeError, match="did not converge"):
+        linear_solve(matvec, array([1.0, 1.0, 1.0]), a, solver="cg", max_iterations=20)
+
+
+def test_an_adjoint_without_a_solution():
+    """The equation is solved by hand, and its Jacobian at the root is singular."""
+
+    def loss(a, on_failure):
+        options = {"solver": lambda f, z, a: z * 0.0, "linear_solver": "gmres", "on_failure": on_failure}
+        return implicit_root(lambda z, a: z**3 - a, 1.0, a, **options)
+
+    with pytest.raises(
+        RuntimeError, match=r"implicit_root: w, the solution of the adjoint equation, did not"
+    ):
+        grad(loss)(array(0.0), "raise")
+    assert np.isnan(numpy(grad(loss)(array(0.0), "nan")))
+
+
+@pytest.mark.forward
+def test_a_fixed_point_that_does_not_converge():
+    def double(z):
+        return 2.0 * z
+
+    with pytest.raises(RuntimeError, match="did not converge"):
+        fixed_point(double, 1.0, max_iterations=5)
+    assert np.isnan(numpy(fixed_point(double, 1.0, max_iterations=5, on_failure="nan")))
+
+
+@pytest.mark.forward
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"solver": "lu"}, r"linear_solve: solver cannot be used(.|\n)*'gmres'"),
+        ({"on_failure": "ignore"}, r"on_failure cannot be used(.|\n)*'raise' or 'nan'"),
+        ({"max_iterations": 0}, "max_iterations cannot be used"),
+        ({"tolerance": -1.0}, "tolerance cannot be used"),
+    ],
+)
+def test_options_that_cannot_be_used(options, match):
+    with pytest.raises(ValueError, match=match):
+        linear_solve(lambda x: x, array([1.0]), **options)
+
+
+@pytest.mark.forward
+def test_arguments_that_cannot_be_used():
+    with pytest.raises(TypeError, match="linear_solve: matvec cannot be used"):
+        linear_solve(array([1.0]), array([1.0]))
+    with pytest.raises(TypeError, match="linear_solve"):
+        linear_solve(lambda x: x, array([1, 2], dtype="int32"))
+    with pytest.raises(ValueError, match="linear_solve: the result of the function has another shape"):
+        linear_solve(lambda x: x[:1], array([1.0, 2.0]))
+    with pytest.raises(TypeError, match="implicit_argmin: f cannot be used"):
+        implicit_argmin(1.0, array([1.0]))
+
+
+def test_complex_numbers_are_refused():
+    with pytest.raises(TypeError, match="linear_solver cannot be used"):
+        linear_solve(lambda x: x, ops.cast(array([1.0]), "complex64"), solver="gmres")
