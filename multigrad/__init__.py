@@ -46,7 +46,7 @@ _MODULES = {
     "vmap": "multigrad.calculus.mapping",
 }
 
-_SUBMODULES = ("layers", "ops", "testing")
+_SUBMODULES = ("callbacks", "layers", "ops", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -88,6 +88,7 @@ BACKENDS = {
     "08_guided_backprop": "torch",
     "09_black_boxes": "jax",
     "10_clipped_for_each_example": "torch",
+    "11_vanishing_gradients": "torch",
 }
 
 

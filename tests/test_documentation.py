@@ -9,6 +9,7 @@ from markdown import ROOT, Block, blocks, pages, run, run_page
 from support import slow_on
 
 import multigrad
+import multigrad.callbacks
 import multigrad.layers
 import multigrad.testing
 
@@ -61,7 +62,7 @@ def test_each_public_name_has_an_entry_in_the_api():
     entries = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
     public = {
         name
-        for module in (multigrad, multigrad.ops, multigrad.layers, multigrad.testing)
+        for module in (multigrad, multigrad.callbacks, multigrad.layers, multigrad.ops, multigrad.testing)
         for name in dir(module)
         if not name.startswith("_") and not hasattr(keras.ops, name)
         if not inspect.ismodule(getattr(module, name))

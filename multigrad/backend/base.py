@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import keras
 import numpy as np
 
+from multigrad.backend.training import Taps, Training
 from multigrad.core.errors import message
 from multigrad.core.type_sets import TypeSet
 
@@ -344,6 +345,16 @@ class Backend(abc.ABC):
             specs: the shape and dtype of each result.
             vectorized: whether the function may be called with a further leading axis.
         """
+
+    @staticmethod
+    @abc.abstractmethod
+    def training(model: Any, taps_here: Callable[[], Taps | None]) -> Training:
+        """Return the training step of a compiled model, with the taps that `taps_here` returns."""
+
+    @staticmethod
+    def trace_level() -> Hashable:
+        """Return a value that differs in a loop, branch, map or derivative, which no tensor may leave."""
+        return None
 
     @staticmethod
     def jit(

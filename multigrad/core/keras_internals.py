@@ -19,6 +19,9 @@ from multigrad.frameworks import look_up
 global_state = look_up("keras.src.backend.common.global_state")
 for _name in ("GLOBAL_STATE_TRACKER", "get_global_attribute", "set_global_attribute"):
     look_up(f"keras.src.backend.common.global_state.{_name}")
+# The mask of a tensor, which Keras (3.12 to 3.15) stores in a private way.
+get_mask = look_up("keras.src.backend.common.masking.get_keras_mask")
+set_mask = look_up("keras.src.backend.common.masking.set_keras_mask")
 # The other private names are attributes of a `keras.Variable` (3.12 to 3.15) without a public equivalent:
 # `_value`, its value outside of a `keras.StatelessScope`, and `_direct_assign`, which sets it without a
 # conversion (in `backend/jax/jit.py`). Without one of them, the first use raises an AttributeError.

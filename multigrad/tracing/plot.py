@@ -60,7 +60,7 @@ def draw_trace(
     calls: Sequence[CallRecord], steps: Sequence[StepRecord], numbers: Sequence[int] | None
 ) -> "Figure":
     """Draw the calls with these numbers, as `Trace.plot` documents."""
-    plt = _import_pyplot()
+    plt = import_pyplot("Trace.plot")
     drawn = _select(calls, numbers)
     first_steps: dict[int, StepRecord] = {}
     for step in steps:
@@ -107,13 +107,14 @@ def _text_width(texts: Sequence[str], character: float) -> float:
     return character * max([len(line) for text in texts for line in text.splitlines()], default=0)
 
 
-def _import_pyplot() -> Any:
+def import_pyplot(method: str) -> Any:
+    """Return matplotlib, an optional dependency, which `method` needs."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(
             message(
-                "Trace.plot",
+                method,
                 "plotting requires matplotlib",
                 required="matplotlib, an optional dependency",
                 got=str(error),

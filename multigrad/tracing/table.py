@@ -28,12 +28,17 @@ def format_table(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> st
     for call in calls:
         if id(call) not in calls_with_gradient:
             _add_rows(table, call, None)
+    first = diagnose(calls, steps)
+    flags = list(flag_lines(calls, steps))
+    return "\n".join([*first, *([""] if first else []), render(table), *([""] if flags else []), *flags])
+
+
+def render(table: Table) -> str:
+    """Return a table as text, without spaces at the ends of lines."""
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_jupyter=False)
     console.print(table)
-    first = diagnose(calls, steps)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    flags = list(flag_lines(calls, steps))
-    return "\n".join([*first, *([""] if first else []), *lines, *([""] if flags else []), *flags])
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def _add_rows(table: Table, call: CallRecord, step: StepRecord | None) -> None:

@@ -23,6 +23,7 @@ from multigrad.backend.jax import gradients, tensors
 from multigrad.backend.jax.apply import apply
 from multigrad.backend.jax.host_call import host_call
 from multigrad.backend.jax.jit import is_constant, jit
+from multigrad.backend.jax.training import Training
 
 
 class JaxBackend(Backend):
@@ -46,6 +47,8 @@ class JaxBackend(Backend):
     operations = staticmethod(gradients.operations)
     is_compiling = staticmethod(tensors.is_compiling)
     host_call = staticmethod(host_call)
+    training = Training
+    trace_level = staticmethod(tensors.trace_level)
     jit = staticmethod(jit)
     is_constant = staticmethod(is_constant)
     program = staticmethod(gradients.program)

@@ -204,3 +204,9 @@ def without_constants(traced: Any) -> Any:
     """
     jaxpr = traced.jaxpr
     return jaxpr.replace(consts=[]) if hasattr(jaxpr, "consts") else jaxpr
+
+
+# Compare the transformations that trace code in two places. (`jax.extend.core` from 0.9 on)
+trace_state = look_up(
+    "jax.extend.core.get_opaque_trace_state", lambda: look_up("jax.core.get_opaque_trace_state")
+)

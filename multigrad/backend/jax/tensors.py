@@ -1,7 +1,7 @@
 """The arrays of JAX: types, dtypes, values and conversions."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from multigrad.backend.base import Spec
-from multigrad.backend.jax.private import WithoutTangent, enable_x64, pcast, varying_axes
+from multigrad.backend.jax.private import WithoutTangent, enable_x64, pcast, trace_state, varying_axes
 from multigrad.core.errors import message
 from multigrad.core.type_sets import ATOMS, TypeSet
 
@@ -143,3 +143,8 @@ def varying_alike(arrays: list[Any]) -> list[Any]:
         pcast(array, tuple(everywhere - axes), to="varying")
         for array, axes in zip(arrays, varying, strict=True)
     ]
+
+
+def trace_level() -> Hashable:
+    level: Hashable = trace_state(convention="flax")
+    return level

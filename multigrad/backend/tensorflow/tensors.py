@@ -1,6 +1,6 @@
 """Properties and conversions of TensorFlow's tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import keras
@@ -89,3 +89,7 @@ def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
 
 def is_compiling() -> bool:
     return not tf.executing_eagerly()
+
+
+def trace_level() -> Hashable:
+    return id(tf.compat.v1.get_default_graph())  # alive while the caller compares

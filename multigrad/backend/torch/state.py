@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from operator import is_not
 from typing import Any
 
@@ -199,3 +199,7 @@ def fork_random_state() -> Iterator[None]:
     finally:
         with _RANDOM_STATE:
             fork.__exit__(None, None, None)
+
+
+def trace_level() -> Hashable:
+    return is_transforming()  # a training step is not in a transform

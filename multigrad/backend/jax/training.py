@@ -1,0 +1,80 @@
+"""A training step with taps on JAX.
+
+The step is a function of the state. `slots` are differentiated together with the trainable variables, and the
+statistics of outputs leave the loss together with the other state. Both are removed before `fit` sees them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import keras
+
+from multigrad.backend.training import ENTRY
+from multigrad.backend.training import Training as Base
+
+
+class Training(Base):
+    """The training step of a model with taps."""
+
+    def step(self, *args: Any) -> Any:
+        taps, (state, data) = self._taps(), args
+        if not taps.has_layers:
+            logs, state = self._step(state, data)
+            return {**logs, ENTRY: taps.gather()}, state
+        # Find the names of the taps. A new function each time, because JAX caches what it has traced.
+        jax.eval_shape(functools.partial(self._step), state, data)
+        taps.slots = [keras.ops.zeros((taps.SIZE,), "float32") for _ in taps.names]
+        logs, state = self._step(([*state[0], taps.slots], *state[1:]), data)
+        trainable, (*non_trainable, taps.outputs), *others = state
+        return {**logs, ENTRY: taps.gather()}, (trainable, non_trainable, *others)
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
+        with self._tapping():
+            logs, state = function(*args)
+        return logs.pop(ENTRY), (logs, state)
+
+    def state(self, args: Sequence[Any]) -> Any:
+        trainable, non_trainable, optimizer, _ = args[0]  # not the metrics
+        return keras.tree.map_structure(keras.ops.copy, [trainable, non_trainable, optimizer])
+
+    def with_state(self, result: Any, state: Any) -> Any:
+        logs, (_, _, _, metrics) = result
+        return logs, (*state, metrics)
+
+    def _tapped_methods(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        model, optimizer = self.model, self.model.optimizer
+        loss, apply = model.compute_loss_and_updates, optimizer.stateless_apply
+
+        def tapped_loss(values: Any, *args: Any, **kwargs: Any) -> Any:
+            taps = self._taps_here()
+            if taps is None or not taps.has_layers:
+                return loss(values, *args, **kwargs)
+            if taps.slots is None:
+                with taps.open(counting=True):
+                    return loss(values, *args, **kwargs)
+            *values, taps.slots = values
+            with taps.open():
+                total, (unscaled, y, non_trainable, metrics) = loss(values, *args, **kwargs)
+            return total, (unscaled, y, [*non_trainable, taps.outputs], metrics)
+
+        def tapped_apply(variables: Any, grads: Any, values: Any) -> Any:
+            taps = self._taps_here()
+            if taps is not None:
+                if taps.slots is not None:
+                    *grads, rows = grads
+                    *values, _ = values
+                    taps.upstream = dict(enumerate(rows))
+                with keras.StatelessScope(
+                    state_mapping=list(zip(optimizer.variables, variables, strict=True))
+                ):
+                    scale = optimizer.scale_loss(keras.ops.ones(()))
+                    names = [variable.path for variable in model.trainable_variables]
+                    taps.see(grads, names, values, scale)
+            return apply(variables, grads, values)
+
+        return [
+            (model, "compute_loss_and_updates", tapped_loss),
+            (optimizer, "stateless_apply", tapped_apply),
+        ]

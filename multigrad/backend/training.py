@@ -1,0 +1,150 @@
+"""The border for training: one step of a Keras model, with taps on its layers and weights.
+
+`Training` is for frameworks whose variables hold their values while a step runs. JAX passes the values
+through the step, and overrides what differs. The taps come from `multigrad/callbacks/taps.py`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
+
+import keras
+
+ENTRY = "multigrad_taps"
+"""The entry of a step's logs with the statistics, which the training loop never sees."""
+
+
+class Taps(Protocol):
+    """The taps in one run, or one trace, of a training step."""
+
+    SIZE: ClassVar[int]
+    """The number of statistics of a tensor, which are a vector of float32."""
+    names: list[str]
+    """The names of the tapped tensors, in the order of the calls."""
+    outputs: list[Any]
+    """The statistics of each tapped tensor."""
+    upstream: dict[int, Any]
+    """The statistics of the upstream gradient of each tapped tensor, by its index, where there is one."""
+    slots: Sequence[Any] | None
+    """Tensors whose gradients are the statistics of the upstream gradients. With None, taps store these."""
+    has_layers: bool
+    """Whether layers are tapped, and not only weights."""
+
+    def start(self) -> None:
+        """Forget all statistics."""
+
+    def open(self, counting: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which layers are tapped, or in which only their names are found."""
+
+    def close(self) -> None:
+        """End this context early."""
+
+    def see(self, gradients: Sequence[Any], names: Sequence[str], values: Sequence[Any], scale: Any) -> None:
+        """Compute the statistics of weights and of their gradients, which are `scale` times too large."""
+
+    def gather(self) -> dict[str, Any]:
+        """Return all statistics, as a structure of tensors."""
+
+
+class Training:
+    """The training step of a model with taps.
+
+    Arguments:
+        model: a compiled model.
+        taps_here: returns the taps of the step that this thread runs or traces, or None.
+    """
+
+    def __init__(self, model: Any, taps_here: Callable[[], Taps | None]) -> None:
+        self.model, self._taps_here, self._step = model, taps_here, model.train_step
+        self._methods = self._tapped_methods()
+
+    def step(self, *args: Any) -> Any:
+        """Run the model's `train_step` with taps. Its logs have one more entry, `ENTRY`."""
+        taps = self._taps()
+        with taps.open():
+            logs = self._step(*args)
+        return {**logs, ENTRY: self._over_replicas(taps.gather())}
+
+    def function(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that `fit` calls for each step, made from another `train_step`."""
+        model, plain = self.model, self.model.train_function
+        try:
+            with replaced(model, "train_step", step):
+                model.make_train_function(force=True)
+            return model.train_function
+        finally:
+            model.train_function = plain
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
+        """Call this function as `fit` does. Return the entry, and the result without it."""
+        with self._tapping():
+            logs = function(*args)
+        return logs.pop(ENTRY), logs
+
+    def state(self, args: Sequence[Any]) -> Any:
+        """Return a copy of the weights and of the optimizer's state. `args` are those of the function."""
+        return [keras.ops.copy(variable.value) for variable in self._variables()]
+
+    def with_state(self, result: Any, state: Any) -> Any:
+        """Restore this state, and return the result of a function that `fit` shall see."""
+        for variable, value in zip(self._variables(), state, strict=True):
+            variable.assign(value)
+        return result
+
+    def _variables(self) -> list[keras.Variable]:
+        return [*self.model.variables, *self.model.optimizer.variables]
+
+    def _tapped_methods(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """Return the methods with taps: their owner and name, and what replaces them while a step runs."""
+        optimizer = self.model.optimizer
+        apply, scale_loss = optimizer.apply, optimizer.scale_loss
+
+        def tapped_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+            taps, variables = self._taps_here(), trainable_variables or self.model.trainable_variables
+            if taps is not None:
+                scale = scale_loss(keras.ops.ones(()))
+                values = [variable.value for variable in variables]
+                taps.see(self._summed(grads), [variable.path for variable in variables], values, scale)
+            return apply(grads, trainable_variables)
+
+        def tapped_scale_loss(loss: Any) -> Any:
+            if (taps := self._taps_here()) is not None:
+                taps.close()  # a layer that is called from now on recomputes its output
+            return scale_loss(loss)
+
+        return [(optimizer, "apply", tapped_apply), (optimizer, "scale_loss", tapped_scale_loss)]
+
+    def _taps(self) -> Taps:
+        taps = self._taps_here()
+        assert taps is not None
+        return taps
+
+    @contextlib.contextmanager
+    def _tapping(self) -> Iterator[None]:
+        # Around the function and not in the step, which may be traced by several threads at once.
+        with contextlib.ExitStack() as stack:
+            for owner, name, method in self._methods:
+                stack.enter_context(replaced(owner, name, method))
+            yield
+
+    def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Return the gradients, summed over the replicas of the model."""
+        return gradients
+
+    def _over_replicas(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Return the entry with the statistics of layers on each replica of the model."""
+        return entry
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an instance for a while. Keras, which tracks attributes, does not see it."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)

@@ -1,0 +1,579 @@
+"""`GradientLogger` records what plain eager code computes, and `fit` trains the same weights with it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import keras
+import logged_models
+import numpy as np
+import pytest
+from keras import layers, ops
+from logged_models import BATCH, eager_tensors, targets
+from support import BACKEND, numpy, slow_on
+
+from multigrad import op_custom_gradient
+from multigrad.callbacks import GradientLogger
+from multigrad.callbacks.records import TENSORS, GradientRecord, GradientStatistics, diagnose
+from multigrad.core import keras_internals
+
+WHERE = Path(__file__).with_name("logged_on_devices.py")
+
+
+def fit(model, x, y, *callbacks, **options):
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
+    return model.fit(x, y, callbacks=list(callbacks), **options)
+
+
+def made(make, seed=3, **options):
+    """Return a case with a compiled model, whose weights are the same for each call."""
+    keras.utils.set_random_seed(seed)
+    case = make()
+    random = np.random.default_rng(0)
+    for variable in case.model.trainable_variables:
+        variable.assign(random.normal(size=variable.shape) * 0.5)
+    optimizer = options.pop("optimizer", lambda: keras.optimizers.Adam(0.05))()
+    case.model.compile(optimizer, "mse", **options)
+    return case
+
+
+def compare(statistics, wanted, tolerance):
+    finite = wanted[np.isfinite(wanted)].astype("float64")
+    assert statistics.size == wanted.size
+    np.testing.assert_allclose(statistics.norm, np.linalg.norm(finite), rtol=tolerance, atol=tolerance * 1e-2)
+    np.testing.assert_allclose(statistics.largest, abs(finite).max(), rtol=tolerance, atol=tolerance * 1e-2)
+    fractions = [(wanted == 0).mean(), np.isnan(wanted).mean(), np.isinf(wanted).mean()]
+    np.testing.assert_allclose(
+        [statistics.zeros, statistics.nans, statistics.infinities], fractions, atol=1e-6
+    )
+
+
+def same_weights(model, other, tolerance=None):
+    for variable, wanted in zip(model.variables, other.variables, strict=True):
+        if tolerance is None:
+            np.testing.assert_array_equal(numpy(variable), numpy(wanted), variable.path)
+        else:
+            np.testing.assert_allclose(numpy(variable), numpy(wanted), tolerance, tolerance, variable.path)
+
+
+def clipped():
+    return keras.optimizers.Adam(0.05, clipnorm=1e-3, gradient_accumulation_steps=2)
+
+
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=1024.0)
+
+
+NOT_ON_TORCH = pytest.mark.skipif(BACKEND == "torch", reason="Keras has no such steps on PyTorch")
+
+CASES = [
+    pytest.param("dense", {}, id="dense"),
+    pytest.param("shared", {}, id="shared", marks=pytest.mark.slow),
+    pytest.param("nested", {}, id="nested", marks=pytest.mark.slow),
+    pytest.param("batch_normalization", {}, id="batch normalization", marks=pytest.mark.slow),
+    pytest.param("half", {"optimizer": scaled}, id="float16 with a scaled loss", marks=pytest.mark.slow),
+    pytest.param("dense", {"optimizer": clipped}, id="clipped and accumulated", marks=pytest.mark.slow),
+    pytest.param("dense", {"jit_compile": True}, id="jit_compile", marks=pytest.mark.slow),
+    pytest.param("dense", {"run_eagerly": True}, id="run_eagerly", marks=pytest.mark.slow),
+    pytest.param(
+        "dense",
+        {"steps_per_execution": 2},
+        id="steps_per_execution",
+        marks=[NOT_ON_TORCH, pytest.mark.slow],
+    ),
+    pytest.param("convolution", {}, id="convolution", marks=pytest.mark.slow),
+    pytest.param("frozen", {}, id="frozen", marks=pytest.mark.slow),
+    pytest.param("words", {}, id="words", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_the_numbers_are_those_of_eager_code_and_the_weights_are_the_same(name, options):
+    """The plain model is trained up to the batch of the last record, which eager code then computes."""
+    options = {"jit_compile": BACKEND == "jax" and "run_eagerly" not in options} | options
+    count = options.get("steps_per_execution", 1)
+    plain, logged = (
+        made(getattr(logged_models, name), **options),
+        made(getattr(logged_models, name), **options),
+    )
+    x, y = logged.x[: 3 * BATCH], targets(logged.x)
+    logger = GradientLogger(every=2)
+    fit(logged.model, x, y, logger)
+    record = logger.records[-1] if count == 1 else logger.records[0]
+    start = record.step * BATCH
+    if count == 1:
+        fit(plain.model, x[:start], y[:start])
+    else:  # plain steps, because the first batch is trained on its own
+        first = made(getattr(logged_models, name), **options | {"steps_per_execution": 1})
+        fit(first.model, x[:start], y[:start])
+        for variable, value in zip(plain.model.variables, first.model.variables, strict=True):
+            variable.assign(value)
+    scale = float(numpy(plain.model.optimizer.dynamic_scale)) if name == "half" else 1.0
+    assert record.scale == scale
+    wanted = eager_tensors(plain, x[start : start + BATCH], y[start : start + BATCH], scale)
+    tolerance = 1e-2 if name == "half" else 1e-4
+    for kind in TENSORS:
+        tables = dict(getattr(record, kind))
+        assert sorted(tables) == sorted(wanted[kind]) or (name == "frozen" and kind == "upstream")
+        for path, statistics in tables.items():
+            compare(statistics, wanted[kind][path], tolerance)
+    all_gradients = np.concatenate([g.ravel() for g in wanted["gradients"].values()])
+    np.testing.assert_allclose(record.gradient_norm, np.linalg.norm(all_gradients), rtol=tolerance)
+    if count == 1:
+        fit(plain.model, x[start:], y[start:])
+    else:
+        plain = made(getattr(logged_models, name), **options)
+        fit(plain.model, x, y)
+    # On PyTorch, a recorded step of a compiled model runs uncompiled.
+    is_rounded = BACKEND == "torch" and options["jit_compile"]
+    same_weights(logged.model, plain.model, 1e-5 if is_rounded else None)
+
+
+# On JAX, eager code compiles each operation, which takes longer than one step.
+MODE = {"run_eagerly": BACKEND != "jax", "jit_compile": BACKEND == "jax"}
+QUICK = MODE | {"optimizer": lambda: keras.optimizers.SGD(0.05)}
+
+
+class Reader(keras.callbacks.Callback):
+    """Store the logs of batches and epochs, as TensorBoard does."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches, self.epochs = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(dict(logs))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(dict(logs))
+
+
+def test_the_logs_have_two_more_entries():
+    case, reader, logger = made(logged_models.dense, **QUICK), Reader(), GradientLogger(every=2)
+    history = fit(case.model, case.x, targets(case.x), logger, reader, epochs=2)
+    few = {"gradient_norm", "gradient_not_finite"}
+    assert [few <= set(logs) for logs in reader.batches] == [True, False, True, False, True, False]
+    assert all(set(logs) - few == {"loss"} for logs in [*reader.batches, *reader.epochs])
+    norms = [record.gradient_norm for record in logger.records]
+    assert [record.step for record in logger.records] == [0, 2, 4]
+    assert [logs["gradient_norm"] for logs in reader.batches[::2]] == norms
+    assert history.history["gradient_norm"] == norms[1:]
+    assert history.history["gradient_not_finite"] == [0.0, 0.0]
+
+
+def test_other_callbacks_work_beside_it(tmp_path):
+    case, logger = made(logged_models.dense, **QUICK), GradientLogger(every=1)
+    path = str(tmp_path / "{epoch}.weights.h5")
+    others = [
+        keras.callbacks.ModelCheckpoint(
+            path, save_weights_only=True, save_best_only=True, monitor="gradient_norm", mode="min"
+        ),
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.EarlyStopping(monitor="gradient_not_finite", mode="max", patience=1),
+    ]
+    if importlib.util.find_spec("tensorboard"):
+        others.append(keras.callbacks.TensorBoard(str(tmp_path / "logs"), update_freq=1))
+    history = fit(case.model, case.x, targets(case.x), logger, *others, epochs=5)
+    assert len(history.epoch) == 2  # stopped early, because the entry does not increase
+    assert (tmp_path / "1.weights.h5").exists()
+    assert len(logger.records) == 6
+
+
+def test_terminate_on_nan_still_terminates():
+    case, logger = made(logged_models.dense, **QUICK), GradientLogger(every=1)
+    x = case.x.copy()
+    x[BATCH] = np.nan
+    fit(case.model, x, targets(case.x), logger, keras.callbacks.TerminateOnNaN())
+    assert [record.outputs["last"].nans > 0 for record in logger.records] == [False, True]
+
+
+class Counting(layers.Layer):
+    """A layer that counts how often its code runs, which is once per trace of a compiled step."""
+
+    runs = 0
+
+    def call(self, x):
+        type(self).runs += 1
+        return x * 1.0
+
+
+@slow_on("jax", "tensorflow")
+def test_a_second_fit_compiles_nothing():
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, layers.Dense(1)(Counting()(inputs)))
+    model.compile("sgd", "mse")
+    logger, x = GradientLogger(every=2), np.ones((3 * BATCH, 2), "float32")
+    fit(model, x, targets(x), logger)
+    before, function = Counting.runs, model.train_function
+    fit(model, x, targets(x), logger)
+    uncompiled = 3 if BACKEND == "torch" else 0
+    assert Counting.runs == before + uncompiled
+    assert model.train_function is function
+    assert [record.step for record in logger.records] == [0, 2, 4]
+    model.compile("sgd", "mse")
+    fit(model, x, targets(x), logger)
+    assert Counting.runs > before + uncompiled
+
+
+class Failing(layers.Layer):
+    """A layer that raises in training when it is told to."""
+
+    fails = False
+
+    def call(self, x):
+        if type(self).fails:
+            raise RuntimeError("the layer fails")
+        return x * 1.0
+
+
+class Raising(keras.callbacks.Callback):
+    """A callback that raises between `on_train_batch_begin` of the logger and the step."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        raise RuntimeError("the callback fails")
+
+
+def attributes_of(model):
+    names = ("train_step", "compute_loss_and_updates")
+    found = [name for name in names if name in vars(model)]
+    found += [name for name in ("apply", "stateless_apply", "scale_loss") if name in vars(model.optimizer)]
+    return keras.Operation.__call__, found
+
+
+@pytest.mark.parametrize("where", ["layer", "callback", "data"])
+def test_nothing_stays_patched_after_an_error(where):
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, layers.Dense(1)(Failing()(inputs)))
+    model.compile("sgd", "mse", **MODE)
+    x = np.ones((BATCH, 2), "float32")
+    fit(model, x, targets(x))  # builds everything, so that the error is that of a step
+    before = attributes_of(model)
+    logger = GradientLogger(every=1)
+    Failing.fails = where == "layer"
+    others = [Raising()] if where == "callback" else []
+
+    def batches():
+        for _ in range(4):  # Keras reads some ahead
+            yield x, targets(x)
+        raise RuntimeError("the data fails")
+
+    options = {"callbacks": [logger, *others], "shuffle": False, "verbose": 0}
+    data = (batches(),) if where == "data" else (x, targets(x))
+    try:
+        with pytest.raises(Exception, match=f"the {where} fails"):
+            model.fit(*data, **options)
+    finally:
+        Failing.fails = False
+    assert attributes_of(model) == before
+    assert bool(logger.records) == (where == "data")
+    if where != "callback":  # on JAX, Keras loses the state of a model whose step raises
+        return
+    # After an error in another callback, the next step puts the model's function back.
+    fit(model, x, targets(x), GradientLogger(every=5))
+    function = model.train_function
+    fit(model, x, targets(x))
+    assert model.train_function is function
+    assert not isinstance(getattr(function, "__self__", None), GradientLogger)
+
+
+@op_custom_gradient
+def nan_forward(x):
+    """Return NaN for numbers above 100."""
+    return ops.where(x > 100.0, x * np.nan, x), lambda upstream: upstream
+
+
+@op_custom_gradient
+def nan_backward(x):
+    """Return `x`. The gradient of numbers above 100 is NaN."""
+    return x, lambda upstream: ops.where(x > 100.0, upstream * np.nan, upstream)
+
+
+def unstable(first, second):
+    chain = [
+        layers.Activation(first, name="one"),
+        layers.Dense(2, name="two"),
+        layers.BatchNormalization(name="norm"),
+    ]
+    chain += [layers.Activation(second, name="three"), layers.Dense(1, name="four")]
+    return logged_models._chain(*chain, x=np.ones((3 * BATCH, 2), "float32"))
+
+
+NAN_CASES = [
+    pytest.param(
+        (nan_forward, None), "Step 1, forward: NaN first appears in the output of one.", id="forward"
+    ),
+    pytest.param(
+        (None, nan_backward),
+        "Step 1, backward: NaN first appears in the upstream gradient at the output of norm, in the "
+        "derivative of three or of an operation between both.",
+        id="backward",
+    ),
+]
+
+
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize(("activations", "line"), NAN_CASES)
+def test_nan_stops_training_and_is_located(activations, line, restore, capsys):
+    case = made(lambda: unstable(*activations), **QUICK)
+    if activations[1]:
+        case.model.get_layer("norm").gamma.assign([1e4, 1e4])
+    x = case.x.copy()
+    x[0, 0] = 2.0
+    x[BATCH : 2 * BATCH] *= np.arange(2 * BATCH).reshape(BATCH, 2)
+    x[BATCH, 0] = 1e4
+    if activations[1]:
+        x[:BATCH] = 1.0  # no variance, so the output of the normalization is zero
+    plain = made(lambda: unstable(*activations), **QUICK)
+    if activations[1]:
+        plain.model.get_layer("norm").gamma.assign([1e4, 1e4])
+    fit(plain.model, x[:BATCH], targets(case.x)[:BATCH])
+    logger = GradientLogger(every=1, stop_on_nan=True, restore_weights=restore)
+    fit(case.model, x, targets(case.x), logger)
+    assert logger.diagnosis == line
+    assert capsys.readouterr().out == f"GradientLogger stops training. {line}\n"
+    assert [record.step for record in logger.records] == [0, 1]
+    if restore:
+        same_weights(case.model, plain.model)
+    else:
+        assert any(np.isnan(numpy(variable)).any() for variable in case.model.variables)
+
+
+def test_the_first_nan_of_a_record():
+    good = GradientStatistics(1.0, 1.0, 0.0, 0.0, 0.0, 4)
+    nan, inf = replace(good, nans=0.5), replace(good, infinities=0.5)
+    names = ("in", "block/a", "block/b", "block", "out")
+    layer, weights = dict.fromkeys(names, good), {"w": good}
+
+    def line(outputs=(), upstream=(), before=good, gradient=good, handled=False, scale=1.0):
+        tables = layer | dict.fromkeys(outputs, inf), layer | dict.fromkeys(upstream, nan)
+        record = GradientRecord(7, scale, *tables, {"w": before}, weights | {"w": gradient})
+        return diagnose(record, handled)
+
+    assert line() is None
+    assert line(outputs=names, before=nan) == "Step 7: NaN is in the weight w before the step."
+    forward = "Step 7, forward: Inf first appears in the output of block/b."
+    assert line(outputs=names[2:], upstream=names) == forward
+    first = "Step 7, backward: NaN first appears in the upstream gradient at the output of"
+    between = "or of an operation between both."
+    assert line(upstream=names) == f"{first} out, in the derivative of the loss."
+    assert line(upstream=names[:-1]) == f"{first} block, in the derivative of out {between}"
+    assert line(upstream=names[:2]) == f"{first} block/a, in the derivative of block/b {between}"
+    assert line(gradient=nan) == "Step 7, backward: NaN first appears in the gradient of the weight w."
+    assert line(upstream=names, gradient=nan, handled=True, scale=2.0) is None
+    assert line(outputs=names, handled=True, scale=2.0) is not None
+    assert line(upstream=names, handled=True) is not None
+
+
+def test_weights_that_are_nan_already_are_restored_from_an_earlier_step():
+    case = made(lambda: unstable(nan_forward, None), **QUICK)
+    start = [numpy(variable).copy() for variable in case.model.variables]
+    x = case.x.copy()
+    x[BATCH] = 1e4
+    logger = GradientLogger(every=2, stop_on_nan=True, restore_weights=True)
+    fit(case.model, x, targets(case.x), logger)
+    assert logger.diagnosis == "Step 2: NaN is in the weight two/kernel before the step."
+    for variable, wanted in zip(case.model.variables, start, strict=True):
+        np.testing.assert_array_equal(numpy(variable), wanted)
+
+
+def test_an_overflow_of_a_scaled_loss_does_not_stop_training():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=1e38)
+    case = made(logged_models.half, **QUICK | {"optimizer": lambda: optimizer})
+    logger = GradientLogger(every=1, stop_on_nan=True)
+    fit(case.model, case.x, targets(case.x), logger)
+    assert len(logger.records) == 3
+    assert logger.records[0].gradient_not_finite == 1.0
+    assert logger.diagnosis is None
+
+
+class OwnStep(keras.Model):
+    """A model with its own `train_step`, which doubles the loss."""
+
+    def train_step(self, *args):
+        if BACKEND == "jax":
+            return self._jax_step(*args)
+        (x, y), loss = args[0], lambda: 2.0 * ops.mean(ops.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                value = loss()
+            gradients = tape.gradient(value, variables)
+        else:
+            self.zero_grad()
+            value = loss()
+            value.backward()
+            gradients = [variable.value.grad for variable in variables]
+        self.optimizer.apply(gradients, variables)
+        return {"loss": value}
+
+    def _jax_step(self, state, data):
+        import jax
+
+        trainable, non_trainable, optimizer, metrics = state
+
+        def loss(values):
+            return 2.0 * ops.mean(
+                ops.square(self.stateless_call(values, non_trainable, data[0])[0] - data[1])
+            )
+
+        value, gradients = jax.value_and_grad(loss)(trainable)
+        trainable, optimizer = self.optimizer.stateless_apply(optimizer, gradients, trainable)
+        return {"loss": value}, (trainable, non_trainable, optimizer, metrics)
+
+
+def test_a_custom_train_step_records_weights_alone():
+    def own():
+        case = logged_models.dense()
+        model = OwnStep(case.model.input, case.model.output)
+        return case._replace(model=model)
+
+    case, plain = made(own, **QUICK), made(own, **QUICK)
+    x, y = case.x[:BATCH], targets(case.x)[:BATCH]
+    wanted = eager_tensors(plain, x, y, 2.0)  # divided by this scale
+    logger = GradientLogger(every=1)
+    fit(case.model, x, y, logger)
+    fit(plain.model, x, y)
+    (record,) = logger.records
+    assert (record.outputs, record.upstream) == ({}, {})
+    for path, statistics in record.gradients.items():
+        compare(statistics, 2.0 * wanted["gradients"][path], 1e-4)
+    same_weights(case.model, plain.model)
+    assert "output of" not in logger.table()
+
+
+class Mapped(layers.Layer):
+    """A layer that calls its inner layer for each row."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.inner = layers.Dense(2, name="inner")
+
+    def build(self, shape):
+        self.inner.build((None, shape[-1]))
+        super().build(shape)
+
+    def call(self, x):
+        return ops.vectorized_map(lambda row: self.inner(row[None])[0], x)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: Mapped(name="outer"), "outer"),
+        pytest.param(
+            lambda: layers.RNN(layers.SimpleRNNCell(2), name="rnn"), "rnn", marks=slow_on("tensorflow")
+        ),
+        (lambda: layers.TimeDistributed(layers.Dense(2), name="times"), "times"),
+    ],
+)
+def test_inner_layers_of_loops_and_maps_are_skipped(make, name):
+    keras.utils.set_random_seed(0)
+    shape = (2,) if name == "outer" else (3, 2)
+    inputs = keras.Input(shape)
+    model = keras.Model(inputs, layers.Dense(1, name="last")(make()(inputs)))
+    model.compile("sgd", "mse", **MODE)
+    logger, x = GradientLogger(every=1), np.ones((BATCH, *shape), "float32")
+    model.fit(x, np.ones((BATCH, *model.output_shape[1:]), "float32"), callbacks=[logger], verbose=0)
+    assert list(logger.records[0].outputs) == list(logger.records[0].upstream) == [name, "last"]
+    assert all(statistics.norm for statistics in logger.records[0].gradients.values())
+
+
+class Masking(layers.Layer):
+    """A layer that sets the mask of its output in its own code."""
+
+    def call(self, x):
+        y = x * 1.0
+        keras_internals.set_mask(y, ops.arange(3)[None] + ops.zeros((BATCH, 1), "int32") < 1)
+        return y
+
+
+def test_a_mask_that_a_layer_sets_itself_stays():
+    def make():
+        chain = [layers.Dense(2, name="first"), Masking(name="mask"), layers.LSTM(2, name="memory")]
+        x = np.ones((3 * BATCH, 3, 2), "float32")
+        return logged_models._chain(*chain, layers.Dense(1, name="last"), x=x)
+
+    case, plain = made(make, **QUICK), made(make, **QUICK)
+    x, y = case.x[:BATCH], targets(case.x)[:BATCH]
+    fit(case.model, x, y, GradientLogger(every=1))
+    fit(plain.model, x, y)
+    same_weights(case.model, plain.model)
+
+
+@pytest.mark.parametrize("values", [[3e30, -4e30], [3e-30, -4e-30], [0.0, 0.0], [np.inf, -3.0, np.nan, 4.0]])
+def test_statistics_of_extreme_numbers(values):
+    from multigrad.callbacks.taps import statistics
+
+    x = np.array(values, "float32")
+    finite = x[np.isfinite(x)].astype("float64")
+    counts = [(x == 0).sum(), np.isnan(x).sum(), np.isinf(x).sum(), len(x)]
+    wanted = [np.linalg.norm(finite), abs(finite).max(), *counts]
+    np.testing.assert_allclose(numpy(statistics(ops.convert_to_tensor(x))), wanted, rtol=1e-6)
+
+
+def test_the_table_and_the_heat_map():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    case, logger = made(logged_models.dense, **QUICK), GradientLogger(every=2)
+    fit(case.model, case.x, targets(case.x), logger)
+    lines = logger.table().splitlines()
+    assert lines[0] == "step 2"
+    assert [line.split()[0] for line in lines if line.startswith(("first", "last"))] == [
+        "first", "last", "first/kernel", "first/bias", "last/kernel", "last/bias",
+    ]  # fmt: skip
+    norm = logger.records[0].upstream["first"].norm
+    assert f"{norm:.4g}" in logger.table(step=0).splitlines()[3].split()
+    axes = logger.plot().axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "last"]
+    np.testing.assert_allclose(axes.images[0].get_array()[0, 0], np.log10(norm), rtol=1e-6)
+    assert len(logger.plot(of="gradients", statistic="zeros").axes[0].get_yticklabels()) == 4
+
+
+@pytest.mark.forward
+def test_bad_arguments():
+    for every in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match="GradientLogger: every cannot be used"):
+            GradientLogger(every=every)
+    with pytest.raises(ValueError, match=r"restore_weights cannot be used(.|\n)*stop_on_nan=True"):
+        GradientLogger(restore_weights=True)
+    logger = GradientLogger()
+    with pytest.raises(ValueError, match=r"no record of this step(.|\n)*pass the logger to `fit` first"):
+        logger.table()
+    with pytest.raises(ValueError, match="nothing to draw"):
+        logger.plot()
+    with pytest.raises(ValueError, match="of is not known"):
+        logger.plot(of="x")
+    with pytest.raises(ValueError, match="statistic is not known"):
+        logger.plot(statistic="x")
+
+
+def test_models_that_cannot_be_recorded(monkeypatch):
+    case = made(logged_models.dense, **QUICK)
+    x, y = case.x[:BATCH], targets(case.x)[:BATCH]
+    logger = GradientLogger()
+    logger.set_model(logged_models.dense().model)
+    with pytest.raises(ValueError, match="the model is not compiled"):
+        logger.on_train_begin()
+    with pytest.raises(ValueError, match="a logger records one model"):
+        fit(case.model, x, y, logger)
+    with pytest.raises(ValueError, match="two loggers record the same step"):
+        fit(case.model, x, y, GradientLogger(), GradientLogger())
+    fit(case.model, x, y)
+    monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
+    with pytest.raises(ValueError, match="models of Flax NNX cannot be recorded"):
+        fit(case.model, x, y, GradientLogger())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras distributes no models on PyTorch")
+def test_two_devices_give_the_numbers_of_one():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run(
+        [sys.executable, WHERE], check=False, capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.stdout.endswith("the same on two devices\n"), done.stdout + done.stderr
