@@ -1,20 +1,22 @@
 """Compare plain Keras code with `multigrad.ops.linear_cross_entropy` for a large vocabulary.
 
-    python -m benchmarks.large_vocabulary --json numbers.json
+    KERAS_BACKEND=jax python -m benchmarks.large_vocabulary --json numbers.json
 
-The function is a linear layer and its cross entropy. Two variants use `linear_cross_entropy`, which computes
-in chunks: "one loss" reduces the loss in the op, which then computes the gradients in the forward pass where
-possible; "by token" takes the mean of a loss per token. On PyTorch, "native" is
-`torch.nn.functional.linear_cross_entropy`.
+The function is a linear layer and its mean cross entropy. "one loss" reduces the loss in the op, which
+computes the gradients in the forward pass; "by token" takes the mean of a loss per token. On PyTorch,
+"native" is `torch.nn.functional.linear_cross_entropy`.
 
-Each variant computes the mean loss and its gradients with respect to features and kernel: in eager code,
-compiled, and on TensorFlow compiled by XLA, as in `fit`. It runs in new processes, in alternation with the
-other variants, so that disturbances of the machine affect all of them.
+Each variant computes the loss and its gradients with respect to features and kernel, or with `--second` the
+gradients of the sum of their squares. All variants run in one process, in alternation, so that disturbances
+of the machine affect all of them. The first step of each variant includes compilation and is ignored.
 
-The peak memory is the maximum during a step minus the memory before it. It includes the gradients and all
-intermediate results. Freed memory does not count: when memory is measured, the C library returns large blocks
-to the system immediately (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow runs without oneDNN, which keeps blocks
-(`TF_ENABLE_ONEDNN_OPTS`). The first step includes compilation and is ignored.
+The peak memory is the maximum during a step minus the memory before it, with the results. On a GPU it is
+PyTorch's maximum. On the CPU it is the resident memory of a second process, in which freed memory does not
+count: the C library returns large blocks to the system immediately (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow
+runs without oneDNN, which keeps blocks (`TF_ENABLE_ONEDNN_OPTS`). These settings cost time.
+
+The last column counts the operations that PyTorch launches, or the bytes of XLA's cost analysis for JAX. They
+do not depend on the machine. XLA counts the body of a loop once.
 """
 
 import argparse
@@ -25,7 +27,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,7 @@ from keras import ops
 from rich.console import Console
 from rich.table import Table
 
-from multigrad import backend, value_and_grad
+from multigrad import backend, grad, value_and_grad
 from multigrad.ops import linear_cross_entropy
 
 from .native import active as native
@@ -50,7 +51,7 @@ MEGABYTE = 1e6
 
 
 def plain(features: Any, kernel: Any, labels: Any) -> Any:
-    logits = ops.matmul(features, kernel)
+    logits = ops.cast(ops.matmul(features, kernel), "float32")
     return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
 
 
@@ -62,60 +63,60 @@ def by_token(features: Any, kernel: Any, labels: Any) -> Any:
     return ops.mean(linear_cross_entropy(features, kernel, labels))
 
 
-def inputs(shape: list[int]) -> tuple[Any, Any, Any]:
+def inputs(shape: list[int], dtype: str) -> tuple[Any, Any, Any]:
     """Return random features, labels, and a kernel scaled so that the logits are of order one."""
     tokens, width, classes = shape
     random = np.random.default_rng(0)
     features = random.standard_normal((tokens, width), dtype="float32")
     kernel = random.standard_normal((width, classes), dtype="float32") / np.float32(width**0.5)
     labels = random.integers(0, classes, tokens).astype("int32")
-    return tuple(map(ops.convert_to_tensor, (features, kernel, labels)))
+    return ops.cast(features, dtype), ops.cast(kernel, dtype), ops.convert_to_tensor(labels)
 
 
-def make_step(variant: str, mode: str, shape: list[int]) -> Callable[[], list[Any]]:
-    """Return a function that computes the loss and both gradients, and waits for them."""
-    features, kernel, labels = inputs(shape)
+def make_run(variant: str, mode: str, tensors: Any, second: bool) -> tuple[Callable[..., Any], Any]:
+    """Return a function that computes the loss and both gradients, and its arguments."""
+    features, kernel, labels = tensors
     if variant == "native":
         kernel, loss = native.rows_for_classes(kernel), native.linear_cross_entropy
     else:
         loss = {"plain": plain, "one loss": one_loss, "by token": by_token}[variant]
 
     def loss_and_gradients(features: Any, labels: Any, kernel: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            return loss(x, w, labels)
+
+        def steepness(x: Any, w: Any) -> Any:
+            squares = [ops.sum(ops.square(ops.cast(g, "float32"))) for g in grad(f, argnums=(0, 1))(x, w)]
+            return squares[0] + squares[1]
+
         # No `keras.tree`: on PyTorch (2.13) it keeps flattened tensors alive until a garbage collection.
-        value, gradients = value_and_grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(features, kernel)
+        value, gradients = value_and_grad(steepness if second else f, argnums=(0, 1))(features, kernel)
         return [value, *gradients]
 
     arguments = features, labels, kernel
-    run = loss_and_gradients
     if mode == "compiled":
-        run = backend.active.compiled(loss_and_gradients)
-    elif mode == "xla":
-        run = native.by_xla(loss_and_gradients, arguments[:2], arguments[2:])
-
-    def step() -> list[Any]:
-        results = run(*arguments)
-        for tensor in results:
-            getattr(tensor, "block_until_ready", lambda: None)()
-        float(results[0])
-        return results
-
-    return step
+        return backend.active.compiled(loss_and_gradients), arguments
+    if mode == "xla":
+        return native.by_xla(loss_and_gradients, arguments[:2], arguments[2:]), arguments
+    return loss_and_gradients, arguments
 
 
-def measure(variant: str, mode: str, shape: list[int], steps: int, out: Path) -> None:
-    """Run steps in this process, and write their times, their peak memory and the last results to a file."""
-    step = make_step(variant, mode, shape)
-    times, peaks = [], []
-    for remaining in reversed(range(steps)):
+class Memory:
+    """The peak memory of a step, of the process or of PyTorch's GPU."""
+
+    def __enter__(self) -> "Memory":
         gc.collect()
-        before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-        wall, processor = time.perf_counter(), time.process_time()
-        results = step()
-        times.append((time.perf_counter() - wall, time.process_time() - processor))
-        peaks.append(_resident("VmHWM") - before)
-        results = results if remaining == 0 else None  # free the memory before the next step
-    np.savez(out, *map(ops.convert_to_numpy, results), times=times, peaks=peaks)
+        self.gpu = native.gpu_memory() if hasattr(native, "gpu_memory") else None
+        if self.gpu is None:
+            self.before = _resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+        else:
+            self.before = self.gpu.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        after = _resident("VmHWM") if self.gpu is None else self.gpu.peak()
+        self.peak = after - self.before
 
 
 def _resident(name: str) -> int:
@@ -124,91 +125,115 @@ def _resident(name: str) -> int:
     return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", status)[1])
 
 
-def run_in_process(variant: str, mode: str, shape: list[int], steps: int, for_memory: bool) -> dict[str, Any]:
-    """Run `measure` in a new process, and return the contents of its file."""
-    return_blocks = {"MALLOC_MMAP_THRESHOLD_": "65536", "TF_ENABLE_ONEDNN_OPTS": "0"}
-    environment = os.environ | (return_blocks if for_memory else {})
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "results.npz"
-        options = ["--variant", variant, "--mode", mode, "--steps", str(steps), "--out", str(out)]
-        command = [sys.executable, "-m", "benchmarks.large_vocabulary", *options, "--shape", *map(str, shape)]
-        subprocess.run(command, env=environment, check=True)
-        with np.load(out) as results:
-            return dict(results)
-
-
-def compare(mode: str, shape: list[int], rounds: int) -> dict[str, Any]:
-    """Run the variants in alternation. Return their median times, peak memory and errors."""
-    times: dict[str, list[Any]] = {variant: [] for variant in VARIANTS}
-    first = {variant: run_in_process(variant, mode, shape, 3, for_memory=True) for variant in VARIANTS}
-    for _ in range(rounds):
-        for variant in VARIANTS:
-            measured = run_in_process(variant, mode, shape, 3, for_memory=False)
-            times[variant] += measured["times"][1:].tolist()
-    return {
-        "backend": keras.backend.backend(),
-        "mode": mode,
-        "shape": shape,
-        **{
-            variant: {
-                "seconds": statistics.median([wall for wall, _ in times[variant]]),
-                "processor_seconds": statistics.median([processor for _, processor in times[variant]]),
-                "peak_megabytes": float(first[variant]["peaks"][1:].max()) / MEGABYTE,
-                "error": _errors(first["plain"], first[variant], transposed=variant == "native"),
-            }
-            for variant in VARIANTS
-        },
+def compare(
+    mode: str, shape: list[int], dtype: str, rounds: int, second: bool, with_counts: bool
+) -> dict[str, Any]:
+    """Run the variants in alternation. Return their times, peak memory and errors."""
+    tensors = inputs(shape, dtype)
+    runs = {
+        name: make_run(name, mode, tensors, second) for name in VARIANTS if not (second and name == "native")
     }
+    times: dict[str, list[float]] = {variant: [] for variant in runs}
+    peaks: dict[str, list[float]] = {variant: [] for variant in runs}
+    sizes: dict[str, list[float]] = {}
+    for index in range(rounds + 1):
+        for variant, (run, arguments) in runs.items():
+            with Memory() as memory:
+                start = time.perf_counter()
+                results = run(*arguments)
+                for tensor in results:
+                    getattr(tensor, "block_until_ready", lambda: None)()
+                float(results[0])
+                taken = time.perf_counter() - start
+            if index == 0:  # the norms, because the results of all variants would take too much memory
+                sizes[variant] = [
+                    float(ops.sqrt(ops.sum(ops.square(ops.cast(r, "float32"))))) for r in results
+                ]
+            else:
+                times[variant].append(taken)
+                peaks[variant].append(memory.peak / MEGABYTE)
+            del results
+    found = {
+        variant: {
+            "seconds": min(times[variant]),
+            "median_seconds": statistics.median(times[variant]),
+            "peak_megabytes": statistics.median(peaks[variant]),
+            "error": max(abs(a / b - 1.0) for a, b in zip(sizes[variant], sizes["plain"], strict=True)),
+            "count": _count(variant, *runs[variant]) if with_counts else "",
+        }
+        for variant in runs
+    }
+    facts = {"backend": keras.backend.backend(), "mode": mode, "dtype": dtype, "second": second}
+    return {**facts, "shape": shape, "variants": found}
 
 
-def _errors(required: dict[str, Any], got: dict[str, Any], transposed: bool) -> dict[str, float]:
-    """Return the largest error of the loss and of each gradient, relative to the largest element.
-
-    The native kernel is `transposed`.
-    """
-
-    def error(name: str, turned: bool) -> float:
-        a, b = required[name], got[name]
-        return float(np.max(np.abs(a - (b.T if turned else b))) / np.max(np.abs(a)))
-
-    names = ("loss", "features", "kernel")
-    return {name: error(f"arr_{i}", transposed and name == "kernel") for i, name in enumerate(names)}
+def _count(variant: str, run: Callable[..., Any], arguments: Any) -> str:
+    """Return the number of launched operations on PyTorch, and the bytes of the program on JAX."""
+    if hasattr(native, "launches"):
+        return f"{native.launches(lambda: run(*arguments))} operations"
+    if hasattr(run, "lower"):
+        cost = run.lower(*arguments).compile().cost_analysis()
+        return f"{cost['bytes accessed'] / 1e9:.1f} GB, {cost['flops'] / 1e9:.0f} Gflop in the program"
+    return ""
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
     table = Table(title="loss and gradients of a linear layer with cross entropy")
-    for column in ("backend", "mode", "variant", "time", "processor time", "peak memory", "largest error"):
+    for column in ("backend", "mode", "variant", "time", "ratio", "peak memory", "ratio", "error", "count"):
         table.add_column(column)
     for result in results:
-        for variant in VARIANTS:
-            got = result[variant]
+        base = result["variants"]["plain"]
+        for variant, got in result["variants"].items():
             table.add_row(
                 result["backend"],
-                result["mode"],
+                f"{result['mode']}, {result['dtype']}" + (", second" if result["second"] else ""),
                 variant,
                 f"{got['seconds']:.2f} s",
-                f"{got['processor_seconds']:.2f} s",
+                f"{got['seconds'] / base['seconds']:.2f}",
                 f"{got['peak_megabytes']:.0f} MB",
-                "" if variant == "plain" else f"{max(got['error'].values()):.1e}",
+                f"{got['peak_megabytes'] / base['peak_megabytes']:.2f}",
+                "" if variant == "plain" else f"{got['error']:.1e}",
+                got["count"],
             )
-    Console().print(table)
+    Console(width=150).print(table)
+
+
+def _peaks_in_new_process() -> list[dict[str, float]]:
+    """Return the peaks of each mode, measured in a process whose C library keeps no freed memory."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "TF_ENABLE_ONEDNN_OPTS": "0"}
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.large_vocabulary",
+        *sys.argv[1:],
+        "--rounds",
+        "1",
+        "--memory",
+    ]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", type=int, nargs=3, default=[4096, 512, 32768])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shape", type=int, nargs=3, default=[2048, 512, 16384])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--second", action="store_true", help="measure a second derivative")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory", action="store_true", help="print only the peak memory, in this process")
     parser.add_argument("--mode", choices=MODES)
-    parser.add_argument("--variant", choices=VARIANTS, help="measure only this variant, in this process")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.variant:
-        measure(options.variant, options.mode, options.shape, options.steps, options.out)
-        return
     modes = (options.mode,) if options.mode else MODES
-    results = [compare(mode, options.shape, options.rounds) for mode in modes]
+    settings = options.shape, options.dtype, options.rounds, options.second
+    results = [compare(mode, *settings, with_counts=not options.memory) for mode in modes]
+    if options.memory:
+        print(json.dumps([{v: got["peak_megabytes"] for v, got in r["variants"].items()} for r in results]))
+        return
+    if not (hasattr(native, "gpu_memory") and native.gpu_memory()):
+        for result, peaks in zip(results, _peaks_in_new_process(), strict=True):
+            for variant, peak in peaks.items():
+                result["variants"][variant]["peak_megabytes"] = peak
     print_table(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -174,6 +174,10 @@ ROWS = {
         lambda x, u: u,
     ),
     "Spike": Row(layers.Spike(0.5), lambda x: x > 0.5, lambda x, u: u / (1.0 + 10.0 * abs(x - 0.5)) ** 2),
+    "LinearCrossEntropy": Row(
+        layers.LinearCrossEntropy(3, kernel_initializer=keras.initializers.Constant(KERNEL[:, :3])),
+        lambda x: x @ KERNEL[:, :3],
+    ),
     "FixedPoint": Row(layers.FixedPoint(Half(), shape=(3,)), lambda x: 2.0 * x / 3.0),
 }
 HALVES = {"float16": 1e-2, "bfloat16": 3e-2}

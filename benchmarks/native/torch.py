@@ -97,3 +97,28 @@ def linear_cross_entropy(features: torch.Tensor, kernel: torch.Tensor, labels: t
 def rows_for_classes(kernel: torch.Tensor) -> torch.Tensor:
     """Return a kernel in the layout of PyTorch, with one row per class."""
     return kernel.T.contiguous()
+
+
+def launches(step: Callable[[], Any]) -> int:
+    """Return the number of operations that PyTorch launches in a step, without views and allocations."""
+    free = ("aten::as_strided", "aten::empty", "aten::view", "aten::transpose", "aten::slice", "aten::select")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    names = [event.name for event in profile.events() if event.name.startswith("aten::")]
+    return sum(not name.startswith(free) for name in names)
+
+
+class _GpuMemory:
+    def start(self) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+
+def gpu_memory() -> _GpuMemory | None:
+    """Return the memory of the GPU, None without a GPU."""
+    return _GpuMemory() if torch.cuda.is_available() else None

@@ -12,7 +12,6 @@ types below.
 
 import abc
 import contextlib
-import functools
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -302,24 +301,11 @@ class Backend(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def may_record() -> bool:
-        """Return whether this code may be differentiated with respect to tensors from outside it."""
+    def may_record(tensors: Sequence[Any] | None = None) -> bool:
+        """Return whether this code may be differentiated with respect to tensors from outside it.
 
-    @staticmethod
-    @abc.abstractmethod
-    def needs_plain_rule() -> bool:
-        """Return whether a rule that runs here must not call ops, because the rule is differentiated.
-
-        The framework may copy the recorded operations of a rule without the rules of ops in it.
-        """
-
-    @staticmethod
-    @abc.abstractmethod
-    def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
-        """Return for each tensor whether its gradient will probably be computed.
-
-        An op may then compute a part of the gradient in its forward pass. A false positive only wastes time.
-        The answer is False where loops would be unrolled into a program, and under loss scaling.
+        With `tensors`, return whether it may be differentiated with respect to these. If not, an op can skip
+        a gradient that it would compute in its forward pass.
         """
 
     @staticmethod
@@ -409,28 +395,6 @@ class Backend(abc.ABC):
         return pinned
 
     @staticmethod
-    def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-        """Return a function of `(rows, upstream, others)`, three lists of tensors.
-
-        It calls `function(in_place, *static, rows, upstream, others)`.
-
-        Tensors in `rows` and `upstream` have one row per token. So do those in the first of the two lists
-        that the function returns. With `in_place=True` the function runs in a compiled program, in which
-        `keras.ops.fori_loop` updates its carry in place. The program is cached by the shapes of the tensors.
-        With `in_place=False` the function runs uncompiled: if there is no compiler, or if the gradient may be
-        differentiated again.
-
-        A program may get copies of the last row as padding, with an upstream gradient of zero. They must not
-        change the second list, and they are removed from the first.
-        """
-        return functools.partial(function, False, *static)
-
-    @staticmethod
-    def after(tensor: Any, other: Any) -> Any:
-        """Return the tensor, computed after `other`, for a framework that runs operations concurrently."""
-        return tensor
-
-    @staticmethod
     def library_code(function: F, wrapped: Callable[..., Any] | None = None) -> F:
         """Mark a function as library code, for a framework that rewrites or compiles Python code.
 
@@ -492,11 +456,6 @@ class Backend(abc.ABC):
         The answer is False where the framework cannot tell.
         """
         return False
-
-    @staticmethod
-    def unrecorded() -> AbstractContextManager[Any]:
-        """Return a context for code that is never differentiated. No gradient is computed in it."""
-        return contextlib.nullcontext()
 
     @staticmethod
     def wide() -> AbstractContextManager[Any]:

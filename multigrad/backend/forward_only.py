@@ -74,16 +74,8 @@ class ForwardOnlyBackend(Backend):
         callback(*[np.array(keras.ops.convert_to_numpy(tensor)) for tensor in tensors])
 
     @staticmethod
-    def may_record() -> NoReturn:
-        raise _no_gradients()
-
-    @staticmethod
-    def needs_plain_rule() -> NoReturn:
-        raise _no_gradients()
-
-    @staticmethod
-    def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
-        return [False] * len(tensors)
+    def may_record(tensors: Sequence[Any] | None = None) -> bool:
+        return False
 
     @staticmethod
     def compiled(function: Callable[..., Any]) -> NoReturn:

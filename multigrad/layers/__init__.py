@@ -10,6 +10,7 @@ model = keras.Sequential([keras.Input((4,)), layers.GradientReversal(0.5), keras
 
 from multigrad import backend as _backend  # noqa: F401  checks the environment before Keras is imported
 from multigrad.layers.implicit import FixedPoint
+from multigrad.layers.linear_cross_entropy import LinearCrossEntropy
 from multigrad.layers.quantizing import FakeQuantize, VectorQuantizer
 from multigrad.layers.routing import GradientClip, GradientReversal, GradientScale
 from multigrad.layers.spiking import Spike
@@ -20,6 +21,7 @@ __all__ = [
     "GradientClip",
     "GradientReversal",
     "GradientScale",
+    "LinearCrossEntropy",
     "Spike",
     "VectorQuantizer",
 ]

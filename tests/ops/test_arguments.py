@@ -27,7 +27,7 @@ OPTIONS = {
     "vector_quantize": (lambda x, n: ops.vector_quantize(x, array([[1.0] * 3]), n(0.5)).loss, float),
     "linear_cross_entropy": (
         lambda x, n: ops.linear_cross_entropy(
-            kops.reshape(x, (1, 3)), array([[0.1, 0.2]] * 3), np.array([1]), chunk_size=n(1)
+            kops.reshape(x, (1, 3)), array([[0.1, 0.2]] * 3), np.array([1]), block_size=n(1)
         ),
         int,
     ),

@@ -18,7 +18,7 @@ from support import (
 )
 
 from multigrad import backend, grad, jvp
-from multigrad.ops import chunks, linear_cross_entropy
+from multigrad.ops import head_blocks, linear_cross_entropy
 from multigrad.testing import check_gradients
 
 RANDOM = np.random.default_rng(0)
@@ -56,8 +56,8 @@ def arguments():
 @pytest.mark.parametrize("size", SIZES)
 def test_the_loss(size):
     x, w, y, b = arguments()
-    close(linear_cross_entropy(x, w, y, b, chunk_size=size), plain(x, w, y, b))
-    close(linear_cross_entropy(x, w, y, chunk_size=size), plain(x, w, y))
+    close(linear_cross_entropy(x, w, y, b, block_size=size), plain(x, w, y, b))
+    close(linear_cross_entropy(x, w, y, block_size=size), plain(x, w, y))
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_the_gradients(size, transform):
 
         return transform(grad(weighted, argnums=(0, 1, 2)))(x, w, b)
 
-    close(gradients(lambda *args: linear_cross_entropy(*args, chunk_size=size)), gradients(plain))
+    close(gradients(lambda *args: linear_cross_entropy(*args, block_size=size)), gradients(plain))
 
 
 @DIFFERENCES
 @pytest.mark.parametrize("size", slow_but([(3,)], [3, 7]))
 def test_differences(size, extent):
     done = check_gradients(
-        lambda x, w, b: linear_cross_entropy(x, w, Y, b, chunk_size=size), X, W, B, **extent
+        lambda x, w, b: linear_cross_entropy(x, w, Y, b, block_size=size), X, W, B, **extent
     )
     assert done.precision == "float64"
 
@@ -90,7 +90,7 @@ def test_differences(size, extent):
 @pytest.mark.forward
 def test_large_logits():
     x, w = 100.0 * X, 100.0 * W
-    got = linear_cross_entropy(array(x), array(w), array(Y, dtype="int32"), chunk_size=2)
+    got = linear_cross_entropy(array(x), array(w), array(Y, dtype="int32"), block_size=2)
     np.testing.assert_allclose(numpy(got), reference(x, w, Y), rtol=1e-5, atol=1e-2)
 
 
@@ -99,10 +99,10 @@ def test_dtypes(dtype):
     if (BACKEND, dtype) == ("jax", "float64"):
         pytest.skip("JAX has float64 only in a separate mode, in which test_differences runs")
     x, w = ops.cast(array(X), dtype), ops.cast(array(W), dtype)
-    loss = linear_cross_entropy(x, w, Y, chunk_size=3)
+    loss = linear_cross_entropy(x, w, Y, block_size=3)
     assert keras.backend.standardize_dtype(loss.dtype) == ("float64" if dtype == "float64" else "float32")
     close(ops.cast(loss, "float32"), array(reference(X, W, Y)), 0.1 if "16" in dtype else 1e-5)
-    dx, dw = grad(lambda x, w: ops.sum(linear_cross_entropy(x, w, Y, chunk_size=3)), argnums=(0, 1))(x, w)
+    dx, dw = grad(lambda x, w: ops.sum(linear_cross_entropy(x, w, Y, block_size=3)), argnums=(0, 1))(x, w)
     assert {keras.backend.standardize_dtype(g.dtype) for g in (dx, dw)} == {dtype}
     wanted = grad(lambda x, w: ops.sum(plain(x, w, Y)), argnums=(0, 1))(array(X), array(W))
     close([ops.cast(dx, "float32"), ops.cast(dw, "float32")], list(wanted), 0.1 if "16" in dtype else 1e-5)
@@ -121,8 +121,23 @@ def test_nested_lists_have_gradients():
 
 def test_no_tokens():
     x, y = ops.zeros((0, 4)), ops.zeros((0,), "int32")
-    assert tuple(linear_cross_entropy(x, array(W), y, chunk_size=3).shape) == (0,)
-    close(grad(lambda w: ops.sum(linear_cross_entropy(x, w, y, chunk_size=3)))(array(W)), array(0 * W))
+    assert tuple(linear_cross_entropy(x, array(W), y, block_size=3).shape) == (0,)
+    close(grad(lambda w: ops.sum(linear_cross_entropy(x, w, y, block_size=3)))(array(W)), array(0 * W))
+
+
+@pytest.mark.parametrize("label", [2**32, -(2**32), 2**63 - 1])
+def test_invalid_64_bit_labels_raise_in_eager_code(label):
+    with pytest.raises(ValueError, match="a label is out of range"):
+        linear_cross_entropy(array(X), array(W), Y - Y + label)
+
+
+@pytest.mark.parametrize("label", [2.0**32, -(2.0**40), 1e20])
+def test_large_floating_labels_are_out_of_range(label, monkeypatch):
+    labels = array(np.full(Y.shape, label))
+    with pytest.raises(ValueError, match="a label is out of range"):
+        linear_cross_entropy(array(X), array(W), labels)
+    monkeypatch.setattr(backend.active, "concrete", lambda tensor: None)  # as in compiled code
+    assert np.isnan(numpy(linear_cross_entropy(array(X), array(W), labels))).all()
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX without x64 truncates labels to 32 bits before the op")
@@ -165,13 +180,13 @@ def test_a_compiled_label_out_of_range_is_nan():
     if BACKEND == "torch":
         pytest.skip("`compiled` runs it uncompiled on PyTorch, where the label raises")
     x, w, _, _ = arguments()
-    loss = compiled(lambda y: linear_cross_entropy(x, w, y, chunk_size=3))
+    loss = compiled(lambda y: linear_cross_entropy(x, w, y, block_size=3))
     assert np.isnan(numpy(loss(array(Y + 2, dtype="int32")))).sum() == 2
 
 
 def test_a_functional_model(tmp_path):
     inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
-    outputs = linear_cross_entropy(inputs, W.astype("float32"), labels, chunk_size=2)
+    outputs = linear_cross_entropy(inputs, W.astype("float32"), labels, block_size=2)
     assert outputs.shape == (None, 3)
     model = keras.Model([inputs, labels], outputs)
     wanted = plain(array(X), array(W), array(Y, dtype="int32"))
@@ -185,7 +200,7 @@ class Head(keras.layers.Layer):
         self.kernel = self.add_weight(shape=(features_shape[-1], 7))
 
     def call(self, features, labels):
-        return linear_cross_entropy(features, self.kernel, labels, chunk_size=2)
+        return linear_cross_entropy(features, self.kernel, labels, block_size=2)
 
 
 def test_training_in_mixed_precision():
@@ -213,8 +228,15 @@ def test_training_in_mixed_precision():
         ({"sample_weight": np.ones(3)}, ValueError, "'sample_weight'"),
         ({"reduction": "median"}, ValueError, "'reduction'"),
         ({"reduction": ["mean"]}, ValueError, "'reduction'"),
-        ({"chunk_size": 0}, ValueError, "'chunk_size'"),
-        ({"chunk_size": 2.0}, TypeError, "'chunk_size'"),
+        ({"class_weight": np.ones(3)}, ValueError, "'class_weight'"),
+        ({"label_smoothing": 1.5}, ValueError, "'label_smoothing'"),
+        ({"label_smoothing": "much"}, TypeError, "'label_smoothing'"),
+        ({"logit_softcap": 0.0}, ValueError, "'logit_softcap'"),
+        ({"logit_softcap": True}, TypeError, "'logit_softcap'"),
+        ({"z_loss": -1.0}, ValueError, "'z_loss'"),
+        ({"z_loss": None}, TypeError, "'z_loss'"),
+        ({"block_size": 0}, ValueError, "'block_size'"),
+        ({"block_size": 2.0}, TypeError, "'block_size'"),
     ],
 )
 def test_invalid_arguments_raise(changes, error, said):
@@ -230,28 +252,29 @@ def largest(loss):
 
 def test_no_tensor_has_the_size_of_all_logits():
     assert largest(plain) >= 64 * 40
-    assert largest(lambda *args: linear_cross_entropy(*args, chunk_size=5)) <= 64 * 5
+    assert largest(lambda *args: linear_cross_entropy(*args, block_size=5)) <= 5 * 40
 
 
 @pytest.mark.parametrize("reduction", [None, "mean"])
-@pytest.mark.parametrize(("transform", "size"), [(lambda f: f, 5), (compiled, 6)])
-def test_loops_in_compiled_programs(monkeypatch, transform, size, reduction):
+@pytest.mark.parametrize("transform", [eager, compiled])
+def test_loops_in_compiled_programs(monkeypatch, transform, reduction):
+    """A program has a loop, so that its size and memory do not grow with the number of blocks."""
     x, w, y, b = arguments()
-    loop, loops = chunks.InPlace.loop, []
+    in_program, loops = head_blocks._in_program, []
 
     def counted(*args):
         loops.append(args)
-        return loop(*args)
+        return in_program(*args)
 
-    monkeypatch.setattr(chunks.InPlace, "loop", counted)
+    monkeypatch.setattr(head_blocks, "_in_program", counted)
 
     def loss(w):
-        return ops.sum(linear_cross_entropy(x, w, y, b, chunk_size=size, reduction=reduction))
+        return ops.sum(linear_cross_entropy(x, w, y, b, block_size=2, reduction=reduction))
 
     run = transform(grad(loss))
     run(w)
     first = len(loops)
-    assert (first > 0) == (BACKEND in ("jax", "tensorflow"))
+    assert (first > 0) == (transform is compiled and BACKEND in ("jax", "tensorflow"))
     run(w + 1.0)
     assert len(loops) == first  # the compiled program is cached
 
@@ -266,7 +289,7 @@ def test_an_unknown_number_of_tokens(count):
 
     # So large that its exponential overflows.
     for b in (array(B), array(100.0 + B)):
-        got = gradients(lambda *args: linear_cross_entropy(*args, chunk_size=3), b)
+        got = gradients(lambda *args: linear_cross_entropy(*args, block_size=3), b)
         close(got, gradients(plain, b), 1e-4)
 
 
@@ -277,13 +300,13 @@ def test_an_unknown_number_of_tokens(count):
 def test_unused_gradients_are_not_computed(reduction, wanted):
     if BACKEND == "tensorflow":
         pytest.skip("the tape computes every gradient")
-    given = {"x": ops.ones((64, 2)), "w": ops.ones((2, 40))}
+    given = {"x": ops.ones((64, 1)), "w": ops.ones((1, 40))}
     y = ops.zeros((64,), "int32")
 
     def products(needed):
         def function(*args):
             x, w = (given | dict(zip(needed, args, strict=True))).values()
-            return ops.sum(linear_cross_entropy(x, w, y, chunk_size=40, reduction=reduction))
+            return ops.sum(linear_cross_entropy(x, w, y, block_size=64, reduction=reduction))
 
         gradients = grad(function, argnums=tuple(range(len(needed)))) if needed else function
         return products_in(gradients, *[given[name] for name in needed])
@@ -313,7 +336,7 @@ def products_in(function, *args):
 
 # ------------------------------------------------------------------------------- reductions
 
-COUNT = 150  # tokens, in chunks of 64
+COUNT = 150  # tokens, in blocks of 64
 MANY = {
     "features": array(RANDOM.standard_normal((COUNT, 4))),
     "kernel": array(W),
@@ -333,7 +356,7 @@ def plain_loss(features, kernel, bias=None, sample_weight=None, reduction="mean"
 
 def loss_of_all(features, kernel, bias=None, sample_weight=None, reduction="mean", size=3):
     return linear_cross_entropy(
-        features, kernel, LABELS, bias, sample_weight=sample_weight, reduction=reduction, chunk_size=size
+        features, kernel, LABELS, bias, sample_weight=sample_weight, reduction=reduction, block_size=size
     )
 
 
@@ -394,7 +417,7 @@ def test_an_unknown_number_of_tokens_in_a_reduced_loss(count, size):
 
     got = gradients(
         lambda x, w, b: linear_cross_entropy(
-            x, w, y, b, sample_weight=weights, reduction="sum", chunk_size=size
+            x, w, y, b, sample_weight=weights, reduction="sum", block_size=size
         )
     )
     close(got, gradients(lambda x, w, b: ops.sum(weights * plain(x, w, y, b))), 1e-4)
@@ -407,7 +430,7 @@ def test_an_unknown_number_of_tokens_in_a_reduced_loss(count, size):
 def test_differences_of_reduced_losses(reduction, extent):
     def loss(x, w, b, weights):
         return linear_cross_entropy(
-            x, w, Y, b, sample_weight=weights, reduction=reduction, chunk_size=3
+            x, w, Y, b, sample_weight=weights, reduction=reduction, block_size=3
         )  # of a shape (2, 3)
 
     done = check_gradients(loss, X, W, B, RANDOM.random((2, 3)) + 0.5, **extent)
@@ -450,12 +473,14 @@ def test_higher_derivatives_of_reduced_losses(derivative):
     close(derivatives(loss_of_all), derivatives(plain_loss), 1e-3)
 
 
-@pytest.mark.parametrize("seen", [0, 1, 2])
+@pytest.mark.parametrize("seen", [(), (3,), (2, 3)])
 def test_unexpected_gradients_are_right(monkeypatch, seen):
-    def expected(tensors):
-        return [place == seen for place in range(len(tensors))]
+    """The kernel and bias are two tensors, and three with the features."""
 
-    monkeypatch.setattr(backend.active, "gradients_expected", expected)
+    def expected(tensors=None):
+        return tensors is None or len(tensors) in seen
+
+    monkeypatch.setattr(backend.active, "may_record", expected)
 
     def gradients(loss):
         given = [MANY[name] for name in ("features", "kernel", "bias")]
@@ -503,7 +528,7 @@ def test_the_upstream_gradient_is_not_rounded():
     assert abs(total(1.0035) / total(1.0) - 1.0035) < 1e-3
 
 
-def test_second_derivatives_with_a_chunk_of_infinite_logits():
+def test_second_derivatives_with_infinite_logits():
     mask = array([-np.inf] * 3 + [0.0, 1.0, 2.0, 3.0])
     x, y = MANY["features"], 3 + LABELS % 4
 
@@ -513,10 +538,10 @@ def test_second_derivatives_with_a_chunk_of_infinite_logits():
 
         return grad(steep)(MANY["kernel"])
 
-    got = second(lambda w: linear_cross_entropy(x, w, y, mask, reduction="mean", chunk_size=3))
+    got = second(lambda w: linear_cross_entropy(x, w, y, mask, reduction="mean", block_size=3))
     # The masked classes have no influence.
     left = second(
-        lambda w: linear_cross_entropy(x, w[:, 3:], y - 3, mask[3:], reduction="mean", chunk_size=4)
+        lambda w: linear_cross_entropy(x, w[:, 3:], y - 3, mask[3:], reduction="mean", block_size=4)
     )
     close(got, left, 1e-4)
 
@@ -525,7 +550,7 @@ def test_second_derivatives_with_a_chunk_of_infinite_logits():
 def test_no_tokens_and_no_weights_in_a_reduced_loss(reduction):
     def loss(x, w, weights):
         return linear_cross_entropy(
-            x, w, LABELS[: len(x)], sample_weight=weights, reduction=reduction, chunk_size=3
+            x, w, LABELS[: len(x)], sample_weight=weights, reduction=reduction, block_size=3
         )
 
     for count in (0, COUNT):
@@ -542,7 +567,7 @@ def test_no_tensor_of_a_reduced_loss_has_the_size_of_all_logits():
         return max(sizes_made(grad(loss, argnums=(0, 1)), x, w))
 
     assert largest(lambda x, w: ops.mean(plain(x, w, y))) >= 256 * 40
-    assert largest(lambda x, w: linear_cross_entropy(x, w, y, chunk_size=5, reduction="mean")) <= 64 * 40
+    assert largest(lambda x, w: linear_cross_entropy(x, w, y, block_size=64, reduction="mean")) <= 64 * 40
 
 
 class Loss(Head):
@@ -577,8 +602,8 @@ def test_vmap_over_a_batch():
     """With the backend's own map over a leading axis."""
     x, w, y, _ = arguments()
     for own in (
-        lambda x, y: ops.sum(linear_cross_entropy(x, w, y, chunk_size=3)),
-        lambda x, y: linear_cross_entropy(x, w, y, chunk_size=3, reduction="sum"),
+        lambda x, y: ops.sum(linear_cross_entropy(x, w, y, block_size=3)),
+        lambda x, y: linear_cross_entropy(x, w, y, block_size=3, reduction="sum"),
     ):
         close(mapped_grad(own)(x, y), grad(lambda x: ops.sum(plain(x, w, y)))(x))
 
@@ -682,7 +707,7 @@ def test_a_keras_loss_with_padding_in_fit(eager):
         model.fit(tokens, labels, batch_size=2, epochs=2, verbose=0)
         return model.get_weights()
 
-    def chunked(features, kernel, labels):
+    def in_blocks(features, kernel, labels):
         return linear_cross_entropy(features, kernel, labels, reduction="mean", ignore_index=-100)
 
     def plainly(features, kernel, labels):
@@ -690,4 +715,107 @@ def test_a_keras_loss_with_padding_in_fit(eager):
         losses = plain(features, kernel, ops.where(labels == -100.0, 0.0, labels))
         return ops.sum(kept * losses) / ops.sum(kept)
 
-    close(fitted(chunked), fitted(plainly))
+    close(fitted(in_blocks), fitted(plainly))
+
+
+# ------------------------------------------------------------------------------- options of the loss
+
+OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"logit_softcap": 2.0},
+    {"z_loss": 0.2},
+    {"label_smoothing": 0.3, "logit_softcap": 3.0, "z_loss": 0.1},
+]
+
+
+def plain_with_options(x, w, b, weights, by_class, label_smoothing=0.0, logit_softcap=None, z_loss=0.0):
+    """Return the weighted loss of each token and its weight, by operations of Keras."""
+    logits = x @ w + b
+    logits = logits if logit_softcap is None else logit_softcap * ops.tanh(logits / logit_softcap)
+    normalizer = ops.logsumexp(logits, axis=-1)
+    hot = ops.cast(ops.one_hot(array(Y, dtype="int32"), 7), x.dtype)
+    target = (1.0 - label_smoothing) * hot + label_smoothing / 7
+    losses = normalizer - ops.sum(target * logits, axis=-1) + z_loss * normalizer**2
+    weights = weights * ops.sum(hot * by_class, axis=-1)
+    return losses * weights, weights
+
+
+def with_options(reduction, options):
+    """Return the op and plain code, as functions of the features, kernel, bias and weights."""
+
+    def own(x, w, b, weights, by_class):
+        given = {"sample_weight": weights, "class_weight": by_class, "block_size": 4}
+        loss = linear_cross_entropy(x, w, Y, b, reduction=reduction, **given, **options)
+        return ops.sum(WEIGHTS * loss) if reduction is None else loss
+
+    def wanted(*args):
+        losses, weights = plain_with_options(*args, **options)
+        if reduction is None:
+            return ops.sum(WEIGHTS * losses)
+        return ops.sum(losses) / {"sum": 1.0, "mean": 6.0}.get(reduction, ops.sum(weights))
+
+    return own, wanted
+
+
+ALL = tuple(range(5))
+TENSORS = (
+    array(X), array(W), array(B), array(RANDOM.random((2, 3)) + 0.5), array(RANDOM.random(7) + 0.5)
+)  # fmt: skip
+
+
+def first(f):
+    return grad(f, argnums=ALL)
+
+
+def second(f):
+    def steep(*args):  # the square makes the upstream gradient of the op depend on the tensors
+        gradients = grad(lambda *args: f(*args) ** 2, argnums=ALL)(*args)
+        return sum(ops.sum(ops.sin(gradient)) for gradient in gradients)
+
+    return grad(steep, argnums=ALL)
+
+
+def forward(f):
+    return lambda *args: jvp(f, args, tuple(ops.cos(x) for x in args))[1]
+
+
+@pytest.mark.parametrize(
+    ("derivative", "run_by", "reduction", "options"),
+    slow_but(
+        [
+            (first, eager, "mean", OPTIONS[3]),
+            (first, compiled, None, OPTIONS[3]),
+            (second, eager, "mean_with_sample_weight", OPTIONS[3]),
+            (second, eager, None, OPTIONS[1]),
+            (forward, eager, "sum", OPTIONS[2]),
+        ],
+        [first, second, forward],
+        [eager, compiled],
+        [None, "sum", "mean", "mean_with_sample_weight"],
+        OPTIONS,
+    ),
+)
+def test_derivatives_with_options(derivative, run_by, reduction, options):
+    own, wanted = with_options(reduction, options)
+    close(own(*TENSORS), wanted(*TENSORS), 1e-5)
+    close(run_by(derivative(own))(*TENSORS), derivative(wanted)(*TENSORS), 1e-3)
+
+
+@DIFFERENCES
+def test_differences_with_options(extent):
+    own, _ = with_options("mean", OPTIONS[3])
+    arrays = X, W, B, RANDOM.random((2, 3)) + 0.5, RANDOM.random(7) + 0.5
+    assert check_gradients(own, *arrays, **extent).precision == "float64"
+
+
+@pytest.mark.parametrize("reduction", [None, "sum"])
+def test_the_gradients_of_an_invalid_label_are_nan_in_compiled_code(reduction, monkeypatch):
+    monkeypatch.setattr(backend.active, "concrete", lambda tensor: None)  # as in compiled code
+    labels = array(np.where(Y == 6, 7, Y), dtype="int32")
+
+    def loss(x):
+        return ops.sum(linear_cross_entropy(x, array(W), labels, reduction=reduction))
+
+    found = numpy(grad(loss)(array(X)))
+    assert np.isnan(found[0, 1]).all()
+    assert np.isfinite(found[1]).all()

@@ -2,14 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from multigrad.backend.base import Operation
-from multigrad.backend.jax.private import DynamicJaxprTracer
 from multigrad.backend.jax.tensors import conjugate
 
 
@@ -54,24 +53,8 @@ def vmap(
     return results
 
 
-def may_record() -> bool:
-    return True
-
-
-def needs_plain_rule() -> bool:
-    return False
-
-
-def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
-    # If one tensor is being differentiated, tensors of an outer jit are constants of this derivative.
-    traced = [isinstance(tensor, jax.core.Tracer) for tensor in tensors]
-    inner = [t and not isinstance(x, DynamicJaxprTracer) for x, t in zip(tensors, traced, strict=True)]
-    return inner if any(inner) else traced
-
-
-@functools.lru_cache(256)
-def program(function: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    return jax.jit(functools.partial(function, True, *static))
+def may_record(tensors: Sequence[Any] | None = None) -> bool:
+    return tensors is None or any([isinstance(tensor, jax.core.Tracer) for tensor in tensors])
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,9 @@ rule. If a residual is an output of the op, the rule is rebuilt with the tied ou
 derivative uses the rule, too.
 
 Files: `apply.py` for one call of an op, `graphs.py` for the operation that holds a rule in a graph,
-`tapes.py` for recording, `variables.py` for the variables that a function reads, `programs.py` for compiled
-programs, `tensors.py`, `gradients.py` for `grad`, `vjp` and `jacobian`, and `maps.py` for `vmap`.
+`tapes.py` for recording, `variables.py` for the variables that a function reads, `programs.py` for functions
+that TensorFlow traces, `tensors.py`, `gradients.py` for `grad`, `vjp` and `jacobian`, and `maps.py` for
+`vmap`.
 """
 
 from multigrad.backend.base import Backend
@@ -41,8 +42,6 @@ class TensorFlowBackend(Backend):
     concrete = staticmethod(tensors.concrete)
     observe = staticmethod(tensors.observe)
     may_record = staticmethod(tapes.may_record)
-    needs_plain_rule = staticmethod(tapes.needs_plain_rule)
-    gradients_expected = staticmethod(gradients.gradients_expected)
     compiled = staticmethod(programs.compiled)
     is_compiling = staticmethod(tensors.is_compiling)
     host_call = staticmethod(host_call)
@@ -53,12 +52,9 @@ class TensorFlowBackend(Backend):
     operations = staticmethod(programs.operations)
     extend_reads = staticmethod(variables.extend_reads)
     extend_pinned = staticmethod(variables.extend_pinned)
-    program = staticmethod(programs.program)
-    after = staticmethod(tensors.after)
     library_code = staticmethod(tensors.library_code)
     as_tensor = staticmethod(tensors.as_tensor)
     sizes = staticmethod(tensors.sizes)
-    unrecorded = staticmethod(tapes.unrecorded)
     quickest = staticmethod(programs.quickest)
     uncompiled = staticmethod(programs.uncompiled)
 

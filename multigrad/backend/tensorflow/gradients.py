@@ -7,8 +7,7 @@ import keras
 import tensorflow as tf
 
 from multigrad.backend.tensorflow.maps import vmap
-from multigrad.backend.tensorflow.programs import has_xla
-from multigrad.backend.tensorflow.tapes import may_record, require_tapes
+from multigrad.backend.tensorflow.tapes import require_tapes
 
 
 def value_and_grad(
@@ -94,7 +93,3 @@ def _shape(tensor: Any) -> Any:
     """Return the shape, as a constant if it is known."""
     is_known = tensor.shape.is_fully_defined()
     return tf.constant(tensor.shape.as_list(), "int32") if is_known else tf.shape(tensor)
-
-
-def gradients_expected(tensors: Sequence[Any]) -> list[bool]:
-    return [may_record() and (tf.executing_eagerly() or has_xla())] * len(tensors)

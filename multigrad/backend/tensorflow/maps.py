@@ -13,7 +13,6 @@ import tensorflow as tf
 from multigrad.backend.base import DEPENDS_ON_ELEMENT
 from multigrad.backend.tensorflow.jit import mark_unrecorded
 from multigrad.backend.tensorflow.private import RegisterPFor, wrap
-from multigrad.backend.tensorflow.programs import with_equal_counts
 from multigrad.backend.tensorflow.tapes import may_record
 
 Function = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
@@ -21,7 +20,7 @@ Function = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
 
 def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     if any(tensor.shape[:1].num_elements() is None for tensor in tensors):
-        _, tensors = with_equal_counts(list(tensors))
+        tensors = _with_equal_counts(list(tensors))
     counts: list[int] = []
 
     def flat(elements: Sequence[Any]) -> list[Any]:
@@ -51,6 +50,18 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
         results = program(*tensors) if eager else vectorized(*tensors)
     count = counts[0]
     return results[:count], [result[0] for result in results[count:]]
+
+
+def _with_equal_counts(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the tensors after an assertion that they have the same number of elements.
+
+    The assertion runs with the graph. XLA removes it, so the tensors are also reshaped to this number.
+    """
+    count = tf.shape(tensors[0])[0]
+    text = "the mapped axes must have the same size"
+    same = [tf.debugging.assert_equal(tf.shape(other)[0], count, text) for other in tensors[1:]]
+    with tf.control_dependencies(same):
+        return [tf.reshape(tensor, (count, *tensor.shape[1:])) for tensor in tensors]
 
 
 def _spec(tensor: Any) -> tf.TensorSpec:

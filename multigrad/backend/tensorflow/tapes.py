@@ -1,9 +1,8 @@
 """Record rules on TensorFlow's tapes and in its forward mode."""
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -120,22 +119,5 @@ def require_tapes() -> None:
         )
 
 
-def may_record() -> bool:
+def may_record(tensors: Sequence[Any] | None = None) -> bool:
     return could_possibly_record()
-
-
-def needs_plain_rule() -> bool:
-    return may_record()  # TensorFlow copies rules for a Jacobian, and records no tapes in forward mode
-
-
-UNRECORDED = contextvars.ContextVar("unrecorded", default=False)
-
-
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    token = UNRECORDED.set(True)
-    try:
-        with stop_recording():
-            yield
-    finally:
-        UNRECORDED.reset(token)

@@ -14,13 +14,6 @@ TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
 
 
-def after(tensor: Any, other: Any) -> Any:
-    if tf.executing_eagerly():
-        return tensor
-    with tf.control_dependencies([other]):
-        return tf.identity(tensor)
-
-
 def library_code(function: F, wrapped: Callable[..., Any] | None = None) -> F:
     """Exclude the function from AutoGraph, as `tf.custom_gradient` does."""
     return tf.autograph.experimental.do_not_convert(function)

@@ -45,8 +45,6 @@ class TorchBackend(Backend):
     concrete = staticmethod(tensors.concrete)
     observe = staticmethod(tensors.observe)
     may_record = staticmethod(gradients.may_record)
-    needs_plain_rule = staticmethod(gradients.needs_plain_rule)
-    gradients_expected = staticmethod(gradients.gradients_expected)
     compiled = staticmethod(compiled)
     is_compiling = staticmethod(state.is_compiling)
     host_call = staticmethod(host_call)
@@ -61,7 +59,6 @@ class TorchBackend(Backend):
     defaults_of = staticmethod(tensors.defaults_of)
     snapshot = staticmethod(tensors.snapshot)
     depends_on_others = staticmethod(gradients.depends_on_others)
-    unrecorded = staticmethod(gradients.unrecorded)
     uncompiled = staticmethod(uncompiled)
 
 

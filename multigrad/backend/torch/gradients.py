@@ -1,6 +1,5 @@
 """Gradients of functions."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,8 +19,6 @@ from multigrad.backend.torch.jit import is_in_pieces, is_whole
 from multigrad.backend.torch.private import COMPILED_NODE, skip_frame, skip_frames
 from multigrad.backend.torch.state import (
     DEPTH,
-    current_autocast,
-    is_compiling,
     is_transforming,
     is_transforming_traced,
     no_transforms,
@@ -258,28 +255,15 @@ def _mark_ended(inputs: Sequence[torch.Tensor]) -> None:
             tensor.multigrad_ended = True
 
 
-def may_record() -> bool:
-    return True  # under `torch.no_grad` too: a checkpoint runs the code again with recording
-
-
-def needs_plain_rule() -> bool:
-    return False
-
-
-def gradients_expected(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    if is_compiling() or torch.float16 in (current_autocast() or ()):
-        return [False] * len(tensors)
-    transforming = is_transforming()
-    return [torch.is_grad_enabled() and (transforming or tensor.requires_grad) for tensor in tensors]
+def may_record(tensors: Sequence[torch.Tensor] | None = None) -> bool:
+    if tensors is None:
+        return True  # under `torch.no_grad` too: a checkpoint runs the code again with recording
+    return torch.is_grad_enabled() and (is_transforming() or any([t.requires_grad for t in tensors]))
 
 
 def depends_on_others(function: Callable[[Any], Any], tensor: torch.Tensor) -> bool:
     with torch.enable_grad():
         return bool(function(torch.ones_like(tensor)).requires_grad)
-
-
-def unrecorded() -> contextlib.AbstractContextManager[Any]:
-    return torch.no_grad()
 
 
 def _with_tensor_aux(

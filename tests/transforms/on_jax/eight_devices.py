@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orders import EACH, W, each_with, first, orders
 from support import close
 
-from multigrad import op_custom_gradient
+from multigrad import layers, op_custom_gradient
 from multigrad.backend.jax.private import pcast
 from multigrad.ops import host_call
 
@@ -247,6 +247,43 @@ def test_data_parallel_fit():
     assert devices == {DEVICES}
     close(together, alone, 1e-4)
     assert alone[0][-1] < alone[0][0]
+
+
+def trained_head(distribution):
+    """Return the devices of the kernel, its shape on each, and the losses and weights of three epochs."""
+    keras.utils.set_random_seed(0)
+    keras.distribution.set_distribution(distribution)
+    try:
+        tokens, labels = keras.Input((5,), dtype="int32"), keras.Input((5,), dtype="int32")
+        head = layers.LinearCrossEntropy(8, use_bias=True, block_size=3, name="head")
+        features = keras.layers.Dense(6)(keras.layers.Embedding(8, 4)(tokens))
+        model = keras.Model([tokens, labels], head(features, labels))
+        model.compile(keras.optimizers.Adam(0.05))
+        x, y = np.random.default_rng(0).integers(0, 8, (2, 16, 5), dtype="int32")
+        losses = model.fit([x, y], None, 8, 3, shuffle=False, verbose=0).history["loss"]
+        kernel = head.kernel.value
+        shape = kernel.sharding.shard_shape(kernel.shape)
+        return (len(kernel.sharding.device_set), shape), losses, model.get_weights()
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+@pytest.mark.slow
+def test_a_layout_map_shards_linear_cross_entropy():
+    mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"])
+    layout = keras.distribution.LayoutMap(mesh)
+    layout["head/kernel"], layout["head/bias"] = (None, "model"), ("model",)
+    sharding = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+    kernel, *alone = trained_head(None)
+    assert kernel == (1, (6, 8))
+    assert alone[0][-1] < alone[0][0]
+    for distribution, wanted in (
+        (sharding, (DEVICES, (6, 2))),
+        (keras.distribution.DataParallel(), (DEVICES, (6, 8))),
+    ):
+        kernel, *together = trained_head(distribution)
+        assert kernel == wanted
+        close(together, alone, 1e-4)
 
 
 def test_arrays_are_freed():

@@ -10,6 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from multigrad.ops import linear_cross_entropy
+
 BATCH = torch.linspace(-1.0, 1.5, 12).reshape(4, 3)
 
 
@@ -50,6 +52,43 @@ def gradients(module, batch):
     return [parameter.grad for parameter in module.parameters()]
 
 
+TOKENS = torch.tensor([[1, 2, 0], [0, 5, 6], [3, 3, 1], [2, 4, 6]])
+LABELS = torch.tensor([[2, 3, 1], [4, 0, 6], [1, 1, 5], [0, 2, 2]])
+
+
+class Head(torch.nn.Module):
+    """An embedding and the cross entropy of a linear layer, by the function `loss`."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+        self.embedding = torch.nn.Embedding.from_pretrained(
+            torch.linspace(-1.0, 1.5, 28).reshape(7, 4), False
+        )
+        self.kernel = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 28).reshape(4, 7))
+
+    def forward(self, tokens, labels):
+        return self.loss(self.embedding(tokens), self.kernel, labels)
+
+
+def in_blocks(features, kernel, labels):
+    return linear_cross_entropy(features, kernel, labels, reduction="mean", block_size=2)
+
+
+def all_at_once(features, kernel, labels):
+    return torch.nn.functional.cross_entropy((features @ kernel).flatten(0, 1), labels.flatten())
+
+
+def trained(module, tokens, labels):
+    """Return the parameters after three steps."""
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(tokens, labels).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in module.parameters()]
+
+
 ROWS = torch.tensor([0.5, -1.25, 1.5, 0.75])
 SECOND = ["input", "intermediate", "output"]
 """The cases whose second derivative is taken, with respect to a sharded tensor."""
@@ -73,20 +112,34 @@ def second_derivatives():
     return {name: second_derivative(CASES[name].op, x, w).full_tensor() for name in SECOND}
 
 
-def work(rank, folder):
+def in_group(rank, folder, work):
+    """Save the result of `work(rank)` in a process group."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=100)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=limit
     )
+    torch.save(work(rank), f"{folder}/of_{rank}")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # because PyTorch (2.13) sometimes aborts at exit, if a thread of gloo still runs
+
+
+def each_way(rank):
+    """Return the gradients of each op in each way, and second derivatives."""
     found = {}
     for way, distribute in WAYS.items():
         for name, case in CASES.items():
             own = gradients(distribute(Module(case.op)), BATCH[rank::2])
             found[way, name] = [g.full_tensor() if way == "sharded" else g for g in own]
-    torch.save(second_derivatives(), f"{folder}/second_of_{rank}")
-    torch.save(found, f"{folder}/of_{rank}")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    os._exit(0)  # because PyTorch (2.13) sometimes aborts at exit, if a thread of gloo still runs
+    return found, second_derivatives()
+
+
+def trained_heads(rank):
+    """Return the parameters that each way has trained on a share of the tokens."""
+    found = {}
+    for way, distribute in WAYS.items():
+        own = trained(distribute(Head(in_blocks)), TOKENS[rank::2], LABELS[rank::2])
+        found[way] = [p.full_tensor() if way == "sharded" else p for p in own]
+    return found

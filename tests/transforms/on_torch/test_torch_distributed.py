@@ -15,16 +15,29 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def results_of(work, folder):
+    """Return the result of `work(rank)` in two processes."""
+    torch.multiprocessing.spawn(data_parallel.in_group, (str(folder), work), nprocs=2)
+    return [torch.load(folder / f"of_{rank}") for rank in (0, 1)]
+
+
 def test_two_processes_have_the_gradients_of_one_process(tmp_path):
-    torch.multiprocessing.spawn(data_parallel.work, (str(tmp_path),), nprocs=2)
-    for rank in (0, 1):
-        found = torch.load(tmp_path / f"of_{rank}")
+    for found, seconds in results_of(data_parallel.each_way, tmp_path):
         assert found.keys() == {(way, name) for way in data_parallel.WAYS for name in CASES}
         for (_, name), got in found.items():
             module = data_parallel.Module(CASES[name].meant)
             close(got, data_parallel.gradients(module, data_parallel.BATCH), 1e-3)
-        second = torch.load(tmp_path / f"second_of_{rank}")
         x = data_parallel.ROWS.clone().requires_grad_()
-        for name, got in second.items():
+        for name, got in seconds.items():
             close(got, data_parallel.second_derivative(CASES[name].meant, x, 2.0 * data_parallel.ROWS), 1e-4)
-        assert list(second) == data_parallel.SECOND
+        assert list(seconds) == data_parallel.SECOND
+
+
+@pytest.mark.slow
+def test_two_processes_train_linear_cross_entropy_as_one_process_trains_plain_code(tmp_path):
+    plain = data_parallel.Head(data_parallel.all_at_once)
+    wanted = data_parallel.trained(plain, data_parallel.TOKENS, data_parallel.LABELS)
+    for found in results_of(data_parallel.trained_heads, tmp_path):
+        assert found.keys() == data_parallel.WAYS.keys()
+        for got in found.values():
+            close(got, wanted, 1e-4)
