@@ -15,7 +15,7 @@ import multigrad.testing
 
 PAGES = pages()
 # torch.compile takes ten seconds or more for a training step, which tests/test_compilation.py has too.
-SLOW = dict.fromkeys(["README.md", "docs/guides/compile.md"], slow_on("torch"))
+SLOW = dict.fromkeys(["README.md", "docs/guides/compile.md", "docs/limits/pytorch.md"], slow_on("torch"))
 
 
 # With a block for the backends without gradients.

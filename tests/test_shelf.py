@@ -189,7 +189,13 @@ DTYPES = [
 
 every = pytest.mark.parametrize("name", ROWS)
 NEWTON = ("implicit_root", "linear_solve", "implicit_argmin")  # with a dense matrix, whose rows are gradients
-COSTLY = (*NEWTON, "fixed_point", "FixedPoint", "linear_cross_entropy")  # expensive to compile
+COSTLY = (
+    *NEWTON,
+    "fixed_point",
+    "FixedPoint",
+    "linear_cross_entropy",
+    "spectral_function",
+)  # expensive to compile
 
 
 @pytest.fixture(autouse=True)
