@@ -4,7 +4,6 @@ A rule may return its gradients in several structures. `read` returns one gradie
 and dtype of the argument, and None for zero.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -82,9 +81,15 @@ class _Lazy:
 
     def __init__(self, compute: Callable[[], Any], reader: "_Reader", path: str, template: Any) -> None:
         self.compute, self._reader, self._path, self._template = compute, reader, path, template
+        self._gradients: dict[int, Any] | None = None
 
-    @functools.cached_property
-    def gradients(self) -> dict[int, Any]:
+    def gradient(self, slot: int) -> Any:
+        # Not a `functools.cached_property`, whose lock Dynamo (PyTorch 2.13) cannot trace.
+        if self._gradients is None:
+            self._gradients = self._read()
+        return self._gradients.get(slot)
+
+    def _read(self) -> dict[int, Any]:
         entry = self.compute()
         try:
             return self._reader.match_all([(self._path, self._template, entry)])
@@ -225,7 +230,7 @@ class _Reader(ExpectedGradients):
         assert spec is not None
         gradient = entry
         while isinstance(gradient, _Lazy):  # a lazy entry may return another one
-            gradient = gradient.gradients.get(index)
+            gradient = gradient.gradient(index)
         if gradient is None:
             return None
         if not _TENSORS[type(gradient)]:

@@ -48,9 +48,11 @@ def _kind(leaf: Any) -> int:
             kind = _RAGGED if hasattr(cls, "nested_row_splits") else _SPARSE
         else:
             kind = _NESTED if tree.is_nested(leaf) else _STATIC
+        if reading:  # Dynamo (PyTorch 2.13) rejects a change of the dict in a rule as a side effect
+            return kind
         if kind != _STATIC or cls.__module__ == "builtins":
             _KINDS[cls] = kind
-        elif not reading:
+        else:
             _STATIC_CLASSES.add(cls)
     return kind
 

@@ -52,7 +52,7 @@ class Head:
         """Return the gradients of the losses, multiplied by `scale`. The gradient of the features is last."""
         logits, slope = self._logits(features)
         # The softmax is divided by its sum together with the multiplication by the scale.
-        top = ops.max(logits, axis=1, keepdims=True)
+        top = ops.amax(logits, axis=1, keepdims=True)
         target = self._target(logits, labels) if with_loss else None
         logits -= top  # in place on PyTorch
         powers = ops.exp(logits)

@@ -258,7 +258,7 @@ def _in_one_pass(
     Without this division, the gradients of a mean could underflow float16.
     """
     (weights,) = _constants(weights)
-    largest = ops.max(ops.abs(weights))
+    largest = ops.amax(ops.abs(weights))
     largest = ops.where(largest > 0.0, largest, ops.ones_like(largest))
     known = _compute_gradients(kernel, bias, features, weights / largest, labels, options, with_sums, True)
     return known | {"largest": largest}

@@ -98,6 +98,7 @@ ANSWERS = {
     "of a number": (0.5, lambda u: (u * 7.0, u)),
     "of tensors alone": (None, lambda u: (u * 7.0,)),
     "by name": (0.5, lambda u: {"x": u * 7.0, "option": u}),
+    "by functions": (0.5, lambda u: (lambda: u * 7.0, lambda: u)),
 }
 
 
