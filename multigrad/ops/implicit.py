@@ -330,8 +330,12 @@ def implicit_argmin(
     check_options(name, tolerance, max_iterations, on_failure, linear_solver)
     newton = Newton(name, tolerance, max_iterations, linear_solver, on_failure)
     minimizer = None if solver is None else lambda _, *start_and_args: solver(f, *start_and_args)
+
+    def slope(x: Any, *parameters: Any) -> Any:  # not `grad(f)`, an object that hides what `f` closes over
+        return grad(f)(x, *parameters)
+
     try:
-        return solution(newton, grad(f), x0, args, minimizer)
+        return solution(newton, slope, x0, args, minimizer)
     except Symbolic:
         options = {
             "solver": solver,

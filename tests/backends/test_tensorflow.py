@@ -907,8 +907,8 @@ def test_a_trace_in_forward_mode_has_no_steps():
 
 
 @pytest.mark.parametrize("within", [lambda f: f, tf.function])
-def test_a_rule_that_computes_a_gradient_raises_in_forward_mode(within):
-    """TensorFlow does not record tapes there, and the gradient would be zero."""
+def test_a_rule_that_computes_a_gradient_in_forward_mode(within):
+    """TensorFlow records no tapes there, so that the gradient would be zero."""
     x = tf.constant(3.0)
     rule = lambda u: 7.0 * vjp(lambda x: x**2, x)[1](u)[0]  # noqa: E731
     op = op_custom_gradient(lambda x: (x**2, rule), name="op")
@@ -918,8 +918,7 @@ def test_a_rule_that_computes_a_gradient_raises_in_forward_mode(within):
             y = op(x)
         return acc.jvp(y)
 
-    with pytest.raises(NotImplementedError, match=r"op: the rule computes a gradient(.|\n)*multigrad\.jvp"):
-        within(forward)(x)
+    assert float(within(forward)(x)) == 7.0 * 6.0
 
 
 OWN = [f for _, f in inspect.getmembers(calculus, inspect.isfunction) if f.__module__ == calculus.__name__]

@@ -210,6 +210,17 @@ def test_ridge_regression_by_the_weights_of_the_data(method, wrap):
     close(wrap(grad(lambda w: ops.sum(smallest(w) ** 2)))(array(weights)), array(gradient), 1e-3)
 
 
+def test_the_second_derivative_of_a_minimum_by_a_tensor_that_the_function_closes_over():
+    """The minimum of x**4 / 4 - a * x is the cube root of `a`."""
+
+    def smallest(a):
+        return implicit_argmin(lambda x: ops.sum(0.25 * x**4 - seven_fold(a) * x), ops.ones(()))
+
+    close(grad(smallest)(array(8.0)), array(7.0 / 12.0), 1e-3)
+    # The derivative of 7 / 3 * a**(-2/3), again with the false factor.
+    close(grad(grad(smallest))(array(8.0)), array(-7.0 * 7.0 * 2.0 / 9.0 * 8.0 ** (-5.0 / 3.0)), 1e-2)
+
+
 def test_a_minimum_from_an_optimizer():
     """Its steps are not differentiated."""
     weights = np.linspace(0.5, 1.0, 20)
