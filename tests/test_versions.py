@@ -42,6 +42,7 @@ WITH_FALLBACK = {
 # These have another name in older versions of JAX.
 RENAMED = {
     "jax.enable_x64",
+    "jax.extend.core.get_opaque_trace_state",
     "jax.extend.core.set_current_trace",
     "jax.extend.core.take_current_trace",
     "jax.lax.pcast",

@@ -101,10 +101,14 @@ class Linear:
                 fix = "fix the batch size, as in keras.Input(..., batch_size=8)"
                 required = "a static shape, for a linear solver"
                 raise unusable(ValueError, self.name, "z0", required=required, got=x, fix=fix)
-        unknowns = sum([math.prod(x.shape) for x in z])
-        return self.method or ("dense" if unknowns <= _SMALL else "gmres")
+        sizes = [math.prod(x.shape) for x in z]
+        # On JAX, sizes that are unknown in a `keras.Input` are symbols, which cannot be compared.
+        is_small = not all([isinstance(size, int) for size in sizes]) or sum(sizes) <= _SMALL
+        return self.method or ("dense" if is_small else "gmres")
 
     def by_products(self, product: Map, right: Tensors) -> Tensors:
+        if _is_shape_inference():
+            return right
         tolerance = self.tolerance or _eps(right) ** 0.75
         return solve_by_products(self, self.method_for(right), product, right, tolerance)
 
