@@ -349,8 +349,8 @@ AS = array([[1.0, 2.0], [3.0, 4.0], [0.5, 0.25]])
     "solve",
     [
         pytest.param(heron, id="fixed_point"),
-        pytest.param(coupled, id="implicit_root", marks=slow_on("tensorflow")),
-        pytest.param(by_products, id="linear_solve", marks=slow_on("tensorflow")),
+        pytest.param(coupled, id="implicit_root", marks=slow_on("jax", "tensorflow")),
+        pytest.param(by_products, id="linear_solve", marks=slow_on("jax", "tensorflow")),
     ],
 )
 def test_solutions_of_equations(solve):
