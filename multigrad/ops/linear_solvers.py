@@ -48,6 +48,7 @@ def solve_by_products(
     """Return the solution `x` of `product(x) = right`, whose residual is at most the tolerance times `right`.
 
     The residual is computed from `x` itself at the end of each cycle of the method, not from its recursion.
+    The right side is scaled to a norm of 1, so that its square is not out of range.
     """
     for x in right:
         if "complex" in dtype_of(x):
@@ -75,9 +76,15 @@ def solve_by_products(
 
     start = ops.zeros_like(b), b, _norm(b), ops.convert_to_tensor(0, "int32")
     x, _, length, count = _repeat(more, refine, start, limit)
-    if settings.on_failure == "raise" and _is_false(length <= threshold):
-        raise _not_solved(settings, method, tolerance, length, count)
-    return _unflat(ops.where(length <= threshold, x * size, ops.full_like(x, float("nan"))), right)
+    solution = _unflat(x * size, right)
+    # The equation itself, which is not scaled: a map that is not linear has another solution.
+    error = _norm(_flat(product(solution)) - _flat(right)) / ops.where(size > 0.0, size, 1.0)
+    is_solved = ops.logical_and(length <= threshold, error <= 2.0 * threshold)
+    if settings.on_failure == "raise" and _is_false(is_solved):
+        if _is_false(length <= threshold):
+            raise _not_solved(settings, method, tolerance, length, count)
+        raise _not_linear(settings, tolerance, error)
+    return [ops.where(is_solved, x, ops.full_like(x, float("nan"))) for x in solution]
 
 
 def _conjugate_gradients(product: Product, b: Any, threshold: Any, count: Any, limit: int) -> tuple[Any, Any]:
@@ -216,6 +223,18 @@ def _not_solved(settings: Settings, method: str, tolerance: float, residual: Any
             required=f"a residual of norm {tolerance:.3g} or less, relative to the right side",
             got=f"a residual of norm {float(residual):.3g}, after {int(count)} products of {method}",
             fix="scale the equations so that the matrix is closer to the identity, choose another linear "
-            "solver, or allow a larger tolerance",
+            "solver (cg needs a symmetric matrix), or allow a larger tolerance",
+        )
+    )
+
+
+def _not_linear(settings: Settings, tolerance: float, residual: Any) -> RuntimeError:
+    return RuntimeError(
+        message(
+            settings.name,
+            "the function is not linear",
+            required=f"matvec(x) - b of norm {2.0 * tolerance:.3g} or less, relative to b",
+            got=f"{float(residual):.3g}, though x solves the equation for b / norm(b)",
+            fix="return zero for x = 0 and twice the result for twice x, or use implicit_root",
         )
     )

@@ -260,6 +260,17 @@ def test_the_residual_is_that_of_the_solution():
         linear_solve(matvec, array([1.0, 1.0, 1.0]), a, solver="cg", max_iterations=20)
 
 
+@pytest.mark.forward
+@pytest.mark.parametrize("function", [lambda x: 2.0 * x + 1.0, lambda x: x + x**3], ids=["affine", "cubic"])
+@pytest.mark.parametrize("b", [10.0, 0.0])
+def test_a_function_that_is_not_linear_raises(function, b):
+    if b == 0.0 and float(function(0.0)) == 0.0:
+        close(linear_solve(function, array(b), solver="gmres"), array(0.0))  # a solution
+        return
+    with pytest.raises(RuntimeError, match=r"the function is not linear|did not converge"):
+        linear_solve(function, array(b), solver="gmres")
+
+
 def test_an_adjoint_without_a_solution():
     """The equation is solved by hand, and its Jacobian at the root is singular."""
 
