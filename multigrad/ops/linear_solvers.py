@@ -210,7 +210,7 @@ def _size(tensor: Any) -> int:
 
 def _norm(x: Any) -> Any:
     """Return the Euclidean norm, also of numbers whose squares are out of range."""
-    largest = ops.max(ops.abs(x))
+    largest = ops.maximum(ops.max(x), -ops.min(x))  # not of `ops.abs`, see `_max_abs` of `implicit_solvers`
     scale = ops.where(largest > 0.0, largest, 1.0)
     return scale * ops.sqrt(ops.sum(ops.square(x / scale)))
 

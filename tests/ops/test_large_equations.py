@@ -260,7 +260,6 @@ def test_the_residual_is_that_of_the_solution():
         linear_solve(matvec, array([1.0, 1.0, 1.0]), a, solver="cg", max_iterations=20)
 
 
-@pytest.mark.forward
 @pytest.mark.parametrize("function", [lambda x: 2.0 * x + 1.0, lambda x: x + x**3], ids=["affine", "cubic"])
 @pytest.mark.parametrize("b", [10.0, 0.0])
 def test_a_function_that_is_not_linear_raises(function, b):
