@@ -1,6 +1,6 @@
 """Taps: in a training step, the outputs of layers pass an op that sees their gradient.
 
-The op returns its input, and its rule returns the upstream gradient. So the step computes what it computes
+The op returns its input, and its rule returns the upstream gradient, so the results are those of the step
 without taps. `tapping_layers` replaces `keras.Operation.__call__` while a step with taps runs.
 """
 

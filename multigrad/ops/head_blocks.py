@@ -226,7 +226,7 @@ def _in_program(
         totals, buffers = state
         # TensorFlow runs iterations concurrently, which takes the memory of several blocks. An index that
         # depends on the results of the last iteration prevents this. No number is larger than infinity.
-        # It is no total, because a compiler removes a total that is not used.
+        # The index does not depend on a total, because a compiler removes a total that is not used.
         last = ops.reshape(buffers[-1], (-1,))[0]
         i = ops.where(last > float("inf"), i + 1, i)
         block = [

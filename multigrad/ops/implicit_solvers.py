@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
-import numpy as np
 from keras import ops
 
 from multigrad import backend
@@ -13,7 +12,15 @@ from multigrad.calculus.derivatives import jacobian, vjp
 from multigrad.core.errors import message, unusable
 from multigrad.ops.arguments import is_integer, is_number
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.linear_solvers import METHODS, Affine, Map, Tensors, solve_by_products
+from multigrad.ops.linear_solvers import (
+    METHODS,
+    Affine,
+    Map,
+    Tensors,
+    flatten,
+    solve_by_products,
+    unflatten,
+)
 
 _ADJOINT = "w, the solution of the adjoint equation,"
 """The name of the adjoint in messages."""
@@ -130,14 +137,14 @@ class Newton:
         self.linear_solver, self.on_failure = linear_solver, on_failure
 
     def adjoint(self) -> Linear:
-        return self._linear(_ADJOINT)
+        return self.linear(_ADJOINT, self.tolerance)
 
-    def _linear(self, unknown: str, tolerance: float | None = None) -> Linear:
-        tolerance = tolerance or self.tolerance
+    def linear(self, unknown: str, tolerance: float | None) -> Linear:
+        """Return the solver of a linear equation for `unknown`."""
         return Linear(self.name, self.linear_solver, tolerance, _PRODUCTS, self.on_failure, unknown)
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
-        linear = self._linear("a step of Newton's method")
+        linear = self.linear("a step of Newton's method", self.tolerance)
         dense = linear.method_for(z) == "dense"
 
         def step(z: Tensors) -> Tensors:
@@ -161,11 +168,8 @@ def _minus(z: Tensors, moves: Tensors) -> Tensors:
 
 def _dense_solution(matrix: Any, right: Tensors) -> Tensors:
     """Return the solution of `matrix @ x = right`."""
-    column = ops.concatenate([ops.reshape(x, (-1, 1)) for x in right])
-    solved = ops.cast(ops.solve(matrix, ops.cast(column, matrix.dtype)), column.dtype)
-    ends = np.cumsum([math.prod(x.shape) for x in right]).tolist()
-    parts = [solved[end - math.prod(x.shape) : end] for x, end in zip(right, ends, strict=True)]
-    return [ops.cast(ops.reshape(p, x.shape), x.dtype) for x, p in zip(right, parts, strict=True)]
+    column = ops.cast(flatten(right)[:, None], matrix.dtype)
+    return unflatten(ops.solve(matrix, column)[:, 0], right)
 
 
 def _matrix(equation: Map, z: Tensors) -> Any:
@@ -190,8 +194,7 @@ class UserSolver:
         self.name, self.newton, self.call = newton.name, newton, call
 
     def adjoint(self) -> Linear:
-        newton = self.newton
-        return Newton(newton.name, None, 1, newton.linear_solver, newton.on_failure).adjoint()
+        return self.newton.linear(_ADJOINT, None)  # the tolerance is that of the user's solver
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
         solved = [ops.stop_gradient(x) for x in self.call()]
@@ -325,6 +328,6 @@ def check_options(
         ("on_failure", on_failure, ("raise", "nan")),
         (argument, linear_solver, (None, *METHODS)),
     ):
-        if not any(value is None if known is None else value == known for known in values):
-            required = " or ".join(["None" if known is None else f"{known!r}" for known in values])
+        if not (isinstance(value, (str, type(None))) and value in values):
+            required = " or ".join(map(repr, values))
             raise unusable(ValueError, name, option, required=required, got=value, fix=fix)

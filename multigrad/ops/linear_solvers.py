@@ -56,11 +56,13 @@ def solve_by_products(
             raise unusable(TypeError, settings.name, "linear_solver", required="real numbers", got=x, fix=fix)
     if not sum(map(_size, right)):
         return right
-    size = _norm(_flat(right))
-    b = _flat(right) / ops.where(size > 0.0, size, 1.0)
+    unscaled = flatten(right)
+    size = _norm(unscaled)
+    scale = ops.where(size > 0.0, size, 1.0)
+    b = unscaled / scale
 
     def flat_product(x: Any) -> Any:
-        return _flat(product(_unflat(x, right)))
+        return flatten(product(unflatten(x, right)))
 
     threshold, limit = ops.full_like(size, tolerance), settings.max_iterations
     cycle = _CYCLES[method]
@@ -76,9 +78,9 @@ def solve_by_products(
 
     start = ops.zeros_like(b), b, _norm(b), ops.convert_to_tensor(0, "int32")
     x, _, length, count = _repeat(more, refine, start, limit)
-    solution = _unflat(x * size, right)
+    solution = unflatten(x * size, right)
     # The equation itself, which is not scaled: a map that is not linear has another solution.
-    error = _norm(_flat(product(solution)) - _flat(right)) / ops.where(size > 0.0, size, 1.0)
+    error = _norm(flatten(product(solution)) - unscaled) / scale
     is_solved = ops.logical_and(length <= threshold, error <= 2.0 * threshold)
     if settings.on_failure == "raise" and _is_false(is_solved):
         if _is_false(length <= threshold):
@@ -188,13 +190,13 @@ def _is_false(condition: Any) -> bool:
     return value is not None and not value
 
 
-def _flat(tensors: Tensors) -> Any:
+def flatten(tensors: Tensors) -> Any:
     """Return the tensors as one vector of float32 or float64."""
     wide = "float64" if any(dtype_of(x) == "float64" for x in tensors) else "float32"
     return ops.concatenate([ops.cast(ops.reshape(x, (-1,)), wide) for x in tensors])
 
 
-def _unflat(vector: Any, like: Tensors) -> Tensors:
+def unflatten(vector: Any, like: Tensors) -> Tensors:
     """Return a vector as tensors with the shapes and dtypes of others."""
     parts, start = [], 0
     for x in like:

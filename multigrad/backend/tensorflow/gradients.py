@@ -21,7 +21,7 @@ def value_and_grad(
         tape.watch([*sources, *stored])
         value, aux = function(*sources)
     gradients = tape.gradient(value, [*sources, *stored])
-    return (value, aux), list(map(_total, sources, *_pairs(gradients, sources)))
+    return (value, aux), _totals(gradients, sources)
 
 
 def _stored_variables(variables: Sequence[keras.Variable]) -> list[Any]:
@@ -33,11 +33,14 @@ def _stored_variables(variables: Sequence[keras.Variable]) -> list[Any]:
     return stored
 
 
-def _pairs(gradients: Sequence[Any], sources: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the gradient of each source, and the one of its stored variable, or None."""
+def _totals(gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """Return the gradient of each source, plus that of its stored variable.
+
+    The gradients of the stored variables follow those of the sources, and belong to the last ones.
+    """
     count = len(sources)
-    of_stored = gradients[count:]
-    return gradients[:count], [*[None] * (count - len(of_stored)), *of_stored]
+    of_stored = [*[None] * (2 * count - len(gradients)), *gradients[count:]]
+    return list(map(_total, sources, gradients[:count], of_stored))
 
 
 def _total(source: Any, gradient: Any, of_stored: Any) -> Any:
@@ -63,7 +66,7 @@ def vjp(
 
     def pull(upstream: Sequence[Any]) -> list[Any]:
         gradients = tape.gradient(targets, [*sources, *stored], list(upstream))
-        return list(map(_total, sources, *_pairs(gradients, sources)))
+        return _totals(gradients, sources)
 
     return (outputs, aux), pull
 
