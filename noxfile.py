@@ -45,6 +45,12 @@ NEWEST = {
     "jax": ["jax==0.12.*", "flatbuffers", "keras==3.15.*"],
     "torch": ["torch==2.15.*", "keras==3.15.*"],
 }
+# What the session `gpu` installs if the machine has a GPU of NVIDIA. PyTorch's own build serves for both.
+FOR_A_GPU = {
+    "tensorflow": ["tensorflow[and-cuda]"],
+    "jax": ["jax[cuda13]", "flatbuffers"],
+    "torch": ["torch"],
+}
 MODULES = ("tensorflow", "jax", "torch", "openvino")
 
 # TensorFlow's notices about the processor's instructions would bury everything else.
@@ -183,8 +189,27 @@ def newest(session: nox.Session, backend: str) -> None:
 @nox.session(default=False, python=NEWEST_PYTHON)
 @nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
 def unpinned(session: nox.Session, backend: str) -> None:
-    """The fast tests on the newest versions in the package index, of one backend and everything else."""
-    fast_tests(session, backend, "--upgrade", *GROUPS(PYPROJECT, "test"), "keras", *REQUIREMENTS[backend])
+    """The fast tests on the newest versions in the package index, of one backend and everything else.
+
+    Pre-releases count, too. pytest's summary at the end names each test that fails.
+    """
+    newest = ("--upgrade", "--pre")
+    fast_tests(session, backend, *newest, *GROUPS(PYPROJECT, "test"), "keras", *REQUIREMENTS[backend])
+
+
+# JAX 0.12 knows these options. An older version ignores those that it does not know.
+JAX_PREVIEWS = ("JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3", "JAX_REMAT3", "JAX_SCAN3")
+
+
+@nox.session(default=False, python=NEWEST_PYTHON)
+def jax_previews(session: nox.Session) -> None:
+    """The tests of JAX's transforms with primitives that JAX has behind options, and may change to."""
+    requirements = (*tools_in_known_versions(), *NEWEST["jax"])
+    session.install("--no-compile", "--build-constraint", "constraints.txt", "--editable", ".", *requirements)
+    session.run("python", "-c", _only("jax"), env=QUIET | {"KERAS_BACKEND": "jax"})
+    environment = QUIET | {"KERAS_BACKEND": "jax", **dict.fromkeys(JAX_PREVIEWS, "1")}
+    files = ("tests/transforms", "tests/backends", "tests/test_remat.py", "tests/test_calculus.py")
+    session.run("pytest", *(session.posargs or files), env=environment)
 
 
 @nox.session(default=False)
@@ -344,3 +369,18 @@ def bench(session: nox.Session, backend: str) -> None:
     # One thread: what is compared is the overhead, which others' work would hide.
     environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "benchmarks", *session.posargs, env=environment)
+
+
+@nox.session(default=False)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def gpu(session: nox.Session, backend: str) -> None:
+    """The fast tests and the benchmarks on this machine's accelerator: a report in `gpu-<backend>.md`.
+
+    The report takes five minutes. Where nox cannot install anything, `python -m benchmarks.accelerator` makes
+    the same report.
+    """
+    frameworks = (FOR_A_GPU if shutil.which("nvidia-smi") else REQUIREMENTS)[backend]
+    install(session, *GROUPS(PYPROJECT, "test", "bench"), "--editable", ".", *frameworks)
+    environment = QUIET | {"KERAS_BACKEND": backend}
+    options = session.posargs or ["--report", f"gpu-{backend}.md"]
+    session.run("python", "-m", "benchmarks.accelerator", *options, env=environment)

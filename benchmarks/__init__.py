@@ -10,6 +10,7 @@ function in alternation, in one process:
 
 `cases.py` defines the functions and their rules. `native/` has a module for each framework, with the same
 functions in each. `measure.py` measures time, `growth.py` measures how time grows with size, `memory.py`
-measures memory, and `report.py` shows and stores the results. `large_vocabulary.py` is a separate command for
-`multigrad.ops.linear_cross_entropy`.
+measures memory, and `report.py` shows and stores the results. There are separate commands: one for
+`multigrad.ops.linear_cross_entropy` in `large_vocabulary.py`, and one in `accelerator.py` that makes a report
+of the tests and benchmarks on a GPU.
 """

@@ -1,4 +1,4 @@
-"""The memory that is kept between the forward and the backward pass, measured as the memory of a process."""
+"""The memory that is kept between the forward and the backward pass: of a process, or of tensors on a GPU."""
 
 import gc
 import subprocess
@@ -53,12 +53,17 @@ def _measure(case: str, implementation: str) -> float:
     small, large = _CASES[case](3), _CASES[case](_SIDE)
     active.forward(small.implementations[implementation], small.args)  # fill caches
     gc.collect()
-    before = psutil.Process().memory_info().rss
+    before = _bytes()
     kept = active.forward(large.implementations[implementation], large.args)
     gc.collect()
-    sizes = (psutil.Process().memory_info().rss - before) / (4 * _SIDE * _SIDE)
+    sizes = (_bytes() - before) / (4 * _SIDE * _SIDE)
     del kept
     return sizes
+
+
+def _bytes() -> int:
+    on_accelerator: int | None = active.allocated()
+    return psutil.Process().memory_info().rss if on_accelerator is None else on_accelerator
 
 
 if __name__ == "__main__":

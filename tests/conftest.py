@@ -7,6 +7,7 @@ import os
 import hypothesis
 import keras
 import pytest
+from accelerator import use_accelerator
 from processor_time import pytest_runtest_call, pytest_runtest_protocol  # noqa: F401  hooks of pytest
 from support import BACKEND, DIFFERENTIATES
 
@@ -40,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--store", action="store_true", help="keep the outputs of the notebooks that run")
 
 
+ACCELERATOR = use_accelerator()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if BACKEND == "numpy":
         # Keras (3.15) infers shapes there by running a function on uninitialized arrays.
@@ -55,7 +59,7 @@ def exclude_from_collection() -> None:
 
 
 def pytest_report_header() -> str:
-    return f"Keras {keras.__version__} on {BACKEND}"
+    return f"Keras {keras.__version__} on {BACKEND}, {ACCELERATOR or 'no accelerator'}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

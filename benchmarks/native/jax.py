@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+VERSION = f"JAX {jax.__version__}"
+
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return an op of `forward(*tensors) -> outputs, residuals`, `backward(residuals, *upstream)`."""
@@ -85,3 +87,13 @@ def derivative(f: Callable[..., Any], order: int) -> Callable[[Any], Any]:
     for _ in range(order):
         g = jax.grad(lambda x, g=g: jnp.sum(g(x)))
     return g
+
+
+def accelerator() -> str | None:
+    """Return the name of the accelerator, None without one."""
+    return None if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
+
+
+def allocated() -> int | None:
+    """Return the bytes of the arrays on the accelerator, None without one."""
+    return None if jax.default_backend() == "cpu" else jax.devices()[0].memory_stats()["bytes_in_use"]

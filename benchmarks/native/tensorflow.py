@@ -6,6 +6,8 @@ from typing import Any
 import tensorflow as tf
 from keras import tree
 
+VERSION = f"TensorFlow {tf.__version__}"
+
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return an op of `forward(*tensors) -> outputs, residuals`, `backward(residuals, *upstream)`."""
@@ -99,3 +101,16 @@ def derivative(f: Callable[..., Any], order: int) -> Callable[[Any], Any]:
         return tape.gradient(y, x)
 
     return lambda x: at(x, order)
+
+
+def accelerator() -> str | None:
+    """Return the name of the accelerator, None without one."""
+    devices = tf.config.list_physical_devices("GPU")
+    return tf.config.experimental.get_device_details(devices[0])["device_name"] if devices else None
+
+
+def allocated() -> int | None:
+    """Return the bytes of the tensors on the accelerator, None without one."""
+    if not tf.config.list_physical_devices("GPU"):
+        return None
+    return tf.config.experimental.get_memory_info("GPU:0")["current"]

@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from keras import tree
+from keras import ops, tree
+
+VERSION = f"PyTorch {torch.__version__}"
+DEVICE = ops.zeros(()).device  # where Keras puts its tensors
 
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,12 +32,12 @@ DEFINES_IN_EACH_CALL = False
 
 
 def tensor(array: Any) -> torch.Tensor:
-    return torch.tensor(array, requires_grad=True)
+    return torch.tensor(array, device=DEVICE, requires_grad=True)
 
 
 def constant(array: Any) -> torch.Tensor:
     """Return a tensor that is not differentiated with respect to."""
-    return torch.tensor(array)
+    return torch.tensor(array, device=DEVICE)
 
 
 def runner(f: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any]:
@@ -69,6 +72,8 @@ def trace(f: Callable[..., Any], args: Sequence[Any]) -> None:
 
 def wait(result: Any) -> None:
     """Wait until a result is computed."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def forward(f: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -122,3 +127,13 @@ class _GpuMemory:
 def gpu_memory() -> _GpuMemory | None:
     """Return the memory of the GPU, None without a GPU."""
     return _GpuMemory() if torch.cuda.is_available() else None
+
+
+def accelerator() -> str | None:
+    """Return the name of the accelerator, None without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def allocated() -> int | None:
+    """Return the bytes of the tensors on the accelerator, None without one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
