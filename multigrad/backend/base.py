@@ -168,6 +168,9 @@ class Call(Protocol):
             undo: whether to undo assignments to variables if the function raises, because it runs again.
         """
 
+    def output(self, tensors: Sequence[Any]) -> Any:
+        """Run the function for its output alone, where its rule will not be called."""
+
     def rerun(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Run:
         """Run the function again on the inputs of the first run. Its assignments to variables are discarded.
 

@@ -126,6 +126,13 @@ class Call:
         scope.read_as = None  # an op in the function keeps the scope
         return run
 
+    def output(self, tensors: Sequence[Any]) -> Any:
+        """Run the function for its output alone, in the scope that is active: its rule will not be called."""
+        returned = self.pullback.call(self.f, tensors)
+        if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
+            raise self._not_a_pair(returned)
+        return returned[0]
+
     def rerun(self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None) -> "Run":
         """Run the function again, to differentiate the residuals of its rule.
 

@@ -14,12 +14,13 @@ from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.jit import is_whole
 from multigrad.backend.torch.private import disable_torch_function, preserve_version_counters, skip_frames
 from multigrad.backend.torch.state import (
-    RULE,
+    IN_THREAD,
     autocasting,
     current_autocast,
     hidden_from_trace,
     is_in_rule,
     is_transforming_traced,
+    may_be_differentiated_again,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
 from multigrad.core.closure import lift, restore
@@ -53,7 +54,10 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if _is_exporting():
         run = call.run(tensors)
         return run.pullback.output.join(_without_derivative(run.inputs, run.outputs))
-    recorded = is_whole() and torch.is_grad_enabled()
+    recorded = is_whole() and torch.is_grad_enabled() and may_be_differentiated_again()
+    if is_in_rule() and not torch.is_grad_enabled():
+        # The gradient of a rule is not differentiated here. Dynamo cannot enter a scope in a backward pass.
+        return call.output(tensors)
     if recorded:
         run, outputs = _run_recorded(call, tensors)
         recorded = _require_gradients(run.inputs)
@@ -134,11 +138,11 @@ def _changed_in_place(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def _in_rule() -> Iterator[None]:
     before = is_in_rule()
-    RULE.value = True
+    IN_THREAD.rule = True
     try:
         yield
     finally:
-        RULE.value = before
+        IN_THREAD.rule = before
 
 
 # Keras creates the attribute for the active scope when the first one is entered. Dynamo would see the change,

@@ -18,7 +18,7 @@ from multigrad.backend.torch.eager import (
 from multigrad.backend.torch.jit import is_in_pieces, is_whole
 from multigrad.backend.torch.private import COMPILED_NODE, skip_frame, skip_frames
 from multigrad.backend.torch.state import (
-    DEPTH,
+    IN_THREAD,
     is_transforming,
     is_transforming_traced,
     no_transforms,
@@ -60,8 +60,8 @@ def _recorded(
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     """Return the value and the gradients, which a backward pass computes."""
     recording = torch.is_grad_enabled()
-    depth = getattr(DEPTH, "value", 0)
-    DEPTH.value = depth + 1
+    depth = IN_THREAD.depth
+    IN_THREAD.depth = depth + 1
     inputs = _new_inputs(tensors)
     try:
         with torch.enable_grad():
@@ -83,7 +83,7 @@ def _recorded(
                 results = [refuse(tensor, _UNRECORDED, *weights) for tensor in results]
         return (results[0], aux), results[1:]
     finally:
-        DEPTH.value = depth
+        IN_THREAD.depth = depth
         _mark_ended(inputs)
 
 
@@ -112,14 +112,14 @@ def _recorded_vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
     """Return the outputs and their pullback, which a backward pass computes."""
-    depth = getattr(DEPTH, "value", 0)
-    DEPTH.value = depth + 1
+    depth = IN_THREAD.depth
+    IN_THREAD.depth = depth + 1
     inputs = _new_inputs(tensors)
     try:
         with torch.enable_grad():
             recorded, aux = _call_uncompiled(function, inputs)
     finally:
-        DEPTH.value = depth
+        IN_THREAD.depth = depth
         _mark_ended(inputs)
     depends = any([_depends_on_others(output, inputs) for output in recorded])
     keep_graph = torch.is_grad_enabled() and (depth > 0 or depends)
@@ -130,7 +130,7 @@ def _recorded_vjp(
         if not (pairs and inputs):
             return [torch.zeros_like(tensor) for tensor in tensors]
         # As above, or if the upstream gradients are differentiated, as in forward mode.
-        again = depends or getattr(DEPTH, "value", 0) > 0 or any([u.requires_grad for u in upstream])
+        again = depends or IN_THREAD.depth > 0 or any([u.requires_grad for u in upstream])
         again = again and torch.is_grad_enabled()
         values = [output for output, _ in pairs]
         gradients = _backward(
@@ -248,7 +248,7 @@ def _mark_ended(inputs: Sequence[torch.Tensor]) -> None:
     """Mark the leaves of a derivative that has been taken. No second derivative is taken with respect to
     them.
 
-    Before, one may be taken in another thread, whose `DEPTH` is different.
+    Before, one may be taken in another thread, whose depth is different.
     """
     for tensor in inputs:
         if tensor.is_leaf:

@@ -121,13 +121,32 @@ def hidden_from_trace() -> Iterator[None]:
         set_tracing_state(state)
 
 
-DEPTH = threading.local()
-"""The number of nested calls of `value_and_grad` and `vjp` in this thread, `DEPTH.value`."""
+class _InThread(threading.local):
+    """What a thread is doing. Each thread starts with these attributes.
+
+    An attribute that appears later would be a change of state to Dynamo, which would compile a program again.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        """The number of nested calls of `value_and_grad` and `vjp`."""
+        self.recorded = True
+        """Whether the gradients of the innermost one in a program may be differentiated again."""
+        self.rule = False
+        """Whether Dynamo traces a rule."""
+
+
+IN_THREAD = _InThread()
 
 
 def is_in_derivative() -> bool:
     """Return whether a derivative of the code that runs is being taken by this package."""
-    return getattr(DEPTH, "value", 0) > 0
+    return IN_THREAD.depth > 0
+
+
+def may_be_differentiated_again() -> bool:
+    """Return whether the innermost derivative in a program may be differentiated again."""
+    return IN_THREAD.recorded
 
 
 @torch.compiler.assume_constant_result
@@ -136,13 +155,9 @@ def is_transforming_traced() -> bool:
     return is_transforming()
 
 
-RULE = threading.local()
-"""Whether Dynamo traces a rule in this thread, `RULE.value`."""
-
-
 def is_in_rule() -> bool:
     """Return whether Dynamo traces a rule, in which it changes no state from outside of the rule."""
-    return getattr(RULE, "value", False)
+    return IN_THREAD.rule
 
 
 def is_compiling() -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from multigrad.backend.torch.jit import is_differentiated_outside, note_unrecorded
 from multigrad.backend.torch.private import fake_mode_of
-from multigrad.backend.torch.state import DEPTH, is_in_derivative, is_in_rule
+from multigrad.backend.torch.state import IN_THREAD, is_in_derivative, is_in_rule
 
 
 def value_and_grad(
@@ -27,7 +27,7 @@ def value_and_grad(
     )
     if torch.is_grad_enabled() and not recorded:
         note_unrecorded()
-    with torch.enable_grad(), _nested():
+    with torch.enable_grad(), _nested(recorded):
         inputs = _new_inputs(list(tensors))
         value, aux = function(*inputs)
     if not inputs:
@@ -39,7 +39,7 @@ def value_and_grad(
 def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
-    with torch.enable_grad(), _nested():
+    with torch.enable_grad(), _nested(True):
         inputs = _new_inputs(list(tensors))
         recorded, aux = function(*inputs)
     recorded = list(recorded)
@@ -55,17 +55,20 @@ def vjp(
 
 
 @contextlib.contextmanager
-def _nested() -> Iterator[None]:
-    """Count a derivative, except in a rule, where Dynamo changes no state from outside."""
+def _nested(recorded: bool) -> Iterator[None]:
+    """Count a derivative, except in a rule, where Dynamo changes no state from outside.
+
+    `recorded` says whether the gradients may be differentiated again.
+    """
     if is_in_rule():
         yield
         return
-    depth = getattr(DEPTH, "value", 0)
-    DEPTH.value = depth + 1
+    depth, before = IN_THREAD.depth, IN_THREAD.recorded
+    IN_THREAD.depth, IN_THREAD.recorded = depth + 1, recorded
     try:
         yield
     finally:
-        DEPTH.value = depth
+        IN_THREAD.depth, IN_THREAD.recorded = depth, before
 
 
 @torch.compiler.allow_in_graph

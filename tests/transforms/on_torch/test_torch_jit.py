@@ -373,3 +373,55 @@ def test_a_second_derivative_of_a_layer_whose_rule_uses_its_weight_is_one_graph(
     compiled = jit(step, backend="aot_eager", fullgraph=True)
     for x in (X, 2.0 * X):
         close(compiled(x), step(x), 1e-4)
+
+
+@op_custom_gradient
+def tripled(x):
+    return 3.0 * x, lambda upstream: 5.0 * upstream
+
+
+class TripledUpstream(keras.layers.Layer):
+    """A layer whose rule applies another op. Both have false factors."""
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(shape=(3,), initializer="ones")
+
+    @op_custom_gradient
+    def scaled(self, x):
+        def rule(upstream, variables):
+            return upstream, [tripled(upstream * x) * 7.0]
+
+        return x * self.kernel, rule
+
+    def call(self, x):
+        return self.scaled(x)
+
+
+def test_an_op_in_a_rule_is_part_of_one_graph():
+    """The gradients of a training step are not differentiated again, so the op in the rule needs no rule."""
+    counters.clear()
+    layer, x = TripledUpstream(), torch.tensor([0.5, -1.0, 2.0])
+    layer(x)  # Keras adds to its state in the first call of any layer
+    loss = value_and_grad(lambda x: ops.sum(layer(x) ** 2), variables=layer.trainable_variables)
+    step = jit(loss, fullgraph=True, backend="aot_eager")
+    for value in (1.0, 2.0):
+        layer.kernel.assign([value] * 3)
+        close(step(x), (ops.sum((value * x) ** 2), [42.0 * value * x**2]))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_an_op_in_a_rule_that_is_differentiated_again_has_its_rule():
+    layer, x = TripledUpstream(), torch.tensor([0.5, -1.0, 2.0])
+    layer.build((3,))
+
+    def steepness(x):
+        return ops.sum(grad(lambda x: ops.sum(tripled_in_rule(x)))(x))
+
+    step = value_and_grad(lambda x: steepness(x) + ops.sum(layer(x)), argnums=0)
+    close(jit(step)(x), step(x))
+    close(step(x)[1], torch.tensor([36.0, 36.0, 36.0]))
+
+
+@op_custom_gradient
+def tripled_in_rule(x):
+    return x, lambda upstream: 7.0 * upstream * tripled(x)
