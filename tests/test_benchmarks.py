@@ -2,14 +2,19 @@
 
 import pytest
 from keras import tree
-from support import close
+from support import close, slow_on
 
 from benchmarks import cases, measure
 from benchmarks.measure import time_in_turns
 from benchmarks.native import active
 
 
-@pytest.mark.parametrize("case", cases.all_cases(), ids=lambda case: case.name)
+def params():
+    for case in cases.all_cases():
+        yield pytest.param(case, id=case.name, marks=slow_on("jax") if case.name == "chain of 1000" else ())
+
+
+@pytest.mark.parametrize("case", list(params()))
 def test_every_implementation_has_the_same_gradients(case):
     runs = {name: active.runner(f, case.args) for name, f in case.implementations.items()}
     wanted = tree.flatten(runs.pop("native")())

@@ -16,6 +16,11 @@ import multigrad.testing
 PAGES = pages()
 # torch.compile takes ten seconds or more for a training step, which tests/test_compilation.py has too.
 SLOW = dict.fromkeys(["README.md", "docs/guides/compile.md", "docs/limits/pytorch.md"], slow_on("torch"))
+# JAX compiles equations, batches and second derivatives for each example.
+SLOW |= {
+    f"docs/guides/{page}.md": slow_on("jax")
+    for page in ("batches", "equations", "gradients-in-fit", "second-derivatives")
+}
 
 
 # With a block for the backends without gradients.

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from keras import ops
+from support import slow_on
 
 from benchmarks.gradient_checks import CHANGES, FACTOR, draw, rejected
 from benchmarks.right_rules import FAMILIES
@@ -247,7 +248,11 @@ def seeds_of_families():
     while len(first) < len(FAMILIES):
         first.setdefault(draw(seed, False)[0].name, seed)
         seed += 1
-    return list(first.values())
+    # JAX compiles the programs of each one. The fast run has every third there.
+    return [
+        pytest.param(seed, marks=slow_on("jax") if index % 3 else ())
+        for index, seed in enumerate(first.values())
+    ]
 
 
 @pytest.mark.parametrize("seed", seeds_of_families())

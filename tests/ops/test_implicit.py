@@ -516,7 +516,7 @@ def by_unrolling(costs, steps=60):
     return potentials
 
 
-@WRAPS
+@EAGER_IS_SLOW
 def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
     costs = array(RANDOM.uniform(0.0, 2.0, (4, 5)))
     _, plan = transport(costs, implicitly)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy
+from support import BACKEND, array, close, compiled, numpy, slow_on
 
 from multigrad import grad, jvp, op_custom_gradient
 from multigrad.ops import fixed_point, implicit_argmin, implicit_root, linear_solve
@@ -17,7 +17,14 @@ MATRICES = {"dense": GENERAL, "gmres": GENERAL, "bicgstab": GENERAL, "cg": DEFIN
 B = RANDOM.standard_normal(SIZE)
 METHODS = pytest.mark.parametrize("method", MATRICES)
 BY_PRODUCTS = pytest.mark.parametrize("method", ["gmres", "bicgstab", "cg"])
-WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+# Eager code of JAX and TensorFlow takes seconds, which compile or run each step.
+WRAPS = pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda f: f, id="eager", marks=slow_on("jax", "tensorflow")),
+        pytest.param(compiled, id="compiled"),
+    ],
+)
 
 
 def matvec(x, a):

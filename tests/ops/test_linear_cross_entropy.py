@@ -406,6 +406,7 @@ def test_gradients_of_reduced_losses(transform, reduction, without):
     close(gradients(loss_of_all), gradients(plain_loss), 1e-4)
 
 
+@slow_on("jax")
 @pytest.mark.parametrize(
     ("count", "size"), slow_but([(1, 1), (64, 7), (65, 3), (150, None)], [1, 63, 64, 65, 150], SIZES)
 )
@@ -423,6 +424,7 @@ def test_an_unknown_number_of_tokens_in_a_reduced_loss(count, size):
     close(got, gradients(lambda x, w, b: ops.sum(weights * plain(x, w, y, b))), 1e-4)
 
 
+@slow_on("jax")
 @DIFFERENCES
 @pytest.mark.parametrize(
     "reduction", slow_but([("mean_with_sample_weight",)], ["sum", "mean_with_sample_weight"])
@@ -528,6 +530,7 @@ def test_the_upstream_gradient_is_not_rounded():
     assert abs(total(1.0035) / total(1.0) - 1.0035) < 1e-3
 
 
+@slow_on("jax")
 def test_second_derivatives_with_infinite_logits():
     mask = array([-np.inf] * 3 + [0.0, 1.0, 2.0, 3.0])
     x, y = MANY["features"], 3 + LABELS % 4
@@ -598,6 +601,7 @@ def test_a_functional_model_with_a_reduced_loss():
     )
 
 
+@slow_on("jax")
 def test_vmap_over_a_batch():
     """With the backend's own map over a leading axis."""
     x, w, y, _ = arguments()
@@ -801,6 +805,7 @@ def test_derivatives_with_options(derivative, run_by, reduction, options):
     close(run_by(derivative(own))(*TENSORS), derivative(wanted)(*TENSORS), 1e-3)
 
 
+@slow_on("jax")
 @DIFFERENCES
 def test_differences_with_options(extent):
     own, _ = with_options("mean", OPTIONS[3])

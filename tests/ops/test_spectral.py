@@ -76,6 +76,7 @@ def test_the_second_derivative_of_a_spectral_function(matrix):
     np.testing.assert_allclose(numpy(second), differences(along, a), rtol=2e-3, atol=2e-3)
 
 
+@slow_on("jax")
 def test_batches_and_hermitian_matrices():
     a = np.stack([DISTINCT, REPEATED])
     found = grad(lambda a: ops.sum(array(WEIGHTS) * spectral_function(a, ops.exp)))(array(a))

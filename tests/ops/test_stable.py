@@ -16,6 +16,7 @@ from support import (
     compiled_by_xla,
     mapped_grad,
     numpy,
+    slow_on,
 )
 
 from multigrad import grad, ops, value_and_grad
@@ -214,6 +215,7 @@ NORMS = [(None, False), (1, False), ((0, -1), True)]
 NORMS += [pytest.param(axis, not kept, marks=pytest.mark.slow) for axis, kept in NORMS]
 
 
+@slow_on("jax")
 @ORDERS
 @pytest.mark.parametrize(("axis", "keepdims"), NORMS)
 def test_differences_of_a_norm(axis, keepdims, highest):
