@@ -5,6 +5,7 @@ MathJax would come from another host.
 """
 
 import html
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,40 @@ _SOURCE = re.compile(r"\[(`[^`]+`)\]\(multigrad/[^)]+\)")
 """A link to a line of the source, which is not part of the site."""
 
 
+_EXAMPLE = re.compile(r"\]\(\.\./examples/")
+"""A link of a page in `docs/` to `examples/`, which is `docs/examples/` on the site."""
+
+
+_OF_README = re.compile(r"^<!-- README\.md: (?P<title>.+) -->$", re.MULTILINE)
+"""The place of a section of the README."""
+
+
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """Return the text of a page. The page about contributing is CONTRIBUTING.md, whose links are changed."""
-    if page.file.src_uri != "contributing.md":
-        return text
-    text = Path("CONTRIBUTING.md").read_text(encoding="utf-8")
-    return _SOURCE.sub(r"\1", text).replace("](docs/", "](")
+    """Return the text of a page, with the sections of the README and of CONTRIBUTING.md that it shows."""
+    if page.file.src_uri == "contributing.md":
+        text = Path("CONTRIBUTING.md").read_text(encoding="utf-8")
+        return _SOURCE.sub(r"\1", text).replace("](docs/", "](")
+    if "/" not in page.file.src_uri:
+        text = _EXAMPLE.sub("](examples/", text)
+    text = text.replace("<!-- version and repository -->", _version_and_repository())
+    return _OF_README.sub(lambda place: _section_of_readme(place["title"]), text)
+
+
+def _section_of_readme(title: str) -> str:
+    readme = Path("README.md").read_text(encoding="utf-8")
+    section = re.search(rf"^## {re.escape(title)}\n.*?(?=\n## |\Z)", readme, re.DOTALL | re.MULTILINE)
+    if not section:
+        raise PluginError(f"The README has no section {title!r}")
+    return section[0].replace("](docs/", "](")
+
+
+def _version_and_repository() -> str:
+    """Return a line of links. Only GitHub's CI knows the address of the repository, as in hatch_build.py."""
+    version = re.search(r'__version__ = "(.+)"', Path("multigrad/__init__.py").read_text(encoding="utf-8"))[1]
+    links = [f"Version {version}", "[changes](changelog.md)"]
+    if "GITHUB_REPOSITORY" in os.environ:
+        links.append(f"[repository]({os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']})")
+    return " · ".join(links)
 
 
 def on_page_content(text: str, page: Any, files: Any, **_: Any) -> str:
@@ -67,6 +96,32 @@ def on_page_content(text: str, page: Any, files: Any, **_: Any) -> str:
 def _as_mathml(formula: re.Match[str]) -> str:
     block = formula["block"]
     return convert(html.unescape(block or formula["line"]), display="block" if block else "inline")
+
+
+_LIMIT = re.compile(
+    r"(?P<title><h2 .*?</h2>)\s*<p>(?P<tag><strong>(?P<kind>Silent|Raises)</strong>.*?)</p>(?P<text>.*)",
+    re.DOTALL,
+)
+"""A section of a page of `limits/`: the title, the tag and the text."""
+
+
+def on_page_context(context: Any, page: Any, **_: Any) -> Any:
+    """Fold the sections of the limits. The search has read the page before, as it needs plain sections.
+
+    The theme opens a section when a link leads to its title.
+    """
+    if re.fullmatch(r"limits/(?!index)\w+\.md", page.file.src_uri):
+        before, *sections = re.split(r"(?=<h2 )", page.content)
+        page.content = before + "".join(map(_fold, sections))
+    return context
+
+
+def _fold(section: str) -> str:
+    limit = _LIMIT.fullmatch(section)
+    if not limit:
+        raise PluginError(f"a limit has no tag: {section[:200]}")
+    summary = f'<summary>{limit["title"]}<span class="tag">{limit["tag"]}</span></summary>'
+    return f'<details class="limit {limit["kind"].lower()}">{summary}{limit["text"]}</details>'
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

@@ -96,3 +96,53 @@ def test_the_links_of_the_readme_lead_somewhere():
     for path, anchor in links:
         assert (ROOT / path).exists(), path
         assert not anchor or f"{{#{anchor}}}" in (ROOT / path).read_text(), f"{path}#{anchor}"
+
+
+LIMIT = re.compile(
+    r"""\#\#[ ](?P<title>.+)[ ]\{\#(?P<anchor>[a-z-]+)\}\n\n
+        \*\*(?P<tag>Silent\*\*[ ]on[ ][^:]+:[ ](?P<what>.+\.)|Raises\*\*[ ]an[ ]error[ ]on[ ].+\.)\n\n
+        (?:.*\n)*\*\*What[ ]to[ ]do:\*\*(?:.*\n)*""",
+    re.VERBOSE,
+)
+INDEX = ROOT / "docs" / "limits" / "index.md"
+
+
+def limits():
+    """Return the sections of each page of `docs/limits/`, as matches of `LIMIT`, by the name of the page."""
+    names = re.findall(r"^\| \[\w+\]\((\w+\.md)\)", INDEX.read_text(), re.MULTILINE)
+    assert sorted(names) == sorted(page.name for page in INDEX.parent.glob("*.md") if page != INDEX)
+    found = {}
+    for name in names:
+        _, *sections = re.split(r"^(?=## )", (INDEX.parent / name).read_text(), flags=re.MULTILINE)
+        found[name] = [LIMIT.fullmatch(section) for section in sections]
+        assert all(found[name]), [s[:80] for s, m in zip(sections, found[name], strict=True) if not m]
+    return found
+
+
+@pytest.mark.package
+def test_each_limit_has_a_tag_and_the_silent_ones_come_first():
+    for name, sections in limits().items():
+        raises = ["Raises" in section["tag"] for section in sections]
+        assert raises == sorted(raises), name
+
+
+@pytest.mark.package
+def test_the_index_lists_the_silent_limits():
+    listed = INDEX.read_text().partition("## All silent limits")[2]
+    listed = re.findall(r"^- (.*?)$", re.sub(r"\n  ", " ", listed), re.MULTILINE)
+    assert listed == [
+        f"[{section['title']}]({name}#{section['anchor']}): {section['what']}"
+        for name, sections in limits().items()
+        for section in sections
+        if section["what"]
+    ]
+
+
+@pytest.mark.package
+def test_the_readme_and_the_index_list_the_same_ten_limits():
+    title = "## The ten most common limits\n"
+    told = (ROOT / "README.md").read_text().partition(title)[2].partition("\n## ")[0]
+    assert told.replace("docs/limits/", "") == INDEX.read_text().partition(title)[2].partition("\n## ")[0]
+    links = re.findall(r"^\d+\. .*\(docs/limits/(\w+\.md)#([a-z-]+)\)", told, re.MULTILINE)
+    silent = {(name, s["anchor"]) for name, sections in limits().items() for s in sections if s["what"]}
+    assert [link in silent for link in links] == [True] * 3 + [False] * 7

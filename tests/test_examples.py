@@ -46,9 +46,17 @@ def test_sinkhorn(tmp_path):
     assert near < far < 0.6 < 0.9 < inner < outer < 1.0
 
 
-def test_the_readme_lists_each_example():
-    told = re.findall(r"^\| \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
-    assert told == sorted(path.name for path in [*EXAMPLES.glob("*.py"), *NOTEBOOKS])
+def test_the_readme_the_gallery_and_the_menu_list_each_example():
+    told = re.findall(r"^- \[(.+)\]\((.+?)\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert [name for _, name in told] == sorted(path.name for path in [*EXAMPLES.glob("*.py"), *NOTEBOOKS])
+    gallery = (EXAMPLES.parent / "docs" / "gallery.md").read_text()
+    assert told == re.findall(r"\*\*\[(.+)\]\(\.\./examples/(.+?)\)\*\*", gallery)
+    assert set(re.findall(r"examples/(\S+\.png)\)", gallery)) == {
+        path.name for path in EXAMPLES.glob("*.png")
+    }
+    menu = (EXAMPLES.parent / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- (.+): examples/(.+\.ipynb)$", menu, re.MULTILINE)
+    assert listed == [entry for entry in told if entry[1].endswith(".ipynb")]
 
 
 # tests/notebooks.py runs the notebooks. The stored outputs, which readers see, are from an earlier run.

@@ -152,7 +152,7 @@ def clip_gradient(
 
     Returns:
         `x`. For an upstream gradient `u`, the gradient is `clip(u, -value, value)`, or
-        `u * min(1, norm / |u|)`. It is not linear in `u`, so it has no forward mode. With a
+        `u * min(1, norm / |u|)`. It is not linear in `u`, so forward mode is wrong. With a
         `keras.optimizers.LossScaleOptimizer`, `u` is the gradient of the scaled loss.
 
     Raises:
