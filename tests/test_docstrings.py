@@ -85,6 +85,14 @@ def test_an_example(module, example, capsys, monkeypatch):
 
 
 @pytest.mark.forward
+def test_each_example_in_the_source_runs():
+    for module in modules():
+        written = inspect.getsource(module).count("```python\n")
+        run = [example for example in EXAMPLES if example.values[0] is module]
+        assert len(run) == written, module.__name__
+
+
+@pytest.mark.forward
 def test_the_examples_are_found():
     names = {example.id for example in EXAMPLES}
     assert {"multigrad.calculus.derivatives:grad", "multigrad.core.op:op_custom_gradient"} <= names

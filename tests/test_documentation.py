@@ -21,6 +21,8 @@ SLOW |= {
     f"docs/guides/{page}.md": slow_on("jax")
     for page in ("batches", "equations", "gradients-in-fit", "second-derivatives")
 }
+# JAX compiles each operation of its four models separately.
+SLOW["docs/migrate/from-own-helpers.md"] = slow_on("jax")
 
 
 # With a block for the backends without gradients.

@@ -186,9 +186,8 @@ def jvp(
 
     The product is computed as the transpose of `vjp`, which costs two reverse passes in addition to `f`. An
     op is therefore differentiated by its rule. The rule must be linear in its upstream gradient, as every
-    vector-Jacobian product is. `multigrad.testing.check_gradients` checks this. The transpose of a rule that
-    is not linear, such as a rule that clips its upstream gradient, is that of its derivative at an upstream
-    gradient of ones.
+    vector-Jacobian product is. `multigrad.testing.check_gradients` checks this. A rule that is not linear,
+    such as a rule that clips its upstream gradient, is linearized at an upstream gradient of ones.
 
     Arguments:
         f: a function as for `vjp`.
@@ -271,8 +270,8 @@ def jacobian(
 
     Returns:
         A function with the arguments of `f`. It returns the structure of the output, with None for outputs
-        without a gradient. Each tensor of the output is replaced by the result that `grad` has for a scalar.
-        The shape of a tensor in this result is the shape of the output, followed by the shape of the
+        without a gradient. Each tensor of the output is replaced by the result that `grad` returns for a
+        scalar. The shape of a tensor in this result is the shape of the output, followed by the shape of the
         argument.
 
     Raises:

@@ -42,12 +42,12 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callab
     - JAX: `jax.vmap`. PyTorch: `torch.func.vmap`.
     - TensorFlow: `tf.vectorized_map`. It loses the rules of ops for derivatives of the mapped function.
       If a derivative is being recorded around `vmap`, and the function calls an op or another function with a
-      custom gradient, `vmap` calls `tf.map_fn`, a loop, which keeps the rules. A gradient inside of `f` is
+      custom gradient, `vmap` calls `tf.map_fn`, a loop, which keeps the rules. A gradient inside `f` is
       always vectorized with its rule.
     - NumPy and OpenVINO: a loop.
 
-    The function can be nested, compiled, and differentiated. Each element gets the same random numbers, and
-    the seed generator advances once. For other numbers, draw them outside, and map over them.
+    `vmap` can be nested, compiled and differentiated. Each element gets the same random numbers, and the seed
+    generator advances once. For different numbers, draw them outside, and map over them.
 
     Arguments:
         f: a function of tensors, NumPy arrays, Keras Variables and nested structures of them. It gets one
@@ -55,9 +55,9 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callab
             arrays become tensors. It returns a nested structure of tensors, numbers and None. It may assign
             to variables only values that are the same for all elements.
         in_axes: the axis along which each positional argument is mapped, and None for an argument that is
-            not mapped. An integer or None holds for all arguments. Otherwise it is a tuple or list with one
-            entry per argument. An entry can be a nested structure like a part of the argument. Arguments
-            that are passed by keyword are mapped along axis 0.
+            not mapped. An integer or None applies to all arguments. Otherwise, pass a tuple or list with one
+            entry per argument. An entry can be a nested structure like a part of the argument. Arguments that
+            are passed by keyword are mapped along axis 0.
         out_axes: the axis of the results along which the elements are stacked: an integer or None, or a
             nested structure like a part of the output. A result that is the same for all elements is
             repeated. With None, it is returned once.

@@ -1,4 +1,4 @@
-"""Keras callbacks that see inside of a compiled `fit`.
+"""Keras callbacks that record gradients in a compiled `fit`.
 
 ```python
 import keras

@@ -1,8 +1,8 @@
 """`GradientLogger`: record the gradients of layers and weights in a compiled `fit`.
 
-`fit` reads `model.train_function` anew for each step. For each step that is recorded, `on_train_batch_begin`
-puts a second function there, which was made once with taps on the layers. When it is called, the model's own
-function is put back first. So a step that is not recorded runs as without the logger.
+`fit` reads `model.train_function` in each step. Before a recorded step, `on_train_batch_begin` replaces it by
+a second function, which is created once and has taps on the layers. The second function first restores the
+model's own function, so steps that are not recorded run as without the logger.
 """
 
 import threading
@@ -39,9 +39,9 @@ class GradientLogger(keras.callbacks.Callback):
     print(logger.records[0].upstream["first"].size)  # 6
     ```
 
-    The numbers come from the step that trains the model, compiled as `fit` compiles it. The logger makes a
-    second training function with taps on the outputs of layers, and swaps it in for each recorded step. All
-    other steps are those of a `fit` without the logger. The trained weights are the same.
+    The logger records the step that trains the model, compiled as in `fit`. It creates a second training
+    function with taps on the outputs of layers, and uses it for the recorded steps. All other steps run as
+    without the logger, and the trained weights are the same.
 
     - Each layer is recorded by its path, such as `block/dense`. The second call of a layer is `dense#2`, and
       further tensors in an output are `dense[1]`.
@@ -50,9 +50,9 @@ class GradientLogger(keras.callbacks.Callback):
     - The `logs` of `fit` get two entries: `gradient_norm`, the norm of the gradients of all weights, and
       `gradient_not_finite`, the fraction of their elements that are NaN or infinite. At the end of an epoch,
       they are those of the last recorded step. Only callbacks that follow the logger in the list see them.
-    - Layers in a loop, branch, `vmap` or inner derivative are not recorded, nor the inner layers of
-      `keras.layers.RNN` and `keras.layers.TimeDistributed`. If a model has its own `train_step`, only weights
-      are recorded.
+    - Layers in a loop, branch, `vmap` or inner derivative, and the inner layers of `keras.layers.RNN` and
+      `keras.layers.TimeDistributed`, are not recorded. If a model has its own `train_step`, only weights are
+      recorded.
     - The second function is compiled when the first step is recorded, and kept for each further `fit`. On
       PyTorch, the recorded steps run uncompiled.
 
@@ -60,9 +60,11 @@ class GradientLogger(keras.callbacks.Callback):
         every: record each step whose number is a multiple of this. With `steps_per_execution`, the record is
             that of the last step that runs together with it.
         stop_on_nan: whether to stop training after a recorded step with NaN or Inf, and to print where it
-            began. `diagnosis` is this line. An overflow that a `LossScaleOptimizer` handles does not count.
+            began. The attribute `diagnosis` holds this line. An overflow that a `LossScaleOptimizer` handles
+            does not count.
         restore_weights: whether to restore weights, state of layers and state of the optimizer from before
-            this step. If the weights had NaN or Inf already, they are restored from the recorded step before.
+            this step. If the weights already contained NaN or Inf, the state of the previous recorded step is
+            restored.
 
     Raises:
         ValueError: if an argument is invalid, or, in `fit`, if the model cannot be recorded.

@@ -1,6 +1,6 @@
 """The statistics of a recorded step, as plain numbers, and the first NaN or Inf in it.
 
-Nothing here knows a backend.
+This module does not depend on the backend.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class GradientStatistics:
-    """Statistics of a tensor. Norm and largest absolute value are those of its finite elements."""
+    """Statistics of a tensor. The norm and the largest absolute value are those of its finite elements."""
 
     norm: float
     """The square root of the sum of squares."""
@@ -35,7 +35,7 @@ class GradientStatistics:
 
     @property
     def flag(self) -> str:
-        """Return "NaN" or "Inf" if an element is one, else an empty text."""
+        """Return "NaN" or "Inf" if the tensor contains one, else an empty string."""
         return "NaN" if self.nans else "Inf" if self.infinities else ""
 
 
@@ -117,7 +117,7 @@ def _distinct(names: Iterable[str]) -> list[str]:
 
 
 def diagnose(record: GradientRecord, overflow_is_handled: bool) -> str | None:
-    """Return a line about the first NaN or Inf of a step, None if there is none.
+    """Return a line that names the first NaN or Inf of a step, or None.
 
     Arguments:
         record: the record of the step.

@@ -1,7 +1,7 @@
-"""Taps: in a training step, the outputs of layers pass an op that sees their gradient.
+"""Taps: ops on the outputs of layers that compute statistics of the gradient in a training step.
 
-The op returns its input, and its rule returns the upstream gradient, so the results are those of the step
-without taps. `tapping_layers` replaces `keras.Operation.__call__` while a step with taps runs.
+A tap returns its input, and its rule returns the upstream gradient, so taps do not change the results of a
+step. `tapping_layers` replaces `keras.Operation.__call__` while a step with taps runs.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def taps_here() -> "Taps | None":
 
 @contextlib.contextmanager
 def using(taps: "Taps") -> Iterator[None]:
-    """Make these taps those of the step that this thread runs or traces."""
+    """Set the taps of the step that this thread runs or traces."""
     token = _TAPS.set(taps)
     try:
         yield
@@ -82,7 +82,7 @@ class Taps:
 
     Arguments:
         model: the model.
-        has_layers: whether layers are tapped, and not only weights.
+        has_layers: whether layers are tapped in addition to weights.
     """
 
     SIZE: ClassVar[int] = 6
@@ -93,7 +93,7 @@ class Taps:
         self.start()
 
     def start(self) -> None:
-        """Forget all statistics."""
+        """Discard all statistics."""
         self.names: list[str] = []
         self.outputs: list[Any] = []
         self.upstream: dict[int, Any] = {}
@@ -157,7 +157,7 @@ class Taps:
         return y
 
     def see(self, gradients: Sequence[Any], names: Sequence[str], values: Sequence[Any], scale: Any) -> None:
-        """Compute the statistics of weights and of their gradients, which are `scale` times too large."""
+        """Compute the statistics of weights and of their gradients, which are multiplied by `scale`."""
         for name, gradient, value in zip(names, gradients, values, strict=True):
             row = ops.zeros((self.SIZE,)) if gradient is None else statistics(gradient)
             self._weight_names.append(name)

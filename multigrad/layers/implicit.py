@@ -39,7 +39,7 @@ class FixedPoint(keras.layers.Layer):
         max_iterations: the largest number of calls of the cell, and of iterations in the backward pass.
 
     Input and output:
-        The input is a floating tensor of shape `(batch, ...)`, the output one of shape `(batch, *shape)`.
+        The input is a floating tensor of shape `(batch, ...)`, and the output has shape `(batch, *shape)`.
 
     Raises:
         RuntimeError: if `z`, or the adjoint equation, has not converged after `max_iterations`. In compiled

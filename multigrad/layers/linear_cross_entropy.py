@@ -37,9 +37,9 @@ class LinearCrossEntropy(keras.layers.Layer):
     returns the features. Without labels, it returns the logits.
 
     Arguments:
-        classes: the number of classes. None for the number of rows of `embedding`.
-        embedding: a `keras.layers.Embedding` whose transposed matrix is the kernel (tied weights), or None
-            for a kernel of the layer's own.
+        classes: the number of classes. The default is the number of rows of `embedding`.
+        embedding: a `keras.layers.Embedding` whose transposed matrix is the kernel (tied weights), or None if
+            the layer has its own kernel.
         use_bias: whether to add a bias to the logits.
         reduction, label_smoothing, logit_softcap, z_loss, ignore_index, block_size: as for the op.
         kernel_initializer, bias_initializer: as for `keras.layers.Dense`.

@@ -32,8 +32,8 @@ class FakeQuantize(keras.layers.Layer):
             variance 1. `adapt` computes it from data.
 
     Weights:
-        `step`. Training keeps it positive, at least `keras.config.epsilon()`, 1e-7. Rescale data that are not
-        much larger.
+        `step`. Training keeps it positive, at least `keras.config.epsilon()`, 1e-7. Rescale data whose values
+        are not much larger.
 
     Input and output:
         A tensor of any shape, of a real floating dtype. Do not wrap the layer in

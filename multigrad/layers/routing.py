@@ -105,7 +105,8 @@ class GradientScale(keras.layers.Layer):
 class GradientReversal(GradientScale):
     """Return the inputs, and multiply the gradient by a negative factor.
 
-    It is for adversarial training, for example of features that a domain classifier cannot distinguish.
+    Use it for adversarial training, for example to learn features that a domain classifier cannot
+    distinguish.
 
     ```python
     import keras
@@ -147,7 +148,7 @@ class GradientClip(keras.layers.Layer):
     Arguments:
         value: the largest absolute value of an element of the gradient.
         norm: the largest Euclidean norm of the gradient. A gradient with a larger norm is scaled down.
-        axis: the axes over which the norm is computed. The default is all axes, with the batch axis.
+        axis: the axes over which the norm is computed. The default is all axes, including the batch axis.
 
     With a `keras.optimizers.LossScaleOptimizer`, which `compile` uses under the policy "mixed_float16", the
     layer clips the gradient of the scaled loss.

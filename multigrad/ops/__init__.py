@@ -1,9 +1,9 @@
 """`keras.ops` with right gradients, and ops with custom gradients.
 
-This module contains every public name of `keras.ops`. It is the same object, unless a derivative of
-Keras's op is wrong or NaN on the active backend: `fixed` contains these ops. Names are looked up on first
-use, so that new names of later Keras versions are included. Code that uses `keras.ops` only needs another
-import:
+This module contains every public name of `keras.ops`. A name is the object of `keras.ops`, unless a
+derivative of it is wrong or NaN on the active backend: `fixed` contains these ops. Names are looked up on
+first use, so that new names of later Keras versions are included. Code that uses `keras.ops` only needs
+another import:
 
 ```python
 import keras

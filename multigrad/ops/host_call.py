@@ -37,7 +37,7 @@ def host_call(
 
     The call works in eager code, in `jax.jit`, `tf.function`, `torch.compile` and `multigrad.jit`, in `fit`,
     and on a KerasTensor, where it is a node of the Functional model. The model can be saved if `function` is
-    registered with `keras.saving.register_keras_serializable`. `torch.compile` breaks the graph there.
+    registered with `keras.saving.register_keras_serializable`. `torch.compile` breaks the graph at the call.
 
     It has no derivative. Write a rule around it, as above. A second derivative needs a rule that calls an op
     with a rule of its own.

@@ -65,8 +65,9 @@ def linear_cross_entropy(
     ```
 
     It computes `keras.ops.matmul` and `keras.losses.sparse_categorical_crossentropy(from_logits=True)`
-    together. Those hold up to four copies of the logits of all tokens and classes. This op holds the logits
-    of one block of tokens. For a model, use `multigrad.layers.LinearCrossEntropy`, which owns the kernel.
+    together. These two hold up to four copies of the logits of all tokens and classes. This op holds the
+    logits of one block of tokens. For a model, use `multigrad.layers.LinearCrossEntropy`, which owns the
+    kernel.
 
     With the logits `z = features @ kernel + bias` of a token and the label `y`, the loss is
     `logsumexp(z) - (1 - label_smoothing) * z[y] - label_smoothing * mean(z) + z_loss * logsumexp(z)**2`. With

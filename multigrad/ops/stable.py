@@ -209,9 +209,9 @@ def safe_norm(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bo
     Returns:
         `s * sqrt(sum((x / s)**2))` for the largest absolute value `s`, in the dtype of `x`. Integers give
         Keras's float dtype. For an upstream gradient `u`, the gradient is `u * x / norm`, which is exact even
-        if the norm overflows. If all of `x` is zero, the gradient, a subgradient, and all higher derivatives
-        are `0 * u`: zero if `u` is finite. If an element is infinite, the norm is infinite. The gradient is
-        then NaN with respect to the infinite elements, and 0 with respect to the others.
+        if the norm overflows. If all elements are zero, the gradient, a subgradient, and all higher
+        derivatives are `0 * u`: zero if `u` is finite. If an element is infinite, the norm is infinite. The
+        gradient is then NaN with respect to the infinite elements, and 0 with respect to the others.
 
     Raises:
         TypeError: if `x` is complex.

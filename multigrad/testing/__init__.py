@@ -1,4 +1,4 @@
-"""Checks of gradients for the tests of users who write rules.
+"""Functions that check gradients, for the tests of rules.
 
 `check_gradients` compares a rule with the central differences of its function. `compare_backends` compares
 the installed backends with each other. `audit_gradients` compares the gradients of `keras.ops` with formulas

@@ -48,7 +48,7 @@ def probable_cause(
     weights: Sequence[np.ndarray],
     rounding: Rounding,
 ) -> str | None:
-    """Return what is probably wrong with a gradient, None if nothing can be told.
+    """Return the probable cause of a wrong gradient, or None if no cause is found.
 
     Arguments:
         flat: the function.
@@ -94,7 +94,7 @@ def _ratio(wrong: Compared) -> Any:
 
 
 def _multiplied(wrong: Compared, shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Return that the gradient is the right one times a number, such as the size of an output."""
+    """Return a cause for a gradient that is the right one times a number, such as the size of an output."""
     ratio = _ratio(wrong)
     if ratio is None:
         return None
@@ -127,7 +127,7 @@ def _rearranged(wrong: Compared) -> str | None:
 
 
 def _one_row(wrong: Compared, k: int, differences: Sequence[CentralDifference]) -> str | None:
-    """Return that the gradient is the one of the first or of the last row of the output."""
+    """Return a cause for a gradient that is the one of the first or of the last row of the output."""
     for row in (0, -1):
         masked = [0.0 * weight for weight in differences[0].weights]
         masked[k][row] = differences[0].weights[k][row]

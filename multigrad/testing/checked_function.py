@@ -83,7 +83,7 @@ class CheckedFunction:
         self._name_outputs(args)
 
     def _require_tensor(self, named: Sequence[tuple[str, Any]]) -> None:
-        """Raise if the arguments are only integers and strings, before the function meets them."""
+        """Raise if the arguments are only integers and strings, before the function is called."""
         for name, arg in named:
             if all(isinstance(leaf, _NOT_DIFFERENTIABLE) for _, each in named for leaf in tree.flatten(each)):
                 raise TypeError(

@@ -32,7 +32,7 @@ _PRECISIONS = ["exact", "float64", "float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """What a successful comparison compared."""
+    """The result of a successful comparison."""
 
     backends: tuple[str, ...]
     """The backends that were compared."""

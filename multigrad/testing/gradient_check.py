@@ -53,7 +53,7 @@ _INPUT_ROUNDING = 0.4
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a successful check compared."""
+    """The result of a successful check."""
 
     precision: str
     """The dtype that the tolerances are for: the least precise one, intermediate results included."""
@@ -130,9 +130,10 @@ def check_gradients(
             the check runs. If an operation of `fn` or of its gradient converts its operand to float32 or half
             precision, the tolerances for this dtype apply. Keras layers of float32 do, and some ops of Keras
             (3.15), such as `ops.sin` on JAX and `ops.matmul` on PyTorch. To find out, JAX and TensorFlow
-            trace `fn` and its gradients once more, and PyTorch runs them once more. Code that NumPy runs, and
-            a function that branches on the values of tensors on JAX or TensorFlow, count as they are called:
-            by the dtypes of their inputs and outputs. Their rounding errors are measured, and add to `atol`.
+            trace `fn` and its gradients once more, and PyTorch runs them once more. NumPy code, and on JAX
+            and TensorFlow a function that branches on the values of tensors, cannot be traced: only the
+            dtypes of their inputs and outputs count. The check measures their rounding errors, and adds them
+            to `atol`.
         compiled: whether to check the compiled function, too. This takes longest on PyTorch, about a second.
         max_elements: the number of elements to move in each input. If an input is larger, a generator with a
             fixed seed selects them.
@@ -145,8 +146,8 @@ def check_gradients(
 
     Raises:
         AssertionError: if a part of the check fails. The message names the argument, the element and both
-            numbers, and shows a table of the largest differences. A line `probably:` names the cause of a
-            wrong gradient if it is the right one times a number, or its transpose, for example.
+            numbers, and shows a table of the largest differences. If the wrong gradient is a multiple or the
+            transpose of the right one, for example, a line `probably:` says so.
         TypeError: if nothing is differentiable, or if `order` or `max_elements` is not an integer.
         ValueError: if `order` or `max_elements` is less than 1.
         NotImplementedError: on the NumPy and OpenVINO backends.

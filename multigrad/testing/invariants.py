@@ -85,7 +85,7 @@ def check_linear(flat: CheckedFunction, tolerance: Tolerance, gradient_noise: Se
 
 
 def _ignores_upstream(name: str, names: Sequence[str], *pulled: Sequence[np.ndarray]) -> str | None:
-    """Return that the rule ignores its upstream gradient, if different ones give the same gradient."""
+    """Return a cause if different upstream gradients give the same gradient: the rule ignores them."""
     first, *others = (gradients[names.index(name)] for gradients in pulled)
     is_same = all(np.array_equal(first, other) for other in others)
     return f"the rule ignores `upstream`: the gradient of {name} is the same for each" if is_same else None

@@ -1,4 +1,4 @@
-"""What the fixed ops share."""
+"""Functions that the fixed ops share."""
 
 import functools
 from collections.abc import Callable
