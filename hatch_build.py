@@ -1,4 +1,6 @@
-"""The links of a distribution's metadata, which depend on the repository that builds it.
+"""The pages about limits in a wheel, and the links of its metadata, which depend on the repository.
+
+`python -m multigrad explain` reads the pages. An editable install and a clone have them in `docs/limits/`.
 
 GitHub's CI gives the address of the repository in the environment. The README's links are relative to the
 repository. In the metadata they are absolute, because a package index does not have these files.
@@ -10,9 +12,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _LINK = re.compile(r"(?P<before>\]\(|src=\")(?P<link>(?!https?:|#)[^)\"\s]+)")
+
+
+class Limits(BuildHookInterface):
+    """Adds the pages of `docs/limits/` to a wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "standard":  # and not "editable"
+            build_data["force_include"]["docs/limits"] = "multigrad/limits"
 
 
 class Metadata(MetadataHookInterface):

@@ -61,7 +61,8 @@ def __getattr__(name: str) -> Any:
     else:
         value = None
     if value is None:
-        raise AttributeError(f"module 'multigrad' has no attribute {name!r}")
+        errors = importlib.import_module("multigrad.core.errors")
+        raise errors.unknown_name(f"module 'multigrad' has no attribute {name!r}", name, __dir__())
     globals()[name] = value
     importlib.import_module("multigrad.core.errors").hide_frames()
     return value

@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
 
 import keras
 import pytest
+from markdown import ROOT
 
 import multigrad
 import multigrad.cli.demo.command
 from multigrad import frameworks
-from multigrad.cli import doctor
+from multigrad.cli import doctor, explain
 from multigrad.cli.main import main
 
 BACKEND = keras.backend.backend()
@@ -127,6 +130,82 @@ def test_the_active_backend_is_the_backend_of_keras(tmp_path):
     )
     done = run("-c", names, KERAS_HOME=str(tmp_path), KERAS_BACKEND="")
     assert done.stdout.split() == [BACKEND, BACKEND], done.stderr
+
+
+# ------------------------------------------------------------------------------------------- explain
+
+
+@pytest.mark.parametrize("name", ["jax#hidden-values", "hidden-values", "traced values that only"])
+def test_explain_prints_a_section(name, capsys):
+    assert main(["explain", *name.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "## Traced values that only the rule uses (jax#hidden-values)"
+    assert any(line.startswith("**What to do:**") for line in lines)
+    assert not any("{#" in line or "](" in line for line in lines)  # neither anchors nor links
+
+
+def test_explain_lists_the_sections_of_all_pages(capsys):
+    assert main(["explain"]) == 0
+    listed = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[:-2]]
+    anchors = {
+        f"{path.stem}#{anchor}"
+        for path in (ROOT / "docs" / "limits").glob("*.md")
+        for anchor in re.findall(r"\{#([\w-]+)", path.read_text())
+    }
+    assert len(anchors) > 60
+    assert len(listed) == len(anchors)
+    assert set(listed) == anchors
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("forward-mode", ["jax#forward-mode", "pytorch#forward-mode", "tensorflow#forward-mode"]),
+        ("keras", ["keras#remat-variable", "keras#export"]),
+        ("no gradient", ["general#closed-over-tensors"]),  # in its text
+    ],
+)
+def test_explain_lists_what_it_finds(words, found, capsys):
+    assert main(["explain", words]) == 0
+    listed = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert set(found) <= set(listed)
+    assert len(listed) < 12
+
+
+def test_explain_names_similar_sections(capsys):
+    assert main(["explain", "forwad-mode"]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith("multigrad explain: no section contains 'forwad-mode'.")
+    assert "nearest: jax#forward-mode  Forward mode" in printed.err
+    assert main(["explain", "qqqq"]) == 1
+    assert "nearest" not in capsys.readouterr().err
+
+
+def test_explain_renders_a_section_in_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert main(["explain", "hidden-values"]) == 0
+    printed = capsys.readouterr().out
+    assert "What to do:" in printed
+    assert "**" not in printed
+    monkeypatch.setattr(explain, "find_spec", lambda module: None)  # rich is not installed
+    assert main(["explain", "hidden-values"]) == 0
+    assert "**What to do:**" in capsys.readouterr().out
+
+
+def test_explain_in_an_installed_package(tmp_path):
+    """With the pages inside the package, as in a wheel. `nox -s release` installs a wheel."""
+    shutil.copytree(ROOT / "multigrad", tmp_path / "multigrad")
+    (tmp_path / "multigrad" / "limits").mkdir()
+    (tmp_path / "multigrad" / "limits" / "page.md").write_text("# Page\n\n## Title {#anchor}\n\nText.\n")
+    done = run("-P", "-m", "multigrad", "explain", "anchor", PYTHONPATH=str(tmp_path))
+    assert done.stdout == "## Title (page#anchor)\n\nText.\n", done.stderr
+    missing = run("-P", "-m", "multigrad", "explain", "jax#forward-mode", PYTHONPATH=str(tmp_path))
+    assert missing.returncode == 1
+
+
+def test_explain_imports_neither_keras_nor_a_framework():
+    assert imported_by("from multigrad.cli.main import main; main(['explain', 'hidden-values'])") == "[]"
 
 
 # ---------------------------------------------------------------------------------------- frameworks

@@ -1,5 +1,6 @@
 """Only the framework of the active backend is imported, and only when it is used."""
 
+import importlib
 import subprocess
 import sys
 
@@ -56,5 +57,23 @@ def test_the_check_finds_other_frameworks():
 def test_an_unknown_name_raises():
     import multigrad
 
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         multigrad.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "meant"),
+    [
+        ("multigrad", "gard", "grad"),
+        ("multigrad", "op_custom_gradiant", "op_custom_gradient"),
+        ("multigrad.ops", "safe_nrom", "safe_norm"),
+        ("multigrad.ops", "relo", "relu"),
+    ],
+)
+def test_the_error_for_an_unknown_name_has_the_nearest_public_name(module, name, meant):
+    said = f"attribute '{name}'. Did you mean '{meant}'\\?$"
+    with pytest.raises(AttributeError, match=said):
+        getattr(importlib.import_module(module), name)
+    with pytest.raises(ImportError, match=said):
+        exec(f"from {module} import {name}")
+    assert not hasattr(importlib.import_module(module), name)

@@ -270,7 +270,7 @@ ANSWERS = {
     "no pair": (lambda u: u, "a pair `gradients, gradients_of_variables`"),
     "a triple": (lambda u: (u, u, u), "a pair `gradients, gradients_of_variables`"),
     "nothing": (lambda u: None, "write `return gradients, [None for v in variables]`"),
-    "None": (lambda u: (u, None), "got: one entry, NoneType None"),
+    "None": (lambda u: (u, None), "got: one entry, None"),
     "a wrong shape": (lambda u: (u, [u, ops.ones((3,))]), "argument: variable 'b'"),
     "no tensor": (lambda u: (u, [u, "x"]), "argument: variable 'b'"),
 }

@@ -105,7 +105,8 @@ def _no_gradients() -> NotImplementedError:
     return NotImplementedError(
         f"Keras's {keras.backend.backend()} backend computes no gradients.\n"
         f"The backends that do are {', '.join(DIFFERENTIATING)}. Choose one with the environment variable\n"
-        "KERAS_BACKEND before Keras is imported. See docs/limits/general.md#numpy-and-openvino."
+        "KERAS_BACKEND before Keras is imported.\n"
+        "  see: python -m multigrad explain general#numpy-and-openvino"
     )
 
 

@@ -101,7 +101,7 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 name,
                 "a complex value would lose its imaginary part",
                 argument=argument,
-                required=f"real numbers for {describe(tensor)}",
+                required=f"real numbers for a {describe(tensor)}",
                 got=describe(leaf),
                 fix="pass the real part",
             )

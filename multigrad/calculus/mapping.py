@@ -287,7 +287,7 @@ def _in_range(name: str, argument: str, axis: int, tensor: Any) -> int:
             name,
             "an axis is out of range",
             argument=f"{argument!r}",
-            required=f"an axis of {describe(tensor)}",
+            required=f"an axis of a {describe(tensor)}",
             got=f"axis {axis}",
             fix="correct the axis, or set it to None for a tensor that is not mapped",
         )

@@ -9,7 +9,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.core.conversions import number_to_tensor
-from multigrad.core.errors import describe, message, shape_text
+from multigrad.core.errors import describe, message
 from multigrad.core.variables import in_scope
 
 
@@ -21,7 +21,7 @@ def require_scalar(name: str, value: Any) -> Any:
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         if tuple(ops.shape(tensor)) == () and dtype.startswith(("float", "bfloat")):
             return tensor
-        got = f"{dtype} of shape {shape_text(ops.shape(tensor))}"
+        got = describe(tensor)
     raise TypeError(
         message(
             name,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import multigrad
 from multigrad.cli.doctor import doctor
+from multigrad.cli.explain import explain
 from multigrad.frameworks import DIFFERENTIATING
 
 
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from multigrad.cli.audit import audit
 
         return audit(options.module, options.format, options.op, options.backend)
+    if options.command == "explain":
+        return explain(" ".join(options.words))
     return doctor()
 
 
@@ -79,6 +82,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     audit_parser.add_argument(
         "--format", choices=("terminal", "markdown", "json"), default="terminal", help="default: terminal"
+    )
+    explain_parser = commands.add_parser(
+        "explain",
+        help="print the section about a limit that an error names",
+        description="Print a section about a limit: what happens and what to do. Without a name, list all "
+        "sections. Exit with status 1 if there is no such section.",
+    )
+    explain_parser.add_argument(
+        "words",
+        metavar="NAME",
+        nargs="*",
+        help="a section, such as jax#forward-mode or forward-mode, a page, such as jax, or words",
     )
     commands.add_parser(
         "doctor",

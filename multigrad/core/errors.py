@@ -1,7 +1,9 @@
 """The form of multigrad's error messages."""
 
+import difflib
+import dis
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class OpError(TypeError):
@@ -38,7 +40,7 @@ def message(
     """Return the text of an error: the op, the problem, what is required, what the op got, and a fix.
 
     `probably` is the probable cause. `see` names a page and a section of `docs/limits/`, such as
-    "jax#forward-mode".
+    "jax#forward-mode". `multigrad explain` prints it.
 
     ```python
     print(message("scale", "the gradient has the wrong shape", argument="'x'",
@@ -58,8 +60,7 @@ def message(
         lines.append(f"  probably: {probably}")
     lines.append(f"  fix: {fix}")
     if see is not None:
-        page, _, section = see.partition("#")
-        lines.append(f"  see: docs/limits/{page}.md#{section}")
+        lines.append(f"  see: python -m multigrad explain {see}")
     return "\n".join(map(_wrap_line, "\n".join(lines).split("\n")))
 
 
@@ -106,11 +107,57 @@ def require_function(op: str, argument: str, value: object) -> None:
 def describe(value: object) -> str:
     """Return a short description of a value: its type, with shape and dtype for a tensor."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    kind = type(value).__name__
+    kind = type_text(value)
     if shape is not None and dtype is not None:
-        return f"{kind} of shape {shape_text(shape)} and dtype {getattr(dtype, 'name', dtype)}"
-    text = repr(value)
+        return f"{kind} of shape {shape_text(shape)} and dtype {dtype_text(dtype)}"
+    if value is None:
+        return "None"
+    text = _outline(value)
+    if " at 0x" in text:  # the address of an object says nothing
+        text = getattr(value, "__qualname__", "object")
     return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def type_text(value: object) -> str:
+    """Return the name of a type, and "tensor" for any tensor of the framework."""
+    from keras import ops  # `frameworks.py` reads this module before it checks whether Keras can be imported
+
+    return "tensor" if ops.is_tensor(value) else type(value).__name__
+
+
+def dtype_text(dtype: object) -> str:
+    """Return the name of any framework's dtype, such as `float32`."""
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+
+
+def _outline(value: object) -> str:
+    """Return the repr of a value, with `tensor` in place of each tensor in a tuple, list or dict."""
+    if isinstance(value, dict):
+        return "{" + ", ".join([f"{key!r}: {_outline(part)}" for key, part in value.items()]) + "}"
+    if isinstance(value, (tuple, list)) and value:
+        parts = ", ".join([_outline(part) for part in value])
+        return f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"
+    return "tensor" if type_text(value) == "tensor" else repr(value)
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error for an unknown name: a question with the nearest name, if one is similar."""
+    if name.startswith("_"):  # Python asks modules for such names, and does not show the error
+        return ""
+    nearest = difflib.get_close_matches(name, list(names), n=1)
+    return f". Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def unknown_name(text: str, name: str, names: Iterable[str]) -> Exception:
+    """Return the error of a module's `__getattr__` for an unknown name, with the nearest of the public names.
+
+    For `from multigrad import gard`, Python (3.13) replaces an AttributeError by an ImportError without this
+    text. The error is an ImportError there.
+    """
+    text += did_you_mean(name, names)
+    frame = sys._getframe(2)  # the code that asks the module
+    is_import = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
+    return ImportError(text) if is_import else AttributeError(text)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multigrad import backend
-from multigrad.core.errors import OpError, message
+from multigrad.core.errors import OpError, did_you_mean, message
 from multigrad.core.type_sets import HoldsNoTensor
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -100,6 +100,8 @@ class Signature(HoldsNoTensor):
         fix = "pass a value for each parameter that has no default, and no others"
         if by_name and self.variadic is None and len(args) > len(self.positional):
             fix = f"pass {' or '.join(map(repr, by_name))} by name, as in {by_name[0]}=..."
+        names = self.inspected.parameters
+        fix += next(filter(None, [did_you_mean(name, names) for name in kwargs if name not in names]), "")
         keywords = f", and {', '.join(map(repr, kwargs))} by name" if kwargs else ""
         signature = inspect.Signature(parameters)
         return OpError(

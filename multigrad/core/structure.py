@@ -391,31 +391,36 @@ def _inferring_shapes() -> bool:
         return scope.original_scope is not None
 
 
-_REFUSALS = {
+_REFUSALS: dict[int, tuple[Any, ...]] = {
     _SPARSE: (
         "a sparse tensor has no gradient that works on every backend",
+        "a sparse tensor",
         "a dense tensor",
         "pass its values as a dense tensor",
         "general#sparse-tensors",
     ),
     _RAGGED: (
         "a ragged tensor cannot be the argument or output of an op",
+        "a ragged tensor",
         "a dense tensor",
         "call tf.ragged.map_flat_values(op, x) if the op is elementwise; otherwise pad x with x.to_tensor()",
     ),
     _SYMBOLIC: (
         "the function uses a symbolic tensor that is not an argument of the op",
+        "a KerasTensor",
         "a tensor",
         "pass the symbolic tensor to the op as an argument",
     ),
     _STAND_IN: (
         "torch.fx records the program without its gradients",
+        "a stand-in of torch.fx for a tensor",
         "a tensor",
         "record it with torch.export, or compile it with torch.compile",
         "pytorch#export",
     ),
     _STATIC: (
         "tensors are in an object of an unknown class, in which multigrad does not look for them",
+        None,
         "a tuple, list or dict, or a class that is registered with keras.tree",
         "put them into a plain container",
         "general#tensors-past-the-output",
@@ -426,9 +431,11 @@ _REFUSALS = {
 class Refused(Exception):
     """Raised for a leaf that no op can take or return."""
 
-    def __init__(self, leaf: Any, problem: str, required: str, fix: str, see: str | None = None) -> None:
+    def __init__(
+        self, leaf: Any, problem: str, got: str | None, required: str, fix: str, see: str | None = None
+    ) -> None:
         super().__init__(problem)
-        self._leaf, self._problem, got = leaf, problem, type(leaf).__name__
+        self._leaf, self._problem, got = leaf, problem, got or f"an object of the class {type(leaf).__name__}"
         self._lines: dict[str, Any] = {"required": required, "got": got, "fix": fix, "see": see}
 
     def error(self, op: str, named: Iterable[tuple[str, Any]]) -> OpError:

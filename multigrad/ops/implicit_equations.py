@@ -16,7 +16,7 @@ from multigrad.core.structure import Layout, split
 from multigrad.core.type_sets import HoldsNoTensor
 from multigrad.core.variables import Pinned, Reads
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.implicit_solvers import Newton, Solver, UserSolver
+from multigrad.ops.implicit_solvers import Newton, Solver, UserSolver, argument_names
 from multigrad.ops.linear_solvers import Affine, Map, Tensors
 
 _NUMBERS = (int, float, np.ndarray, np.generic)
@@ -74,7 +74,7 @@ def _first_order_only(x: Any, name: str) -> Any:
             message(
                 name,
                 "the second derivative would be incomplete, because the function uses a hidden tensor",
-                argument="'f'",
+                argument=repr(argument_names(name)[0]),
                 required="a function of tensors that are its arguments, or that it closes over",
                 got="a function that reaches a tensor through an object",
                 fix="pass the tensor as an argument",
@@ -221,7 +221,7 @@ class _UserEquation(_Equation):
             message(
                 self.solver.name,
                 "the function assigns variables, so that it differs in every call",
-                argument="'f'",
+                argument=repr(argument_names(self.solver.name)[0]),
                 required="a function that depends only on its arguments",
                 got=f"an assignment to {', '.join(repr(variable.path) for variable in assigned)}",
                 fix="call layers with training=False, and draw random numbers outside of the function",
@@ -233,7 +233,7 @@ class _UserEquation(_Equation):
         try:
             tree.assert_same_structure(self.z.join(z), returned)
         except (TypeError, ValueError) as error:
-            required = "the structure of `z0`"
+            required = f"the structure of `{argument_names(self.solver.name)[1]}`"
             raise self._differs(TypeError, argument, "structure", describe(returned), required) from error
 
     def _check_tensors(self, z: Tensors, returned: Any, argument: str) -> None:
@@ -241,7 +241,7 @@ class _UserEquation(_Equation):
         results, layout = split(returned)
         if len(results) != len(z):
             got = ", ".join(map(describe, layout.static_leaves()))
-            raise self._differs(TypeError, argument, "type", got, "tensors, as in `z0`")
+            raise self._differs(TypeError, argument, "type", got, "tensors")
         for like, result in zip(z, results, strict=True):
             texts = describe(result), describe(like)
             if dtype_of(like) != dtype_of(result):
@@ -253,14 +253,16 @@ class _UserEquation(_Equation):
         self, kind: type[Exception], argument: str, attribute: str, got: str, required: str
     ) -> Exception:
         returning = "the solver" if argument == "solver" else "the function"
+        function, start = argument_names(self.solver.name)
         return kind(
             message(
                 self.solver.name,
-                f"the result of {returning} has another {attribute} than `z0`",
-                argument=f"'{argument}'",
+                f"the result of {returning} has another {attribute} than `{start}`",
+                argument=repr(function if argument == "f" else argument),
                 required=required,
                 got=got,
-                fix=f"pass a `z0` like the result of {returning}, and return the same {attribute} from it",
+                fix=f"pass a `{start}` like the result of {returning}, and return the same {attribute} from "
+                "it",
             )
         )
 
@@ -289,11 +291,12 @@ def _initial_guess(name: str, z0: Any) -> tuple[Tensors, Layout]:
     inexact = [dtype_of(x).startswith(("float", "bfloat", "complex")) for x in tensors]
     if tensors and all(inexact) and not layout.static_leaves():
         return [ops.stop_gradient(x) for x in tensors], layout
+    argument = argument_names(name)[1]
     raise TypeError(
         message(
             name,
-            "the initial guess is not floating",
-            argument="'z0'",
+            "the right side is not floating" if argument == "b" else "the initial guess is not floating",
+            argument=repr(argument),
             required="a floating tensor or number, or a nested structure of them",
             got=describe(z0),
             fix="pass floats",

@@ -32,6 +32,14 @@ _PRODUCTS = 1000
 """The largest number of products with a matrix for one step of Newton's method, or for an adjoint."""
 
 
+_ARGUMENTS = {"linear_solve": ("matvec", "b"), "implicit_argmin": ("f", "x0")}
+
+
+def argument_names(op: str) -> tuple[str, str]:
+    """Return how an op names its function, and its initial guess or right side."""
+    return _ARGUMENTS.get(op, ("f", "z0"))
+
+
 class Solver(Protocol):
     """Solves an equation. `name` is the name of the op in messages."""
 
@@ -107,7 +115,8 @@ class Linear:
             if None in tuple(x.shape):
                 fix = "fix the batch size, as in keras.Input(..., batch_size=8)"
                 required = "a static shape, for a linear solver"
-                raise unusable(ValueError, self.name, "z0", required=required, got=x, fix=fix)
+                start = argument_names(self.name)[1]
+                raise unusable(ValueError, self.name, start, required=required, got=x, fix=fix)
         sizes = [math.prod(x.shape) for x in z]
         # On JAX, sizes that are unknown in a `keras.Input` are symbols, which cannot be compared.
         is_small = not all([isinstance(size, int) for size in sizes]) or sum(sizes) <= _SMALL

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.errors import message, unusable
+from multigrad.core.errors import describe, message
 from multigrad.ops.dtypes import dtype_of
 
 Tensors = Sequence[Any]
@@ -52,8 +52,15 @@ def solve_by_products(
     """
     for x in right:
         if "complex" in dtype_of(x):
-            fix = "solve for the real and imaginary parts"
-            raise unusable(TypeError, settings.name, "linear_solver", required="real numbers", got=x, fix=fix)
+            raise TypeError(
+                message(
+                    settings.name,
+                    "a linear solver that uses products alone cannot solve a complex equation",
+                    required="real numbers",
+                    got=describe(x),
+                    fix="solve for the real and imaginary parts",
+                )
+            )
     if not sum(map(_size, right)):
         return right
     unscaled = flatten(right)

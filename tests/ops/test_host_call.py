@@ -257,7 +257,7 @@ MISFITS = {
     "shape": (lambda x: x[:1], r"output.*required: \(2,\).*got: \(1,\)"),
     "dtype": (lambda x: x.astype("float64"), r"required: an array of dtype float32.*float64.*np.asarray"),
     "structure": (lambda x: (x, x), r"required: float32 \(2,\).*got: tuple"),
-    "none": (lambda x: None, r"required: an array of dtype float32.*got: NoneType"),
+    "none": (lambda x: None, r"required: an array of dtype float32.*got: None"),
     "number": (lambda x: 1.5, r"required: \(2,\).*got: \(\)"),
 }
 

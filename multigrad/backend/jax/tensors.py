@@ -11,7 +11,7 @@ import numpy as np
 
 from multigrad.backend.base import Spec
 from multigrad.backend.jax.private import WithoutTangent, enable_x64, pcast, trace_state, varying_axes
-from multigrad.core.errors import message
+from multigrad.core.errors import describe, message
 from multigrad.core.type_sets import ATOMS, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
@@ -59,7 +59,7 @@ def assign(variable: keras.Variable, value: Any) -> None:
                 "a traced value is assigned to a variable outside of a stateless scope, which would leak the "
                 "tracer",
                 required="a concrete value, or a keras.StatelessScope, as in `stateless_call`",
-                got=f"a {type(value).__name__}",
+                got=f"a traced {describe(value)}",
                 fix="compile with multigrad.jit in place of jax.jit, call the layer through "
                 "`stateless_call`, or outside of jax.lax.scan and similar functions",
                 see="jax#assign-outside-stateless",
