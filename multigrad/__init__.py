@@ -62,7 +62,8 @@ def __getattr__(name: str) -> Any:
         value = None
     if value is None:
         errors = importlib.import_module("multigrad.core.errors")
-        raise errors.unknown_name(f"module 'multigrad' has no attribute {name!r}", name, __dir__())
+        text = f"module 'multigrad' has no attribute {name!r}"
+        raise AttributeError(text + errors.did_you_mean(name, __dir__()))
     globals()[name] = value
     importlib.import_module("multigrad.core.errors").hide_frames()
     return value

@@ -1,7 +1,6 @@
 """The form of multigrad's error messages."""
 
 import difflib
-import dis
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -146,18 +145,6 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
         return ""
     nearest = difflib.get_close_matches(name, list(names), n=1)
     return f". Did you mean {nearest[0]!r}?" if nearest else ""
-
-
-def unknown_name(text: str, name: str, names: Iterable[str]) -> Exception:
-    """Return the error of a module's `__getattr__` for an unknown name, with the nearest of the public names.
-
-    For `from multigrad import gard`, Python (3.13) replaces an AttributeError by an ImportError without this
-    text. The error is an ImportError there.
-    """
-    text += did_you_mean(name, names)
-    frame = sys._getframe(2)  # the code that asks the module
-    is_import = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
-    return ImportError(text) if is_import else AttributeError(text)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:

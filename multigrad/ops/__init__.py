@@ -24,7 +24,7 @@ from multigrad import backend as _backend  # noqa: F401  checks the environment 
 # isort: split
 from keras import ops as _keras_ops
 
-from multigrad.core.errors import unknown_name as _unknown_name
+from multigrad.core.errors import did_you_mean as _did_you_mean
 from multigrad.core.op import op_custom_gradient
 from multigrad.ops.fixed import FIXED as _FIXED
 from multigrad.ops.host_call import host_call
@@ -97,7 +97,8 @@ __all__ += [name for name in _keras_names() if name not in __all__]
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(_keras_ops, name):
-        raise _unknown_name(f"neither multigrad.ops nor keras.ops has an attribute {name!r}", name, __all__)
+        text = f"neither multigrad.ops nor keras.ops has an attribute {name!r}"
+        raise AttributeError(text + _did_you_mean(name, __all__))
     return _mirrored(name, getattr(_keras_ops, name))
 
 
