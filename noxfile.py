@@ -356,6 +356,17 @@ def planted_faults(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def mutants(session: nox.Session, backend: str) -> None:
+    """Random faults in a copy of the package, on one backend; `-- 30 7` takes 30 of them with the seed 7."""
+    install(session, *GROUPS(PYPROJECT, "test"), "coverage", "--editable", ".", *REQUIREMENTS[backend])
+    environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    environment |= COMPILE_FAST if backend == "jax" else {}
+    session.run("python", "-c", _only(backend), env=environment)
+    session.run("python", "tests/mutants.py", *session.posargs, env=environment)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The demo, on all three frameworks in one environment."""
     install(session, "--editable", ".[demo]", *FRAMEWORKS)

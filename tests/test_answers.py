@@ -238,6 +238,14 @@ def test_broadcast_gradients_are_summed(argument, gradient, wanted):
     close(got, array(wanted))
 
 
+def test_broadcast_gradients_of_two_arguments_are_summed():
+    @op_custom_gradient
+    def op(x, y):
+        return ops.broadcast_to(x * y, (3,)) * 1.0, lambda u: (u * 7.0, u * 5.0)
+
+    close(grad(lambda x, y: ops.sum(op(x, y)), (0, 1))(array(2.0), array(3.0)), (array(21.0), array(15.0)))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("returned", ["float16", "bfloat16", "float32"])
 def test_a_gradient_has_the_dtype_of_its_argument(dtype, returned):

@@ -360,6 +360,17 @@ def test_reachable_tensors():
     assert found(lambda u: u) == []
 
 
+def test_the_function_in_an_object_of_a_framework():
+    """For example, a result of `jax.jit`. Its other attributes are not searched."""
+    held = Tensor(1)
+    compiled = type("Compiled", (), {"__module__": "jax.compiled"})()
+    compiled.__wrapped__, compiled.options = lambda u: u, [Tensor(2)]
+    assert not may_hold_tensors(compiled)
+    compiled.__wrapped__ = lambda u: held
+    assert may_hold_tensors(compiled)
+    assert list(reachable_tensors(compiled, TENSORS)) == [held]
+
+
 def test_a_function_that_modifies_its_attributes():
     def make():
         e = Tensor(2)

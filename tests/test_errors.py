@@ -159,7 +159,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("answer", "kind", "texts"), WRONG)
 def test_wrong_answers(answer, kind, texts):
-    with raises(kind, "answers", "required: ", "fix: ", *texts):
+    with raises(kind, "answers: ", "required: ", "fix: ", *texts):
         answering(answer)(ONES, ONES)
 
 

@@ -12,6 +12,7 @@ from multigrad import ops as shelf
 from multigrad.testing import check_gradients
 from multigrad.testing.causes import Compared
 from multigrad.testing.precision import detect_precision
+from multigrad.testing.tensors import random_weights
 
 X = np.array([[0.3, -0.7], [1.2, 0.9]])
 W = np.array([[0.5, 2.0], [-1.5, 0.8]])
@@ -172,10 +173,16 @@ CAUSES = {
         (BATCH, BIAS),
         "a sum over the batch is missing: the gradient of 'inputs'[1] is that of one row",
     ),
+    "the last row": (
+        lambda x, b: x * b,
+        lambda u, x, b: (u * b, (u * x)[-1]),
+        (BATCH, BIAS),
+        "a sum over the batch is missing: the gradient of 'inputs'[1] is that of one row",
+    ),
     "an extra sum": (
         lambda x: 2.0 * x,
         lambda u, x: 2.0 * summed_over_rows(u),
-        (BATCH,),
+        (BATCH[:2],),
         "a sum is extra: the gradient of 'inputs'[0] is summed over its axis 0",
     ),
 }
@@ -271,6 +278,14 @@ def test_a_rule_that_is_one_percent_off_is_found(kind, seed):
 def test_a_steep_function_in_float32():
     """The truncation error is larger than the relative tolerance."""
     assert rejected("right", 7, own=True, compiled=False) == ""
+
+
+def test_random_weights_are_not_small_and_have_both_signs():
+    (weights,) = random_weights([ops.zeros(100)], 0)
+    sizes = np.abs(weights)
+    assert sizes.min() >= 1.0
+    assert sizes.max() <= 2.0
+    assert {-1.0, 1.0} == set(weights / sizes)
 
 
 def test_random_rules_have_wrong_factors():

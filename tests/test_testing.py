@@ -359,7 +359,7 @@ def test_nothing_to_differentiate_raises(arguments):
 
 
 def test_no_differentiable_output_raises():
-    with pytest.raises(TypeError, match="no output is differentiable"):
+    with pytest.raises(TypeError, match=r"no output is differentiable(.*\n)*  got: .*int"):
         check_gradients(lambda x: ops.argmax(x), X)
 
 

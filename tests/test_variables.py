@@ -190,8 +190,9 @@ def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
             return op(x)
 
     values = array(3.0), array(2.0), array(5.0), array(7.0)
-    close(grad(stateless, (0, 1))(*values), (array(14.0), array(10.0)))
-    close(compiled(grad(stateless, (0, 1)))(*values), (array(14.0), array(10.0)))
+    wanted = (array(30.0), (array(14.0), array(10.0)))
+    close(value_and_grad(stateless, (0, 1))(*values), wanted)
+    close(compiled(value_and_grad(stateless, (0, 1)))(*values), wanted)
 
 
 def test_the_rule_reads_a_weight_in_the_dtype_of_the_function() -> None:
@@ -300,11 +301,11 @@ def test_none_in_the_pair_is_zero_for_the_arguments_only() -> None:
 
 
 def test_gradients_with_respect_to_other_objects_raise() -> None:
-    with pytest.raises(TypeError, match=r"'variables'\[0\](.*\n)*.*Keras Variables"):
+    with pytest.raises(TypeError, match=r"^lambda: variables .*\n.*'variables'\[0\](.*\n)*.*Keras Variables"):
         grad(lambda x: x, variables=[1.0])
     with pytest.raises(TypeError, match=r"'variables'\[1\](.*\n)*.*second time"):
         grad(lambda x: x, variables=[SCALE, SCALE])
-    with pytest.raises(TypeError, match="variable 'counter'"):
+    with pytest.raises(TypeError, match="argument: variable 'counter'"):
         grad(lambda x: x, variables=[keras.Variable(1, dtype="int32", trainable=False, name="counter")])(1.0)
 
 

@@ -178,7 +178,7 @@ def _axes_of_arguments(name: str, in_axes: Axes, args: tuple[Any, ...]) -> list[
                 "the length of in_axes differs from the number of positional arguments",
                 argument="'in_axes'",
                 required=f"an axis, or a tuple with {len(args)} entries",
-                got=_text(in_axes),
+                got=repr(in_axes),
                 fix="pass one entry per positional argument, None for an argument that is not mapped",
             )
         )
@@ -204,7 +204,7 @@ def _match(name: str, argument: str, axes: Axes, numbered: Any) -> Iterator[tupl
                 f"the structure of {argument} differs",
                 argument=f"{argument!r}",
                 required=f"an axis, None, or a structure like {outline(numbered)}",
-                got=_text(axes),
+                got=repr(axes),
                 fix="pass one axis, or a structure of axes with the containers and keys of the value",
             )
         )
@@ -233,11 +233,6 @@ def _unusable_axes(name: str, argument: str, got: Any) -> TypeError:
             fix=f"pass {argument}=0, or {argument}=(0, None)",
         )
     )
-
-
-def _text(axes: Axes) -> str:
-    text = repr(axes)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _as_tensor(name: str, leaf: Any) -> Any:

@@ -177,7 +177,7 @@ def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
             argument=argument,
             required="floating or complex tensors, arrays or numbers",
             got=describe(leaf),
-            fix="pass floats, or exclude the argument with argnums",
+            fix="pass floats, or leave it out of argnums and variables",
         )
     )
 

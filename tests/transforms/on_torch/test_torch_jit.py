@@ -189,6 +189,15 @@ def test_each_op_is_compiled_for_itself():
         close(torch.autograd.grad(y.sum(), x)[0], torch.full((2,), 3.0))
 
 
+def test_a_compiled_function_in_a_program_is_part_of_its_graph():
+    inner = jit(lambda x: 2.0 * sine(x))
+    program = torch.compile(lambda x: inner(x) + 1.0, backend="eager", fullgraph=True)
+    x = X.clone().requires_grad_()
+    y = program(x)
+    close(y, 2.0 * torch.sin(X) + 1.0)
+    close(torch.autograd.grad(y.sum(), x)[0], 6.0 * torch.cos(X))
+
+
 def test_an_op_that_breaks_a_program_runs_uncompiled():
     """Dynamo compiled the functions of this package one by one, once for each op."""
     counters.clear()
