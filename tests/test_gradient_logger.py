@@ -1,6 +1,5 @@
 """`GradientLogger` records what plain eager code computes, and `fit` trains the same weights with it."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -174,12 +173,33 @@ def test_other_callbacks_work_beside_it(tmp_path):
         keras.callbacks.TerminateOnNaN(),
         keras.callbacks.EarlyStopping(monitor="gradient_not_finite", mode="max", patience=1),
     ]
-    if importlib.util.find_spec("tensorboard"):
-        others.append(keras.callbacks.TensorBoard(str(tmp_path / "logs"), update_freq=1))
     history = fit(case.model, case.x, targets(case.x), logger, *others, epochs=5)
     assert len(history.epoch) == 2  # stopped early, because the entry does not increase
     assert (tmp_path / "1.weights.h5").exists()
     assert len(logger.records) == 6
+
+
+def test_tensorboard_writes_the_entries(tmp_path):
+    """TensorBoard is not in the test environment. Keras's callback needs TensorFlow on every backend."""
+    pytest.importorskip("tensorflow")
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    case, logger = made(logged_models.dense, **QUICK), GradientLogger(every=2)
+    # With `write_graph`, Keras writes the model's config, which an op without a name cannot have.
+    board = keras.callbacks.TensorBoard(str(tmp_path), update_freq=1, write_graph=False)
+    fit(case.model, case.x, targets(case.x), logger, board, epochs=2)
+    written = events.EventAccumulator(str(tmp_path / "train")).Reload()
+
+    def read(tag):
+        return [(e.step, np.frombuffer(e.tensor_proto.tensor_content or b"", "float32").tolist()
+                 or list(e.tensor_proto.float_val)) for e in written.Tensors(tag)]  # fmt: skip
+
+    norms = [np.float32(record.gradient_norm) for record in logger.records]
+    # TensorBoard counts steps from 1.
+    assert read("batch_gradient_norm") == [
+        (r.step + 1, [n]) for r, n in zip(logger.records, norms, strict=True)
+    ]
+    assert read("batch_gradient_not_finite") == [(record.step + 1, [0.0]) for record in logger.records]
+    assert read("epoch_gradient_norm") == [(0, [norms[1]]), (1, [norms[2]])]
 
 
 def test_terminate_on_nan_still_terminates():
@@ -559,8 +579,15 @@ def test_models_that_cannot_be_recorded(monkeypatch):
     logger.set_model(logged_models.dense().model)
     with pytest.raises(ValueError, match="the model is not compiled"):
         logger.on_train_begin()
-    with pytest.raises(ValueError, match="a logger records one model"):
-        fit(case.model, x, y, logger)
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    clone = keras.models.clone_model(model)
+    clone.compile("sgd", "mse")
+    logger = GradientLogger(every=7)
+    logger.set_model(model)
+    name = f"'{clone.name}', another object of this name, such as a clone"
+    fix = r"fix: pass a new GradientLogger\(every=7\) to the `fit` of each model"
+    with pytest.raises(ValueError, match=rf"GradientLogger: (.|\n)*{name}(.|\n)*{fix}"):
+        fit(clone, x, y, logger)
     with pytest.raises(ValueError, match="two loggers record the same step"):
         fit(case.model, x, y, GradientLogger(), GradientLogger())
     fit(case.model, x, y)

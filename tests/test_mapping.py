@@ -142,6 +142,39 @@ def test_a_gradient_of_a_function_that_was_compiled_without_one():
     close(inner(xs), xs**3)
 
 
+@op_custom_gradient
+def product(x, w):
+    """Return the product. The rule returns false gradients, another one for each position."""
+    return x * w, lambda upstream: (5.0 * upstream * w, 3.0 * upstream * x)
+
+
+def test_one_array_in_two_places():
+    """The gradient of each position is its own, although the arguments are one object."""
+    close(vmap(slopes(product))(XS, XS), loop(slopes(product))(XS, ops.copy(XS)))
+    around = grad(lambda xs, ws: ops.sum(vmap(product)(xs, ws)), (0, 1))
+    close(around(XS, XS), (5.0 * XS, 3.0 * XS))
+    close(around(XS, XS), around(XS, ops.copy(XS)))
+    one = grad(lambda xs, ws: ops.sum(vmap(product, (0, None))(xs, ws)), (0, 1))
+    total_of = ops.sum(XS, 0, keepdims=True) + 0.0 * XS
+    close(one(XS, XS), (5.0 * total_of, 3.0 * total_of))
+    close(grad(lambda xs: ops.sum(vmap(product)(xs, xs)))(XS), 8.0 * XS)
+
+
+def test_one_element():
+    """On TensorFlow, a map of one element is not vectorized."""
+    rows = XS[:1]
+    close(vmap(grad(lambda x: ops.sum(cube(x))))(rows), 7.0 * rows**2)
+    close(grad(lambda rows: ops.sum(vmap(cube)(rows)))(rows), 7.0 * rows**2)
+    with pytest.raises(ValueError, match=r"None|depends on a mapped argument"):
+        vmap(cube, 0, None)(rows)
+
+
+@slow_on("jax", "tensorflow")
+def test_a_compiled_hessian_inside():
+    of_sum = lambda x: ops.sum(cube(x))  # noqa: E731
+    close(vmap(jit(hessian(of_sum), **OPTIONS))(XS), ops.stack([14.0 * ops.diag(x) for x in XS]))
+
+
 def test_every_derivative_inside():
     rows = ops.stack([X, W])
     close(vmap(jacobian(cube))(rows), ops.stack([7.0 * ops.diag(x**2) for x in (X, W)]))

@@ -154,11 +154,13 @@ class GradientLogger(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Keep a reference to the model. Keras calls this method."""
         if self._target is not None and model is not self._target:
+            same = model.name == self._target.name
+            logger = f"GradientLogger(every={self.every})"
             raise _not_recordable(
-                "a logger records one model",
-                f"the model {self._target.name}",
-                model.name,
-                "make another logger",
+                f"{logger} has recorded another model, and a logger records one model",
+                f"the model object {self._target.name!r} of the first `fit`",
+                f"the model {model.name!r}" + ", another object of this name, such as a clone" * same,
+                f"pass a new {logger} to the `fit` of each model",
             )
         super().set_model(model)
         self._target = model

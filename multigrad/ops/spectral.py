@@ -18,6 +18,7 @@ from multigrad.calculus.derivatives import vjp
 from multigrad.core.errors import describe, message, require_function, unusable
 from multigrad.core.op import op_custom_gradient
 from multigrad.core.reachable import reachable_tensors
+from multigrad.core.variables import Reads
 from multigrad.ops.arguments import Pair, Tensor, tensor_of
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.routing import prevent_gradient
@@ -59,8 +60,8 @@ def spectral_function(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pai
         `exp(x) - 1`. The second derivative takes `n**3` numbers for each matrix.
 
     Raises:
-        TypeError: if `a` is not a floating or complex tensor, or `fn` is not a function, or holds a
-            tensor in its closure, defaults, a container or an attribute.
+        TypeError: if `a` is not a floating or complex tensor, or `fn` is not a function, or reads a trainable
+            variable, or holds a tensor in its closure, defaults, a container or an attribute.
         ValueError: if one of the `others` is not a scalar.
         RuntimeError: if a third derivative is computed.
 
@@ -72,8 +73,12 @@ def spectral_function(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pai
     require_function("spectral_function", "fn", fn)
     others = tuple(_scalar(other, a) for other in others)
     values, vectors = _eigh(a)
+    with Reads() as scope:
+        of_values = fn(values, *others)
+    if scope.variables:
+        raise _holds(f"a function that reads the trainable variable {scope.variables[0].path!r}")
     _require_no_tensors(fn, values, tuple(map(ops.stop_gradient, others)))
-    return _restored(vectors, fn(values, *others)), _rule(a, fn, others)
+    return _restored(vectors, of_values), _rule(a, fn, others)
 
 
 @op_custom_gradient(name="multigrad>_spectral_function")
@@ -99,16 +104,20 @@ def _require_no_tensors(fn: Callable[..., Any], values: Any, others: Sequence[An
     reading = backend.active.is_reading_code()
     held = None if reading else next(reachable_tensors(fn, backend.active.TENSORS), None)
     if held is not None or backend.active.depends_on_others(_bound(fn, others), values):
-        raise TypeError(
-            message(
-                "spectral_function",
-                "the function holds a tensor, for which there is no gradient",
-                argument="'fn'",
-                required="a function that gets all its tensors as arguments",
-                got="a function that holds " + ("a tensor" if held is None else describe(held)),
-                fix="pass a scalar as a further argument: spectral_function(a, lambda x, t: x**t, t)",
-            )
+        raise _holds("a function that holds " + ("a tensor" if held is None else describe(held)))
+
+
+def _holds(got: str) -> TypeError:
+    return TypeError(
+        message(
+            "spectral_function",
+            "the function holds a tensor or reads a variable, for which there is no gradient",
+            argument="'fn'",
+            required="a function that gets all its tensors as arguments",
+            got=got,
+            fix="pass the scalar as a further argument: spectral_function(a, lambda x, t: x**t, t)",
         )
+    )
 
 
 def _scalar(other: Any, a: Any) -> Any:

@@ -1231,6 +1231,6 @@ def test_a_compiled_spectral_function_that_holds_a_tensor_is_refused():
     def root(a, exponent):
         return spectral_function(a, lambda x: x**exponent)
 
-    with pytest.raises(TypeError, match="the function holds a tensor"):
+    with pytest.raises(TypeError, match="the function holds a tensor or"):
         root(array(np.eye(2)), exponent)
     close(root(array(np.eye(2)), 0.5), array(np.eye(2)))

@@ -164,6 +164,39 @@ def test_compiled_derivatives(op, args, options, first, second):
     check_first_derivatives(op, args, options, first, multigrad.jit)
 
 
+def check_forward_mode(op, args, options, wrap):
+    """Compare the derivative along a direction with the product of the gradient and the direction."""
+    function, tensors = total(op, args, options)
+    count = len(tensors)
+    directions = [
+        array(np.cos(1.0 + np.arange(tensor.size)).reshape(tensor.shape)) for tensor in map(numpy, tensors)
+    ]
+    along = wrap(lambda *ts: multigrad.jvp(function, ts[:count], ts[count:])[1])(*tensors, *directions)
+    gradients = grad(function, argnums=tuple(range(count)))(*tensors)
+    pairs = zip(gradients, directions, strict=True)
+    wanted = sum(np.sum(numpy(gradient) * numpy(direction)) for gradient, direction in pairs)
+    np.testing.assert_allclose(numpy(along), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "options", "first", "second"),
+    marked(
+        pytest.mark.slow,
+        lambda i, op: op in ("hypot", "det", "logaddexp", "norm", "ldexp") and i == FIRST[op],
+    ),
+)
+def test_forward_mode(op, args, options, first, second):
+    check_forward_mode(op, args, options, lambda f: f)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "options", "first", "second"),
+    marked(pytest.mark.slow, lambda i, op: i == FIRST["hypot"] and BACKEND != "torch"),
+)
+def test_compiled_forward_mode(op, args, options, first, second):
+    check_forward_mode(op, args, options, multigrad.jit)
+
+
 def test_every_fixed_op_has_a_case():
     missing = set() if BACKEND in FAULTS["bincount"] else {"bincount"}
     assert {parameters.values[0] for parameters in CASES} == set(EVERY) - missing

@@ -63,6 +63,21 @@ def test_the_gradient_of_a_linear_equation(method, wrap):
     close((of_a, of_b), (array(-np.outer(w, x)), array(7.0 * w)), 1e-3)
 
 
+def test_one_array_in_two_places():
+    """The gradient of each position is its own, although the arguments are one object."""
+    x = array([1.0, 2.0, 4.0])
+
+    def by_products(b, a):
+        return ops.sum(linear_solve(lambda z, a: a * z, seven_fold(b), a, solver="cg"))
+
+    def by_matrix(b, a):
+        return ops.sum(implicit_root(lambda z, b, a: a * z - seven_fold(b), x, b, a))
+
+    for function in (by_products, by_matrix):
+        close(grad(function, (0, 1))(x, x), (7.0 / x, -1.0 / x), 1e-4)
+        close(grad(lambda x: function(x, x))(x), 6.0 / x, 1e-4)
+
+
 @METHODS
 def test_the_second_derivative_of_a_linear_equation(method):
     a, direction = MATRICES[method], np.arange(1.0, SIZE + 1.0)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import array, numpy, slow_on
+from support import array, close, numpy, slow_on
 
 import multigrad
 from multigrad import backend, grad
@@ -237,9 +237,16 @@ def test_a_function_that_holds_a_tensor_is_refused(function):
 
 
 def test_a_function_that_reads_a_variable_is_refused():
-    exponent = keras.Variable(0.5)
-    with pytest.raises(TypeError, match=r"holds a tensor|reads trainable variables"):
-        grad(lambda a: ops.sum(spectral_function(a, lambda x: ops.power(x, exponent))))(array(DISTINCT))
+    exponent = keras.Variable(0.5, name="exponent")
+    for read in (lambda: exponent, lambda: exponent.value):
+        with pytest.raises(
+            TypeError, match=r"reads the trainable variable 'exponent'(.|\n)*further argument"
+        ):
+            grad(lambda a: ops.sum(spectral_function(a, lambda x: ops.power(x, read()))))(array(DISTINCT))
+    by_argument = grad(
+        lambda: spectral_function(array([[4.0]]), ops.power, exponent)[0, 0], variables=[exponent]
+    )
+    close(by_argument(), [array(2.0 * np.log(4.0))])
 
 
 def power_of(a, t):

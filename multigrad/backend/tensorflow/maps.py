@@ -31,6 +31,9 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
         return [tf.convert_to_tensor(result) for result in (*stacked, *shared)]
 
     def vectorized(*tensors: Any) -> list[Any]:
+        if all(tensor.shape[0] == 1 for tensor in tensors):
+            # TensorFlow 2.21 fails if `tf.vectorized_map` around a `tf.function` meets a map of one element.
+            return [tf.expand_dims(result, 0) for result in flat([tensor[0] for tensor in tensors])]
         return list(tf.vectorized_map(flat, list(tensors)))
 
     eager, recorded = tf.executing_eagerly(), may_record()
