@@ -28,7 +28,7 @@ op0 = Class0()
 def loss(x0):
     return ops.sum(op0(x0))
 
-result = derivatives(loss, [x0], [0], [w0], order=2, compiled=False)
+result = derivatives(loss, [x0], [0], [w0], modes=["grad", "grad"], compiled=False)
 """,
     "a weight holds the array of the input of a function": """
 x0 = array(-1.16, -0.46, -0.29)
@@ -47,7 +47,7 @@ def op0(a, b):
 def loss(x0):
     return ops.sum(op0(op0(x0, x0), x0))
 
-result = derivatives(loss, [x0], [0], [w0], order=2, compiled=False)
+result = derivatives(loss, [x0], [0], [w0], modes=["grad", "grad"], compiled=False)
 """,
     "two weights hold one array": """
 x0 = array(-0.52, -1.12, -0.04)
@@ -68,7 +68,7 @@ def op0(a):
 def loss(x0):
     return ops.sum(op0(x0))
 
-result = derivatives(loss, [x0], [0], [w0, w1], order=2, compiled=False)
+result = derivatives(loss, [x0], [0], [w0, w1], modes=["grad", "grad"], compiled=False)
 """,
     # JAX: the gradients of the two inputs were exchanged.
     "two inputs of a method are one array": """
@@ -91,7 +91,7 @@ op0 = Class0().method
 def loss(x0, x1):
     return ops.sum(op0(x0, k))
 
-result = derivatives(loss, [x0, x1], [0], [], order=2, compiled=False)
+result = derivatives(loss, [x0, x1], [0], [], modes=["grad", "grad"], compiled=False)
 """,
     # JAX: one of the two calls had the gradient of its input instead of that of its rule.
     "the output is an input, and the function reads a weight": """
@@ -110,7 +110,7 @@ def op0(a, b):
 def loss(x0):
     return ops.sum(op0(op0(x0, x0), x0))
 
-result = derivatives(loss, [x0], [0], [], order=1, compiled=False)
+result = derivatives(loss, [x0], [0], [], modes=["grad"], compiled=False)
 """,
     # JAX raised an internal error.
     "vmap of a layer, with two inputs that are one array": """
@@ -132,6 +132,23 @@ def loss(x0, x1):
     v0 = vmap(lambda p, q: op0(op0(q, q), p))(x1, x1)
     return ops.sum(v0)
 
-result = derivatives(loss, [x0, x1], [1], [], order=2, compiled=False)
+result = derivatives(loss, [x0, x1], [1], [], modes=["grad", "grad"], compiled=False)
+""",
+    # PyTorch: the op in the checkpoint got each residual of the next one.
+    "a checkpoint runs an op of one tensor again": """
+x0 = array(-0.4, -0.25, 0.7)
+
+@op_custom_gradient
+def op0(a, b):
+    y0 = ops.cos(a)
+
+    def rule(u0):
+        return 0.5 * u0 * a, 1.5 * u0 * b
+    return y0, rule
+
+def loss(x0):
+    return ops.sum(checkpoint(lambda p: op0(op0(p, p), p))(x0))
+
+result = derivatives(loss, [x0], [0], [], modes=["grad"], compiled=False)
 """,
 }

@@ -233,6 +233,12 @@ FAULTS = [
 ]  # fmt: skip
 
 
+def copy_project(folder: Path) -> None:
+    for part in ("multigrad", "tests", "benchmarks"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
 def failed(folder: Path, backend: str, tests: str) -> list[str]:
     """Run fast tests on a copy of the project, and return the names of failed tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider"]
@@ -278,9 +284,7 @@ def main(backends: list[str]) -> int:
     faults = [fault for fault in FAULTS if not backends or fault.backend in backends]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for part in ("multigrad", "tests", "benchmarks"):
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", folder)
+        copy_project(folder)
         print(f"{'backend':<11} {'fault':<52} tests that fail")
         found = list(problems(folder, faults))
     for problem in found:

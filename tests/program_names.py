@@ -1,6 +1,7 @@
 """The names that the text of a random program uses, on the active backend. See `random_programs.py`.
 
-Each transform takes a function of tensors with one output. `dual_numbers.py` defines the same names in NumPy.
+Each transform takes a function of tensors with one output. `rules_in_numpy.py` defines the same names in
+NumPy.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,12 +9,13 @@ from typing import Any
 
 import keras
 import numpy as np
-from dual_numbers import weights_of
-from keras import ops
-from support import BACKEND, array
+from keras import ops, tree
+from rules_in_numpy import weights_of
+from support import BACKEND
 
 import multigrad
-from multigrad import op_custom_gradient, value_and_grad
+from multigrad import jvp, op_custom_gradient, value_and_grad, vjp
+from multigrad import ops as shelf
 
 Function = Callable[..., Any]
 
@@ -92,49 +94,127 @@ def value_of(variable: keras.Variable) -> Any:
     return variable.value
 
 
+def array(*values: Any, dtype: str = "float32") -> Any:
+    return ops.convert_to_tensor(np.array(values[0] if len(values) == 1 else values), dtype=dtype)
+
+
+def fixed(x: Any) -> Any:
+    return shelf.fixed_point(lambda z, x: 0.3 * ops.cos(z) + x, ops.zeros_like(x), x)
+
+
+def host_sin(x: Any) -> Any:
+    return shelf.host_call(np.sin, x, output=x)
+
+
+def numpy_sin(x: Any) -> Any:
+    """Return the sine, or raise an error where a framework differentiates or compiles it."""
+    return array(np.sin(x.numpy() if hasattr(x, "numpy") else np.asarray(x)), dtype=x.dtype)
+
+
+def tangent_of(position: int, x: Any) -> Any:
+    """Return the tangent along which the derivative is the sum of the gradient times `weights_of`."""
+    weights, shape = weights_of(position), tuple(x.shape)
+    weights = np.broadcast_to(weights, np.broadcast_shapes(shape, weights.shape))
+    weights = weights.sum(tuple(range(weights.ndim - len(shape))))
+    ones = tuple(i for i, size in enumerate(shape) if size == 1)
+    return array(weights.sum(ones, keepdims=True), dtype=x.dtype)
+
+
+def by_grad(
+    f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
+) -> tuple[Any, Any]:
+    value, found = value_and_grad(f, argnums or None, variables=variables or None)(*xs)
+    of_inputs, of_variables = found if argnums and variables else (found, []) if argnums else ([], found)
+    for i, gradient in zip(argnums, of_inputs, strict=True):
+        tree.assert_same_structure(gradient, xs[i])
+        for a, b in zip(tree.flatten(gradient), tree.flatten(xs[i]), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), f"a gradient {a} of the input {b}"
+    return value, [*tree.flatten(list(of_inputs)), *of_variables]
+
+
+def of_chosen(f: Function, argnums: Sequence[int], xs: Sequence[Any]) -> Function:
+    """Return the function of the inputs that it is differentiated with respect to."""
+
+    def function(*chosen: Any) -> Any:
+        every = [*xs]
+        for i, x in zip(argnums, chosen, strict=True):
+            every[i] = x
+        return f(*every)
+
+    return function
+
+
+def by_vjp(
+    f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
+) -> tuple[Any, Any]:
+    value, pullback = vjp(of_chosen(f, argnums, xs), *[xs[i] for i in argnums])
+    return value, tree.flatten(list(pullback(ops.ones_like(value))))
+
+
+def by_jvp(
+    f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
+) -> tuple[Any, Any]:
+    chosen = [xs[i] for i in argnums]
+    along = [tangent_of(i, x) for i, x in enumerate(tree.flatten(chosen))]
+    value, tangent = jvp(of_chosen(f, argnums, xs), chosen, tree.pack_sequence_as(chosen, along))
+    return value, [tangent]
+
+
+WAYS = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp}
+
+
 def derivatives(
     loss: Function,
     inputs: Sequence[Any],
     argnums: Sequence[int],
     variables: Sequence[keras.Variable],
-    order: int,
+    modes: Sequence[str],
     compiled: bool,
 ) -> list[np.ndarray]:
-    """Return the value of a loss, its gradients and, for order 2, those of the gradients' weighted sum."""
+    """Return the value of a loss, and its derivatives, one order for each mode.
 
-    def of(f: Function) -> Function:
-        """Return a function of the value of `f` and the list of its gradients."""
+    They are the gradients and, in forward mode, the derivative along `weights_of`. The next order is that of
+    the weighted sum of the gradients.
+    """
 
-        def value_and_list(*xs: Any) -> tuple[Any, list[Any]]:
-            if not argnums or not variables:
-                value, gradients = value_and_grad(f, argnums or None, variables=variables or None)(*xs)
-                return value, [*gradients]
-            value, (of_inputs, of_variables) = value_and_grad(f, argnums, variables=variables)(*xs)
-            return value, [*of_inputs, *of_variables]
+    def summed(f: Function, mode: str) -> Function:
+        """Return the function whose derivative is the next order."""
 
-        return value_and_list
+        def function(*xs: Any) -> Any:
+            _, found = WAYS[mode](f, argnums, variables, xs)
+            if mode == "jvp":
+                return found[0]
+            return sum(
+                [ops.sum(ops.cast(g, "float32") * array(weights_of(i))) for i, g in enumerate(found)], 0.0
+            )
 
-    def sum_of_gradients(*xs: Any) -> Any:
-        _, gradients = of(loss)(*xs)
-        parts = [ops.sum(g * array(weights_of(i))) for i, g in enumerate(gradients)]
-        return sum(parts[1:], parts[0])
+        return function
 
     def results(*xs: Any) -> list[Any]:
-        value, first = of(loss)(*xs)
-        return [value, *first, *(of(sum_of_gradients)(*xs)[1] if order == 2 else [])]
+        f, every = loss, []
+        for mode in modes:
+            value, found = WAYS[mode](f, argnums, variables, xs)
+            every += found if every else [value, *found]
+            f = summed(f, mode)
+        return every
 
     run = jit(results) if compiled else results
-    return [ops.convert_to_numpy(result) for result in run(*inputs)]
+    return [ops.convert_to_numpy(ops.cast(result, "float32")) for result in run(*inputs)]
 
 
 NAMES: dict[str, Any] = {
     "array": array,
+    "integers": lambda *values: array(*values, dtype="int32"),
     "Variable": lambda *values: keras.Variable(array(*values)),
     "value_of": value_of,
     "Layer": keras.layers.Layer,
     "op_custom_gradient": op_custom_gradient,
     "derivatives": derivatives,
     "ops": ops,
+    "shelf": shelf,
+    "fixed": fixed,
+    "host_sin": host_sin,
+    "numpy_sin": numpy_sin,
     "jit": jit,
     "plain_jit": plain_jit,
     "remat": keras.remat,

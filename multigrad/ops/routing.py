@@ -261,7 +261,7 @@ def _prevented(reason: str, upstream: Any) -> str:
 
 @op_custom_gradient(name="multigrad>print_gradient")
 def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
-    """Return `x`, and print a summary of its gradient, in eager and compiled code.
+    """Return `x`, and print a summary of its gradient, in eager code, and on JAX in compiled code.
 
     ```python
     from multigrad import grad, ops

@@ -51,10 +51,12 @@ class _Node(torch.autograd.Function):
         outputs = _new_outputs(run)
         residuals, closed_over, computed = _residuals_to_save(run, outputs)
         slots = None
-        if type(run.template) is not tuple:
+        if len(residuals) > 1:
             distinct = dict(zip(map(id, residuals), residuals, strict=True))
             if len(distinct) < len(residuals):
-                # A residual that occurs twice is saved once, for saved-tensor hooks that make copies.
+                # A residual that occurs twice is saved once, for saved-tensor hooks that make copies. This
+                # must not depend on the template: when a checkpoint runs the op again, without the scope
+                # around the first run, the template differs, and the checkpoint counts saved tensors.
                 slots = list(map(list(distinct).index, map(id, residuals)))
                 residuals = list(distinct.values())
         # PyTorch restores saved inputs and outputs with their history. For intermediate results, a second

@@ -1,0 +1,257 @@
+"""Random ops as text: functions with false rules, in every form of a definition, a rule and its answer."""
+
+from collections.abc import Sequence
+
+from random_expressions import (
+    FACTORS,
+    NUMBERS,
+    STATICS,
+    STRUCTURES,
+    Expressions,
+    Names,
+    Op,
+    Parameter,
+    indented,
+    packed,
+)
+
+FORMS = ["function", "method", "layer", "layer's call"]
+ARGUMENTS = "abcd"
+
+
+class OpDrawing:
+    """One op while it is drawn.
+
+    Arguments:
+        expressions: draws its expressions.
+        number: the number in its name.
+        weights: the full and the small weights of the program.
+        constants: tensors in the globals of the program.
+        integers: the name of a tensor of integers, if there is one.
+        others: ops that it may call.
+        simple: whether its arguments and outputs are tensors.
+        cast: whether an argument may have low precision.
+        black_box: the name of a function that computes its outputs in NumPy, if there is one.
+    """
+
+    def __init__(
+        self,
+        expressions: Expressions,
+        number: int,
+        weights: tuple[list[str], list[str]],
+        constants: Sequence[str],
+        integers: str | None,
+        others: Sequence[Op],
+        simple: bool,
+        cast: bool,
+        black_box: str | None,
+    ) -> None:
+        self.draws, self.random, self.chance = expressions, expressions.random, expressions.chance
+        self.black_box, self.cast, self.integers = black_box, cast, integers
+        form = self.random.choice(FORMS)
+        self.form = form
+        full, small = [[w for w in own if self.chance(0.5)] for own in weights]
+        # PyTorch runs a function again, recorded, for a second derivative of a rule that uses an object.
+        of_self = "layer" in form and not black_box
+        self.written = {w: f"self.{w}" if of_self and self.chance(0.7) else w for w in [*full, *small]}
+        self.parameters = self._parameters(simple, form)
+        self.name = f"op{number}"
+        unpacked, self.names = self._unpacked(constants)
+        nested = [op for op in others if set(op.weights) <= set(self.written)]
+        self.names.ops = nested if self.chance(0.5) and not black_box else []
+        self.unpacked = unpacked
+        self.inputs = [*self.names.full]
+        body = list(unpacked)
+        for i, w in enumerate(self.written):
+            own = self.written[w]
+            # The first lines read the weights, so their order is known.
+            body.append(f"s{i} = {own} * {self.random.choice(NUMBERS)}")
+            kind = self.names.full if w in full else self.names.small
+            kind += [own] if black_box else [own, f"s{i}"]
+        body += self._values(simple)
+        paths = [path.format("") for path in self.paths]
+        self.op = Op(self.name, self.parameters, paths, list(self.written), "layer" in form)
+        self.lines = self._definition([*body, "", *self._rule(), f"return {self.output}, rule"])
+
+    def _parameters(self, simple: bool, form: str) -> list[Parameter]:
+        kinds = ["full"] * self.random.choice([0, 1, 1])
+        if not simple:
+            # A layer of Keras gets literals and None as keywords only.
+            others = ["small", "structure", "static", *["integers"] * bool(self.integers)]
+            kinds += [self.random.choice(others) for _ in range(self.random.choice([0, 1, 1, 2]))]
+        if "full" not in kinds and "structure" not in kinds:
+            kinds.insert(self.random.randint(0, len(kinds)), "full")
+        if len(kinds) == 1 and self.chance(0.5):
+            kinds.append("full")
+        by_position: list[str] = []
+        by_keyword: list[str] = []
+        for kind in kinds:
+            late = kind == "static" and ("layer" in form or self.chance(0.3))
+            (by_keyword if late else by_position).append(kind)
+        kinds, first = by_position + by_keyword, len(by_position)
+        made = [
+            Parameter(name, kind, i >= first)
+            for i, (name, kind) in enumerate(zip(ARGUMENTS, kinds, strict=False))
+        ]
+        if "layer" not in form and not by_keyword and len(made) > 1 and self.chance(0.2):
+            made[-1].keyword_only = True
+        for p in made:
+            if p.kind == "static":
+                p.literal = self.random.choice([*STATICS])
+                later = made[made.index(p) + 1 :]
+                p.has_default = (p.keyword_only or not later) and self.chance(0.5)
+            elif p.kind == "integers":
+                p.literal = self.integers or ""
+            elif p.kind == "structure":
+                shapes = [s for s in STRUCTURES if "layer" not in form or not {"None", '"s"'} & _words(s[0])]
+                p.structure, p.paths = self.random.choice(shapes)
+        return made
+
+    def _unpacked(self, constants: Sequence[str]) -> tuple[list[str], Names]:
+        """Return the lines that get the tensors from the arguments, and the names of these."""
+        lines, names = [], Names(full=[*constants])
+        self.leaves: dict[str, list[str]] = {}
+        for p in self.parameters:
+            own = [p.name]
+            if p.kind == "structure":
+                own = [f"{p.name}0", f"{p.name}1"]
+                lines.append(f"{', '.join(own)} = {', '.join([path.format(p.name) for path in p.paths])}")
+                names.full.append(own[0])
+                names.small.append(own[1])
+            elif p.kind == "static":
+                names.numbers.append(STATICS[p.literal].format(p.name))
+            elif p.kind == "integers":
+                names.numbers.append(f'ops.cast({p.name}, "float32")')
+            else:
+                getattr(names, p.kind).append(p.name)
+            if p.is_differentiable:
+                self.leaves[p.name] = own
+                lines += [f'{leaf} = ops.cast({leaf}, "float32")' for leaf in own if self.cast]
+        return lines, names
+
+    def _values(self, simple: bool) -> list[str]:
+        """Return the lines that compute intermediates and outputs."""
+        lines, random = [], self.random
+        own = [
+            leaf
+            for p in self.parameters
+            if p.kind in ("full", "structure")
+            for leaf in self.leaves[p.name][:1]
+        ]
+        for i in range(0 if self.black_box else random.choice([0, 1, 1, 2])):
+            stopped = "ops.stop_gradient({})" if self.chance(0.1) else "{}"
+            lines.append(f"m{i} = " + stopped.format(f"ops.sin({self.draws.expression(2, self.names)})"))
+            self.names.full.append(f"m{i}")
+        self.outputs = [f"y{i}" for i in range(random.choice([1, 1, 1, 2]))]
+        for y in self.outputs:
+            if self.chance(0.1):  # the output is an input, which the rule cannot tell from it
+                lines.append(f"{y} = {random.choice(own)}")
+                continue
+            made = self.draws.expression(2, self.names)
+            made = f"{self.black_box}({made})" if self.black_box else made
+            lines.append(f"{y} = {random.choice(NUMBERS)} * {made}")
+            self.names.full.append(y)
+        self.output, self.paths = packed(self.outputs), ["{}"]
+        if len(self.outputs) == 2:
+            structure, self.paths = random.choice(STRUCTURES[:1] if simple else STRUCTURES)
+            self.output = structure.format(*self.outputs)
+        elif not simple and self.chance(0.2):
+            self.output, self.paths = '{"z": (None, y0)}', ['{}["z"][1]']
+        return lines
+
+    def _rule(self) -> list[str]:
+        us = [f"u{i}" for i in range(len(self.outputs))]
+        flat = us[::-1] if '"k"' in self.output or '"b"' in self.output else us  # in the order of the keys
+        kinds = ["upstream", "g", "*us", *["flat"] * (len(us) == 2 or self.output == "y0")]
+        if not any(p.keyword_only for p in self.parameters) and not (
+            self.black_box and self.form != "function"
+        ):
+            kinds.append("own")  # the arguments of the op, too
+        kind, head = self.random.choice(kinds), []
+        parameters = ", ".join(flat) if kind == "flat" else kind
+        if kind == "own":
+            names = [*["self"] * (self.form != "function"), *[p.name for p in self.parameters]]
+            parameters = f"{', '.join(names)}, {self.random.choice(['', '*, '])}upstream"
+            kind, head = "upstream", list(self.unpacked)
+        if kind in ("upstream", "g"):
+            head += [f"{u} = {path.format(kind)}" for u, path in zip(us, self.paths, strict=True)]
+        elif kind == "*us":
+            head.append(f"({', '.join(flat)},) = us")
+        if self.written:
+            parameters += ", variables"
+        answer = self._answer(us)
+        if self.written:
+            of_variables = [self._gradient(us, lazy=0.1) for _ in self.written]
+            answer = f"{answer}, [{', '.join(of_variables)}]"
+        return [f"def rule({parameters}):", *indented([*head, f"return {answer}"])]
+
+    def _answer(self, us: Sequence[str]) -> str:
+        """Return the gradients of the arguments, in one of the forms of an answer."""
+        entries = {p.name: self._entry(p, us) for p in self.parameters}
+        own = [p.name for p in self.parameters if p.is_differentiable]
+        forms = ["names", "own", "all"]
+        if (
+            len(own) == 1 and self.leaves[own[0]] == own and entries[own[0]] != "None"
+        ):  # None itself is an error
+            forms.append("alone")
+        form = self.random.choice(forms)
+        if form == "names":
+            drawn = self.random.sample(own, len(own))
+            return "{" + ", ".join([f'"{name}": {entries[name]}' for name in drawn]) + "}"
+        if form == "alone":
+            return entries[own[0]]
+        own = own if form == "own" else [*entries]
+        every = [*["None"] * (form == "all" and self.form != "function"), *[entries[name] for name in own]]
+        return f"({', '.join(every)},)" if self.chance(0.7) else f"[{', '.join(every)}]"
+
+    def _entry(self, p: Parameter, us: Sequence[str]) -> str:
+        if not p.is_differentiable:
+            return "None"
+        if p.kind != "structure":
+            return self._gradient(us, lazy=0.15)
+        if self.chance(0.1):
+            return "None"
+        structure = p.structure.replace('"s"', "None")
+        entry = structure.format(self._gradient(us, lazy=0.15), self._gradient(us, lazy=0.15))
+        return f"(lambda: {entry})" if self.chance(0.1) else entry
+
+    def _gradient(self, us: Sequence[str], lazy: float) -> str:
+        terms = []
+        for u in us:
+            if self.chance(0.1):
+                continue
+            upstream = f"ops.flip({u})" if self.chance(0.1) else u
+            expression = self.draws.expression(2, self.names)
+            terms.append(f"{self.random.choice(FACTORS)} * {upstream} * {expression}")
+        if not terms:
+            return "None"
+        return f"(lambda: {' + '.join(terms)})" if self.chance(lazy) else " + ".join(terms)
+
+    def _definition(self, body: list[str]) -> list[str]:
+        name, form = self.name, self.form
+        written = [f"{p.name}={p.literal}" if p.has_default else p.name for p in self.parameters]
+        first = next((i for i, p in enumerate(self.parameters) if p.keyword_only), None)
+        if first is not None:
+            written.insert(first, "*")
+        arguments = ", ".join(written)
+        if form == "function":
+            return ["@op_custom_gradient", f"def {name}({arguments}):", *indented(body)]
+        kind = f"Class{name[2:]}"
+        method = "call" if form == "layer's call" else "method"
+        lines = ["@op_custom_gradient", f"def {method}(self, {arguments}):", *indented(body)]
+        if form == "method":
+            return [f"class {kind}:", *indented(lines), "", f"{name} = {kind}().method"]
+        attributes = [f"self.{w} = {w}" for w in self.written]
+        init = ["def __init__(self):", *indented(["super().__init__()", *attributes]), ""]
+        if method == "method":
+            passed = [f"{p.name}={p.name}" if p.keyword_only else p.name for p in self.parameters]
+            lines += [
+                "",
+                f"def call(self, {arguments}):",
+                *indented([f"return self.method({', '.join(passed)})"]),
+            ]
+        return [f"class {kind}(Layer):", *indented([*init, *lines]), "", f"{name} = {kind}()"]
+
+
+def _words(text: str) -> set[str]:
+    return {word for word in ("None", '"s"') if word in text}

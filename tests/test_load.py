@@ -1,0 +1,89 @@
+"""Threads, and errors in host code: each in a process of its own, which must end in time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support import BACKEND
+
+THREADS = """
+import threading
+import keras, numpy as np
+from keras import ops
+from multigrad import jit, op_custom_gradient, value_and_grad
+
+weight = keras.Variable(2.0)
+x = np.array([0.1, 0.2, 0.3], "float32")
+
+@op_custom_gradient
+def scaled(x):
+    m = ops.exp(x * weight)
+    return m, lambda u, variables: (3.0 * u * m * weight, [5.0 * ops.sum(u * x)])
+
+def work(factor):
+    def step(x):
+        return value_and_grad(lambda x: ops.sum(scaled(x * factor)), argnums=(0,), variables=[weight])(x)
+
+    compiled = jit(step) if keras.backend.backend() != "torch" else step  # Dynamo takes 20 s in each thread
+    for run in [step, compiled] * 10:
+        value, ((of_x,), (of_weight,)) = run(ops.convert_to_tensor(x))
+        np.testing.assert_allclose(ops.convert_to_numpy(of_x), 6.0 * factor * np.exp(2.0 * factor * x), 1e-4)
+        np.testing.assert_allclose(ops.convert_to_numpy(of_weight), 5.0 * np.sum(factor * x), 1e-4)
+    right.append(factor)
+
+right = []
+threads = [threading.Thread(target=work, args=(0.25 * (i + 1),)) for i in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(right) == 8
+print("done")
+"""
+
+HOST_ERRORS = """
+from keras import ops
+from multigrad import grad, jit, op_custom_gradient
+from multigrad.ops import host_call
+
+def broken(x):
+    raise ValueError("the simulator failed")
+
+@op_custom_gradient
+def forward(x):
+    return host_call(broken, x, output=x), lambda u: 2.0 * u
+
+@op_custom_gradient
+def backward(x):
+    return 1.0 * x, lambda u: host_call(broken, u, output=u)
+
+def scanned(op):
+    return lambda x: ops.scan(lambda c, _: (op(c), None), x, length=3)[0]
+
+for op in (forward, backward):
+    for f in (op, scanned(op)):
+        for wrap in (lambda g: g, jit):
+            try:
+                ops.convert_to_numpy(wrap(grad(lambda x: ops.sum(f(x))))(ops.ones(3)))
+            except Exception as error:
+                text = " ".join([str(error), *getattr(error, "__notes__", [])])
+                assert "host_call of 'broken'" in text and "the simulator failed" in text, text
+            else:
+                raise AssertionError("no error")
+print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [THREADS, HOST_ERRORS], ids=["threads", "host errors"])
+def test_a_program_ends(program):
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"KERAS_BACKEND": BACKEND, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
