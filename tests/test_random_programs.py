@@ -13,7 +13,7 @@ import rules_in_numpy
 from failed_programs import FAILED
 from keras import ops, tree
 from random_programs import draw, forgetful, run, runnable
-from support import BACKEND, SECOND_OF_COMPILED
+from support import BACKEND, SECOND_OF_COMPILED, slow_on
 
 from multigrad import op_custom_gradient
 from multigrad.core import call
@@ -104,7 +104,8 @@ def draw_compiled(seed: int) -> str:
 
 
 @pytest.mark.skipif(BACKEND != "jax", reason="jax.checking_leaks")
-@pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(5, 200, 5)]])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 200, 5))
 def test_a_random_program_leaks_no_tracer(first):
     import jax
 
@@ -155,6 +156,7 @@ def test_a_lost_derivative_of_an_intermediate_is_found():
     assert failing(20, {**program_names.NAMES, "op_custom_gradient": constant})
 
 
+@slow_on("jax")
 def test_the_first_of_two_equal_arrays_is_found(monkeypatch):
     """The second input gets the gradient of the first one that holds its array, as with `id`."""
     differentiate = program_names.value_and_grad
