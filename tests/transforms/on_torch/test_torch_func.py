@@ -383,7 +383,7 @@ def test_the_output_and_the_rule_of_a_random_function_are_of_one_run():
 
 
 def by_numpy(x):
-    y = torch.from_numpy(np.sin(x.numpy()))
+    y = torch.from_numpy(np.sin(x.cpu().numpy())).to(x.device)
     return y, lambda u: 7.0 * u * torch.cos(x)
 
 
@@ -402,7 +402,7 @@ class WithFactor(torch.nn.Module):
 
     @op_custom_gradient
     def of(self, x):
-        return torch.from_numpy(np.sin(x.numpy())), lambda u: self.factor * u * torch.cos(x)
+        return torch.from_numpy(np.sin(x.cpu().numpy())).to(x.device), lambda u: self.factor * u * torch.cos(x)
 
 
 BLACK_BOXES = {
