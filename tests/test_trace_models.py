@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import FIT_MODES, array, close
+from support import FIT_MODES, array, close, slow_on
 
 from multigrad import grad, op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.tracing.diagnosis import diagnose
@@ -195,6 +195,7 @@ def test_shared_and_recurrent_layers():
     assert [step.call.op for step in trace.steps].count("rnn/cell") == 4
 
 
+@slow_on("jax")
 def test_an_lstm_and_masks():
     model = keras.Sequential(
         [
@@ -402,6 +403,7 @@ def test_the_figure_of_a_model(plt):
     assert any("NaN" in text for text in bold)
 
 
+@pytest.mark.package
 def test_the_figure_of_fifty_layers_is_legible(plt):
     model = model_of(*[dense(f"d{i}") for i in range(50)])
     with trace_gradients(model) as trace:
