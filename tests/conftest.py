@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import zlib
 
 import hypothesis
 import keras
@@ -62,8 +63,13 @@ def pytest_report_header() -> str:
     return f"Keras {keras.__version__} on {BACKEND}, {ACCELERATOR or 'no accelerator'}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a backend without gradients, deselect the tests of gradients."""
+    """Mark most cases of sparse tests as slow, and deselect tests of gradients on a backend without them."""
+    for item in items:
+        # The names decide, so that a third is the same in each run, and has each parameter of a product.
+        if item.get_closest_marker("sparse") and zlib.crc32(item.name.encode()) % 3:
+            item.add_marker("slow")
     if DIFFERENTIATES:
         return
     left_out = [item for item in items if item.get_closest_marker("forward") is None]

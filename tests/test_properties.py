@@ -24,6 +24,7 @@ from meanings import (
     without_ops,
 )
 from programs import Program, made_true, said_otherwise
+from support import slow_on
 
 from multigrad import backend, grad
 from multigrad.core import call
@@ -55,6 +56,7 @@ def agree(program: Program, got, wanted) -> None:
     np.testing.assert_allclose(got, wanted, rtol=0.0, atol=tolerance * size)
 
 
+@slow_on("jax")
 @given(PRECISE)
 def test_a_true_rule_has_the_gradient_of_central_differences(program):
     program = made_true(program)

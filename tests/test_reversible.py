@@ -85,6 +85,7 @@ def gradients(layer, function):
     return grad(lambda x: ops.sum(ops.sin(function(x))), argnums=0, variables=variables)(array(X))
 
 
+@slow_on("jax")
 @pytest.mark.parametrize("depth", [3, pytest.param(20, marks=slow_on("jax", "tensorflow"))])
 def test_gradients_and_state_equal_the_plain_network(depth):
     plain, reversible = Reversible(depth), Reversible(depth)

@@ -15,6 +15,7 @@ from support import (
     sizes_made,
     slow_but,
     slow_on,
+    sparse_on,
 )
 
 from multigrad import backend, grad, jvp
@@ -628,6 +629,7 @@ def padded(reduction, sample_weight=None):
 PADDED = np.array([[0, -100, 3], [-100, 2, 5]])
 
 
+@sparse_on("jax")
 @pytest.mark.parametrize("labels", [PADDED.astype("int32"), PADDED.astype("float32")])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", [None, "sum", "mean", "mean_with_sample_weight"])

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, array, close, compiled, numpy, slow_on
+from support import BACKEND, array, close, compiled, numpy, slow_on, sparse_on
 
 from multigrad import grad, ops
 from multigrad.testing import check_gradients
@@ -44,6 +44,7 @@ def test_the_value(name, dtype):
     close(ops.cast(got, "float32"), array(wanted), 1e-6)
 
 
+@sparse_on("jax")
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
