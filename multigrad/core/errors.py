@@ -118,10 +118,14 @@ def describe(value: object) -> str:
 
 
 def type_text(value: object) -> str:
-    """Return the name of a type, and "tensor" for any tensor of the framework."""
+    """Return the name of a type. For a tensor of the framework, it is "tensor", also ragged or sparse."""
     from keras import ops  # `frameworks.py` reads this module before it checks whether Keras can be imported
 
-    return "tensor" if ops.is_tensor(value) else type(value).__name__
+    name = type(value).__name__
+    if not ops.is_tensor(value):
+        return name
+    kinds = [kind for kind in ("Ragged", "Sparse") if name.startswith(kind)]
+    return f"{kinds[0].lower()} tensor" if kinds else "tensor"
 
 
 def dtype_text(dtype: object) -> str:

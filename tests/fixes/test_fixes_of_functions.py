@@ -71,9 +71,9 @@ DERIVATIVES = [
         5.0), (15.0,)),
     Row("pass the argument by position, or correct argnums", lambda: grad(product, 1)(2.0, y=5.0),
         lambda: grad(product, 1)(2.0, 5.0), 4.0),
-    Row("pass floats, or exclude the argument with argnums", lambda: grad(product, (0, 1))(2.0, 5),
+    Row("pass floats, or leave it out of argnums and variables", lambda: grad(product, (0, 1))(2.0, 5),
         lambda: grad(product, (0, 1))(2.0, 5.0), (15.0, 4.0)),
-    Row("pass floats, or exclude the argument with argnums", lambda: grad(product, (0, 1))(2.0, 5),
+    Row("pass floats, or leave it out of argnums and variables", lambda: grad(product, (0, 1))(2.0, 5),
         lambda: grad(product, 0)(2.0, 5), 15.0),
 ]  # fmt: skip
 

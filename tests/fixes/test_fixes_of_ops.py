@@ -263,7 +263,7 @@ CALLS = [
         7.0 * X, ValueError),
     Row("return the structure of `output`", lambda: host(lambda x: [x, x]), lambda: host(lambda x: x),
         7.0 * X),
-    Row("pass a scalar as a further argument", lambda: spectral(DIAGONAL, lambda x, t=TWO: x**t),
+    Row("pass the scalar as a further argument", lambda: spectral(DIAGONAL, lambda x, t=TWO: x**t),
         lambda: grad(spectral)(DIAGONAL, lambda x, t: x**t, 2.0), np.array([[2.0, 3.0], [3.0, 4.0]])),
     Row("pass the function itself", lambda: spectral(DIAGONAL, 3.0), lambda: spectral(DIAGONAL,
         lambda x: x**2), 5.0),
