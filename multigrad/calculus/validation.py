@@ -28,7 +28,8 @@ def require_scalar(name: str, value: Any) -> Any:
             "the output must be a real scalar to have a gradient",
             required="a floating value of shape ()",
             got=got,
-            fix="reduce the output, for example with ops.sum or ops.mean, or use multigrad.jacobian",
+            fix="reduce the output, for example with ops.sum or ops.mean, use multigrad.jacobian, or set has_aux "
+            "for a pair of a loss and something else",
         )
     )
 
@@ -126,7 +127,7 @@ def as_index(name: str, argnum: Any) -> int:
                 argument="'argnums'",
                 required="the position of an argument, or a tuple or list of positions",
                 got=describe(argnum),
-                fix="pass argnums=0 or argnums=(0, 1)",
+                fix="pass argnums=0 or argnums=(0, 1), or the variables as variables=...",
             )
         ) from error
 

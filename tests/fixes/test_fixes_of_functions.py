@@ -54,7 +54,7 @@ DERIVATIVES = [
         ValueError),
     Row("reduce the output, for example with ops.sum", lambda: grad(tripled)(X),
         lambda: grad(lambda x: ops.sum(tripled(x)))(X), THREE),
-    Row("or use multigrad.jacobian", lambda: grad(tripled)(X), lambda: jacobian(tripled)(X), 3.0 * np.eye(3)),
+    Row("use multigrad.jacobian", lambda: grad(tripled)(X), lambda: jacobian(tripled)(X), 3.0 * np.eye(3)),
     Row("the real and imaginary parts as two tensors", lambda: jacobian(tripled)(complex_x),
         lambda: jacobian(lambda x, y: (tripled(x), tripled(y)))(1.0, 2.0), (3.0, 0.0)),
     Row("pass variables=[variable]", lambda: of_variables(variable), lambda: of_variables([variable]), [3.0]),
