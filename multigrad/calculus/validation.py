@@ -28,8 +28,8 @@ def require_scalar(name: str, value: Any) -> Any:
             "the output must be a real scalar to have a gradient",
             required="a floating value of shape ()",
             got=got,
-            fix="reduce the output, for example with ops.sum or ops.mean, use multigrad.jacobian, or set has_aux "
-            "for a pair of a loss and something else",
+            fix="reduce the output, for example with ops.sum or ops.mean, use multigrad.jacobian, or set "
+            "has_aux for a pair of a loss and something else",
         )
     )
 
@@ -60,6 +60,17 @@ def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -
                 required="a list of Keras Variables",
                 got=f"the single variable {variables.path!r}",
                 fix="pass variables=[variable]",
+            )
+        )
+    if isinstance(variables, keras.Layer):
+        raise TypeError(
+            message(
+                name,
+                "variables must be a list",
+                argument="'variables'",
+                required="a list of Keras Variables",
+                got=f"the layer {variables.name!r}",
+                fix="pass the trainable_variables of the layer or model",
             )
         )
     variables = list(variables)

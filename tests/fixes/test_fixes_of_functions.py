@@ -58,6 +58,8 @@ DERIVATIVES = [
     Row("the real and imaginary parts as two tensors", lambda: jacobian(tripled)(complex_x),
         lambda: jacobian(lambda x, y: (tripled(x), tripled(y)))(1.0, 2.0), (3.0, 0.0)),
     Row("pass variables=[variable]", lambda: of_variables(variable), lambda: of_variables([variable]), [3.0]),
+    Row("pass the trainable_variables of the layer or model", lambda: of_variables(keras.layers.Dense(1)),
+        lambda: of_variables([variable]), [3.0]),
     Row("pass, for example, the trainable_variables of a model", lambda: of_variables([variable, variable]),
         lambda: of_variables([variable]), [3.0]),
     Row("'variables'[0]", lambda: of_variables([array(1.0)]), lambda: of_variables([variable]), [3.0]),
