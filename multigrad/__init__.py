@@ -60,12 +60,12 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module("multigrad.r_names").find_op(name)
     else:
         value = None
+    errors = importlib.import_module("multigrad.core.errors")
     if value is None:
-        errors = importlib.import_module("multigrad.core.errors")
         text = f"module 'multigrad' has no attribute {name!r}"
         raise AttributeError(text + errors.did_you_mean(name, __dir__()))
     globals()[name] = value
-    importlib.import_module("multigrad.core.errors").hide_frames()
+    errors.hide_frames()
     return value
 
 

@@ -51,26 +51,18 @@ def require_real(name: str, tensors: Sequence[Any]) -> None:
 
 def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
     """Return the variables as a list. Raise if they are not a list of distinct Keras Variables."""
-    if isinstance(variables, keras.Variable):
+    if isinstance(variables, (keras.Variable, keras.Layer)):
+        got, fix = f"the single variable {variables.path!r}", "pass variables=[variable]"
+        if isinstance(variables, keras.Layer):
+            got, fix = f"the layer {variables.name!r}", "pass the trainable_variables of the layer or model"
         raise TypeError(
             message(
                 name,
                 "variables must be a list",
                 argument="'variables'",
                 required="a list of Keras Variables",
-                got=f"the single variable {variables.path!r}",
-                fix="pass variables=[variable]",
-            )
-        )
-    if isinstance(variables, keras.Layer):
-        raise TypeError(
-            message(
-                name,
-                "variables must be a list",
-                argument="'variables'",
-                required="a list of Keras Variables",
-                got=f"the layer {variables.name!r}",
-                fix="pass the trainable_variables of the layer or model",
+                got=got,
+                fix=fix,
             )
         )
     variables = list(variables)

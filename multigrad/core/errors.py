@@ -134,13 +134,14 @@ def dtype_text(dtype: object) -> str:
 
 
 def _outline(value: object) -> str:
-    """Return the repr of a value, with `tensor` in place of each tensor in a tuple, list or dict."""
+    """Return the repr of a value, with the kind in place of each tensor in a tuple, list or dict."""
     if isinstance(value, dict):
         return "{" + ", ".join([f"{key!r}: {_outline(part)}" for key, part in value.items()]) + "}"
     if isinstance(value, (tuple, list)) and value:
         parts = ", ".join([_outline(part) for part in value])
         return f"[{parts}]" if isinstance(value, list) else f"({parts}{',' * (len(value) == 1)})"
-    return "tensor" if type_text(value) == "tensor" else repr(value)
+    kind = type_text(value)  # of tensors, it is not the name of their class
+    return repr(value) if kind == type(value).__name__ else kind
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -54,10 +54,10 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if _is_exporting():
         run = call.run(tensors)
         return run.pullback.output.join(_without_derivative(run.inputs, run.outputs))
-    recorded = is_whole() and torch.is_grad_enabled() and may_be_differentiated_again()
     if is_in_rule() and not torch.is_grad_enabled():
         # The gradient of a rule is not differentiated here. Dynamo cannot enter a scope in a backward pass.
         return call.output(tensors)
+    recorded = is_whole() and torch.is_grad_enabled() and may_be_differentiated_again()
     if recorded:
         run, outputs = _run_recorded(call, tensors)
         recorded = _require_gradients(run.inputs)
