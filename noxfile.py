@@ -155,14 +155,14 @@ def run_pytest(session: nox.Session, backend: str, environment: dict[str, str]) 
     discard(session)
 
 
-def fast_tests(session: nox.Session, backend: str, *requirements: str) -> None:
+def fast_tests(session: nox.Session, backend: str, *requirements: str, **environment: str) -> None:
     """Run the fast tests with these requirements, without the versions in constraints.txt.
 
     What the frameworks depend on has other versions with other frameworks. pip chooses them.
     """
     session.install("--no-compile", "--build-constraint", "constraints.txt", "--editable", ".", *requirements)
     session.run("pip", "list")
-    run_pytest(session, backend, {})
+    run_pytest(session, backend, environment)
 
 
 def tools_in_known_versions() -> list[str]:
@@ -203,13 +203,9 @@ JAX_PREVIEWS = ("JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3", "JAX_REMAT3", "JAX_SCAN3")
 
 @nox.session(default=False, python=NEWEST_PYTHON)
 def jax_previews(session: nox.Session) -> None:
-    """The tests of JAX's transforms with primitives that JAX has behind options, and may change to."""
-    requirements = (*tools_in_known_versions(), *NEWEST["jax"])
-    session.install("--no-compile", "--build-constraint", "constraints.txt", "--editable", ".", *requirements)
-    session.run("python", "-c", _only("jax"), env=QUIET | {"KERAS_BACKEND": "jax"})
-    environment = QUIET | {"KERAS_BACKEND": "jax", **dict.fromkeys(JAX_PREVIEWS, "1")}
-    files = ("tests/transforms", "tests/backends", "tests/test_remat.py", "tests/test_calculus.py")
-    session.run("pytest", *(session.posargs or files), env=environment)
+    """The fast tests with primitives that JAX has behind options, and may change to."""
+    previews = dict.fromkeys(JAX_PREVIEWS, "1")
+    fast_tests(session, "jax", *tools_in_known_versions(), *NEWEST["jax"], **previews)
 
 
 @nox.session(default=False)
