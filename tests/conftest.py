@@ -4,6 +4,8 @@ import gc
 import importlib.util
 import os
 import zlib
+from collections import defaultdict
+from collections.abc import Iterator
 
 import hypothesis
 import keras
@@ -11,6 +13,8 @@ import pytest
 from accelerator import use_accelerator
 from processor_time import pytest_runtest_call, pytest_runtest_protocol  # noqa: F401  hooks of pytest
 from support import BACKEND, DIFFERENTIATES
+
+from multigrad.frameworks import DIFFERENTIATING
 
 # Tests of one framework are in separate files, which runs on other backends do not collect.
 _OTHERS = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]
@@ -63,14 +67,31 @@ def pytest_report_header() -> str:
     return f"Keras {keras.__version__} on {BACKEND}, {ACCELERATOR or 'no accelerator'}"
 
 
+# The fast run takes a third of the cases of a test with more cases than this, another third on each backend.
+FEW_CASES = 3
+
+
+def other_thirds(items: list[pytest.Item], third: int) -> Iterator[pytest.Item]:
+    """Yield the cases of fast tests with many cases, but for one third of them.
+
+    The order of checksums mixes the values of parameters: each value of a product is in each third.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if not any(map(item.get_closest_marker, ("slow", "package"))):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_test in cases.values():
+        if len(of_test) > FEW_CASES:
+            of_test.sort(key=lambda item: (zlib.crc32(item.name.encode()), item.name))
+            yield from (item for number, item in enumerate(of_test) if number % 3 != third)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark most cases of sparse tests as slow, and deselect tests of gradients on a backend without them."""
-    for item in items:
-        # The names decide, so that a third is the same in each run, and has each parameter of a product.
-        if item.get_closest_marker("sparse") and zlib.crc32(item.name.encode()) % 3:
-            item.add_marker("slow")
+    """Mark two thirds of many cases as slow, and deselect tests of gradients on a backend without them."""
     if DIFFERENTIATES:
+        for item in other_thirds(items, DIFFERENTIATING.index(BACKEND)):
+            item.add_marker("slow")
         return
     left_out = [item for item in items if item.get_closest_marker("forward") is None]
     config.hook.pytest_deselected(items=left_out)

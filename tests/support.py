@@ -44,14 +44,6 @@ def slow_on(*backends: str) -> pytest.MarkDecorator:
     return pytest.mark.slow if BACKEND in backends else pytest.mark.fast
 
 
-def sparse_on(*backends: str) -> pytest.MarkDecorator:
-    """Return the marker of a test with many cases, of which the fast run has a third on some backends.
-
-    The other backends have all of them. JAX compiles each case for itself.
-    """
-    return pytest.mark.sparse if BACKEND in backends else pytest.mark.fast
-
-
 # The modes of `fit`. On PyTorch, `jit_compile` uses Inductor, which takes 10 s to compile a step.
 FIT_MODES = [
     pytest.param({"run_eagerly": True}, id="eagerly"),

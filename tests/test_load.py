@@ -1,4 +1,4 @@
-"""Threads, and errors in host code: each in a process of its own, which must end in time."""
+"""Threads, errors in host code and long training: each in a process of its own, which must end in time."""
 
 import os
 import subprocess
@@ -74,12 +74,62 @@ for op in (forward, backward):
 print("done")
 """
 
+MEMORY = """
+import sys
+import keras, numpy as np, psutil
+from keras import layers, ops
+from multigrad import jit, op_custom_gradient, value_and_grad
+
+class Scale(layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    @op_custom_gradient
+    def call(self, x):
+        y = ops.tanh(x * self.scale)
+
+        def rule(upstream, variables):
+            slope = upstream * (1.0 - y * y)
+            return slope * self.scale, [ops.sum(slope * x, axis=0)]
+
+        return y, rule
+
+layer = Scale()
+x = ops.convert_to_tensor(np.full((4, 3), 0.1, "float32"))
+layer(x)
+
+def step(x):
+    return value_and_grad(lambda x: ops.mean(layer(x)), variables=layer.trainable_variables)(x)
+
+step = {"eager": lambda f: f, "compiled": jit}[sys.argv[1]](step)
+
+def memory_after(steps):
+    for _ in range(steps):
+        step(x)
+    return psutil.Process().memory_info().rss
+
+steps = int(sys.argv[2])
+first = memory_after(steps // 5)
+grown = memory_after(steps) - first
+print(f"{first / 1e6:.1f} MB after {steps // 5} steps, {grown / 1e6:.2f} MB more after {steps} more steps")
+assert grown < 100 * steps, grown  # a tensor has more bytes
+print("done")
+"""
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [THREADS, HOST_ERRORS], ids=["threads", "host errors"])
-def test_a_program_ends(program):
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        pytest.param(THREADS, [], id="threads"),
+        pytest.param(HOST_ERRORS, [], id="host errors"),
+        pytest.param(MEMORY, ["eager", "10_000"], id="memory-eager"),
+        pytest.param(MEMORY, ["compiled", "10_000"], id="memory-compiled"),
+    ],
+)
+def test_a_program_ends(program, arguments):
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         env=os.environ | {"KERAS_BACKEND": BACKEND, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -378,6 +378,7 @@ def by_products(a):
 AS = array([[1.0, 2.0], [3.0, 4.0], [0.5, 0.25]])
 
 
+@slow_on("tensorflow", "jax")
 @pytest.mark.parametrize(
     "solve",
     [

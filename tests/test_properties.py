@@ -70,6 +70,7 @@ def test_a_true_rule_has_the_gradient_of_central_differences(program):
     check_gradients(whole, *inputs_of(program), compiled=False)
 
 
+@slow_on("jax")
 @given(PROGRAMS)
 def test_a_false_rule_equals_a_plain_function_with_the_same_derivative(program):
     """Compare values, two derivatives, dtypes and shapes. In low precision, compare only one derivative."""

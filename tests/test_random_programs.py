@@ -13,7 +13,7 @@ import rules_in_numpy
 from failed_programs import FAILED
 from keras import ops, tree
 from random_programs import draw, forgetful, run, runnable
-from support import BACKEND, SECOND_OF_COMPILED, slow_on, sparse_on
+from support import BACKEND, SECOND_OF_COMPILED, slow_on
 
 from multigrad import op_custom_gradient
 from multigrad.core import call
@@ -53,7 +53,6 @@ def drawn(first: int, count: int = PER_TEST) -> dict[str, str]:
     return {f"seed {seed}": draw(seed, BACKEND, compiled=COMPILES) for seed in range(first, first + count)}
 
 
-@sparse_on("jax")
 @pytest.mark.parametrize("first", [*FAST, *[pytest.param(first, marks=pytest.mark.slow) for first in FULL]])
 def test_a_random_program_has_the_derivatives_of_its_rules(first):
     check_all(drawn(first))

@@ -95,7 +95,7 @@ def test_gradients_and_state_equal_the_plain_network(depth):
     assert len(wanted[1]) == 8 * depth
 
 
-@slow_on("jax")
+@slow_on("tensorflow", "jax")
 def test_training_in_fit():
     """Two steps of `fit` change weights and state as in the plain network."""
     results = []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, DIFFERENTIATES, array, close, compiled, native_jvp, numpy, slow_on, sparse_on
+from support import BACKEND, DIFFERENTIATES, array, close, compiled, native_jvp, numpy, slow_on
 
 from multigrad import grad, layers, ops
 from multigrad.testing import check_gradients
@@ -235,7 +235,6 @@ def test_the_value(name):
         close(row.call(array(X)), array(row.value(X)))
 
 
-@sparse_on("jax", "torch")
 @pytest.mark.parametrize(
     ("name", "extent"),
     [
@@ -264,7 +263,6 @@ def test_the_gradient_is_the_documented_one(name, extent):
         close(slope(name, row.call)(array(X)), array(row.slope(X, weights_of(name))))
 
 
-@sparse_on("jax")
 @every
 def test_compiled(name):
     row = ROWS[name]
@@ -278,7 +276,6 @@ def test_compiled(name):
 NOT_LINEAR = ("clip_gradient", "GradientClip")
 
 
-@sparse_on("jax")
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in NOT_LINEAR])
 def test_forward_mode(name, wrap):
@@ -298,7 +295,6 @@ def test_forward_mode(name, wrap):
 
 
 # Layers have their own dtypes, see tests/layers.
-@sparse_on("jax")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in layers.__all__])
 def test_the_dtype(name, dtype):
@@ -355,7 +351,6 @@ def test_a_layer_after_a_product(name):
 
 
 # tests/layers trains the layers. The labels of the cross entropy here are for two rows.
-@sparse_on("jax")
 @pytest.mark.parametrize("name", [n for n in ROWS if n not in {*layers.__all__, "linear_cross_entropy"}])
 def test_fit_with_an_unknown_batch_size(name):
     """One step of `fit`, in which TensorFlow does not know the batch size, moves a weight before the op."""

@@ -144,6 +144,7 @@ def test_the_initial_guess_has_no_gradient():
     close(grad(lambda z: fixed_point(heron, z, array(4.0)))(3.0), array(0.0))
 
 
+@slow_on("tensorflow")
 @EAGER_IS_SLOW
 def test_closed_over_tensors_have_gradients(wrap):
     def inside(a, b):
@@ -205,6 +206,7 @@ def test_training_a_layer():
     assert last < 0.7 * first
 
 
+@slow_on("tensorflow")
 @EAGER_IS_SLOW
 def test_tensors_reached_through_an_object_have_a_first_derivative(wrap):
     def behind(b, a):
@@ -418,6 +420,7 @@ def bisection(f, z, *args):
     return low
 
 
+@slow_on("tensorflow")
 @WRAPS
 @pytest.mark.parametrize("solver", [None, bisection])
 def test_a_cube_root(solver, wrap):
@@ -516,6 +519,7 @@ def by_unrolling(costs, steps=60):
     return potentials
 
 
+@slow_on("jax")
 @EAGER_IS_SLOW
 def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
     costs = array(RANDOM.uniform(0.0, 2.0, (4, 5)))
@@ -524,6 +528,7 @@ def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
     close(wrap(grad(lambda costs: transport(costs, implicitly)[0]))(costs), plan, 1e-4)
 
 
+@slow_on("jax")
 @pytest.mark.parametrize("steps", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_the_gradient_of_a_plan(steps):
     costs, weights = array(RANDOM.uniform(0.0, 2.0, (4, 5))), array(RANDOM.standard_normal((4, 5)))

@@ -219,6 +219,7 @@ def ridge_by_hand(weights):
     return t, -(X @ w) * (X @ t - Y)  # the gradient of sum(t**2)
 
 
+@slow_on("tensorflow")
 @pytest.mark.parametrize("method", [None, "gmres", "cg"])
 @WRAPS
 def test_ridge_regression_by_the_weights_of_the_data(method, wrap):

@@ -15,7 +15,6 @@ from support import (
     sizes_made,
     slow_but,
     slow_on,
-    sparse_on,
 )
 
 from multigrad import backend, grad, jvp
@@ -79,6 +78,7 @@ def test_the_gradients(size, transform):
     close(gradients(lambda *args: linear_cross_entropy(*args, block_size=size)), gradients(plain))
 
 
+@slow_on("jax")
 @DIFFERENCES
 @pytest.mark.parametrize("size", slow_but([(3,)], [3, 7]))
 def test_differences(size, extent):
@@ -185,6 +185,7 @@ def test_a_compiled_label_out_of_range_is_nan():
     assert np.isnan(numpy(loss(array(Y + 2, dtype="int32")))).sum() == 2
 
 
+@slow_on("torch")
 def test_a_functional_model(tmp_path):
     inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
     outputs = linear_cross_entropy(inputs, W.astype("float32"), labels, block_size=2)
@@ -425,7 +426,7 @@ def test_an_unknown_number_of_tokens_in_a_reduced_loss(count, size):
     close(got, gradients(lambda x, w, b: ops.sum(weights * plain(x, w, y, b))), 1e-4)
 
 
-@slow_on("jax")
+@slow_on("tensorflow", "jax")
 @DIFFERENCES
 @pytest.mark.parametrize(
     "reduction", slow_but([("mean_with_sample_weight",)], ["sum", "mean_with_sample_weight"])
@@ -457,6 +458,7 @@ def of_the_slope(f):
     return grad(steep, argnums=(0, 1))
 
 
+@slow_on("jax")
 @pytest.mark.parametrize(
     "derivative",
     [
@@ -629,7 +631,6 @@ def padded(reduction, sample_weight=None):
 PADDED = np.array([[0, -100, 3], [-100, 2, 5]])
 
 
-@sparse_on("jax")
 @pytest.mark.parametrize("labels", [PADDED.astype("int32"), PADDED.astype("float32")])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", [None, "sum", "mean", "mean_with_sample_weight"])
@@ -807,7 +808,7 @@ def test_derivatives_with_options(derivative, run_by, reduction, options):
     close(run_by(derivative(own))(*TENSORS), derivative(wanted)(*TENSORS), 1e-3)
 
 
-@slow_on("jax")
+@slow_on("tensorflow", "jax")
 @DIFFERENCES
 def test_differences_with_options(extent):
     own, _ = with_options("mean", OPTIONS[3])

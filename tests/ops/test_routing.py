@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, array, close, compiled, compiled_by_xla, numpy, sparse_on
+from support import BACKEND, array, close, compiled, compiled_by_xla, numpy
 
 from multigrad import grad, ops
 
@@ -28,7 +28,6 @@ CASES = {
 }
 
 
-@sparse_on("jax")
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)

@@ -272,6 +272,7 @@ def test_the_gradient_of_a_norm_that_overflows(dtype, wrap):
     np.testing.assert_allclose(exactly(slope).astype("float64"), [0.5**0.5, -(0.5**0.5)], rtol=1e-2)
 
 
+@slow_on("jax")
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 def test_norms_at_singular_points(wrap):
     rows = array([[0.0, 0.0], [INF, 1.0], [NAN, 1.0], [3.0, 4.0]])
@@ -389,6 +390,7 @@ def test_vmap(name):
     close(got, ops.stack([grad(lambda x: ops.sum(op(x)))(row) for row in x]))
 
 
+@slow_on("jax")
 def test_saving_a_functional_model(tmp_path):
     x = keras.Input((2,))
     y = ops.safe_divide(x, ops.safe_norm(x, axis=-1, keepdims=True))

@@ -3,7 +3,7 @@
 import pytest
 from cases import each_of
 from keras import ops
-from support import array, close, compiled, sparse_on
+from support import array, close, compiled
 
 from multigrad import grad, jvp, vjp
 
@@ -58,14 +58,12 @@ def in_a_graph(function):
     return around
 
 
-@sparse_on("jax")
 @each_case
 @each_transform
 def test_in_a_larger_graph(case, transform):
     close(transform(in_a_graph(case.op))(X, W), transform(in_a_graph(case.meant))(X, W), 1e-4)
 
 
-@sparse_on("jax")
 @each_case
 @each_transform
 def test_compiled(case, transform):

@@ -6,7 +6,7 @@ import pytest
 from cases import CASES, IN_OTHER_FORMS, WRITTEN
 from forms import FORMS, in_form
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy, sparse_on
+from support import BACKEND, array, close, compiled, numpy
 from ways import EVERY_WAY, own
 
 from multigrad import grad, op_custom_gradient
@@ -93,7 +93,6 @@ def test_one_array_in_compiled_code(case, derivative):
     close(got, derivative(weighted(case.meant), *copies(X, X)), 1e-3)
 
 
-@sparse_on("jax")
 @pytest.mark.parametrize("way", [way for way in EVERY_WAY if way not in own.LACKING_OF_ONE_ARRAY])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_array_in_each_way(way, form):

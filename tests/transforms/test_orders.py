@@ -4,7 +4,7 @@ import keras
 import pytest
 from cases import CASES, IN_OTHER_FORMS
 from keras import ops
-from support import BACKEND, array, close, compiled_with_variables, slow_on, sparse_on
+from support import BACKEND, array, close, compiled_with_variables, slow_on
 
 from multigrad import grad, op_custom_gradient
 
@@ -29,7 +29,6 @@ def slope(function, argument):
     return lambda x, w: ops.sum(grad(function, argument)(x, w) * array(0.5, 1.0, -1.0))
 
 
-@sparse_on("jax")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("around", [ALONE, IN_A_GRAPH], ids=["alone", "in a graph"])

@@ -4,7 +4,7 @@ import cases
 import jax
 import jax.numpy as jnp
 import pytest
-from support import close, sparse_on
+from support import close
 
 X, W = jnp.asarray([0.5, -1.25, 1.5]), jnp.asarray([0.75, 1.0, -0.5])
 ALONG = jnp.asarray([1.0, -0.5, 2.0]), jnp.asarray([0.25, 1.5, -1.0])
@@ -34,7 +34,6 @@ TRANSFORMS = {
 }
 
 
-@sparse_on("jax")
 @each_case
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from multigrad.ops import linear_cross_entropy
+from multigrad import op_custom_gradient
+from multigrad.ops import host_call, linear_cross_entropy
 
 BATCH = torch.linspace(-1.0, 1.5, 12).reshape(4, 3)
 
@@ -143,3 +144,21 @@ def trained_heads(rank):
         own = trained(distribute(Head(in_blocks)), TOKENS[rank::2], LABELS[rank::2])
         found[way] = [p.full_tensor() if way == "sharded" else p for p in own]
     return found
+
+
+@op_custom_gradient
+def simulated(x, weight):
+    def rule(upstream):
+        def simulate(upstream):
+            if torch.distributed.get_rank() == 1:
+                raise ValueError("the simulator failed")
+            return upstream
+
+        return host_call(simulate, upstream, output=upstream), None
+
+    return 1.0 * x, rule
+
+
+def failing_in_host_code(rank):
+    """Compute gradients with host code that fails in one of the processes."""
+    return gradients(replicated(Module(simulated)), BATCH[rank::2])

@@ -7,7 +7,6 @@ import torch
 from by_hand import DOUBTFUL, PAIRS, total
 from counts import saved
 from graphs import graphs, handed, operations
-from support import sparse_on
 
 pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 # An op that reads a weight does not compile, see `test_torch_compile.py`.
@@ -24,7 +23,6 @@ def both(pair, prepared):
     return zip(ours, by_hand, strict=True)
 
 
-@sparse_on("torch")
 @compiled_pairs
 def test_the_graphs_that_are_compiled(pair):
     """Compare what Inductor compiles: all operations, and all tensors between the passes."""
@@ -33,7 +31,6 @@ def test_the_graphs_that_are_compiled(pair):
         assert handed(ours) == handed(by_hand)
 
 
-@sparse_on("torch")
 @compiled_pairs
 def test_the_graphs_that_are_captured(pair):
     """Before a compiler removes operations without effect, each output has a view of itself.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import CASES
 from keras import ops
-from support import Phase, close, sparse_on
+from support import Phase, close
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 
@@ -84,7 +84,6 @@ SHELF = {
 }
 
 
-@sparse_on("torch")
 @pytest.mark.parametrize("op", SHELF.values(), ids=SHELF)
 def test_fullgraph_compilation_of_the_ops_of_multigrad(op):
     def gradient(f):
@@ -209,7 +208,6 @@ SHARING = {
 }
 
 
-@sparse_on("torch")
 @pytest.mark.parametrize("function", SHARING.values(), ids=SHARING)
 @pytest.mark.parametrize("leaf", [True, False])
 def test_outputs_that_share_memory(function, leaf):

@@ -34,6 +34,14 @@ def test_two_processes_have_the_gradients_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_error_in_host_code_of_one_process_ends_both(tmp_path):
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException) as raised:
+        results_of(data_parallel.failing_in_host_code, tmp_path)
+    assert "the simulator failed" in str(raised.value)
+    assert "host_call of 'simulate'" in str(raised.value)
+
+
+@pytest.mark.slow
 def test_two_processes_train_linear_cross_entropy_as_one_process_trains_plain_code(tmp_path):
     plain = data_parallel.Head(data_parallel.all_at_once)
     wanted = data_parallel.trained(plain, data_parallel.TOKENS, data_parallel.LABELS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, each_of
 from keras import ops
-from support import close, sparse_on
+from support import close
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -80,7 +80,6 @@ class Module(torch.nn.Module):
 
 
 # A warning of torch.func.linearize (PyTorch 2.13) about itself.
-@sparse_on("torch")
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 @cases
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
@@ -122,7 +121,6 @@ def loop(f, in_dims, args):
     return tree_unflatten([torch.stack(column) for column in columns], leaves[0][1])
 
 
-@sparse_on("torch")
 @cases
 @pytest.mark.parametrize(("in_dims", "args"), IN_DIMS.values(), ids=IN_DIMS)
 @pytest.mark.parametrize("mapped", MAPPED.values(), ids=MAPPED)
