@@ -82,7 +82,7 @@ def axes_of(x: Any, axis: Any) -> list[int]:
 
 
 def scaled(x: Any, y: Any) -> Any:
-    """Return `x / y`, and zero where `y` is zero, with all derivatives. Each element of `y` is inverted once."""
+    """Return `x / y`, and zero where `y` is zero, with all derivatives. Divide once per element of `y`."""
     return x * quotient(ops.ones_like(y), y)
 
 
