@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def exclude_from_collection() -> None:
-    """Exclude what exists so far from garbage collection, which many tests call and which would take long."""
+    """Exclude existing objects from garbage collection, so that tests that collect are faster."""
     gc.collect()
     gc.freeze()
 
@@ -67,7 +67,7 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark most cases of sparse tests as slow, and deselect tests of gradients on a backend without them."""
     for item in items:
-        # The names decide, so that a third is the same in each run, and has each parameter of a product.
+        # A hash of the name selects a third of the cases: the same ones in each run, from all combinations.
         if item.get_closest_marker("sparse") and zlib.crc32(item.name.encode()) % 3:
             item.add_marker("slow")
     if DIFFERENTIATES:

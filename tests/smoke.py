@@ -93,7 +93,7 @@ def run():
     orders()
     transforms()
     training()
-    print("the rule is in force")
+    print("every gradient follows the rule")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def is_keras_at_least(version: str) -> bool:
 def slow_on(*backends: str) -> pytest.MarkDecorator:
     """Return the marker of a test that takes long on some backends.
 
-    JAX and TensorFlow compile each solution of an equation separately, as every large function.
+    JAX and TensorFlow compile each solution of an equation and each large function separately.
     """
     return pytest.mark.slow if BACKEND in backends else pytest.mark.fast
 

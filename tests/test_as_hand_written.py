@@ -426,7 +426,7 @@ def test_a_table_of_an_object_is_a_constant():
     close(grad(grad(table))(array(2.0)), array(28.0))
 
 
-ONLY_JAX = pytest.mark.skipif(BACKEND != "jax", reason="for callbacks, kernels and devices of JAX")
+ONLY_JAX = pytest.mark.skipif(BACKEND != "jax", reason="tests callbacks, kernels and devices of JAX")
 
 
 def callback(function, x):

@@ -959,7 +959,7 @@ keras.models.load_model({path!r})
     ("module", "needed"),
     [("__main__", "define the op with @op_custom_gradient(name="), ("own.ops", "import own.ops")],
 )
-def test_a_program_without_multigrad_is_told_what_to_import(module, needed, tmp_path):
+def test_the_error_without_multigrad_names_the_missing_import(module, needed, tmp_path):
     def alone(x):
         return x * 1.0, lambda upstream: upstream
 
@@ -976,7 +976,7 @@ def test_a_program_without_multigrad_is_told_what_to_import(module, needed, tmp_
 
 
 def test_a_file_without_the_text_on_imports_is_loaded(tmp_path):
-    """The first version did not write it."""
+    """The first version of multigrad did not write this text."""
     inputs = keras.Input((3,))
     model = keras.Model(inputs, op_custom_gradient(times, name="tests>loaded")(inputs, 7.0))
     config = json.loads(json.dumps(model.get_config()))

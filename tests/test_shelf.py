@@ -188,7 +188,8 @@ DTYPES = [
 ]  # JAX has no float64
 
 every = pytest.mark.parametrize("name", ROWS)
-NEWTON = ("implicit_root", "linear_solve", "implicit_argmin")  # with a dense matrix, whose rows are gradients
+# These compute a dense matrix, whose rows are gradients.
+NEWTON = ("implicit_root", "linear_solve", "implicit_argmin")
 COSTLY = (
     *NEWTON,
     "fixed_point",
@@ -341,7 +342,7 @@ PREPARED = {"stop_gradient_if", "safe_sqrt", "safe_log", "safe_divide"}
 PREPARED |= {"spectral_function", "safe_eigh", "safe_svd"}
 if not DIFFERENTIATES:
     PREPARED |= set(NEWTON)  # see test_the_value
-if BACKEND == "openvino":  # Keras does not run fixed_point on placeholders there, see the README
+if BACKEND == "openvino":  # Keras does not run `fixed_point` on placeholders there, see docs/limits
     PREPARED |= {"fixed_point", "FixedPoint"}
 
 

@@ -177,7 +177,7 @@ def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass() -> None:
 
 
 def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
-    """Also a variable that the rule alone reads has its value of the scope."""
+    """A variable that only the rule reads has its value from the scope, too."""
     weight, other = keras.Variable(100.0), keras.Variable(1000.0, trainable=False)
     factor = keras.Variable(10000.0, trainable=False)
 

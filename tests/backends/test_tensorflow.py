@@ -59,9 +59,9 @@ def test_private_names_exist():
 
 
 def test_undocumented_names_of_graphs_exist():
-    """Public but undocumented: how to distinguish the graph of a branch from the graph of a function.
+    """The backend uses public, undocumented names.
 
-    And what a graph does with a tensor of an outer graph.
+    They distinguish the graph of a branch from that of a function, and capture a tensor of an outer graph.
     """
     graphs, captured = [], []
 

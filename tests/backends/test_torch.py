@@ -848,7 +848,7 @@ def test_a_rule_that_uses_a_shape_saves_nothing():
 
 
 def test_an_input_that_was_modified_in_place_raises():
-    """If a second derivative would need it. The hand-written node of the first order does not need it."""
+    """The rule does not use the input, but it is saved, because a second derivative would use it."""
     x = leaf(1.0, 2.0) * 1.0
     y = by_intermediate(x).sum()
     x.add_(1.0)

@@ -14,7 +14,7 @@ from multigrad import op_custom_gradient
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
-# What PyTorch compiles does not read the weight of a reader yet.
+# A strict export raises a KeyError for a weight that no module holds, with and without an op (PyTorch 2.13).
 cases = each_of(forms=["method"])
 
 

@@ -199,7 +199,7 @@ def test_a_compiled_function_in_a_program_is_part_of_its_graph():
 
 
 def test_an_op_that_breaks_a_program_runs_uncompiled():
-    """Dynamo compiled the functions of this package one by one, once for each op."""
+    """Otherwise Dynamo would compile the functions of this package one by one, once for each op."""
     counters.clear()
     for factor in (3.0, 5.0, 7.0):
 
@@ -256,8 +256,8 @@ def joint_graph(compiler, op):
 
 
 @pytest.mark.parametrize("compiler", [torch.compile, jit], ids=["torch.compile", "multigrad.jit"])
-def test_the_joint_graph_is_that_of_a_function_by_hand(compiler):
-    """So residuals are saved tensors, which the partitioner may compute again.
+def test_the_joint_graph_is_that_of_a_hand_written_function(compiler):
+    """Residuals are saved tensors, which the partitioner may compute again.
 
     The graph also has a view of the output or, in `multigrad.jit`, a copy, which the caller may change.
     """
@@ -277,7 +277,7 @@ def test_compiled_autograd(compiled):
     close(got, want)
 
 
-def test_a_line_says_what_is_compiled(monkeypatch, caplog):
+def test_the_log_names_the_function_that_is_compiled(monkeypatch, caplog):
     monkeypatch.setattr(sys.modules["multigrad.backend.torch.jit"], "_SECONDS", 0.0)
 
     def training_step(x):
