@@ -71,7 +71,7 @@ NARROW = {
 
 @pytest.mark.parametrize("name", NARROW)
 def test_the_precision_of_a_function(name):
-    """It does not depend on values: on these arrays float32 rounds nothing."""
+    """The precision does not depend on values: float32 represents these values exactly."""
     function, precision = NARROW[name]
     with backend.active.wide():
         for array in (X, np.ones((2, 2)), np.zeros((2, 2))):

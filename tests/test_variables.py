@@ -456,7 +456,7 @@ def test_a_rule_that_assigns_another_variable_raises() -> None:
 
 
 def test_a_rule_sees_the_state_before_its_function() -> None:
-    """Its assignments are discarded, so that a rule that runs the function again has the same result."""
+    """Assignments in a rule are discarded, so a rule that runs its function again has the same result."""
     average, seeds = keras.Variable(1.0, trainable=False), keras.random.SeedGenerator(3)
 
     def step(x):

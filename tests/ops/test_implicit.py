@@ -134,7 +134,7 @@ def test_structures():
 
 
 def test_forward_mode():
-    """With multigrad.jvp: not every framework's own forward mode can differentiate a gradient in a rule."""
+    """Not every framework's own forward mode can differentiate a gradient in a rule. `multigrad.jvp` can."""
     root = lambda a: fixed_point(heron, 1.0, a)  # noqa: E731
     close(jvp(root, (4.0,), (8.0,)), (array(2.0), array(2.0)), 1e-5)
     close(jvp(grad(root), (4.0,), (8.0,)), (array(0.25), array(-0.25)), 1e-4)

@@ -244,7 +244,7 @@ def test_the_second_derivative_of_a_minimum_by_a_tensor_that_the_function_closes
 
 
 def test_a_minimum_from_an_optimizer():
-    """Its steps are not differentiated."""
+    """The steps of the optimizer are not differentiated."""
     weights = np.linspace(0.5, 1.0, 20)
     calls = []
 

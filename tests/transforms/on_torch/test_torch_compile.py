@@ -434,7 +434,7 @@ def test_an_op_in_a_rule_reads_a_weight_in_the_program():
 
 
 def test_a_second_derivative_of_a_compiled_function_raises():
-    """As for any function that PyTorch (2.13) compiled."""
+    """PyTorch (2.13) raises for a second derivative of any compiled function."""
     compiled = torch.compile(CASES["intermediate"].op, fullgraph=True, backend="aot_eager")
     x = X.clone().requires_grad_()
     (slope,) = torch.autograd.grad(compiled(x, W).sum(), x, create_graph=True)
@@ -445,7 +445,7 @@ def test_a_second_derivative_of_a_compiled_function_raises():
 @pytest.mark.parametrize("compiler", [functools.partial(torch.compile, backend="aot_eager"), jit])
 @pytest.mark.parametrize("inner", [lambda x: x, lambda x: x * x], ids=["an input", "an intermediate"])
 def test_nested_gradients_of_a_compiled_function_raise(compiler, inner):
-    """They would be zero if the inputs of the inner derivative were views, which PyTorch detaches."""
+    """Without an error, they would be zero for inner inputs that are views, which PyTorch detaches."""
     slope = grad(compiler(lambda x: ops.sum(x**3)))
     close(slope(inner(X)), 3.0 * inner(X) ** 2)
     with pytest.raises(RuntimeError, match=r"gradient of a compiled function|double backward"):
@@ -542,7 +542,7 @@ def test_an_op_of_one_argument_in_the_function_of_another():
 
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_training_mode_of_the_layers_around_a_rule(whole):
-    """It is the mode of the function, whether the rule is compiled with it or runs later."""
+    """The rule has the mode of its function, whether it is compiled with the function or runs later."""
     phase = Phase()
 
     class Within(keras.layers.Layer):

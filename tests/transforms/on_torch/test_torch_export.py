@@ -119,7 +119,7 @@ def step(x, w):
 @quiet
 @pytest.mark.parametrize("how", EXPORTS)
 def test_an_exported_step_has_no_gradient(how):
-    """Its operations have no derivative, but the op has one."""
+    """The step contains a gradient. Its operations have no derivative, but the op has one."""
     program = EXPORTS[how](Layers(step))
     with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
         program(X).sum().backward()

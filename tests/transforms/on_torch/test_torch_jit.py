@@ -312,7 +312,7 @@ def test_an_optimizer_that_is_built_in_the_first_call_is_part_of_one_graph_in_th
 
 
 def test_a_gradient_that_was_not_recorded_raises_outside_of_its_program():
-    """Its part of the derivative would silently be missing."""
+    """The part of the derivative through this gradient would silently be missing."""
     weight = keras.Variable([1.0, 2.0])
 
     def penalty():
