@@ -47,7 +47,7 @@ def slow_on(*backends: str) -> pytest.MarkDecorator:
 def sparse_on(*backends: str) -> pytest.MarkDecorator:
     """Return the marker of a test with many cases, of which the fast run has a third on some backends.
 
-    The other backends have all of them. JAX compiles each case for itself.
+    The fast run has all of them on the other backends. JAX compiles each case separately.
     """
     return pytest.mark.sparse if BACKEND in backends else pytest.mark.fast
 
@@ -102,7 +102,7 @@ def array(*values: Any, dtype: str = "float32") -> Any:
     return ops.convert_to_tensor(np.array(values[0] if len(values) == 1 else values), dtype=dtype)
 
 
-# What PyTorch compiles has no second derivative: the error of this package, and those of PyTorch (2.13).
+# The errors of second derivatives of functions that PyTorch compiled: of this package, and of PyTorch (2.13).
 SECOND_OF_COMPILED = (
     "gradient of a compiled function",
     "does not currently support double backward",

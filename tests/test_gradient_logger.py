@@ -239,7 +239,7 @@ def test_a_second_fit_compiles_nothing():
 
 
 class Failing(layers.Layer):
-    """A layer that raises in training when it is told to."""
+    """A layer that raises in training if `Failing.fails` is set."""
 
     fails = False
 

@@ -1,7 +1,7 @@
 """Functions of symmetric matrices, whose gradients are right where eigenvalues are equal.
 
 The derivative of `eigh` is infinite at equal eigenvalues, so no rule of `eigh` is right for every function.
-`spectral_function` knows the function, and uses its divided differences. `safe_eigh` and `safe_svd` leave out
+`spectral_function` gets the function, and uses its divided differences. `safe_eigh` and `safe_svd` leave out
 the terms between equal values, which is right for functions of the invariant subspaces.
 
 Matrices are multiplied with the operator, because `ops.matmul` (Keras 3.15) computes float64 in float32 on

@@ -164,7 +164,7 @@ def test_derivatives_where_a_program_breaks(name):
 
 @pytest.mark.slow
 def test_derivatives_do_not_depend_on_what_was_compiled_before():
-    """After eight programs of one function, Dynamo compiles the functions that it calls, each for itself."""
+    """After eight programs of one function, Dynamo compiles the functions that it calls separately."""
     for f in (ONE_GRAPH | PIECES).values():
         for order in (1, 2):
             compiled = torch.compile(lambda x, f=f, n=order: derivative(f, n)(x), backend="aot_eager")
@@ -178,7 +178,7 @@ def test_a_program_without_a_gradient_has_no_node():
     assert not jit(op, backend="aot_eager", fullgraph=True)(X).requires_grad
 
 
-def test_each_op_is_compiled_for_itself():
+def test_each_op_is_compiled_separately():
     def f(x):
         return x * 2.0, lambda upstream: 3.0 * upstream
 
@@ -354,7 +354,7 @@ def test_an_output_that_is_changed_in_place_after_the_op():
     close(jit(grad(f), backend="aot_eager", fullgraph=True)(X), 5.0 * torch.exp(X))
 
 
-def test_an_error_of_the_function_arrives_as_itself():
+def test_an_error_of_the_function_is_raised_unchanged():
     compiled = jit(grad(lambda x, y: ops.sum(sine(x) @ y)), backend="eager")
     for _ in range(3):
         with pytest.raises(RuntimeError, match="inconsistent tensor size") as caught:
