@@ -316,7 +316,7 @@ def stopped(x, w, f):
     return tape.gradient(loss, w)
 
 
-def in_branch(way, x, w):
+def way_in_branch(way, x, w):
     return tf.cond(tf.reduce_sum(x) > 0.0, lambda: way(x, w, closing_over(w)), lambda: x)
 
 
@@ -330,7 +330,7 @@ LATE = {
     "around": lambda way, x, w: tf.function(lambda x: way(x, w, closing_over(w)))(x),
     "argument": tf.function(lambda way, x, w: way(x, w, closing_over(w))),
     "nested": tf.function(lambda way, x, w: tf.function(lambda x: way(x, w, closing_over(w)))(x)),
-    "branch": tf.function(in_branch),
+    "branch": tf.function(way_in_branch),
     "argument of the op in a branch": tf.function(of_argument),
 }
 
