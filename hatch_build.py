@@ -1,9 +1,9 @@
-"""The pages about limits in a wheel, and the links of its metadata, which depend on the repository.
+"""Build hooks: the pages about limits in a wheel, and the links in its metadata.
 
 `python -m multigrad explain` reads the pages. An editable install and a clone have them in `docs/limits/`.
 
-GitHub's CI gives the address of the repository in the environment. The README's links are relative to the
-repository. In the metadata they are absolute, because a package index does not have these files.
+GitHub's CI passes the address of the repository in environment variables. The README's links are relative to
+the repository. In the metadata they are absolute, because a package index does not have these files.
 """
 
 import os

@@ -1,8 +1,8 @@
 """The project's checks, each in an environment of its own. `nox -l` lists them.
 
-`nox` runs the fast checks: lint, types, the tests and notebooks of every backend, and those of the package.
-`nox -s full` runs every check. `nox -s "tests(jax)"` runs the fast tests of one backend, and
-`nox -s "tests(jax)" -- -k upstream` some of them.
+`nox` runs the fast checks: lint, types, docs, the fast tests and notebooks of every backend, and the session
+`package`. `nox -s full` adds the slow tests and the slow checks. `nox -s "tests(jax)"` runs the fast tests of
+one backend, and `nox -s "tests(jax)" -- -k upstream` selects some of them.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import nox
 
-nox.needs_version = ">=2026.8.17"  # --parallel, which it calls experimental
+nox.needs_version = ">=2026.8.17"  # for --parallel, which nox calls experimental
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
@@ -23,13 +23,13 @@ nox.options.error_on_external_run = True
 GROUPS = nox.project.dependency_groups
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 
-# What each backend's environment gets beside Keras, which brings NumPy.
+# The requirements of each backend. Keras, which requires NumPy, is installed with multigrad.
 REQUIREMENTS = {
     "tensorflow": ["tensorflow-cpu"],
-    "jax": ["jax", "flatbuffers"],  # in which jax.export writes
+    "jax": ["jax", "flatbuffers"],  # jax.export needs flatbuffers
     "torch": ["torch"],
     "numpy": ["jax"],  # Keras's NumPy backend takes its convolutions and pooling from JAX
-    "openvino": ["openvino", "scipy"],  # which Keras's OpenVINO backend imports
+    "openvino": ["openvino", "scipy"],  # Keras's OpenVINO backend imports SciPy
 }
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
 
@@ -45,7 +45,7 @@ NEWEST = {
     "jax": ["jax==0.12.*", "flatbuffers", "keras==3.15.*"],
     "torch": ["torch==2.15.*", "keras==3.15.*"],
 }
-# What the session `gpu` installs if the machine has a GPU of NVIDIA. PyTorch's own build serves for both.
+# What the session `gpu` installs if there is an NVIDIA GPU. PyTorch's build on PyPI supports CPUs and GPUs.
 FOR_A_GPU = {
     "tensorflow": ["tensorflow[and-cuda]"],
     "jax": ["jax[cuda13]", "flatbuffers"],
@@ -53,11 +53,11 @@ FOR_A_GPU = {
 }
 MODULES = ("tensorflow", "jax", "torch", "openvino")
 
-# TensorFlow's notices about the processor's instructions would bury everything else.
+# Hide TensorFlow's notices about processor instructions, which would fill the output.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
-# JAX's tests compile thousands of small programs, which takes half of the time with fewer optimizations. JAX
-# aborts on a flag that it does not know, and 0.12 has removed one of these.
+# JAX's tests compile thousands of small programs. Fewer optimizations halve the time. JAX aborts on unknown
+# flags, and 0.12 has removed one of these, so only sessions with the versions of constraints.txt set them.
 COMPILE_FAST = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
@@ -72,16 +72,16 @@ MANY_EXAMPLES = "250"  # for each of four properties on three backends
 
 
 def install(session: nox.Session, *requirements: str) -> None:
-    """Install with pip, in the versions of constraints.txt, which also hold for what builds the package.
+    """Install with pip, in the versions of constraints.txt. These also apply to the build of the package.
 
-    Python compiles the modules that a session imports. To compile all of them takes a minute per framework.
+    Only imported modules are compiled to bytecode. Compiling all modules takes a minute per framework.
     """
     held = ("--constraint", "constraints.txt", "--build-constraint", "constraints.txt")
     session.install("--no-compile", *held, *requirements)
 
 
 def discard(session: nox.Session) -> None:
-    """Remove the session's environment where CI runs it once: all of them are 10 GB of disk."""
+    """Remove the environment of the session on CI, which uses it once. All environments take 10 GB."""
     if os.environ.get("CI"):
         shutil.rmtree(session.virtualenv.location)
 
@@ -89,7 +89,7 @@ def discard(session: nox.Session) -> None:
 def run_two_at_a_time(session: nox.Session, *words: str, **environment: str) -> None:
     """Run sessions with nox, which prints at the end how long each of them took.
 
-    One session installs while the other one tests, and each framework is imported and collected for once.
+    One session installs packages while the other one runs tests.
     """
     command = (sys.executable, "-m", "nox", "--parallel", "2", "--allow-parallel", "--session", *words)
     session.run(*command, env=environment, external=True)
@@ -104,16 +104,16 @@ def fast(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def full(session: nox.Session) -> None:
     """Every check: the slow tests too, every notebook on every backend, and many random programs."""
-    tests = ("lint", "types", "docs", "tests")  # every test of `package` is among those of each backend
+    tests = ("lint", "types", "docs", "tests")  # these include the tests of `package`
     run_two_at_a_time(session, *tests, "--", *EVERY_TEST, MULTIGRAD_EXAMPLES=MANY_EXAMPLES)
     run_two_at_a_time(session, *LONG, MULTIGRAD_EXAMPLES=MANY_EXAMPLES)
 
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
-    """The site of `docs/`, in `site/`: a broken link, a missing name or an asset of another host fails."""
+    """Build the site in `site/`. A broken link, a missing name or an asset of another host is an error."""
     install(session, *GROUPS(PYPROJECT, "docs"))  # the API pages are read from the source
-    # Material's notice about its successor is no warning of the build.
+    # Hide Material's notice about its successor, which is not a warning about the build.
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
@@ -127,7 +127,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def types(session: nox.Session) -> None:
-    """Mypy, strict; pyproject.toml says on what, and each exception's reason."""
+    """Mypy, strict. pyproject.toml lists the checked files, and the reason for each exception."""
     install(session, *GROUPS(PYPROJECT, "types"), "--editable", ".")
     session.run("mypy")
 
@@ -135,9 +135,9 @@ def types(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("backend", list(REQUIREMENTS), ids=list(REQUIREMENTS))
 def tests(session: nox.Session, backend: str) -> None:
-    """The fast tests on one backend with its notebooks, with no other framework installed.
+    """The fast tests and notebooks of one backend, with no other framework installed.
 
-    `-- -m ""` runs every test and notebook, and `-- tests/notebooks.py -m "" --store` keeps their outputs.
+    `-- -m ""` runs every test and notebook, and `-- tests/notebooks.py -m "" --store` stores their outputs.
     """
     groups, extras = ["test"], ""
     if backend in DIFFERENTIATING:
@@ -148,7 +148,7 @@ def tests(session: nox.Session, backend: str) -> None:
 
 def run_pytest(session: nox.Session, backend: str, environment: dict[str, str]) -> None:
     """Run the tests on one backend, after a check that it is the only one in the environment."""
-    # One thread each: two sessions run at a time, whose threads would wait for one another.
+    # One thread per process, because two sessions run at a time and would compete for the cores.
     environment = QUIET | environment | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-c", _only(backend), env=environment)
     session.run("pytest", *session.posargs, env=environment)
@@ -158,7 +158,7 @@ def run_pytest(session: nox.Session, backend: str, environment: dict[str, str]) 
 def fast_tests(session: nox.Session, backend: str, *requirements: str, **environment: str) -> None:
     """Run the fast tests with these requirements, without the versions in constraints.txt.
 
-    What the frameworks depend on has other versions with other frameworks. pip chooses them.
+    pip chooses the versions of the frameworks' dependencies, because each framework requires different ones.
     """
     session.install("--no-compile", "--build-constraint", "constraints.txt", "--editable", ".", *requirements)
     session.run("pip", "list")
@@ -166,7 +166,7 @@ def fast_tests(session: nox.Session, backend: str, *requirements: str, **environ
 
 
 def tools_in_known_versions() -> list[str]:
-    """Return the requirements of the tests alone, in the versions of constraints.txt."""
+    """Return only the requirements of the tests, in the versions of constraints.txt."""
     lines = Path("constraints.txt").read_text().splitlines()
     versions = dict(line.split("==") for line in lines if "==" in line)
     return [f"{name}=={versions[name]}" for name in GROUPS(PYPROJECT, "test")]
@@ -191,19 +191,19 @@ def newest(session: nox.Session, backend: str) -> None:
 def unpinned(session: nox.Session, backend: str) -> None:
     """The fast tests on the newest versions in the package index, of one backend and everything else.
 
-    Pre-releases count, too. pytest's summary at the end names each test that fails.
+    Pre-releases are included. pytest's summary at the end names each test that fails.
     """
     newest = ("--upgrade", "--pre")
     fast_tests(session, backend, *newest, *GROUPS(PYPROJECT, "test"), "keras", *REQUIREMENTS[backend])
 
 
-# JAX 0.12 knows these options. An older version ignores those that it does not know.
+# Options of JAX 0.12. Older versions ignore unknown options.
 JAX_PREVIEWS = ("JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3", "JAX_REMAT3", "JAX_SCAN3")
 
 
 @nox.session(default=False, python=NEWEST_PYTHON)
 def jax_previews(session: nox.Session) -> None:
-    """The fast tests with primitives that JAX has behind options, and may change to."""
+    """The fast tests with new primitives of JAX, which are behind options and may become the default."""
     previews = dict.fromkeys(JAX_PREVIEWS, "1")
     fast_tests(session, "jax", *tools_in_known_versions(), *NEWEST["jax"], **previews)
 
@@ -237,7 +237,7 @@ def release(session: nox.Session) -> None:
             session.run(python, "smoke.py", env=environment, external=True)
             for command in [f"{folder}/venv/bin/multigrad"], [python, "-m", "multigrad"]:
                 session.run(*command, "doctor", env=environment, external=True)
-            # The wheel has the pages about limits, and reads them without the clone.
+            # The wheel contains the pages about limits, so `explain` works without the clone.
             session.run(python, "-m", "multigrad", "explain", "jax#forward-mode", external=True)
 
 
@@ -251,7 +251,7 @@ def first_example() -> tuple[str, str]:
 def package(session: nox.Session) -> None:
     """The tests that are the same on every backend: the command line, the documentation, processes.
 
-    They run on JAX, which is installed in the least time.
+    They run on JAX, because it installs fastest.
     """
     install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS["jax"])
     environment = QUIET | COMPILE_FAST | {"KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
@@ -261,10 +261,10 @@ def package(session: nox.Session) -> None:
 
 
 def _only(backend: str) -> str:
-    """A program that fails unless Keras starts on this backend, and no other framework is there.
+    """Return a program that fails unless Keras starts on this backend and no other framework is installed.
 
-    A missing backend must fail its session, and another one that happens to be there would let tests
-    pass that prove nothing.
+    A session must fail if its backend is missing. With another framework installed, tests could pass that
+    would fail without it.
     """
     own = backend if backend in MODULES else REQUIREMENTS[backend][0]
     return (
@@ -275,7 +275,7 @@ def _only(backend: str) -> str:
     )
 
 
-# Keras's tests of its own `custom_gradient`, and of what is built on it; tests/keras_own.py says more.
+# Keras's tests of its own `custom_gradient`, and of code that uses it. See tests/keras_own.py.
 KERAS_TESTS = (
     "keras.src.ops.core_test",
     "keras.src.quantizers.quantizers_test",
@@ -299,20 +299,20 @@ def keras_tests(session: nox.Session, backend: str) -> None:
 
 @nox.session(default=False)
 def tfp(session: nox.Session) -> None:
-    """The guide for code of TensorFlow, with its example of TensorFlow Probability."""
+    """The blocks of the guide for TensorFlow code, with its example of TensorFlow Probability."""
     tools, backend = GROUPS(PYPROJECT, "test"), REQUIREMENTS["tensorflow"]
     install(session, *tools, "--editable", ".", *backend, "tensorflow-probability")
     # TensorFlow Probability imports tf-keras, which requires another build of TensorFlow.
     install(session, "--no-deps", "tf-keras")
     environment = QUIET | {"KERAS_BACKEND": "tensorflow"}
-    # Without the package, the test would omit the example.
+    # Without the package, the test would skip the example.
     session.run("python", "-c", "import tensorflow_probability", env=environment)
-    # TensorFlow Probability (0.25) uses distutils, which is deprecated.
+    # TensorFlow Probability (0.25) uses the deprecated distutils.
     options = ("-W", "ignore:distutils:DeprecationWarning", "-k", "from-tensorflow", *session.posargs)
     session.run("pytest", "tests/test_documentation.py", *options, env=environment)
 
 
-# A user may lack a framework, of which the demo only says so. Here a missing one must fail the session.
+# The demo only reports a missing framework. In these sessions, a missing framework must be an error.
 ALL_INSTALLED = (
     "from multigrad.frameworks import DIFFERENTIATING, is_installed; "
     "missing = [name for name in DIFFERENTIATING if not is_installed(name)]; "
@@ -329,7 +329,7 @@ def export(session: nox.Session) -> None:
     groups = GROUPS(PYPROJECT, "test", "export")
     install(session, *groups, "--editable", ".", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
-    # A converter brings anyio (4.14), whose plugin for pytest uses names that pytest 9.1 warns of.
+    # A converter requires anyio (4.14), whose pytest plugin uses names that are deprecated in pytest 9.1.
     pytest = ("pytest", "-p", "no:anyio", "tests/export", *session.posargs)
     for backend in ("tensorflow", "jax", "torch"):
         session.run(*pytest, env=QUIET | {"KERAS_BACKEND": backend})
@@ -337,7 +337,7 @@ def export(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def properties(session: nox.Session) -> None:
-    """Random programs on all three frameworks in one environment, whose values and gradients are compared."""
+    """Compare values and gradients of random programs between the three frameworks, in one environment."""
     install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
     session.run("pytest", "tests/across_backends.py", *session.posargs, env=QUIET | {"KERAS_BACKEND": "jax"})
@@ -345,7 +345,7 @@ def properties(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def planted_faults(session: nox.Session) -> None:
-    """Faults that are planted in a copy of the package: the fast tests find every one of them."""
+    """Plant faults in a copy of the package. For each fault, a fast test must fail."""
     install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
     session.run("python", "tests/planted_faults.py", *session.posargs, env=QUIET)
@@ -373,9 +373,9 @@ def demo(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
 def bench(session: nox.Session, backend: str) -> None:
-    """What a custom gradient costs on one backend, against one written by hand; `-- --help` says more."""
+    """The overhead of an op on one backend, compared with hand-written rules. `-- --help` lists options."""
     install(session, *GROUPS(PYPROJECT, "bench"), "--editable", ".", *REQUIREMENTS[backend])
-    # One thread: what is compared is the overhead, which others' work would hide.
+    # One thread, because work in other threads would hide the overhead.
     environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "benchmarks", *session.posargs, env=environment)
 
@@ -383,10 +383,9 @@ def bench(session: nox.Session, backend: str) -> None:
 @nox.session(default=False)
 @nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
 def gpu(session: nox.Session, backend: str) -> None:
-    """The fast tests and the benchmarks on this machine's accelerator: a report in `gpu-<backend>.md`.
+    """Run the fast tests and the benchmarks on the accelerator, and write a report to `gpu-<backend>.md`.
 
-    The report takes five minutes. Where nox cannot install anything, `python -m benchmarks.accelerator` makes
-    the same report.
+    The report takes five minutes. Without nox, `python -m benchmarks.accelerator` writes the same report.
     """
     frameworks = (FOR_A_GPU if shutil.which("nvidia-smi") else REQUIREMENTS)[backend]
     install(session, *GROUPS(PYPROJECT, "test", "bench"), "--editable", ".", *frameworks)

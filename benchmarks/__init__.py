@@ -10,7 +10,9 @@ function in alternation, in one process:
 
 `cases.py` defines the functions and their rules. `native/` has a module for each framework, with the same
 functions in each. `measure.py` measures time, `growth.py` measures how time grows with size, `memory.py`
-measures memory, and `report.py` shows and stores the results. There are separate commands: one for
-`multigrad.ops.linear_cross_entropy` in `large_vocabulary.py`, and one in `accelerator.py` that makes a report
+measures memory, and `report.py` shows and stores the results.
+
+Other modules are separate commands, such as `python -m benchmarks.equations`: `large_vocabulary`,
+`equations`, `training_steps`, `gradient_logger`, `gradient_checks`, and `accelerator`, which writes a report
 of the tests and benchmarks on a GPU.
 """

@@ -3,7 +3,7 @@
     KERAS_BACKEND=torch python -m benchmarks.accelerator --minutes 5 --report torch.md
 
 The report is Markdown and names the device and the versions. Each part runs in a process, for a share of the
-minutes. A part that takes longer is interrupted, and the report has what it printed until then. Without an
+minutes. A part that takes longer is interrupted, and the report contains its output up to then. Without an
 accelerator, the report is about the CPU, and says so. The exit status is 1 unless every part finished.
 """
 

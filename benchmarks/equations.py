@@ -1,7 +1,7 @@
-"""Solutions of equations and their derivatives, compared with lineax, optimistix and jaxopt where they are.
+"""Solutions of equations and their derivatives, compared with lineax, optimistix and jaxopt if installed.
 
 `python -m benchmarks.equations` prints a table for the active backend: the times of the value, the gradient
-and the second derivative, compiled, and the largest difference from the first way.
+and the second derivative, compiled, and the largest difference from the first solver of the problem.
 """
 
 import functools
@@ -43,7 +43,7 @@ def neighbors(z: Any) -> Any:
 
 
 def linear(count: int = 100_000) -> Problem:
-    """A linear equation with a symmetric matrix that is a function."""
+    """Return a linear equation whose symmetric matrix is given as a function."""
     b = tensor(RANDOM.standard_normal(count))
 
     def product(x: Any, scale: Any) -> Any:
@@ -61,7 +61,7 @@ def linear(count: int = 100_000) -> Problem:
             operator = lineax.FunctionLinearOperator(lambda x: product(x, scale), b, tags)
             return lineax.linear_solve(operator, b, solver).value
 
-        # Not its CG, which returns NaN for this equation in float32 (0.1.1).
+        # lineax's CG (0.1.1) returns NaN for this equation in float32.
         for name in ("GMRES", "BiCGStab"):
             solver = getattr(lineax, name)(rtol=1e-5, atol=1e-5)
             ways[f"lineax, {name}"] = lambda scale, solver=solver: by_lineax(scale, solver)
@@ -69,7 +69,7 @@ def linear(count: int = 100_000) -> Problem:
 
 
 def diffusion(count: int = 100_000) -> Problem:
-    """The steady state of a nonlinear diffusion."""
+    """Return the equation for the steady state of a nonlinear diffusion."""
     source = tensor(np.sin(np.arange(count) * 0.01))
 
     def residual(z: Any, scale: Any) -> Any:
@@ -92,7 +92,7 @@ def diffusion(count: int = 100_000) -> Problem:
 
 
 def ridge(rows: int = 200, columns: int = 20) -> Problem:
-    """A ridge regression, differentiated by the weights of the data."""
+    """Return a ridge regression, differentiated with respect to the weights of the data."""
     x, y = tensor(RANDOM.standard_normal((rows, columns))), tensor(RANDOM.standard_normal(rows))
 
     def loss(t: Any, weights: Any) -> Any:
@@ -107,7 +107,7 @@ def ridge(rows: int = 200, columns: int = 20) -> Problem:
 
 
 def equilibrium(width: int = 64) -> Problem:
-    """The fixed point of a layer."""
+    """Return the equation for the fixed point of a layer."""
     kernel = tensor(0.4 * RANDOM.standard_normal((width, width)) / np.sqrt(width))
 
     def layer(z: Any, x: Any) -> Any:

@@ -32,7 +32,7 @@ FACTOR = 1.01
 """The factor of a wrong gradient."""
 
 LARGE_FACTOR = 10.0
-"""The factor of a very wrong gradient. Where it is not found either, the gradient is zero up to rounding."""
+"""The factor of a very wrong gradient. If it is not found either, the gradient is zero up to rounding."""
 
 
 def nothing(gradients: list[Any], which: float, factor: float) -> list[Any]:

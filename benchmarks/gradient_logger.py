@@ -3,9 +3,9 @@
     KERAS_BACKEND=jax python -m benchmarks.gradient_logger
 
 For each model, `fit` runs without a logger, with one that records each 100th step, and with one that records
-each step. The functions are compiled before the measurement. The column `implied` is a hundredth of what the
-recording of each step adds, which noise of the machine moves less than the measured difference. All times are
-processor times of the process, or, with `--wall`, of a clock.
+each step. The functions are compiled before the measurement. The column `implied` is a hundredth of the time
+that recording each step adds. Noise affects this number less than the column `measured`. All times are
+processor times of the process, or wall-clock times with `--wall`.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gradient_logger", description=__doc__)
     parser.add_argument("--steps", type=int, default=2 * EVERY, help="the number of steps of a fit")
     parser.add_argument("--rounds", type=int, default=5, help="the number of timings of each fit")
-    parser.add_argument("--wall", action="store_true", help="measure the time of a clock")
+    parser.add_argument("--wall", action="store_true", help="measure wall-clock time")
     options = parser.parse_args()
     clock = time.perf_counter if options.wall else time.process_time
     print(f"Keras {keras.__version__} on {keras.backend.backend()}, milliseconds per step\n")

@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def exclude_from_collection() -> None:
-    """Exclude what exists so far from garbage collection, which many tests call and which would take long."""
+    """Exclude existing objects from garbage collection, so that tests that collect are faster."""
     gc.collect()
     gc.freeze()
 

@@ -1,8 +1,8 @@
 """The cost of one call of an op, as counts that are equal on every machine, and their bounds.
 
-The bounds are former counts. To renew them after a change that justifies more, or that needs less, copy the
-output of this program for each backend, with the versions of constraints.txt and Python 3.11. Later versions
-of Python count the same, or a few less:
+The bounds are earlier counts. After a change that needs fewer calls, or justifies more, copy the output of
+this program for each backend, with the versions of constraints.txt and Python 3.11. Later versions of Python
+make as many calls or a few less:
 
 ```
 KERAS_BACKEND=jax PYTHONPATH=.:tests python tests/counts.py

@@ -1,4 +1,4 @@
-"""Faults that this package once had, and after how many random programs each is found.
+"""Faults that this package once had, and the number of random programs until each is found.
 
     python tests/faults_in_programs.py                  # on the active backend
     python tests/faults_in_programs.py residual cast    # the faults whose names contain one of these words
@@ -32,13 +32,13 @@ class Fault(NamedTuple):
 ALL = "jax torch tensorflow"
 FAULTS = [
     Fault(
-        "two inputs that are one array are taken for one another", "torch", "backend/torch/gradients.py",
+        "two inputs that are one array are confused", "torch", "backend/torch/gradients.py",
         "return [t.clone() if t.requires_grad else t.detach().requires_grad_() for t in tensors]",
         "made = {id(t): t.clone() if t.requires_grad else t.detach().requires_grad_() for t in tensors}\n"
         "        return [made[id(t)] for t in tensors]",
     ),
     Fault(
-        "two inputs that are one array are taken for one another", "tensorflow",
+        "two inputs that are one array are confused", "tensorflow",
         "backend/tensorflow/gradients.py",
         "sources = [tf.identity(tensor) for tensor in tensors]\n    stored = _stored_variables(variables)\n"
         "    with tf.GradientTape(watch_accessed_variables=False) as tape:",
@@ -47,7 +47,7 @@ FAULTS = [
         "    with tf.GradientTape(watch_accessed_variables=False) as tape:",
     ),
     Fault(
-        "two inputs that are one array are taken for one another", "jax", "backend/jax/primitives.py",
+        "two inputs that are one array are confused", "jax", "backend/jax/primitives.py",
         "return [other_object(array) for array in arrays]",
         "return list(arrays)",
     ),

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "requires_trainable_backend: which each backend is that runs here")
+    config.addinivalue_line("markers", "requires_trainable_backend: true for every backend here")
     own = _named(PLACE)
     _replace(own, _counted(own if config.option.custom_gradient == "keras" else op_custom_gradient))
     for name in NAMES:

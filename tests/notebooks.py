@@ -11,7 +11,7 @@ import base64
 import copy
 import inspect
 
-import matplotlib.font_manager  # noqa: F401  it makes its cache here, and a notebook need not tell of it
+import matplotlib.font_manager  # noqa: F401  builds its font cache here, so that no notebook prints a message
 import nbclient
 import nbformat
 import pytest

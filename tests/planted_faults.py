@@ -104,13 +104,13 @@ FAULTS = [
         "test_variables.py::test_linear_poly test_variables.py::test_a_rule_without_variables_raises",
     ),
     Fault(
-        "a rule meets other variables as they are later", "torch", "core/variables.py",
+        "a rule reads later values of other variables", "torch", "core/variables.py",
         "scope = _RuleScope(variables, values[: len(variables)], outer_scope, name)",
         "scope = _RuleScope(variables, values[: len(variables)], None, name)",
         "test_variables.py::test_a_rule_runs_after_the_scope_of_its_values_has_ended",
     ),
     Fault(
-        "a rule meets its variables as they are later", "tensorflow", "core/variables.py",
+        "a rule reads later values of its variables", "tensorflow", "core/variables.py",
         "scope = _RuleScope(variables, values[: len(variables)], outer_scope, name)",
         "scope = _RuleScope((), (), outer_scope, name)",
         "test_variables.py::test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass",
@@ -146,7 +146,7 @@ FAULTS = [
         "test_testing.py::test_a_nonlinear_rule",
     ),
     Fault(
-        "a pullback runs once alone", "torch", "backend/torch/gradients.py",
+        "a pullback can be called only once", "torch", "backend/torch/gradients.py",
         "retain_graph=True,",
         "retain_graph=False,",
         "test_calculus.py::test_vjp test_jacobian.py",
@@ -158,7 +158,7 @@ FAULTS = [
         "test_calculus.py::test_unused_arguments_have_zero_gradients",
     ),
     Fault(
-        "a rule is handed the wrong arguments of the op", "jax", "core/rule.py",
+        "a rule gets the wrong arguments of the op", "jax", "core/rule.py",
         "counts = (binding.passed, binding.positional)",
         "counts = (binding.positional, binding.passed)",
         "test_forms.py",
@@ -188,7 +188,7 @@ FAULTS = [
         "ops/test_large_equations.py::test_the_second_derivative_of_a_linear_equation",
     ),
     Fault(
-        "the function of a minimum hides its tensors", "jax", "ops/implicit.py",
+        "the tensors of a minimized function are not found", "jax", "ops/implicit.py",
         "return solution(newton, slope, x0, args, minimizer)",
         "return solution(newton, grad(f), x0, args, minimizer)",
         "ops/test_large_equations.py"

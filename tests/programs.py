@@ -194,7 +194,7 @@ def draw(random: Any, dtypes: list[str] = DTYPES, most_calls: int = 4) -> Progra
     ops = tuple(_op(random) for _ in range(random.randint(1, 3)))
     calls: list[Call] = []
     values = len(inputs)
-    # In low precision, the rounding errors of one op are enough.
+    # In low precision, several calls would add up too many rounding errors.
     few = any(dtype not in ("float32", "float64") for _, dtype in inputs)
     for _ in range(random.randint(1, 1 if few else most_calls)):
         index = random.randrange(len(ops))
@@ -205,14 +205,14 @@ def draw(random: Any, dtypes: list[str] = DTYPES, most_calls: int = 4) -> Progra
     return Program(inputs, structure, ops, tuple(calls), random.randrange(1000))
 
 
-def said_otherwise(random: Any, program: Program) -> Program:
+def in_other_forms(random: Any, program: Program) -> Program:
     """Return the same program, with other forms of rules and calls."""
     ops = tuple(dataclasses.replace(op, convention=_convention(random, op)) for op in program.ops)
     calls = tuple(Call(c.op, c.leaves, *_passing(random, ops[c.op])) for c in program.calls)
     return dataclasses.replace(program, ops=ops, calls=calls)
 
 
-def made_true(program: Program) -> Program:
+def with_true_rules(program: Program) -> Program:
     """Return the same program with true rules, whose gradients have the precision of the values."""
 
     def true(output: Any) -> Any:

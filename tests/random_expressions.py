@@ -1,4 +1,4 @@
-"""Random expressions, structures and parameters, of which `random_programs.py` draws programs."""
+"""Random expressions, structures and parameters, from which `random_programs.py` builds programs."""
 
 import textwrap
 from collections.abc import Callable, Sequence

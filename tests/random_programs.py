@@ -80,7 +80,7 @@ class Drawing:
 
     def _transforms(self, order: int) -> list[str]:
         """Return the transforms that the framework supports for this program: see docs/limits."""
-        if order == 3 or self.chance(0.3):  # they take long
+        if order == 3 or self.chance(0.3):  # transforms take long
             return []
         transforms = list(COMPILERS) if self.compiled else []
         # A black box in control flow calls Python for each element.

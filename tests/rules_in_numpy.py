@@ -53,7 +53,7 @@ class Tensor:
 
 
 class Variable(Tensor):
-    """A weight. An op notes that its function reads it."""
+    """A weight. Each operation on it is recorded as a read by the active op."""
 
     def __init__(self, *values: Any) -> None:
         super().__init__(values[0] if len(values) == 1 else values)

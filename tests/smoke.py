@@ -17,7 +17,7 @@ BACKEND = keras.backend.backend()
 
 @multigrad.op_custom_gradient(name="smoke>square")
 def square(x):
-    """With a gradient of 7 x, which plain differentiation does not give."""
+    """Return the square. The rule returns 7 x, which plain differentiation does not."""
 
     def grad(upstream):
         return upstream * 7.0 * x
@@ -93,7 +93,7 @@ def run():
     orders()
     transforms()
     training()
-    print("the rule is in force")
+    print("every gradient follows the rule")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def is_keras_at_least(version: str) -> bool:
 def slow_on(*backends: str) -> pytest.MarkDecorator:
     """Return the marker of a test that takes long on some backends.
 
-    JAX and TensorFlow compile each solution of an equation separately, as every large function.
+    JAX and TensorFlow compile each solution of an equation and each large function separately.
     """
     return pytest.mark.slow if BACKEND in backends else pytest.mark.fast
 
@@ -94,7 +94,7 @@ def array(*values: Any, dtype: str = "float32") -> Any:
     return ops.convert_to_tensor(np.array(values[0] if len(values) == 1 else values), dtype=dtype)
 
 
-# What PyTorch compiles has no second derivative: the error of this package, and those of PyTorch (2.13).
+# The errors of second derivatives of functions that PyTorch compiled: of this package, and of PyTorch (2.13).
 SECOND_OF_COMPILED = (
     "gradient of a compiled function",
     "does not currently support double backward",

@@ -278,7 +278,7 @@ def native_seconds():
 
 @pytest.mark.parametrize("kind", ["attribute", "dict", "list", "nonlocal"])
 def test_an_intermediate_result_that_the_function_stores(kind):
-    """It is not a constant, although the function can reach it after the run."""
+    """The result is not a constant, although the function can reach it after the run."""
     for second in native_seconds():
         close(second(storing(kind))(array(0.5)), array(3.0 * np.exp(0.5)))
 
@@ -304,7 +304,7 @@ def test_a_function_without_a_derivative_whose_rule_stops_a_gradient():
         return on_host(np.square, x), lambda upstream: upstream * 7.0 * stopped * x
 
     close(grad(op)(array(3.0)), array(63.0))
-    if BACKEND == "jax":  # which cannot tell the stopped input from another intermediate result
+    if BACKEND == "jax":  # cannot tell the stopped input from another intermediate result
         with pytest.raises(NotImplementedError, match="op: the rule uses an intermediate result"):
             grad(grad(op))(array(3.0))
     else:
@@ -426,7 +426,7 @@ def test_a_table_of_an_object_is_a_constant():
     close(grad(grad(table))(array(2.0)), array(28.0))
 
 
-ONLY_JAX = pytest.mark.skipif(BACKEND != "jax", reason="for callbacks, kernels and devices of JAX")
+ONLY_JAX = pytest.mark.skipif(BACKEND != "jax", reason="tests callbacks, kernels and devices of JAX")
 
 
 def callback(function, x):
@@ -471,7 +471,7 @@ def test_callbacks_and_kernels_of_jax():
 
 @ONLY_JAX
 def test_a_function_is_not_differentiated_at_any_order():
-    """Its derivative is an AssertionError, as that of a kernel with `pl.when` is."""
+    """Differentiating the function raises an AssertionError, like a kernel with `pl.when`."""
     import jax
 
     @jax.custom_jvp
@@ -496,7 +496,7 @@ def test_a_function_is_not_differentiated_at_any_order():
 
 @ONLY_JAX
 def test_a_function_converts_values_under_a_further_derivative():
-    """As for a kernel of another library, which gets its operand by DLPack."""
+    """A kernel of another library gets its operand by DLPack, for example."""
     import jax
 
     @op_custom_gradient

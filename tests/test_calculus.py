@@ -130,7 +130,7 @@ def test_arguments_without_tensors(output):
 
 
 def test_empty_argnums_and_variables():
-    """For example, the trainable variables of a frozen model."""
+    """The trainable variables of a frozen model are an empty list."""
     value, gradients = value_and_grad(lambda x: x**2, variables=[])(3.0)
     close(value, array(9.0))
     assert gradients == []

@@ -76,7 +76,7 @@ def test_doctor_prints_how_to_install_missing_backends(monkeypatch, capsys):
 
 
 def test_doctor_without_keras():
-    """Also without the dependencies of Keras, such as rich."""
+    """`doctor` also runs without the dependencies of Keras, such as rich."""
     hidden = (
         "import importlib.machinery as m; find = m.PathFinder.find_spec; "
         "m.PathFinder.find_spec = lambda name, *rest: "
@@ -194,7 +194,7 @@ def test_explain_renders_a_section_in_a_terminal(capsys, monkeypatch):
 
 
 def test_explain_in_an_installed_package(tmp_path):
-    """With the pages inside the package, as in a wheel. `nox -s release` installs a wheel."""
+    """The pages are copied into the package, as in a wheel. `nox -s release` tests an installed wheel."""
     shutil.copytree(ROOT / "multigrad", tmp_path / "multigrad")
     (tmp_path / "multigrad" / "limits").mkdir()
     (tmp_path / "multigrad" / "limits" / "page.md").write_text("# Page\n\n## Title {#anchor}\n\nText.\n")

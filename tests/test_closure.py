@@ -77,7 +77,7 @@ def test_partials_methods_and_inner_functions():
 
 
 def test_a_tensor_that_occurs_twice_is_lifted_twice():
-    """So there are as many residuals if a second run has different tensors."""
+    """The number of residuals must not change if a second run has different tensors."""
     e = Tensor(2)
     both = [e, (e,)]
     lifted, count = negated(lambda: (both[0], both[1][0]))
@@ -261,7 +261,7 @@ class Named(Pair):
 
 
 def test_tuple_subclasses_keep_their_class():
-    """It keeps its elements and its other attributes."""
+    """The tuple keeps its elements and its other attributes."""
     named, marked = Named(Tensor(1), 2), Marked(Tensor(3), 4)
     named.mark = 5
     for held in (named, marked):
@@ -274,7 +274,7 @@ def test_tuple_subclasses_keep_their_class():
 
 
 def test_a_tuple_from_c_code():
-    """Its class is not defined by the user, and the garbage collector does not track it."""
+    """The class is not defined in Python, and the garbage collector does not track the tuple."""
     parts = [Tensor(1), *range(os.stat_result.n_fields - 1)]
     made = os.stat_result(parts)
     assert lift(lambda: made, TENSORS)[2] is True
@@ -361,7 +361,7 @@ def test_reachable_tensors():
 
 
 def test_the_function_in_an_object_of_a_framework():
-    """For example, a result of `jax.jit`. Its other attributes are not searched."""
+    """A result of `jax.jit` is such an object. Its other attributes are not searched."""
     held = Tensor(1)
     compiled = type("Compiled", (), {"__module__": "jax.compiled"})()
     compiled.__wrapped__, compiled.options = lambda u: u, [Tensor(2)]

@@ -73,7 +73,7 @@ class Squared(keras.layers.Layer):
 
 
 def test_a_second_derivative_through_a_layer_in_training():
-    """As in a gradient penalty of a critic."""
+    """A gradient penalty of a critic is such a derivative."""
     layer, x = Squared(), array(np.random.default_rng(0).normal(size=(8, 3)), dtype="float32")
 
     def penalty(x):
@@ -196,7 +196,7 @@ def test_the_private_names_of_keras_exist():
 
 
 def test_a_scope_is_active_as_a_scope_of_keras():
-    """Also after `clear_session`, which replaces the global state."""
+    """The scope is also found after `clear_session`, which replaces the global state."""
     keras.utils.clear_session()
     with keras.StatelessScope() as around:
         with Reads() as reads, keras.StatelessScope() as within:

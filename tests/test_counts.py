@@ -51,7 +51,7 @@ def define(factor):
 
 
 def test_counts_do_not_grow_with_earlier_ops():
-    """Also if an op is defined in every call."""
+    """The counts do not grow either if an op is defined in every call."""
     x = [array(0.5, 1.0)]
     calls_of(define(1.0), x)
     one, first = log1pexp, calls_of(define(2.0), x)
@@ -116,7 +116,8 @@ def by_intermediate(x):
 
 
 def test_counts_are_linear_in_the_order():
-    """From the third order on: a first derivative is not recorded, and PyTorch runs the function again."""
+    """The counts are linear from the third order on. A first derivative is not recorded, and PyTorch runs the
+    function again for a second one."""
 
     def counts():
         derivative, x = by_intermediate, array(0.5)

@@ -26,7 +26,7 @@ def modules(package=multigrad):
         name = info.name.rpartition(".")[2]
         if name == "__main__" or (package.__name__ == "multigrad.backend" and name != BACKEND):
             continue
-        if name == "reverse" and info.name not in sys.modules:  # for JAX 0.10, whose backend has imported it
+        if name == "reverse" and info.name not in sys.modules:  # needs JAX 0.10, where the backend imports it
             continue
         module = importlib.import_module(info.name)
         yield from modules(module) if info.ispkg else [module]

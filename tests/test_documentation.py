@@ -92,7 +92,7 @@ def test_the_readme_is_short():
 
 @pytest.mark.forward
 def test_the_links_of_the_readme_lead_somewhere():
-    """MkDocs checks those of the site alone."""
+    """MkDocs only checks the links of the site."""
     links = re.findall(r"\]\((?!http|\.\.)([^)#]*)(?:#([^)]*))?\)", (ROOT / "README.md").read_text())
     assert len(links) > 20
     for path, anchor in links:

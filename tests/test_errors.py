@@ -374,7 +374,7 @@ def test_no_line_of_a_message_is_long():
     assert " ".join(text.split()).count(words) == 4
     lines = text.splitlines()
     assert all(len(line) <= 120 for line in lines[:-1])
-    assert sum(len(line) > 100 for line in lines[:-1]) > 20  # and not shorter than necessary
+    assert sum(len(line) > 100 for line in lines[:-1]) > 20  # lines are not shorter than necessary
     assert lines[-1] == f"    {'x' * 200}"  # a word is not broken
     many = op_custom_gradient(lambda **xs: (xs["x"] * 1.0, lambda a, b, c: a))
     with pytest.raises(TypeError) as error:

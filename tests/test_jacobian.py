@@ -41,7 +41,7 @@ def test_a_vector_with_respect_to_two_vectors(case, wrap):
 @SOME
 @WRAPS
 def test_second_derivatives(case, wrap):
-    """By differentiating a gradient, by differentiating a Jacobian, and by `hessian`."""
+    """Compares the derivative of a gradient, the derivative of a Jacobian, and `hessian`."""
     wanted = hessian(weighted(case.meant), (0, 1))(X, W)
     close(wrap(hessian(weighted(case.op), (0, 1)))(X, W), wanted, 1e-4)
     close(wrap(jacobian(grad(weighted(case.op), (0, 1)), (0, 1)))(X, W), wanted, 1e-4)

@@ -80,7 +80,7 @@ def test_an_op_and_its_calls_are_freed_without_the_collector(form):
 def living_objects():
     """Return the number of objects, apart from dead weak references.
 
-    The caches of JAX (0.10) keep one for each derivative of a reader or a method of a layer.
+    The caches of JAX (0.10) keep one for each derivative of a method, or of an op that reads a weight.
     """
     gc.collect()
     return len([o for o in gc.get_objects() if type(o) is not weakref.ref or o() is not None])

@@ -60,7 +60,7 @@ def test_submodules(name):
 def test_fixed_ops_replace_only_what_has_a_fault():
     assert {name for name in FAULTS if BACKEND in FAULTS[name]} == set(FIXED)
     for name, op in EVERY.items():
-        find = operator.attrgetter(name)  # of a name such as image.hsv_to_rgb, too
+        find = operator.attrgetter(name)  # also finds names such as image.hsv_to_rgb
         assert find(ops) is (op if name in FIXED else find(keras.ops))
         assert getattr(multigrad, f"op_{name.replace('.', '_')}") is find(ops)
         assert [(p.name, p.default) for p in inspect.signature(op).parameters.values()] == [

@@ -23,7 +23,7 @@ from meanings import (
     with_ops,
     without_ops,
 )
-from programs import Program, made_true, said_otherwise
+from programs import Program, in_other_forms, with_true_rules
 from support import slow_on
 
 from multigrad import backend, grad
@@ -59,7 +59,7 @@ def agree(program: Program, got, wanted) -> None:
 @slow_on("jax")
 @given(PRECISE)
 def test_a_true_rule_has_the_gradient_of_central_differences(program):
-    program = made_true(program)
+    program = with_true_rules(program)
     function = function_of(program, with_ops)
 
     def whole(
@@ -81,8 +81,8 @@ def test_a_false_rule_equals_a_plain_function_with_the_same_derivative(program):
 
 @given(PROGRAMS, RANDOM)
 def test_all_forms_of_a_rule_are_equivalent(program, random):
-    otherwise = said_otherwise(random, program)
-    both = zip(gradients_of(program, with_ops), gradients_of(otherwise, with_ops), strict=True)
+    other = in_other_forms(random, program)
+    both = zip(gradients_of(program, with_ops), gradients_of(other, with_ops), strict=True)
     for got, wanted in both:
         agree(program, got, wanted)
 

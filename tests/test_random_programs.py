@@ -85,7 +85,7 @@ def test_a_program_that_once_failed(name):
 def test_a_program_that_pytorch_compiles(seed):
     import torch
 
-    torch._dynamo.reset()  # it stops compiling a function after eight versions of it
+    torch._dynamo.reset()  # Dynamo compiles at most eight versions of a function
     text = draw_compiled(seed)
     try:
         check_all({f"seed {seed}": text})
@@ -103,7 +103,7 @@ def draw_compiled(seed: int) -> str:
     raise AssertionError("no program is compiled")
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="jax.checking_leaks")
+@pytest.mark.skipif(BACKEND != "jax", reason="only JAX has `jax.checking_leaks`")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 200, 5))
 def test_a_random_program_leaks_no_tracer(first):

@@ -75,7 +75,7 @@ def test_loading_in_a_new_process(saved):
     wanted = saved_ops.results(saved_ops.model())
     assert wanted[0] == [[2 * 2 * (0.5 * 2 + 4 + 12) * 2] * 2]
     if DIFFERENTIATES:
-        factor = -5 * 11 * -5 * 11 * 11 * -3 * 2  # of the rules on the path, and there are 4 paths
+        factor = -5 * 11 * -5 * 11 * 11 * -3 * 2  # the factors of the rules on a path; there are 4 paths
         assert wanted[2] == [[4.0 * factor] * 3]
     program = "import json, keras, saved_ops\nmodel = keras.models.load_model(sys.argv[1])\n"
     got = json.loads(
@@ -90,7 +90,7 @@ def test_loading_without_the_ops_raises(saved):
 import keras, multigrad.core.op
 try:
     keras.models.load_model(sys.argv[1])
-except TypeError as error:  # as Keras says of any object that is not registered
+except TypeError as error:  # Keras raises it for any object that is not registered
     print(str(error).count("saved>"), "define it with @op_custom_gradient(name=" in str(error))
 """
     count, helpful = python(program, str(saved)).splitlines()[-1].split()
@@ -250,10 +250,10 @@ def test_objects_are_restored(held):
 STATEFUL = [
     keras.random.SeedGenerator(1),
     keras.metrics.Mean(),
-    keras.metrics.F1Score(),  # which has no variables yet
+    keras.metrics.F1Score(),  # has no variables before its first update
     keras.optimizers.SGD(0.1),
     keras.initializers.RandomNormal(seed=keras.random.SeedGenerator(1)),
-    keras.initializers.RandomNormal(),  # whose config does not contain the seed
+    keras.initializers.RandomNormal(),  # the config does not contain the seed
     keras.layers.Dense(2),
     Holder(keras.Variable(1.0)),
     Holder(keras.layers.Dense(2)),
@@ -849,7 +849,7 @@ HOLDERS = {
 @pytest.mark.parametrize("op", [tanh, unnamed], ids=["tanh", "unnamed"])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_an_unregistered_op_in_a_layer_is_refused(holder, op, tmp_path):
-    """Otherwise the file would load with `tanh` of Keras instead, or not at all."""
+    """Otherwise the file would be loaded with `tanh` of Keras, or not at all."""
     shape = (3, 2) if holder == "inner" else (2,)
     layer = HOLDERS[holder](op)
     model = keras.Sequential([keras.Input(shape), layer])
@@ -959,7 +959,7 @@ keras.models.load_model({path!r})
     ("module", "needed"),
     [("__main__", "define the op with @op_custom_gradient(name="), ("own.ops", "import own.ops")],
 )
-def test_a_program_without_multigrad_is_told_what_to_import(module, needed, tmp_path):
+def test_the_error_without_multigrad_names_the_missing_import(module, needed, tmp_path):
     def alone(x):
         return x * 1.0, lambda upstream: upstream
 
@@ -976,7 +976,7 @@ def test_a_program_without_multigrad_is_told_what_to_import(module, needed, tmp_
 
 
 def test_a_file_without_the_text_on_imports_is_loaded(tmp_path):
-    """The first version did not write it."""
+    """The first version of multigrad did not write this text."""
     inputs = keras.Input((3,))
     model = keras.Model(inputs, op_custom_gradient(times, name="tests>loaded")(inputs, 7.0))
     config = json.loads(json.dumps(model.get_config()))

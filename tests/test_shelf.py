@@ -188,7 +188,8 @@ DTYPES = [
 ]  # JAX has no float64
 
 every = pytest.mark.parametrize("name", ROWS)
-NEWTON = ("implicit_root", "linear_solve", "implicit_argmin")  # with a dense matrix, whose rows are gradients
+# These compute a dense matrix, whose rows are gradients.
+NEWTON = ("implicit_root", "linear_solve", "implicit_argmin")
 COSTLY = (
     *NEWTON,
     "fixed_point",
@@ -279,7 +280,7 @@ NOT_LINEAR = ("clip_gradient", "GradientClip")
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in NOT_LINEAR])
 def test_forward_mode(name, wrap):
-    """It is the transpose of the gradient, in the framework's own forward mode."""
+    """The framework's own forward mode computes the transpose of the gradient."""
     call, x, along = ROWS[name].call, array(X), array(np.cos(np.arange(X.size)).reshape(X.shape))
     forward = wrap(lambda x, along: native_jvp(lambda x: ops.cast(call(x), "float32"), x, along))
     if ROWS[name].slope is RuntimeError:
@@ -337,7 +338,7 @@ PREPARED = {"stop_gradient_if", "safe_sqrt", "safe_log", "safe_divide"}
 PREPARED |= {"spectral_function", "safe_eigh", "safe_svd"}
 if not DIFFERENTIATES:
     PREPARED |= set(NEWTON)  # see test_the_value
-if BACKEND == "openvino":  # Keras does not run fixed_point on placeholders there, see the README
+if BACKEND == "openvino":  # Keras does not run `fixed_point` on placeholders there, see docs/limits
     PREPARED |= {"fixed_point", "FixedPoint"}
 
 

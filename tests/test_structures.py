@@ -114,7 +114,7 @@ def test_a_dict_is_passed_unchanged_and_answered_in_any_order(keys, turned):
 
 @pytest.mark.parametrize("count", [2, 12])
 def test_second_derivatives_of_many_tensors(count):
-    """With respect to an input, an output and an intermediate result."""
+    """The rule is differentiated with respect to an input, an output and an intermediate result."""
 
     @op_custom_gradient
     def op(xs):
@@ -154,7 +154,7 @@ class Unit(str):
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: ({"c": x},)])
 def test_keys_of_a_string_subclass(wrap):
-    """They are equal to plain strings, but are passed unchanged."""
+    """The keys are equal to plain strings, but are passed unchanged."""
 
     @op_custom_gradient
     def op(x):

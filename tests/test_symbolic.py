@@ -233,7 +233,7 @@ def test_a_layer_that_calls_the_op():
 
 @pytest.mark.parametrize("scope", [{"mode": "full"}, {"mode": "larger_than", "output_size_threshold": 0}])
 def test_rematerialization(scope):
-    """With keyword arguments and structures: the node itself gets flat, positional tensors."""
+    """The op gets keyword arguments and structures. The node gets flat, positional tensors."""
     runs = []
 
     @op_custom_gradient
@@ -386,7 +386,7 @@ def test_ops_have_no_state_and_can_be_pickled():
 
 @pytest.mark.parametrize("mode", FIT_MODES[:2])
 def test_a_weight_that_the_function_reads(mode):
-    """It trains if the model contains it, by the gradient that the rule returns for it."""
+    """If the model contains the weight, `fit` trains it by the gradient that the rule returns for it."""
     layer = dense()
 
     @op_custom_gradient

@@ -54,7 +54,7 @@ def test_an_error_of_a_tenth_of_a_percent():
 
 def weight(*element):
     """Return the absolute weight of an element of the output."""
-    function = op(lambda x: x * 1.0, lambda x, u: u * 7.0)  # its differences are the weights
+    function = op(lambda x: x * 1.0, lambda x, u: u * 7.0)  # so that its central differences are the weights
     said = fails(function, X)
     text = f"[{', '.join(map(str, element))}]"
     (row,) = [line.split() for line in said.splitlines() if line.startswith("  output") and text in line]
@@ -480,7 +480,7 @@ def test_agreement():
 
 @pytest.mark.forward
 def test_agreement_on_gradients_that_are_zero_up_to_rounding():
-    """For example, the gradient of the keys' bias. Outputs that are not gradients must agree exactly."""
+    """The gradient of the keys' bias in attention is such a zero. Other outputs must agree exactly."""
 
     def with_(number, name):
         own = {"output": np.ones(2), name: np.array([number])}
@@ -572,7 +572,7 @@ def test_the_checked_gradient_is_the_gradient_of_grad():
 
 @pytest.mark.parametrize("x", [-20.0, -15.0, 0.0, 20.0])
 def test_a_function_that_loses_precision_in_float64(x):
-    """In double precision it is as rough as in single precision, and too steep for a step of that size."""
+    """The function is as rough in double as in single precision, and too steep for a step of that size."""
     check_gradients(lambda x: ops.log(1.0 + ops.exp(x)), np.array([x]))
 
 
@@ -611,7 +611,7 @@ def test_infinities_that_agree():
 
 
 def test_two_variables_with_the_same_name():
-    """Both are checked."""
+    """Both variables are checked."""
     first, second = (keras.Variable(number, name="same") for number in (2.0, 3.0))
 
     def product(x):
@@ -820,7 +820,7 @@ def test_derivatives_that_differences_cannot_resolve():
 
 
 def test_a_curved_function_near_zero_is_in_double_precision():
-    """It is curved on the scale of float32's resolution, which is not rounding."""
+    """The function is curved on the scale of float32's resolution. This curvature is not rounding."""
     for size in (1e-3, 1e-6, 1e-9):
         assert passes(lambda x: ops.sqrt(x) + 1.0 / x, size * np.abs(X)).precision == "float64"
 
@@ -832,7 +832,7 @@ def test_a_curved_function_near_zero_is_in_double_precision():
 
 @pytest.mark.parametrize("order", [2, 3])
 def test_a_derivative_with_respect_to_the_upstream_gradient(order):
-    """It is the derivative of everything after the op."""
+    """This derivative includes everything after the op."""
     hidden = op(lambda x: x**2, lambda x, u: ops.stop_gradient(u) * 2.0 * x)
     passes(hidden, X)
     said = fails(hidden, X, order=order)

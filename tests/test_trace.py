@@ -458,7 +458,7 @@ def test_the_table_of_tensors():
         (np.array([0, 0, -3, 1], "int32"), -0.5, 3.0, 0.5),
         (np.array([True, False]), 0.5, 1.0, 0.5),
         (np.array([3 + 4j, 0]), 1.5 + 2j, 5.0, 0.5),
-        (np.array([6e4, 6e4], "float16"), 6e4, 6e4, 0.0),  # whose sum overflows float16
+        (np.array([6e4, 6e4], "float16"), 6e4, 6e4, 0.0),  # the sum overflows float16
         (np.zeros((0, 2)), None, None, None),
         (np.array(["a"]), None, None, None),
     ],

@@ -177,7 +177,7 @@ def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass() -> None:
 
 
 def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
-    """Also a variable that the rule alone reads has its value of the scope."""
+    """A variable that only the rule reads has its value from the scope, too."""
     weight, other = keras.Variable(100.0), keras.Variable(1000.0, trainable=False)
     factor = keras.Variable(10000.0, trainable=False)
 
@@ -456,7 +456,7 @@ def test_a_rule_that_assigns_another_variable_raises() -> None:
 
 
 def test_a_rule_sees_the_state_before_its_function() -> None:
-    """Its assignments are discarded, so that a rule that runs the function again has the same result."""
+    """Assignments in a rule are discarded, so a rule that runs its function again has the same result."""
     average, seeds = keras.Variable(1.0, trainable=False), keras.random.SeedGenerator(3)
 
     def step(x):

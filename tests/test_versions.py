@@ -118,7 +118,7 @@ assert found == hidden, hidden - found
 
 @slow_on("torch")  # it starts Dynamo
 def test_without_the_names_that_have_a_fallback(monkeypatch):
-    """The rule is in force then, too."""
+    """Every gradient follows the rule without them, too."""
     paths = loaded_without(PRIVATE[BACKEND], (), monkeypatch)[1]
     optional = [path for path in paths if path in WITH_FALLBACK]
     if not optional:
@@ -133,7 +133,7 @@ def test_without_the_names_that_have_a_fallback(monkeypatch):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "the rule is in force\n"
+    assert done.stdout == "every gradient follows the rule\n"
 
 
 # ---------------------------------------------------------------------------------------- versions

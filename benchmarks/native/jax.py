@@ -10,7 +10,10 @@ VERSION = f"JAX {jax.__version__}"
 
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op of `forward(*tensors) -> outputs, residuals`, `backward(residuals, *upstream)`."""
+    """Return an op.
+
+    `forward(*tensors)` returns outputs and residuals. `backward(residuals, *upstream)` returns gradients.
+    """
 
     @jax.custom_vjp
     def native(*tensors: Any) -> Any:
@@ -33,7 +36,7 @@ def tensor(array: Any) -> jax.Array:
 
 
 def constant(array: Any) -> jax.Array:
-    """Return an array that is not differentiated with respect to."""
+    """Return an array that is a constant in derivatives."""
     return jnp.asarray(array)
 
 

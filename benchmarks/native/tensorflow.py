@@ -10,7 +10,10 @@ VERSION = f"TensorFlow {tf.__version__}"
 
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op of `forward(*tensors) -> outputs, residuals`, `backward(residuals, *upstream)`."""
+    """Return an op.
+
+    `forward(*tensors)` returns outputs and residuals. `backward(residuals, *upstream)` returns gradients.
+    """
 
     @tf.custom_gradient
     def native(*tensors: Any) -> Any:
@@ -29,7 +32,7 @@ def tensor(array: Any) -> tf.Tensor:
 
 
 def constant(array: Any) -> tf.Tensor:
-    """Return a tensor that is not differentiated with respect to."""
+    """Return a tensor that is a constant in derivatives."""
     return tf.constant(array)
 
 

@@ -11,7 +11,10 @@ DEVICE = ops.zeros(()).device  # where Keras puts its tensors
 
 
 def bind(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op of `forward(*tensors) -> outputs, residuals`, `backward(residuals, *upstream)`."""
+    """Return an op.
+
+    `forward(*tensors)` returns outputs and residuals. `backward(residuals, *upstream)` returns gradients.
+    """
 
     class Native(torch.autograd.Function):
         @staticmethod
@@ -36,7 +39,7 @@ def tensor(array: Any) -> torch.Tensor:
 
 
 def constant(array: Any) -> torch.Tensor:
-    """Return a tensor that is not differentiated with respect to."""
+    """Return a tensor that is a constant in derivatives."""
     return torch.tensor(array, device=DEVICE)
 
 

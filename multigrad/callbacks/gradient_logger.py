@@ -70,7 +70,7 @@ class GradientLogger(keras.callbacks.Callback):
         ValueError: if an argument is invalid, or, in `fit`, if the model cannot be recorded.
     """
 
-    async_safe = True  # or Keras waits for each step on JAX. The lock makes it true.
+    async_safe = True  # otherwise Keras waits for each step on JAX; the lock makes the callback thread-safe
 
     def __init__(self, every: int = 100, stop_on_nan: bool = False, restore_weights: bool = False) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class GradientLogger(keras.callbacks.Callback):
         self._lock = threading.Lock()
         self._records: list[GradientRecord] = []
         self._pending: list[tuple[int, dict[str, Any]]] = []
-        self._unlogged: dict[int, int] = {}  # recorded steps by their first batch in the epoch
+        self._unlogged: dict[int, int] = {}  # recorded steps without entries in the logs, by first batch
         # On JAX, `self.model` synchronizes the state, which breaks a step that runs.
         self._target: Any = None
         self._plain: Callable[..., Any] | None = None
@@ -169,7 +169,7 @@ class GradientLogger(keras.callbacks.Callback):
         """Make the training function with taps, unless there is one. Keras calls this method."""
         model = self._target
         _check(model)
-        # After an error in another callback, between `on_train_batch_begin` and the step.
+        # If another callback raised after `on_train_batch_begin`, the model still has the function with taps.
         owner = getattr(model.train_function, "__self__", None)
         if isinstance(owner, GradientLogger):
             model.train_function = owner._plain
@@ -199,7 +199,7 @@ class GradientLogger(keras.callbacks.Callback):
         with self._lock:
             step = self._unlogged.pop(first, None)
         if step is not None and logs is not None:
-            # Not the last record: Keras may call this method in another thread, some steps later.
+            # Keras may call this method in another thread, some steps later, after newer records.
             _add(logs, next(record for record in reversed(self.records) if record.step == step))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -42,7 +42,7 @@ def draw(records: Sequence[GradientRecord], of: str, statistic: str) -> "Figure"
             "GradientLogger.plot",
             "there is nothing to draw",
             required=f"records with {_TITLES[of]}",
-            got=f"{len(records)} records without any",
+            got=f"{len(records)} records without them" if records else "no record",
             fix="pass the logger to `fit` first" if not records else "draw of='gradients'",
         )
         raise ValueError(text)

@@ -80,7 +80,7 @@ class GradientRecord:
 
 
 def read(step: int, entry: Mapping[str, Any]) -> GradientRecord:
-    """Return the record of a step from the arrays that it returned: `Taps.gather`."""
+    """Return the record of a step from the arrays that `Taps.gather` returned."""
     scale = float(entry["scale"])
     (layers,), (weights,) = entry["layers"].items(), entry["weights"].items()
     outputs, upstream = _tables(layers, scale)

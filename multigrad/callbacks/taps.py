@@ -107,7 +107,7 @@ class Taps:
 
     @contextlib.contextmanager
     def open(self, counting: bool = False) -> Iterator[None]:
-        """Return a context in which layers are tapped, or in which only their names are found."""
+        """Return a context in which layers are tapped, or with `counting` only their names are collected."""
         self.start()
         self._is_open, self._is_counting = self.has_layers, counting
         self._level = backend.active.trace_level()

@@ -67,7 +67,7 @@ def sections() -> list[Section]:
         page = path.read_text(encoding="utf-8")
         headings = list(_HEADING.finditer(page))
         ends = [heading.start() for heading in headings[1:]] + [len(page)]
-        for heading, end in zip(headings, ends, strict=False):  # a page without sections has one end
+        for heading, end in zip(headings, ends, strict=False):  # without headings, `ends` has one item
             text = page[heading.end() : end].strip()
             found.append(Section(path.stem, heading["anchor"], heading["title"].replace("`", ""), text))
     return found

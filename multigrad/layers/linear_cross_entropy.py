@@ -138,7 +138,7 @@ class LinearCrossEntropy(keras.layers.Layer):
         if features_mask is not None:
             if dtype_of(labels) in ("uint8", "uint16"):
                 labels = ops.cast(labels, "int32")
-            if ignored is None:  # -1 marks masked tokens, and is no label of others
+            if ignored is None:  # -1 marks masked tokens; no other token has this label
                 ignored, labels = -1, ops.where(ops.equal(labels, -1), -2 * ops.ones_like(labels), labels)
             labels = ops.where(features_mask, labels, ignored * ops.ones_like(labels))
         weights = {"sample_weight": sample_weight, "class_weight": class_weight}

@@ -80,7 +80,7 @@ class GradientScale(keras.layers.Layer):
             return self._op(inputs, self.scale)
         step = self.steps.value
         if not isinstance(self._initial, _Schedule):
-            step = ops.cast(step, "float32")  # in which a function may compute with Python floats
+            step = ops.cast(step, "float32")  # so that a schedule can multiply by Python floats
         factor = ops.cast(self._initial(step), "float32")
         if training:
             self.steps.assign_add(1)

@@ -49,8 +49,7 @@ class Spike(keras.layers.Layer):
         surrogate_derivative(self.surrogate, self.slope)  # raises if they are invalid
 
     def call(self, inputs: Any) -> Any:
-        # Keras (3.15) infers shapes after a product with a sparse placeholder, which does not support
-        # subtraction.
+        # To infer shapes after a product, Keras (3.15) passes a sparse placeholder, which has no subtraction.
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         return spike(inputs - self.threshold, self.surrogate, self.slope)
 

@@ -106,7 +106,7 @@ def _mirrored(name: str, keras_object: Any) -> Any:
     """Return what replaces an object of Keras: a mirror of a submodule, a fixed op or the object itself."""
     if isinstance(keras_object, ModuleType):
         return _SUBMODULES[name]
-    # A submodule may have another function of this name.
+    # A submodule may have a different function with the name of a fixed op.
     return _FIXED[name] if name in _FIXED and keras_object is getattr(_keras_ops, name) else keras_object
 
 

@@ -35,7 +35,8 @@ class Head:
     def __init__(self, options: Any, kernel: Any, bias: Any, dtype: str) -> None:
         self.options, self.dtype, self.wide = Options(*options), dtype, wide_dtype(dtype)
         self.kernel = ops.cast(kernel, dtype)
-        # In eager code, JAX and TensorFlow copy it. In a program, the products read the kernel.
+        # In eager code, JAX and TensorFlow copy the transpose, so it is computed once. A compiled program has
+        # no copy.
         self.transposed = None if backend.active.is_compiling() else ops.transpose(self.kernel)
         self.bias = None if bias is None else ops.cast(bias, self.wide)
         self.classes = kernel.shape[1]
@@ -51,7 +52,7 @@ class Head:
     ) -> tuple[list[Any], list[Any]]:
         """Return the gradients of the losses, multiplied by `scale`. The gradient of the features is last."""
         logits, slope = self._logits(features)
-        # The softmax is divided by its sum together with the multiplication by the scale.
+        # One multiplication normalizes the softmax and applies the scale.
         top = ops.amax(logits, axis=1, keepdims=True)
         target = self._target(logits, labels) if with_loss else None
         logits -= top  # in place on PyTorch
@@ -74,9 +75,9 @@ class Head:
     def hessian_product(
         self, features: Any, labels: Any, scale: Any, direction: Any, along_kernel: Any, along_bias: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Return the derivatives of the inner product of the gradients and directions.
+        """Differentiate the inner product of the gradients and directions.
 
-        With respect to the kernel and the bias, and with respect to the scale and the features.
+        Return the derivatives with respect to the kernel and the bias, and to the scale and the features.
         """
         logits, slope = self._logits(features)
         # The derivatives of the logits, of the normalizer and of the gradient along the directions.
@@ -144,7 +145,7 @@ class Head:
         return loss + self.options.z_loss * ops.square(normalizer) if self.options.z_loss else loss
 
     def _is_label(self, labels: Any) -> Any:
-        """Return whether each label is a class. The loss and gradients of another one are NaN."""
+        """Return whether each label is a class. Other labels have a loss and gradients of NaN."""
         return ops.logical_and(labels >= 0, labels < self.classes)
 
     def _softmax_factor(self, normalizer: Any) -> Any:

@@ -111,7 +111,7 @@ class _Equation:
         raise NotImplementedError
 
     def solve(self, parameters: Tensors, start: Tensors) -> tuple[Tensors, Tensors | None]:
-        """Return the solution without a gradient, and `hidden`: what the map returns for constants.
+        """Return the solution without a gradient, and `hidden`: the value of the map at constants.
 
         `hidden` depends only on the tensors that the function reaches through objects. The framework finds
         them, by recording one call of the map. It is None if there are no such tensors.

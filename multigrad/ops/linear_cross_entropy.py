@@ -311,7 +311,7 @@ def _weighted(losses: Any, weights: Any) -> Any:
 
 
 def _weights(tensors: dict[str, Any], kept: Any, dtype: str) -> tuple[Any, Any]:
-    """Return the weight of each token, None for one, and the number of tokens that are not ignored."""
+    """Return the weights of tokens, None if all are 1, and the number of tokens that are not ignored."""
     weights, count, by_class = tensors.get("sample_weight"), None, tensors.get("class_weight")
     weights = None if weights is None else ops.cast(weights, dtype)
     if by_class is not None:
@@ -325,7 +325,7 @@ def _weights(tensors: dict[str, Any], kept: Any, dtype: str) -> tuple[Any, Any]:
 
 
 def _scales(reduction: str, weights: Any, labels: Any, features: Any, count: Any) -> Any:
-    """Return the factor of each token's loss in the sum. `count` is the number of tokens not ignored."""
+    """Return the factor of each token's loss in the sum. `count` tokens are not ignored."""
     dtype = wide_dtype(dtype_of(features))
     if weights is None:
         weights = ops.ones_like(labels, dtype=dtype)

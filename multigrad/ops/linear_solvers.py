@@ -20,7 +20,7 @@ Map = Callable[[Tensors], Tensors]
 Product = Callable[[Any], Any]
 
 _BASIS = 30
-"""The number of vectors that GMRES keeps, twice, before it starts again."""
+"""The number of steps of GMRES before a restart. It keeps two vectors per step."""
 
 
 class Affine:
@@ -86,7 +86,7 @@ def solve_by_products(
     start = ops.zeros_like(b), b, _norm(b), ops.convert_to_tensor(0, "int32")
     x, _, length, count = _repeat(more, refine, start, limit)
     solution = unflatten(x * size, right)
-    # The equation itself, which is not scaled: a map that is not linear has another solution.
+    # The loop solved the scaled equation. If the map is not linear, `x` may not solve the original one.
     error = _norm(flatten(product(solution)) - unscaled) / scale
     is_solved = ops.logical_and(length <= threshold, error <= 2.0 * threshold)
     if settings.on_failure == "raise" and _is_false(is_solved):

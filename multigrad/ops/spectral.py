@@ -1,7 +1,7 @@
 """Functions of symmetric matrices, whose gradients are right where eigenvalues are equal.
 
 The derivative of `eigh` is infinite at equal eigenvalues, so no rule of `eigh` is right for every function.
-`spectral_function` knows the function, and uses its divided differences. `safe_eigh` and `safe_svd` leave out
+`spectral_function` gets the function, and uses its divided differences. `safe_eigh` and `safe_svd` leave out
 the terms between equal values, which is right for functions of the invariant subspaces.
 
 Matrices are multiplied with the operator, because `ops.matmul` (Keras 3.15) computes float64 in float32 on
@@ -83,14 +83,14 @@ def spectral_function(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pai
 
 @op_custom_gradient(name="multigrad>_spectral_function")
 def _unchecked(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
-    """Return `f(A)` for a function of multigrad's own."""
+    """Return `f(A)` without the checks of `spectral_function`."""
     values, vectors = _eigh(a)
     return _restored(vectors, fn(values, *others)), _rule(a, fn, others)
 
 
 def _rule(a: Any, fn: Callable[..., Any], others: Sequence[Any]) -> Callable[[Any], Any]:
     def rule(upstream: Any) -> Any:
-        # The derivative with respect to a scalar is the same function of the matrix, of another function.
+        # The derivative of `f(A)` with respect to a scalar is `g(A)`, for `g = df/dscalar`.
         slopes = _slopes_of_others(fn, others)
         of_others = [_inner(upstream, _unchecked(a, slope, *others)) for slope in slopes]
         return _first(a, upstream, fn, *others), None, *of_others

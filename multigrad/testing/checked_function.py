@@ -21,7 +21,7 @@ from multigrad.core.variables import Pinned, Reads
 from multigrad.testing.precision import EPSILON
 
 _NOT_DIFFERENTIABLE = (int, str, bytes, type(None))
-"""Types of arguments from which no gradient can flow, neither to them nor to variables that they hold."""
+"""Types of arguments that have no gradient, and hold no variables."""
 
 
 class CheckedFunction:
@@ -121,7 +121,7 @@ class CheckedFunction:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Return the differentiable outputs for these inputs."""
-        # PyTorch (2.13) does not compile a rule in a scope. `compiled` enters it around the program.
+        # PyTorch (2.13) does not compile a rule in a scope. `compiled` enters the scope outside the program.
         with contextlib.nullcontext() if backend.active.is_reading_code() else self._scope(inputs):
             tensors, _ = split(self._fn(*self._args(inputs)))
             return [tensor for tensor in tensors if backend.active.is_differentiable(tensor)]

@@ -14,11 +14,11 @@ an output are independent, so the size of an output is the root of its sum of sq
 terms that cancel in an output, as in `x - mean(x)`. Rounding of the moved argument adds no error, because the
 difference is divided by the distance of the rounded arguments.
 
-Terms may also cancel inside a function: the gradient of `tanh(x)` is `1 - tanh(x) ** 2`. For a large `x`, its
-error is `eps`, whatever its size. `Rounding` therefore takes two more numbers. `measure_noise` measures the
-errors of the outputs close to the arguments. The outputs of a derivative of order 1 or higher count as no
-smaller than the outputs of the function that was differentiated: where terms cancel completely, the outputs
-do not change, and no error can be measured.
+Terms may also cancel inside a function: the gradient of `tanh(x)` is `1 - tanh(x) ** 2`. For a large `x`, the
+gradient is small, but its error is still `eps`. `Rounding` therefore takes two more numbers. `measure_noise`
+measures the errors of the outputs close to the arguments. The outputs of a derivative of order 1 or higher
+count as no smaller than the outputs of the function that was differentiated: where terms cancel completely,
+the outputs do not change, and no error can be measured.
 
 The truncation error of the extrapolation is at most a third of the difference between `near` and `far`: it is
 4/15 of it if the error of fourth order dominates, and less if that of second order does.

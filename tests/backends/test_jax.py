@@ -103,7 +103,7 @@ def test_a_variable_as_an_argument_has_the_gradient_of_the_rule():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_closed_over_tracers(wrap):
-    """They have no gradient through the op. In the rule they are differentiated."""
+    """Closed-over tracers have no gradient through the op, but have one through the rule."""
 
     def outer(w, x):
         @op_custom_gradient
@@ -603,7 +603,7 @@ def test_the_gradient_of_a_frozen_kernel_is_not_computed():
     def loss(x, w):
         return linear_cross_entropy(x, w, y, block_size=32, reduction="mean")
 
-    def products(function):  # in the program after optimization, which removes unused results of loops
+    def products(function):  # count in the optimized program, without unused results of loops
         return len(re.findall(r"= \S+ dot\(|custom_call_target=.*matmul", optimized(function)))
 
     def optimized(function):

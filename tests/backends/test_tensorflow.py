@@ -59,9 +59,9 @@ def test_private_names_exist():
 
 
 def test_undocumented_names_of_graphs_exist():
-    """Public but undocumented: how to distinguish the graph of a branch from the graph of a function.
+    """The backend uses public, undocumented names.
 
-    And what a graph does with a tensor of an outer graph.
+    They distinguish the graph of a branch from that of a function, and capture a tensor of an outer graph.
     """
     graphs, captured = [], []
 
@@ -249,7 +249,7 @@ def test_an_op_without_tensors_in_a_function():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
 def test_an_op_may_have_the_name_of_a_tensorflow_operation(wrap):
-    """For example, of an operation for which tapes omit the gradients of unused outputs."""
+    """Tapes omit the gradients of unused outputs for some operations, by name."""
 
     @op_custom_gradient(name="FusedBatchNorm")
     def op(x):
@@ -316,7 +316,7 @@ def stopped(x, w, f):
     return tape.gradient(loss, w)
 
 
-def in_branch(way, x, w):
+def way_in_branch(way, x, w):
     return tf.cond(tf.reduce_sum(x) > 0.0, lambda: way(x, w, closing_over(w)), lambda: x)
 
 
@@ -330,7 +330,7 @@ LATE = {
     "around": lambda way, x, w: tf.function(lambda x: way(x, w, closing_over(w)))(x),
     "argument": tf.function(lambda way, x, w: way(x, w, closing_over(w))),
     "nested": tf.function(lambda way, x, w: tf.function(lambda x: way(x, w, closing_over(w)))(x)),
-    "branch": tf.function(in_branch),
+    "branch": tf.function(way_in_branch),
     "argument of the op in a branch": tf.function(of_argument),
 }
 
@@ -535,7 +535,7 @@ def test_a_saved_model_contains_its_rules(tmp_path):
 
 @pytest.mark.slow
 def test_a_rule_that_was_not_saved_raises(tmp_path):
-    """With and without multigrad: no other rule is used instead."""
+    """With and without multigrad, no other rule is used instead."""
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
     tf.saved_model.save(Saved(), tmp_path, options=options)
     load_in_a_fresh_process(tmp_path, "lost")
@@ -882,7 +882,7 @@ def test_layers_of_keras_do_not_raise(layer):
 
 
 def test_a_tf_variable_is_not_saved():
-    """It would be restored as a tensor, which is not trainable."""
+    """The variable would be restored as a tensor, which is not trainable."""
     with pytest.raises(Unsaved):
         encode(tf.Variable([1.0, 1.0]))
     assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
@@ -1116,7 +1116,7 @@ def test_linear_cross_entropy_in_a_vectorized_map(tokens, reduction):
     slow_but([(3, 0, None), (3, 1, None)], [3, None], [0, 1], REDUCTIONS),
 )
 def test_a_gradient_around_a_vectorized_map_of_linear_cross_entropy_raises(tokens, by, reduction):
-    """With respect to mapped and unmapped arguments. The latter would be zero."""
+    """The gradient with respect to unmapped arguments would be zero."""
     x, w, factors = tf.ones((3, 2)), tf.ones((2, 4)), tf.constant([0.5, 1.0])
 
     def gradient(x, w):

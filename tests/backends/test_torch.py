@@ -54,7 +54,7 @@ def leaf(*values):
 
 
 def test_a_rule_makes_tensors_on_the_device_of_its_function():
-    """As in a `keras.device` context that has ended."""
+    """The function runs in a `keras.device` context, which ends before the rule runs."""
     seen = []
 
     def rule(upstream):
@@ -137,7 +137,7 @@ def test_a_rule_that_draws_is_recorded():
 
 
 def test_gradients_in_inference_mode():
-    """Nothing is recorded there."""
+    """PyTorch records nothing in inference mode."""
 
     def cube(x):
         return (by_intermediate(x) * x).sum()
@@ -208,7 +208,7 @@ class Buffered(torch.nn.Module):
 @pytest.mark.parametrize("hold", [in_a_cell, in_a_list, in_a_gradient, in_a_buffer, as_a_base])
 @pytest.mark.parametrize("within", [False, True])
 def test_an_output_with_other_references_is_unchanged(hold, within):
-    """It gets no history, and two calls have separate gradients."""
+    """The stored output gets no history, and two calls have separate gradients."""
     holder = Holder()
     holder.again = None if within else hold(torch.ones(2), holder)
 
@@ -230,7 +230,7 @@ def test_an_output_with_other_references_is_unchanged(hold, within):
 
 @pytest.mark.parametrize("uses", [False, True])
 def test_an_output_has_no_attributes_of_the_returned_tensor(uses):
-    """For example, the mask that a layer in the function set. This is as on other backends."""
+    """A layer may set a mask as an attribute of its output, but the op returns another tensor."""
 
     def masked(x):
         y = torch.exp(x)
@@ -367,7 +367,7 @@ def under_autocast(f, forward, backward, vjp=None):
 @pytest.mark.parametrize("forward", contexts)
 @pytest.mark.parametrize("backward", contexts)
 def test_a_rule_runs_under_the_autocast_of_its_function(forward, backward, vjp):
-    """As with `custom_fwd` and `custom_bwd`, bit for bit, wherever the backward pass runs."""
+    """The results equal those of `custom_fwd` and `custom_bwd`, wherever the backward pass runs."""
     got = under_autocast(product, forward, backward, vjp)
     wanted = under_autocast(NativeProduct.apply, forward, backward)
     for a, b in zip(got, wanted, strict=True):
@@ -458,7 +458,7 @@ class Module(torch.nn.Module):
         return self.op(x * self.weight)
 
 
-reverse = op_custom_gradient(lambda x: (x, lambda u: -u))  # whose output is its input
+reverse = op_custom_gradient(lambda x: (x, lambda u: -u))  # the output is the input
 EXPORTS = {
     "export": lambda module, x: torch.export.export(module, (x,)).module(),
     "strict": lambda module, x: torch.export.export(module, (x,), strict=True).module(),
@@ -473,7 +473,7 @@ EXPORTS = {
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("op", [by_intermediate, by_output, reverse])
 def test_an_exported_program_has_no_gradient(how, recorded, op):
-    """It contains the operations of the function without the rule. A gradient raises."""
+    """The program contains the operations of the function without the rule. A gradient raises."""
     x = torch.tensor([1.0, 0.5])
     module = Module(op)
     with torch.set_grad_enabled(recorded):
@@ -848,7 +848,7 @@ def test_a_rule_that_uses_a_shape_saves_nothing():
 
 
 def test_an_input_that_was_modified_in_place_raises():
-    """If a second derivative would need it. The hand-written node of the first order does not need it."""
+    """The rule does not use the input, but it is saved, because a second derivative would use it."""
     x = leaf(1.0, 2.0) * 1.0
     y = by_intermediate(x).sum()
     x.add_(1.0)
@@ -1028,7 +1028,7 @@ def test_a_second_derivative_through_top_k():
 
 
 def test_a_tangent_has_the_history_of_the_arguments():
-    """As with torch.func: tensors that are differentiated inside have no history outside."""
+    """Tensors that are differentiated inside have no history outside, as in torch.func."""
     for primal, direction in ((leaf(1.0), torch.ones(1)), (torch.ones(1), leaf(1.0))):
         for op in (by_intermediate, torch.exp):
             assert jvp(op, (primal,), (direction,))[1].requires_grad
@@ -1080,7 +1080,7 @@ def test_an_inner_gradient_step():
 
 
 def test_a_torch_parameter_is_not_saved():
-    """It would be restored as a tensor, which is not trainable."""
+    """The parameter would be restored as a tensor, which is not trainable."""
     with pytest.raises(Unsaved):
         encode(torch.nn.Parameter(torch.ones(2)))
     assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
@@ -1125,7 +1125,7 @@ def test_a_trace_in_bfloat16():
 
 
 def test_a_reduced_loss_of_many_tokens_under_autocast_to_float16():
-    """Its gradients are small without the scale of the loss, which only the backward pass has."""
+    """The gradients are small without the scale of the loss, which is applied only in the backward pass."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(4096, 8, generator=generator), 0.1 * torch.randn(8, 2000, generator=generator)
     y = torch.randint(0, 2000, (4096,), generator=generator)

@@ -144,7 +144,7 @@ assert "multigrad" not in sys.modules
 if "tf_saved_model" in FORMATS[BACKEND]:
 
     def test_a_saved_model_has_the_gradient_of_the_rule(tmp_path):
-        """In a process without multigrad, from every backend."""
+        """The model is loaded in a process without multigrad."""
         model = keras.Sequential([keras.Input((3,)), Layer()])
         model.export(tmp_path, format="tf_saved_model", verbose=False)
         done = subprocess.run(

@@ -19,7 +19,7 @@ THREE = 3.0 * X
 
 @op_custom_gradient
 def tripled(x):
-    """With the value 2 x and the false factor 3."""
+    """Return 2 x, with the false factor 3 in the rule."""
     return x * 2.0, lambda upstream: upstream * 3.0
 
 
@@ -229,7 +229,7 @@ if BACKEND != "torch":  # Dynamo opens the trace outside of its graphs
     ]  # fmt: skip
 
 
-@slow_on("torch")  # which compiles a function
+@slow_on("torch")  # compiles a function
 def test_the_fixes_of_errors_about_traces():
     others = {"import_pyplot": "matplotlib is installed", "trace_gradients": "not on PyTorch"}
     check(TRACES, ["tracing", "compilation.py"], others)

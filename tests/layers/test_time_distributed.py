@@ -20,7 +20,7 @@ def alone_and_distributed(make):
 
 
 def test_the_gradient_of_a_learned_step():
-    """It is `sqrt(5)` times as large, as the docstring says."""
+    """The gradient is `sqrt(5)` times as large, as the docstring of the layer says."""
     quantizers, models = alone_and_distributed(lambda: layers.FakeQuantize(bits=3, step=0.5))
     alone, distributed = [
         grad(lambda m=model: ops.sum(m(X) * array(X**2)), variables=[layer.step])()[0]
@@ -31,7 +31,7 @@ def test_the_gradient_of_a_learned_step():
 
 @pytest.mark.forward
 def test_the_loss_of_a_codebook():
-    """There are five losses, whose sum is five times the mean."""
+    """The layer adds five losses, whose sum is five times the mean."""
     codes = keras.initializers.Constant(X[0, :3])
     _, models = alone_and_distributed(lambda: layers.VectorQuantizer(3, initializer=codes))
     for model in models:

@@ -133,7 +133,7 @@ def test_a_list_of_tensors_is_stacked_outside_of_an_op(stack):
 
 
 def test_numpy_scalars_in_args_stay_tensors():
-    """They are arguments of the function, although they follow the positions of the options."""
+    """Positional arguments after `z0` are arguments of `f`, and not options."""
     kinds = []
 
     def step(z, *given):
@@ -184,9 +184,9 @@ NO_OPTIONS = {
     "round_straight_through: x": lambda: ops.round_straight_through(3),
     "vector_quantize: commitment": lambda: ops.vector_quantize(array([X]), array([X]), array(1.0)),
 }
-if BACKEND == "numpy":  # whose scalar tensors are NumPy scalars
+if BACKEND == "numpy":  # scalar tensors are NumPy scalars
     del NO_OPTIONS["clip_gradient: the bound "], NO_OPTIONS["vector_quantize: commitment"]
-if BACKEND == "openvino":  # which has no complex numbers
+if BACKEND == "openvino":  # has no complex numbers
     del NO_OPTIONS["spike: x"]
 
 

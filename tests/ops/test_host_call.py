@@ -372,7 +372,7 @@ def test_vmap(vectorized):
 
 def test_vmap_of_a_gradient():
     if BACKEND == "tensorflow":
-        pytest.skip("TensorFlow maps a custom gradient by a loop, see the README")
+        pytest.skip("tf.vectorized_map loops over custom gradients, see docs/limits/tensorflow.md")
     close(mapped(grad(sine), array([0.0, 0.5])), 7.0 * np.cos([0.0, 0.5]), 1e-4)
     with pytest.raises(TypeError, match="no derivative"):
         mapped(grad(lambda x: host_call(double, x, output=x)), array([0.0, 0.5]))
@@ -380,7 +380,7 @@ def test_vmap_of_a_gradient():
 
 def test_a_vectorized_function_without_the_batch_axis_raises():
     if BACKEND == "tensorflow":
-        pytest.skip("there is one call per example")
+        pytest.skip("tf.vectorized_map calls the function once per example")
     f = lambda x: host_call(lambda x: x.sum(0), x, output=x, vectorized=True)  # noqa: E731
     with pytest.raises(Exception, match=r"(?s)required: \(4, 3\).*omit vectorized=True"):
         numpy(mapped(f, array(np.ones((4, 3)))))

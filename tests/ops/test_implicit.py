@@ -18,7 +18,7 @@ RANDOM = np.random.default_rng(0)
 A = 0.3 * RANDOM.standard_normal((3, 3))
 B = RANDOM.standard_normal((3, 1))
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
-# Solving an equation takes seconds in eager code of JAX and TensorFlow, which compile or run each step.
+# Solving an equation takes seconds in eager code of JAX and TensorFlow, because each step is compiled or run.
 EAGER_IS_SLOW = pytest.mark.parametrize(
     "wrap",
     [
@@ -100,7 +100,7 @@ ALL = {"order": 2, "compiled": BACKEND != "torch"}
     ],
 )
 def test_differences(function, arguments, extent):
-    """The solution is in float64. On PyTorch, Keras (3.15) computes the sizes for its end in float32."""
+    """The solution is in float64. On PyTorch, Keras (3.15) computes the sizes of steps in float32."""
     assert check_gradients(function, *arguments, **extent).largest < 1e-7
 
 
@@ -134,7 +134,7 @@ def test_structures():
 
 
 def test_forward_mode():
-    """With multigrad.jvp: not every framework's own forward mode can differentiate a gradient in a rule."""
+    """Not every framework's own forward mode can differentiate a gradient in a rule. `multigrad.jvp` can."""
     root = lambda a: fixed_point(heron, 1.0, a)  # noqa: E731
     close(jvp(root, (4.0,), (8.0,)), (array(2.0), array(2.0)), 1e-5)
     close(jvp(grad(root), (4.0,), (8.0,)), (array(0.25), array(-0.25)), 1e-4)

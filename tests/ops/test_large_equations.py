@@ -17,7 +17,7 @@ MATRICES = {"dense": GENERAL, "gmres": GENERAL, "bicgstab": GENERAL, "cg": DEFIN
 B = RANDOM.standard_normal(SIZE)
 METHODS = pytest.mark.parametrize("method", MATRICES)
 BY_PRODUCTS = pytest.mark.parametrize("method", ["gmres", "bicgstab", "cg"])
-# Eager code of JAX and TensorFlow takes seconds, which compile or run each step.
+# Eager code of JAX and TensorFlow takes seconds, because each step is compiled or run.
 WRAPS = pytest.mark.parametrize(
     "wrap",
     [
@@ -245,7 +245,7 @@ def test_the_second_derivative_of_a_minimum_by_a_tensor_that_the_function_closes
 
 
 def test_a_minimum_from_an_optimizer():
-    """Its steps are not differentiated."""
+    """The steps of the optimizer are not differentiated."""
     weights = np.linspace(0.5, 1.0, 20)
     calls = []
 
@@ -294,7 +294,7 @@ def test_a_function_that_is_not_linear_raises(function, b):
 
 
 def test_an_adjoint_without_a_solution():
-    """The equation is solved by hand, and its Jacobian at the root is singular."""
+    """A hand-written solver finds the root, at which the Jacobian is singular."""
 
     def loss(a, on_failure):
         options = {"solver": lambda f, z, a: z * 0.0, "linear_solver": "gmres", "on_failure": on_failure}

@@ -523,7 +523,7 @@ def test_a_scaled_loss_in_half_precision(narrow):
 
 
 def test_the_upstream_gradient_is_not_rounded():
-    """In bfloat16 it would be rounded to one."""
+    """In bfloat16 the upstream gradient would be rounded to one."""
     x, w = [ops.cast(MANY[name], "bfloat16") for name in ("features", "kernel")]
 
     def total(scale):

@@ -172,7 +172,7 @@ def test_the_logarithm_of_zero(dtype):
 
 
 def test_subnormal_numbers():
-    """If the backend keeps them. In half precision, the op computes in float32, where they are normal."""
+    """Some backends flush subnormal numbers, but in float32 those of half precision are normal."""
     kept = ["float16", *(["bfloat16", "float32", "float64"] if BACKEND == "torch" else [])]
     for dtype in kept:
         x = array(np.float64([7.0, 100.0]) * float(ml_dtypes.finfo(dtype).smallest_subnormal), dtype=dtype)
@@ -228,7 +228,7 @@ def test_differences_of_a_norm(axis, keepdims, highest):
 
 @ORDERS
 def test_differences_of_a_quotient(highest):
-    """With broadcasting of both arguments."""
+    """Both arguments are broadcast."""
     x, y = RANDOM.standard_normal((3, 1)), RANDOM.uniform(0.5, 2.0, (2, 1, 2))
     assert check_gradients(ops.safe_divide, x, y, order=highest or 2).precision == "float64"
 

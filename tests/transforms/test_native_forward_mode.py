@@ -22,7 +22,7 @@ def test_linear_rules_are_accepted(name):
 
 
 def test_projections_are_linear():
-    """Its gradients at ones are rounding errors."""
+    """The gradients of softmax at an upstream gradient of ones are rounding errors."""
 
     @op_custom_gradient
     def softmax(x):

@@ -129,6 +129,6 @@ def by_an_op_that_returns_its_argument(x):
 
 
 def test_an_inner_op_that_returns_its_argument():
-    """For the rule it is an intermediate result of an op with its own rule."""
+    """For the outer rule, the result of the inner op is an intermediate result with its own rule."""
     close(grad(by_an_op_that_returns_its_argument)(2.0), array(14.0))
     close(grad(grad(by_an_op_that_returns_its_argument))(2.0), array(35.0))

@@ -56,7 +56,7 @@ OF_KERAS = {
     "keras.ops.cond": by_cond,
 }
 if BACKEND == "torch":
-    # What PyTorch compiles does not read weights in a scope, and has no second derivatives.
+    # Functions that PyTorch compiles cannot read weights in a scope, and have no second derivatives.
     del OF_KERAS["multigrad.jit"], OF_KERAS["a gradient of multigrad.jit"]
 EVERY_WAY = {**WAYS, **OF_KERAS}
 EVERY_PAIR = [

@@ -80,7 +80,7 @@ LACKING_OF_KERAS = {
 }
 # XLA cannot call the host. In forward mode, the function runs with tangents, which a host call lacks.
 LACKING_OF_HOST_CALLS = {"XLA", "tf.autodiff.ForwardAccumulator"}
-# Outside of a graph, a tape knows a tensor by its identity, and each position gets the sum of the gradients.
+# Outside of a graph, a tape identifies tensors by object, and each position gets the sum of the gradients.
 LACKING_OF_ONE_ARRAY = {
     "tf.GradientTape",
     "a persistent tape",

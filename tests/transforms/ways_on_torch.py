@@ -24,7 +24,7 @@ def by_a_checkpoint(loss):
     return by_autograd(functools.partial(checkpoint, loss, use_reentrant=False))
 
 
-def by_what_is_saved_elsewhere(loss):
+def by_saved_tensors_hooks(loss):
     gradients = by_autograd(loss)
 
     def run(*xs):
@@ -61,7 +61,7 @@ def by_vmap(loss):
 RECORDED = {
     "torch.autograd.grad": by_autograd,
     "a checkpoint": by_a_checkpoint,
-    "tensors saved elsewhere": by_what_is_saved_elsewhere,
+    "tensors saved elsewhere": by_saved_tensors_hooks,
 }
 TRANSFORMS = {
     "torch.func.grad": by_grad,
@@ -84,6 +84,6 @@ LACKING_OF_KERAS = {
     *itertools.product(["keras.remat"], TRANSFORMS),
     ("torch.func.vmap", "keras.ops.cond"),  # a Python branch on a value, which is mapped
 }
-# In forward mode, the function of a method or a reader runs with tangents, which a host call lacks.
+# In forward mode, a method or an op that reads a weight runs with tangents, which a host call lacks.
 LACKING_OF_HOST_CALLS = {"torch.func.jacfwd"}
 LACKING_OF_ONE_ARRAY = set()

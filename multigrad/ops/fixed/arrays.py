@@ -133,7 +133,7 @@ def _products_of_others(x: Any, axis: Any) -> Any:
 
 @real_only
 def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Pair:  # noqa: N803
-    """`k * x**(k - 1)` of the column of the power `k`, also at 0."""
+    """`k * x**(k - 1)` for the column of the power `k`, also at 0."""
     (x,) = tensors("vander", x=x)
     y = ops.vander(x, N=N, increasing=increasing)
 
@@ -149,7 +149,7 @@ def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Pair:  
 
 @fixed
 def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
-    """1 of the update, and 1 of the inputs outside of the slice."""
+    """1 for the update, and 1 for the inputs outside of the slice."""
     inputs, updates = tensors("slice_update", inputs=inputs, updates=updates)
     y = ops.slice_update(inputs, start_indices, ops.cast(updates, inputs.dtype))
 
@@ -166,7 +166,7 @@ def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
 
 @fixed
 def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0, sparse: bool = False) -> Pair:
-    """1 of the count to which the weight is added."""
+    """1 for the count to which a weight is added."""
     (weights,) = tensors("bincount", weights=weights)
     y = ops.bincount(x, weights=weights, minlength=minlength, sparse=sparse)
 
@@ -182,12 +182,12 @@ def _take_rows(x: Any, indices: Any) -> Any:
 
 
 def full(shape: Any, fill_value: Any, dtype: str | None = None) -> Tensor:
-    """1 of each element."""
+    """1 for each element."""
     return ops.broadcast_to(ops.convert_to_tensor(fill_value, dtype or keras.config.floatx()), shape)
 
 
 def full_like(x: Tensor, fill_value: Any, dtype: str | None = None) -> Tensor:
-    """0 of `x`, and 1 of each element for the value."""
+    """0 for `x`, and 1 for the value in each element."""
     zeros = ops.zeros_like(x, dtype=dtype)
     return zeros + ops.cast(fill_value, dtype_of(zeros))
 

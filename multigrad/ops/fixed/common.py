@@ -22,7 +22,7 @@ def fixed(f: F) -> F:
 
 
 def real_only(f: F) -> F:
-    """Call Keras's op instead of the fixed op for complex tensors, whose gradients the rule does not have."""
+    """Call Keras's op instead of the fixed op for complex tensors, which the rule does not support."""
     op = fixed(f)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def axes_of(x: Any, axis: Any) -> list[int]:
 
 
 def scaled(x: Any, y: Any) -> Any:
-    """Return `x / y` for a small tensor `y`, and zero where `y` is zero, with all derivatives."""
+    """Return `x / y`, and zero where `y` is zero, with all derivatives. Divide once per element of `y`."""
     return x * quotient(ops.ones_like(y), y)
 
 

@@ -201,7 +201,7 @@ def arctan2(x1: Tensor, x2: Tensor) -> Pair:
 
     def rule(upstream: Any) -> Any:
         u, a, b = operands(y, upstream, x1, x2)
-        # The size cancels. It avoids the overflow and underflow of the squares.
+        # Divided by the larger size, so that the squares neither overflow nor underflow. The factor cancels.
         inverse = 1.0 / ops.stop_gradient(ops.maximum(ops.abs(a), ops.abs(b)))
         regular = ops.logical_and(ops.greater(inverse, 0.0), ops.less(inverse, math.inf))
         inverse = ops.where(regular, inverse, ops.zeros_like(inverse))
@@ -256,7 +256,7 @@ def ldexp(x1: Tensor, x2: Tensor) -> Pair:
     """`2**x2`, also where `x1` is 0."""
     x1, x2 = tensors("ldexp", x1=x1, x2=x2)
     y = ops.ldexp(x1, x2)
-    # Not Keras's op: forward mode and second derivatives differentiate the rule.
+    # The rule calls the fixed op, because forward mode and second derivatives differentiate the rule.
     return y, lambda upstream: (ldexp(upstream, x2), None)
 
 

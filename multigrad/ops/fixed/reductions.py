@@ -77,7 +77,7 @@ def logsumexp(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
 
 @fixed
 def moments(x: Tensor, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Pair:
-    """`1 / n` of the mean, and `2 * (x - mean) / n` of the variance."""
+    """`1 / n` for the mean, and `2 * (x - mean) / n` for the variance."""
     (x,) = tensors("moments", x=x)
     mean, variance = ops.moments(x, axes, keepdims=keepdims, synchronized=synchronized)
     axes = tuple(axes) if isinstance(axes, (tuple, list)) else axes

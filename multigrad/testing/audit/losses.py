@@ -27,7 +27,7 @@ def _of_labels(op: str, labels: Any, **options: Any) -> Call:
 
 
 def loss_cases() -> list[Case]:
-    """Return the cases of losses. Without another statement, they are functions of the prediction."""
+    """Return the cases of losses, mostly as functions of the prediction."""
     return [*_regressions(), *_hinges(), *_divergences(), *_entropies(), *_overlaps()]
 
 
@@ -79,7 +79,7 @@ def _divergences() -> list[Case]:
     kl, cosine = "kl_divergence", "cosine_similarity"
     cases = [whole(op, "regular", half, SIMPLEX) for op in (kl, "poisson", cosine)]
     cases.append(whole(kl, "tie", half, half))
-    # The probabilities are clipped to the interval from epsilon to 1. At 1, the derivative is that of inside.
+    # The probabilities are clipped to the interval from epsilon to 1. At 1, the derivative is that inside.
     at_one = -W0 * np.array([[0.0, 1.0, 0.0]])
     cases.append(whole(kl, "0 and 1", CORNER, call=_of_labels(kl, TARGET), choice=at_one, orders=(1,)))
     cases.append(whole(kl, "label 0", SIMPLEX, call=_of_labels(kl, TARGET)))

@@ -42,7 +42,7 @@ def audit_case(case: Case, module: ModuleType) -> list[Row]:
         warnings.simplefilter("ignore")  # A framework may warn of an argument that Keras passes.
         try:
             truths = _truths(case, module)
-        except Exception as error:  # noqa: BLE001  the backend does not even compute the value
+        except Exception as error:  # noqa: BLE001  the backend cannot compute the value
             return [Row(case.op, point, 1, "error", _described(error), "") for point in case.points]
         for order in case.orders:
             try:
@@ -58,7 +58,7 @@ def _described(error: Exception) -> str:
 
 
 def _truths(case: Case, module: ModuleType) -> dict[int, Truth]:
-    """Return the truth of each order. Keras's op computes the values, which multigrad's op shares."""
+    """Return the truth of each order, from the values of Keras's op, which a fixed op returns too."""
     keras_module = module if module.__name__.startswith("keras") else ops
     with _float64():
         values = _values(case, keras_module)

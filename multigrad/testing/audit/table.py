@@ -1,4 +1,4 @@
-"""The cases of each module that the audit knows."""
+"""The cases of each module that can be audited."""
 
 from operator import attrgetter
 from types import ModuleType

@@ -73,13 +73,14 @@ def second_derivative(case: Case, values: Values, first: Truth) -> Truth:
     value = np.where(is_choice, 0.0, np.where(smooth, value, np.nan))
     if known is not None:
         value = np.where(np.isnan(known), value, known)
-    # On one side of a point without a second derivative, a function of the table has none or is linear.
+    # At a point without a second derivative, a function of the table is linear on one side, with the second
+    # derivative 0, or has no second derivative on this side.
     low, high = (np.where(is_choice, bound(value, 0.0), value) for bound in (np.fmin, np.fmax))
     return Truth(value, low, high, is_choice)
 
 
 def value_calls(case: Case) -> int:
-    """Return about how often the finite differences of a case compute its value."""
+    """Return the approximate number of values that the finite differences of a case compute."""
     moves = len(case.args) if case.elementwise else sum(arg.size for arg in case.args)
     return moves * (14 if 2 in case.orders else 6)
 

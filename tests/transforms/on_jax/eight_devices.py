@@ -53,7 +53,7 @@ def test_jit_with_shardings(case):
 
 @EACH
 def test_jit_with_sharded_arguments(case):
-    """Without shardings for `jit`. One argument is sharded by columns, the other by rows."""
+    """`jit` gets no shardings. One argument is sharded by columns, the other by rows."""
     x = jax.device_put(XS.T, NamedSharding(MESH, PartitionSpec(None, "rows")))
     w = jax.device_put(WS, ROWS)
     mapped = jax.vmap(case.op, (1, 0))
@@ -107,7 +107,7 @@ def test_shard_map_of_a_rule_that_reaches_an_object(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_of_an_unused_output(check_vma):
-    """Its upstream gradient is zero, and varies over devices as another one would."""
+    """The upstream gradient of the unused output is zero, but varies over devices like that of a used one."""
     held = SimpleNamespace(factor=None)
 
     @op_custom_gradient
@@ -124,7 +124,7 @@ def test_shard_map_of_an_unused_output(check_vma):
 
 
 def test_shard_map_of_an_integer_that_varies():
-    """It has no gradient. The gradient of a replicated argument is a sum over devices because of it."""
+    """The integer has no gradient, but makes the gradient of a replicated argument a sum over devices."""
     held = SimpleNamespace(factor=None)
 
     @op_custom_gradient
@@ -171,7 +171,7 @@ def test_collectives_in_an_op():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_replicated_output(check_vma):
-    """It does not vary over devices. The rule runs on each device separately."""
+    """The output does not vary over devices. The rule runs on each device separately."""
     op = op_custom_gradient(lambda x: (jnp.ones_like(W), lambda u: 7.0 * u * x))
 
     def mapped(x):

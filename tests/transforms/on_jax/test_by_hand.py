@@ -60,7 +60,7 @@ def test_unused_tensors():
 
 @pairs
 def test_residuals(pair):
-    """In eager code and traced: the leaves of the function that `jax.vjp` returns."""
+    """The residuals are the leaves of the function that `jax.vjp` returns, in eager code and traced."""
 
     def shapes(op, vjp):
         return sorted(leaf.shape for leaf in jax.tree.leaves(vjp(op)))
@@ -77,7 +77,7 @@ def test_residuals(pair):
 
 @pairs
 def test_the_memory_of_the_compiled_program(pair):
-    """By XLA's analysis: in one program, and between a separate forward and backward pass."""
+    """XLA's analysis gives the memory of one program, and of separate forward and backward passes."""
 
     def memory(op):
         whole = lowered(step(op), pair).compile().memory_analysis()

@@ -1,7 +1,5 @@
 """`multigrad.jit` on JAX, where Variables become inputs and outputs of the compiled function."""
 
-import sys
-
 import jax
 import keras
 import numpy as np
@@ -57,7 +55,7 @@ def test_values_are_donated_unless_they_have_other_references():
 
 def test_an_error_at_run_time():
     def fail(x):
-        raise ValueError("no")
+        raise ValueError("the callback fails")
 
     def assigned(**options):
         v = keras.Variable(1.0)
@@ -70,11 +68,11 @@ def test_an_error_at_run_time():
         return v, f
 
     v, f = assigned(donate=False)
-    with pytest.raises(Exception, match="no"):
+    with pytest.raises(Exception, match="the callback fails"):
         _run_to_the_end(f)
     assert numpy(v) == 1.0
     v, f = assigned()
-    with pytest.raises(Exception, match="no"):
+    with pytest.raises(Exception, match="the callback fails"):
         _run_to_the_end(f)
 
 
@@ -83,7 +81,7 @@ def _run_to_the_end(f):
     jax.effects_barrier()
 
 
-def test_in_a_foreign_jit():
+def test_in_jax_jit():
     v = keras.Variable(1.0, trainable=False)
     reads, assigns = jit(lambda x: x * v), jit(lambda x: v.assign_add(x))
     close(jax.jit(reads)(array(2.0)), array(2.0))
@@ -156,7 +154,8 @@ def test_the_reference_count_of_an_array_in_a_list():
     assert _reference_counts(value) == [_COUNT_IN_LIST]
     held = value[0]
     assert _reference_counts(value) == [_COUNT_IN_LIST + 1]
-    assert sys.getrefcount(held) > 1
+    del held
+    assert _reference_counts(value) == [_COUNT_IN_LIST]
 
 
 def test_errors_on_jax():
@@ -171,7 +170,7 @@ def test_errors_on_jax():
 
 
 @pytest.mark.parametrize("of", ["grad", "value_and_grad", "jacobian"])
-def test_variables_in_a_foreign_jit(of):
+def test_variables_in_jax_jit(of):
     w = keras.Variable(3.0, name="weight")
     derivative = getattr(multigrad, of)(lambda x: x * w, variables=[w])
     with pytest.raises(

@@ -44,7 +44,7 @@ def test_scan_with_closed_over_tensors(case):
 
 @EACH
 def test_fori_loop(case):
-    """With a static number of iterations, it is differentiable."""
+    """A `fori_loop` is differentiable if its number of iterations is static."""
 
     def looped(x, w):
         return jax.lax.fori_loop(0, 3, lambda i, x: 0.1 * case.op(x, w), x)

@@ -106,7 +106,7 @@ def test_lazy_entries_are_called_for_differentiated_arguments():
 
 @OWN_AND_DERIVED
 def test_closed_over_values_are_arrays(linearization):
-    """Also a Python number that is differentiated outside of the op."""
+    """A Python number that is differentiated outside of the op is an array in the op, too."""
 
     def function(x, y):
         @op_custom_gradient

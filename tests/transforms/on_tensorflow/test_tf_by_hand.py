@@ -118,7 +118,7 @@ def test_a_tape_keeps_inputs_and_residuals_of_a_graph(pair):
 
 
 def test_unused_large_tensors_are_not_kept():
-    """Except the output of operations such as `exp`, whose record in TensorFlow (2.21) is a cycle."""
+    """TensorFlow (2.21) keeps the output of operations such as `exp`, whose record is a reference cycle."""
 
     @op_custom_gradient
     def op(x):

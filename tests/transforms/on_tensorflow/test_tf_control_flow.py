@@ -205,7 +205,7 @@ def test_a_rule_that_reads_a_variable(place, taken):
 
 
 def test_a_rule_in_a_loop_reads_the_assigned_value_of_its_iteration():
-    """As in `fit`, which runs several steps in one execution."""
+    """With `steps_per_execution`, `fit` also runs several steps in one loop."""
     factor = keras.Variable(0.0, trainable=False)
 
     @tf.function

@@ -93,7 +93,7 @@ def test_input_signatures(case, shape):
 
 @ways
 def test_the_function_and_the_rule_are_traced_once(options):
-    """They are defined in the function, which is traced once, and so are they."""
+    """The op is defined in a `tf.function`, which is traced once for three calls."""
     runs = []
 
     def define(factor):
@@ -139,7 +139,7 @@ def times_cube_of(w):
 
 @pytest.fixture(params=["traced before", "traced here"])
 def traced(request):
-    """Return the function that makes a `tf.function` of a function of 2.0."""
+    """Return a function that makes a `tf.function`, and may trace it with the argument 2.0."""
 
     def trace(function, **options):
         traced = tf.function(function, autograph=False, **options)

@@ -61,7 +61,7 @@ def test_vectorized_map_of_derivatives(case, wrap):
 @cases
 @wraps
 def test_a_gradient_of_vectorized_map_raises(case, wrap):
-    """It copies operations without their gradients, and silently drops a rule of TensorFlow."""
+    """TensorFlow copies operations without their gradients, so it silently drops a `tf.custom_gradient`."""
 
     def map_of(function):
         return lambda xs, ws: tf.vectorized_map(lambda row: function(*row), (xs, ws))

@@ -32,7 +32,7 @@ def live_tensors():
 
 @pytest.mark.parametrize("step", [value_and_gradients, derivatives])
 def test_a_step_leaves_no_tensor(step, no_collector):
-    """Nothing is left for the garbage collector."""
+    """No tensor is left for the garbage collector."""
 
     def live_after_steps():
         for case in CASES.values():
@@ -71,7 +71,7 @@ def test_many_steps_do_not_grow_the_process(wrap, no_collector):
 
 @pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "structure")])
 def test_the_graph_of_a_deleted_function_is_freed(case):
-    """By the garbage collector, which TensorFlow's graphs need without an op, too."""
+    """The garbage collector frees it, as it frees graphs of TensorFlow without an op."""
     functions = {
         "inside": tf.function(lambda x, w: value_and_gradients(case.op, x, w)),
         "outside": tf.function(lambda x, w: case.op(x, w)),

@@ -90,7 +90,7 @@ def test_jacobian_of_a_jacobian(case):
 @pytest.mark.parametrize("case", [c for name, c in CASES.items() if name != "sum"])
 @ways
 def test_batch_jacobian(case, pfor):
-    """Of a function that does not mix rows."""
+    """`batch_jacobian` requires a function that does not mix rows."""
     x, w = tf.stack([X, 2.0 * X]), tf.stack([W, W])
 
     def jacobian(function):

@@ -64,7 +64,7 @@ def test_saved_tensors(pair):
 
 @pairs
 def test_saved_inputs_take_no_additional_memory(pair):
-    """They belong to the caller, and live as long as the caller keeps them."""
+    """The inputs belong to the caller, and live as long as the caller keeps them."""
     leaves = [x.clone().requires_grad_() for x in pair.arguments()]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):

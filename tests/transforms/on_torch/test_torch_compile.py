@@ -23,9 +23,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-whole = {name: case for name, case in CASES.items() if name != "an op"}  # which compiles in parts
-cases = pytest.mark.parametrize("case", whole.values(), ids=whole)
-
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled():
@@ -56,7 +53,7 @@ def around(f):
     return lambda x, w: torch.sin(f(x * w, w)) * x
 
 
-@cases
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_fullgraph_compilation(case):
     compiled = torch.compile(around(case.op), fullgraph=True, backend="aot_eager")
     wanted = gradients(around(case.meant))
@@ -317,7 +314,7 @@ def a_reader(weight):
 def test_fullgraph_compilation_of_an_op_that_reads_a_weight():
     weight = keras.Variable([2.0, 3.0, 4.0])
     compiled = torch.compile(a_reader(weight), fullgraph=True, backend="aot_eager")
-    for value in ([2.0, 3.0, 4.0], [-1.0, 0.5, 6.0]):  # the program reads the present value
+    for value in ([2.0, 3.0, 4.0], [-1.0, 0.5, 6.0]):  # the program reads the value at the time of the call
         weight.assign(value)
         weight.value.grad = None
         x = X.clone().requires_grad_()
@@ -402,12 +399,6 @@ def test_layers_whose_ops_read_weights_are_one_graph(count, policy):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_an_op_in_a_rule_is_part_of_the_program():
-    case = CASES["an op"]
-    compiled = torch.compile(around(case.op), fullgraph=True, backend="aot_eager")
-    close(gradients(compiled), gradients(around(case.meant)), 1e-4)
-
-
 class OpInRule(keras.layers.Layer):
     """A layer whose rule applies a second op, which reads another weight. Both have false factors."""
 
@@ -441,7 +432,7 @@ def test_an_op_in_a_rule_reads_a_weight_in_the_program():
 
 
 def test_a_second_derivative_of_a_compiled_function_raises():
-    """As for any function that PyTorch (2.13) compiled."""
+    """PyTorch (2.13) raises for a second derivative of any compiled function."""
     compiled = torch.compile(CASES["intermediate"].op, fullgraph=True, backend="aot_eager")
     x = X.clone().requires_grad_()
     (slope,) = torch.autograd.grad(compiled(x, W).sum(), x, create_graph=True)
@@ -452,7 +443,7 @@ def test_a_second_derivative_of_a_compiled_function_raises():
 @pytest.mark.parametrize("compiler", [functools.partial(torch.compile, backend="aot_eager"), jit])
 @pytest.mark.parametrize("inner", [lambda x: x, lambda x: x * x], ids=["an input", "an intermediate"])
 def test_nested_gradients_of_a_compiled_function_raise(compiler, inner):
-    """They would be zero if the inputs of the inner derivative were views, which PyTorch detaches."""
+    """Without an error, they would be zero for inner inputs that are views, which PyTorch detaches."""
     slope = grad(compiler(lambda x: ops.sum(x**3)))
     close(slope(inner(X)), 3.0 * inner(X) ** 2)
     with pytest.raises(RuntimeError, match=r"gradient of a compiled function|double backward"):
@@ -460,7 +451,7 @@ def test_nested_gradients_of_a_compiled_function_raise(compiler, inner):
 
 
 def test_a_function_that_was_lifted_before_is_lifted_in_compiled_code():
-    """As by a solver. Its code is then a key of a cache, which a guard of PyTorch (2.13) cannot express."""
+    """A solver does so. The code is then a key of a cache, which a guard of PyTorch (2.13) cannot express."""
 
     def step(z):
         return z * z
@@ -474,7 +465,7 @@ def test_a_function_that_was_lifted_before_is_lifted_in_compiled_code():
 
 
 @pytest.mark.slow
-def test_a_solver_compiles_whose_function_was_called_before():
+def test_a_solver_compiles_after_an_eager_call_of_its_function():
     def root(a, scale):
         return ops.sum(shelf.fixed_point(lambda z, a: 0.5 * (z + a / z) * scale, ops.ones_like(a), a))
 
@@ -549,7 +540,7 @@ def test_an_op_of_one_argument_in_the_function_of_another():
 
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_training_mode_of_the_layers_around_a_rule(whole):
-    """It is the mode of the function, whether the rule is compiled with it or runs later."""
+    """The rule has the mode of its function, whether it is compiled with the function or runs later."""
     phase = Phase()
 
     class Within(keras.layers.Layer):

@@ -14,7 +14,7 @@ from multigrad import op_custom_gradient
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
-# What PyTorch compiles does not read the weight of a reader yet.
+# A strict export raises a KeyError for a weight that no module holds, with and without an op (PyTorch 2.13).
 cases = each_of(forms=["method"])
 
 
@@ -119,7 +119,7 @@ def step(x, w):
 @quiet
 @pytest.mark.parametrize("how", EXPORTS)
 def test_an_exported_step_has_no_gradient(how):
-    """Its operations have no derivative, but the op has one."""
+    """The step contains a gradient. Its operations have no derivative, but the op has one."""
     program = EXPORTS[how](Layers(step))
     with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
         program(X).sum().backward()

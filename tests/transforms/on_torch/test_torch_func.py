@@ -203,7 +203,7 @@ def test_plain_backward_around_vmap(case):
 
 
 def test_a_function_runs_once_under_a_transform():
-    """It runs again, recorded, for a second derivative through its intermediate results."""
+    """For a second derivative through intermediate results, the function runs again and is recorded."""
     runs = []
 
     @op_custom_gradient
@@ -262,7 +262,7 @@ def test_closed_over_tensors_have_a_gradient_only_in_a_second_derivative(transfo
 
 
 def test_an_argument_that_the_function_also_closes_over():
-    """Both count in a second derivative: the slope is `7·w·x`, where `w` is `x`."""
+    """Both uses count in a second derivative: the slope is `7·w·x`, where `w` is `x`."""
 
     def f(w):
         def function(x):
@@ -478,7 +478,7 @@ def narrow(x):
 
 
 def test_values_that_depend_on_no_input_are_from_the_first_run():
-    """For example, the mask of a dropout, which would differ in a second run."""
+    """The mask of a dropout is an example. It would differ in a second run."""
     for _ in range(5):
         y, pushed = jvp(masked, (X,), (V,))
         close(pushed, 7.0 * V * (y != 0))
@@ -602,7 +602,7 @@ def put_in_an_object(value, held=Held()):  # noqa: B008
 
 
 def test_transformed_tensors_in_an_object():
-    """They are treated as closed-over tensors."""
+    """Tensors in objects are treated as closed-over tensors."""
 
     def one(w, x):
         held = put_in_an_object(w)
@@ -742,7 +742,7 @@ def test_one_tensor_for_two_arguments(function, name):
 @pytest.mark.parametrize("argnums", [*itertools.product((0, 1), repeat=2)], ids=str)
 @pytest.mark.parametrize("outer", [jacfwd, jacrev])
 def test_one_tensor_in_two_positions(outer, argnums):
-    """It is differentiated with respect to one of them at a time."""
+    """The function is differentiated with respect to one position at a time."""
     first, second = argnums
     op = CASES["input"].op
 
@@ -780,7 +780,7 @@ def within(f, depth, x):
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @cases
 def test_recording_the_pullback_of_an_ended_vjp(case, depth):
-    """Its tensors are in wrappers of transforms that have ended."""
+    """The tensors of the pullback are in wrappers of transforms that have ended."""
 
     def derivatives(f):
         x, w, u = (tensor.clone().requires_grad_() for tensor in (X, W, V))

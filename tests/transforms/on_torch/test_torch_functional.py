@@ -81,7 +81,7 @@ def test_retain_graph(case):
 
 @cases
 def test_gradients_accumulate(case):
-    """In `.grad` of a tensor that is used twice, over two backward passes."""
+    """`.grad` of a tensor that is used twice adds up the gradients of two backward passes."""
 
     def total(f):
         x = X.clone().requires_grad_()

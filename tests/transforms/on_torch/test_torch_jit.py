@@ -164,7 +164,7 @@ def test_derivatives_where_a_program_breaks(name):
 
 @pytest.mark.slow
 def test_derivatives_do_not_depend_on_what_was_compiled_before():
-    """After eight programs of one function, Dynamo compiles the functions that it calls, each for itself."""
+    """After eight programs of one function, Dynamo compiles the functions that it calls separately."""
     for f in (ONE_GRAPH | PIECES).values():
         for order in (1, 2):
             compiled = torch.compile(lambda x, f=f, n=order: derivative(f, n)(x), backend="aot_eager")
@@ -178,7 +178,7 @@ def test_a_program_without_a_gradient_has_no_node():
     assert not jit(op, backend="aot_eager", fullgraph=True)(X).requires_grad
 
 
-def test_each_op_is_compiled_for_itself():
+def test_each_op_is_compiled_separately():
     def f(x):
         return x * 2.0, lambda upstream: 3.0 * upstream
 
@@ -199,7 +199,7 @@ def test_a_compiled_function_in_a_program_is_part_of_its_graph():
 
 
 def test_an_op_that_breaks_a_program_runs_uncompiled():
-    """Dynamo compiled the functions of this package one by one, once for each op."""
+    """Otherwise Dynamo would compile the functions of this package one by one, once for each op."""
     counters.clear()
     for factor in (3.0, 5.0, 7.0):
 
@@ -256,8 +256,8 @@ def joint_graph(compiler, op):
 
 
 @pytest.mark.parametrize("compiler", [torch.compile, jit], ids=["torch.compile", "multigrad.jit"])
-def test_the_joint_graph_is_that_of_a_function_by_hand(compiler):
-    """So residuals are saved tensors, which the partitioner may compute again.
+def test_the_joint_graph_is_that_of_a_hand_written_function(compiler):
+    """Residuals are saved tensors, which the partitioner may compute again.
 
     The graph also has a view of the output or, in `multigrad.jit`, a copy, which the caller may change.
     """
@@ -277,7 +277,7 @@ def test_compiled_autograd(compiled):
     close(got, want)
 
 
-def test_a_line_says_what_is_compiled(monkeypatch, caplog):
+def test_the_log_names_the_function_that_is_compiled(monkeypatch, caplog):
     monkeypatch.setattr(sys.modules["multigrad.backend.torch.jit"], "_SECONDS", 0.0)
 
     def training_step(x):
@@ -312,7 +312,7 @@ def test_an_optimizer_that_is_built_in_the_first_call_is_part_of_one_graph_in_th
 
 
 def test_a_gradient_that_was_not_recorded_raises_outside_of_its_program():
-    """Its part of the derivative would silently be missing."""
+    """The part of the derivative through this gradient would silently be missing."""
     weight = keras.Variable([1.0, 2.0])
 
     def penalty():
@@ -354,7 +354,7 @@ def test_an_output_that_is_changed_in_place_after_the_op():
     close(jit(grad(f), backend="aot_eager", fullgraph=True)(X), 5.0 * torch.exp(X))
 
 
-def test_an_error_of_the_function_arrives_as_itself():
+def test_an_error_of_the_function_is_raised_unchanged():
     compiled = jit(grad(lambda x, y: ops.sum(sine(x) @ y)), backend="eager")
     for _ in range(3):
         with pytest.raises(RuntimeError, match="inconsistent tensor size") as caught:

@@ -207,7 +207,7 @@ def test_no_graph_without_a_gradient(case):
 
 @cases
 def test_a_frozen_argument_has_no_gradient(case):
-    """It gets no gradient, and the other argument gets its own."""
+    """The frozen argument gets no gradient, and the other argument gets its own."""
     x, _ = leaves()
     y = case.op(x, W)
     y.backward(V)

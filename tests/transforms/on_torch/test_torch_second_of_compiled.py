@@ -96,7 +96,7 @@ def test_the_first_derivative_is_right_where_the_second_raises(function):
 
 @pytest.mark.slow
 def test_a_gradient_penalty_of_a_compiled_function_raises():
-    """It is differentiated with respect to a weight, and not with respect to the input of the function."""
+    """The penalty is differentiated with respect to a weight, not to the input of the function."""
     critic = torch.compile(lambda x, w: cases["intermediate"](x * w, V).sum(), backend="aot_eager")
 
     def penalty(w):
