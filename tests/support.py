@@ -99,6 +99,7 @@ SECOND_OF_COMPILED = (
     "gradient of a compiled function",
     "does not currently support double backward",
     "compiled backward function within vmap",
+    "compiled with non-empty donated buffers",
 )
 
 
