@@ -237,8 +237,9 @@ def release(session: nox.Session) -> None:
             session.run(python, "smoke.py", env=environment, external=True)
             for command in [f"{folder}/venv/bin/multigrad"], [python, "-m", "multigrad"]:
                 session.run(*command, "doctor", env=environment, external=True)
-            # The wheel has the pages about limits, and reads them without the clone.
-            session.run(python, "-m", "multigrad", "explain", "jax#forward-mode", external=True)
+            # The wheel has pages of the documentation, and reads them without the clone.
+            for section in ("jax#forward-mode", "debugging-nan#common-causes", "faq"):
+                session.run(python, "-m", "multigrad", "explain", section, external=True)
 
 
 def first_example() -> tuple[str, str]:
