@@ -23,7 +23,9 @@ from multigrad.core.process_wide import Shared
 _LOGGER = logging.getLogger("multigrad")
 _SECONDS = 10.0
 """The time after which a line says what is being compiled."""
-_NOTICE = "multigrad.jit: compiling %s takes more than %g s. Once it is compiled, calls with the same shapes reuse it."
+_NOTICE = (
+    "multigrad.jit: compiling %s takes more than %g s. Later calls with the same shapes reuse the result."
+)
 
 _STATE = threading.local()
 _WHOLE, _IN_PIECES = "whole", "in pieces"
