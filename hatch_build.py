@@ -1,6 +1,6 @@
-"""Build hooks: the pages about limits in a wheel, and the links in its metadata.
+"""Pages of the documentation in a wheel, and the links of its metadata, which depend on the repository.
 
-`python -m multigrad explain` reads the pages. An editable install and a clone have them in `docs/limits/`.
+`python -m multigrad explain` reads the pages. An editable install and a clone have them in `docs/`.
 
 GitHub's CI passes the address of the repository in environment variables. The README's links are relative to
 the repository. In the metadata they are absolute, because a package index does not have these files.
@@ -18,12 +18,16 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 _LINK = re.compile(r"(?P<before>\]\(|src=\")(?P<link>(?!https?:|#)[^)\"\s]+)")
 
 
-class Limits(BuildHookInterface):
-    """Adds the pages of `docs/limits/` to a wheel."""
+_PAGES = ("limits", "guides", "migrate", "performance", "faq.md", "which-op.md")
+
+
+class Pages(BuildHookInterface):
+    """Adds pages of `docs/` to a wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "standard":  # and not "editable"
-            build_data["force_include"]["docs/limits"] = "multigrad/limits"
+            for name in _PAGES:
+                build_data["force_include"][f"docs/{name}"] = f"multigrad/pages/{name}"
 
 
 class Metadata(MetadataHookInterface):

@@ -238,8 +238,9 @@ def release(session: nox.Session) -> None:
             session.run(python, "smoke.py", env=environment, external=True)
             for command in [f"{folder}/venv/bin/multigrad"], [python, "-m", "multigrad"]:
                 session.run(*command, "doctor", env=environment, external=True)
-            # The wheel contains the pages about limits, so `explain` works without the clone.
-            session.run(python, "-m", "multigrad", "explain", "jax#forward-mode", external=True)
+            # The wheel contains pages of the documentation, so `explain` works without the clone.
+            for section in ("jax#forward-mode", "debugging-nan#common-causes", "faq"):
+                session.run(python, "-m", "multigrad", "explain", section, external=True)
 
 
 def first_example() -> tuple[str, str]:

@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
@@ -122,6 +123,24 @@ def _fold(section: str) -> str:
         raise PluginError(f"a limit has no tag: {section[:200]}")
     summary = f'<summary>{limit["title"]}<span class="tag">{limit["tag"]}</span></summary>'
     return f'<details class="limit {limit["kind"].lower()}">{summary}{limit["text"]}</details>'
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Raise if a link leads to a place that no page has. MkDocs does not see the links in notebooks."""
+    site = Path(config["site_dir"])
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    places = {path: set(_PLACE.findall(page)) for path, page in pages.items()}
+    for path, page in pages.items():
+        for link in set(_TO_A_PLACE.findall(page)):
+            file, _, place = html.unescape(link).partition("#")
+            target = (path.parent / file).resolve() if file else path
+            target = target / "index.html" if target.is_dir() else target
+            if unquote(place) not in places.get(target, ()):
+                raise PluginError(f"{path.relative_to(site)} has a link to {link}, which does not exist")
+
+
+_PLACE = re.compile(r'\b(?:id|name)="([^"]+)"')
+_TO_A_PLACE = re.compile(r'\bhref="((?![a-z]+:|//)[^"#]*#[^"]+)"')
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

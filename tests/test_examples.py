@@ -59,6 +59,15 @@ def test_the_readme_the_gallery_and_the_menu_list_each_example():
     assert listed == [entry for entry in told if entry[1].endswith(".ipynb")]
 
 
+def test_the_titles_in_notebooks_are_plain_text():
+    """mkdocs-jupyter (0.26) makes two anchors for a title with code, so links to it lead nowhere."""
+    cells = [cell for path in NOTEBOOKS for cell in json.loads(path.read_text())["cells"]]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    assert len(titles) > 50
+    assert [title for title in titles if re.search(r"[`*$\[<]", title)] == []
+
+
 # tests/notebooks.py runs the notebooks. The stored outputs, which readers see, are from an earlier run.
 
 

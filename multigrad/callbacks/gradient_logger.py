@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GradientLogger(keras.callbacks.Callback):
-    """Record the norms of outputs and gradients, and NaN and Inf in them, in each n-th step of `fit`.
+    """Record the norms of outputs and gradients, and NaN and Inf in them, in every n-th step of `fit`.
 
     ```python
     import keras

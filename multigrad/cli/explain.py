@@ -1,9 +1,10 @@
-"""`multigrad explain`: print a section of the pages about limits, without imports of Keras or a framework.
+"""`multigrad explain`: print a section of the documentation, without imports of Keras or a framework.
 
-A wheel contains the pages as `multigrad/limits/` (see `hatch_build.py`). A clone has them in `docs/limits/`.
+A wheel contains the pages as `multigrad/pages/` (see `hatch_build.py`). A clone has them in `docs/`.
 """
 
 import difflib
+import math
 import re
 import sys
 from importlib.util import find_spec
@@ -11,8 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parents[1]
-_HEADING = re.compile(r"^##+ (?P<title>.+?) \{#(?P<anchor>[\w-]+)[^}\n]*\}$", re.MULTILINE)
+# The limits come first, because errors name their sections.
+PAGES = ("limits/*.md", "faq.md", "which-op.md", "guides/*.md", "migrate/*.md", "performance/*.md")
+_TITLE = r"(?P<title>.+?)"
+_ANCHOR = r" \{#(?P<anchor>[\w-]+)[^}\n]*\}"
+_HEADING = re.compile(rf"^(?:\A# |## |###+ (?=.*\{{#)){_TITLE}(?:{_ANCHOR})?$", re.MULTILINE)
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
+_MOST = 10  # sections that a search lists
 
 
 class Section(NamedTuple):
@@ -27,6 +33,16 @@ class Section(NamedTuple):
     def name(self) -> str:
         """The name in the last line of an error, such as `jax#forward-mode`."""
         return f"{self.page}#{self.anchor}"
+
+    @property
+    def heading(self) -> str:
+        """The text in which a search finds the section first."""
+        return f"{self.title} {self.anchor}"
+
+    @property
+    def all(self) -> str:
+        """The heading and the text, each sentence on one line."""
+        return " ".join(f"{self.heading} {self.text}".split())
 
 
 def explain(words: str = "") -> int:
@@ -46,63 +62,97 @@ def explain(words: str = "") -> int:
         The exit status: 0, or 1 if there is no such section.
     """
     everything = sections()
-    found = find(words, everything)
+    wanted = words.lower().removeprefix("#").strip()
+    named = [section for section in everything if wanted in ("", section.name, section.anchor, section.page)]
+    found = named or search(wanted, everything)
     if not found:
         _print_nearest(words, everything)
         return 1
     if len(found) == 1:
-        _print_section(found[0])
+        _print_section(found[0], {section.page for section in everything})
     else:
-        _print_list(found)
+        _print_list(found, len(found) if named else _MOST)
     return 0
 
 
 def sections() -> list[Section]:
-    """Return the sections of all pages."""
-    folder = _PACKAGE / "limits"
+    """Return the sections of all pages. The first one of a page is the text below its title."""
+    folder = _PACKAGE / "pages"
     if not folder.is_dir():
-        folder = _PACKAGE.parent / "docs" / "limits"
+        folder = _PACKAGE.parent / "docs"
     found = []
-    for path in sorted(folder.glob("*.md")):
+    for path in [path for pattern in PAGES for path in sorted(folder.glob(pattern))]:
+        if path.stem == "index":  # it lists the sections of the other pages
+            continue
         page = path.read_text(encoding="utf-8")
-        headings = list(_HEADING.finditer(page))
+        headings = [
+            found for found in _HEADING.finditer(page) if found["anchor"] or folder / "limits" != path.parent
+        ]
         ends = [heading.start() for heading in headings[1:]] + [len(page)]
-        for heading, end in zip(headings, ends, strict=False):  # without headings, `ends` has one item
-            text = page[heading.end() : end].strip()
-            found.append(Section(path.stem, heading["anchor"], heading["title"].replace("`", ""), text))
+        for heading, end in zip(headings, ends, strict=True):
+            title = heading["title"].replace("`", "")
+            anchor = heading["anchor"] or re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()))
+            found.append(Section(path.stem, anchor, title, page[heading.end() : end].strip()))
     return found
 
 
-def find(words: str, among: list[Section]) -> list[Section]:
-    """Return the sections with this name, those of this page, or those in which the words occur.
+def search(words: str, among: list[Section]) -> list[Section]:
+    """Return the sections in which the words occur, the best first.
 
-    Sections with the words in their titles come first, then those with the phrase in their text. If there
-    are none, the sections with all words in their text are returned.
+    Sections with all words in their titles are followed by those with the phrase in their text. If there are
+    none, sections with all words are returned, and otherwise those with any of the words.
     """
-    wanted = words.lower().removeprefix("#").strip()
-    named = [section for section in among if wanted in (section.name, section.anchor, section.page)]
-    if named or not wanted:
-        return named or among
-    titles = [section for section in among if _has_all(f"{section.title} {section.anchor}", wanted)]
-    others = [section for section in among if section not in titles]
-    phrases = [section for section in others if wanted in " ".join(section.text.lower().split())]
-    return [*titles, *phrases] or [section for section in among if _has_all(section.text, wanted)]
+    terms = [_term(word) for word in words.split()]
+    titles = [section for section in among if all(_count(term, section.heading) for term in terms)]
+    phrases = _most_frequent(terms, [section for section in among if _count(" ".join(terms), section.text)])
+    with_all = [section for section in among if all(_count(term, section.all) for term in terms)]
+    return (
+        titles + [section for section in phrases if section not in titles]
+        or _most_frequent(terms, with_all)
+        or _with_any(terms, among)
+    )
 
 
-def _has_all(text: str, words: str) -> bool:
-    """Return whether each of the words begins a word of the text."""
-    return all(re.search(rf"\b{re.escape(word)}", text, re.IGNORECASE) for word in words.split())
+def _with_any(terms: list[str], among: list[Section]) -> list[Section]:
+    """Return the sections with any of the terms. Rare terms, and those in titles, have a larger weight."""
+    weights = dict.fromkeys(among, 0.0)
+    for term in terms:
+        having = [section for section in among if _count(term, section.all)]
+        for section in having:
+            weights[section] += math.log(len(among) / len(having)) * (
+                3 if _count(term, section.heading) else 1
+            )
+    return sorted([section for section in among if weights[section]], key=lambda section: -weights[section])
 
 
-def _print_list(found: list[Section]) -> None:
-    width = max(len(section.name) for section in found)
-    for section in found:
+def _term(word: str) -> str:
+    """Return a word without punctuation, and without the "s" of a plural."""
+    word = word.strip(".,:;?!()`'\"")
+    return word if len(word) < 5 or word.endswith("ss") else word.removesuffix("s")
+
+
+def _most_frequent(terms: list[str], among: list[Section]) -> list[Section]:
+    """Return the sections, sorted by the number of times that the terms occur in them."""
+    return sorted(among, key=lambda section: -sum(_count(term, section.all) for term in terms))
+
+
+def _count(term: str, text: str) -> int:
+    """Return how often words of the text begin with the term. A short term must be a whole word."""
+    end = r"s?\b" if len(term) < 4 else ""
+    return len(re.findall(rf"(?<!\w){re.escape(term)}{end}", text, re.IGNORECASE))
+
+
+def _print_list(found: list[Section], most: int) -> None:
+    width = max(len(section.name) for section in found[:most])
+    for section in found[:most]:
         print(f"{section.name:<{width}}  {section.title}")
+    if len(found) > most:
+        print(f"\n{len(found) - most} more sections have these words. Add a word to find fewer.")
     print("\nTo read one: python -m multigrad explain NAME")
 
 
-def _print_section(section: Section) -> None:
-    text = _LINK.sub(lambda link: _link_text(section.page, link["text"], link["target"]), section.text)
+def _print_section(section: Section, pages: set[str]) -> None:
+    text = _LINK.sub(lambda link: _link_text(link["text"], link["target"], section.page, pages), section.text)
     markdown = f"## {section.title} ({section.name})\n\n{text}"
     if sys.stdout.isatty() and find_spec("rich") is not None:
         from rich.console import Console
@@ -113,20 +163,19 @@ def _print_section(section: Section) -> None:
         print(markdown)
 
 
-def _link_text(page: str, text: str, target: str) -> str:
-    """Return a link as text: a section by its name, another site by its address."""
-    file, _, anchor = target.partition("#")
+def _link_text(text: str, target: str, page: str, pages: set[str]) -> str:
+    """Return a link as text: a section or a page by its name, another site by its address."""
+    file, mark, anchor = target.partition("#")
     if "//" in file:
         return f"{text} ({target})"
-    if anchor and "/" not in file:
-        return f"{text} ({file.removesuffix('.md') or page}#{anchor})"
-    return text
+    linked = Path(file).stem if file else page
+    return f"{text} ({linked}{mark}{anchor})" if linked in pages else text
 
 
 def _print_nearest(words: str, among: list[Section]) -> None:
     names = {name: section for section in among for name in (section.name, section.anchor, section.title)}
     lower = {name.lower(): section for name, section in names.items()}
-    nearest = difflib.get_close_matches(words.lower(), lower, n=3, cutoff=0.5)
+    nearest = difflib.get_close_matches(words.lower(), lower, n=3, cutoff=0.6)
     print(f"multigrad explain: no section contains {words!r}.", file=sys.stderr)
     for section in dict.fromkeys([lower[name] for name in nearest]):
         print(f"  nearest: {section.name}  {section.title}", file=sys.stderr)

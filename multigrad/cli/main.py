@@ -1,6 +1,8 @@
 """The `multigrad` command. Neither Keras nor a framework is imported until a command needs it."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 import multigrad
@@ -28,6 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with status 2 if the arguments are invalid.
     """
     options = _parser().parse_args(arguments)
+    try:
+        status = _run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `multigrad explain | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
+        return 1
+    return status
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.command == "demo":
         # Imported here because it needs rich, which `doctor` must not require.
         from multigrad.cli.demo.command import demo
@@ -85,9 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     explain_parser = commands.add_parser(
         "explain",
-        help="print the section about a limit that an error names",
-        description="Print a section about a limit: what happens and what to do. Without a name, list all "
-        "sections. Exit with status 1 if there is no such section.",
+        help="print the section of the documentation that an error names, or that has these words",
+        description="Print a section of the documentation: a limit, a guide or an answer. Words list the "
+        "sections that have them. Without a name, list all sections. Exit with status 1 if there is none.",
     )
     explain_parser.add_argument(
         "words",

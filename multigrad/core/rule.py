@@ -225,9 +225,21 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
             required=FORMS,
             got=f"{name_of(rule)}{inspect.signature(rule)}, for {outputs} tensor(s) in the output and "
             f"{binding.passed} positional argument(s)",
-            fix=f"{_did_you_mean(rule)}write the rule in one of these forms",
+            fix=f"{_did_you_mean(rule)}write the rule in one of these forms. "
+            f"{_example(rule, binding, outputs)}",
         )
     )
+
+
+def _example(rule: Any, binding: Binding, outputs: int) -> str:
+    """Return the end of a fix: the form that fits the op, and the reason."""
+    if "upstream" in inspect.signature(rule).parameters:
+        names = ", ".join(binding.signature.positional[: binding.passed])
+        return f"The op has {binding.passed} positional argument(s): write rule({names}, *, upstream)"
+    if outputs > 1:
+        names = ", ".join([f"u{number}" for number in range(1, outputs + 1)]) if outputs < 6 else "*us"
+        return f"The output has {outputs} tensors: write rule({names})"
+    return "The output is one tensor: write rule(upstream)"
 
 
 # Names that users of other libraries may give to the two parameters.

@@ -26,6 +26,11 @@ def of_two(answer):
     return slope(op, array(2, dtype="int32"))
 
 
+def of_two_outputs(rule, outputs=2):
+    op = op_custom_gradient(lambda x: ((x * 5.0,) * outputs, rule))
+    return grad(lambda x: ops.sum(op(x)[0]) + ops.sum(op(x)[-1]))(X)
+
+
 def of_pair(answer, number=2.0):
     op = op_custom_gradient(lambda pair, s: (pair[0] * pair[1], answer))
     return grad(lambda pair: op(pair, number))((3.0, 5.0))
@@ -130,8 +135,15 @@ RULES = [
         lambda: rule_of(lambda x, *, upsteam: x * upsteam), lambda: rule_of(lambda x, *,
         upstream: upstream * 3.0),
         THREE),
-    Row("write the rule in one of these forms", lambda: rule_of(lambda a, b, c: a),
-        lambda: rule_of(lambda a: a * 3.0), THREE),
+    Row("The output is one tensor: write rule(upstream)", lambda: rule_of(lambda a, b, c: a),
+        lambda: rule_of(lambda upstream: upstream * 3.0), THREE),
+    Row("The output has 2 tensors: write rule(u1, u2)", lambda: of_two_outputs(lambda a, b, c: a),
+        lambda: of_two_outputs(lambda u1, u2: u1 + 2.0 * u2), THREE),
+    Row("The output has 7 tensors: write rule(*us)", lambda: of_two_outputs(lambda a, b: a, 7),
+        lambda: of_two_outputs(lambda *us: us[0] + 2.0 * us[6], 7), THREE),
+    Row("The op has 2 positional argument(s): write rule(x, n, *, upstream)",
+        lambda: of_two(lambda x, upstream: upstream),
+        lambda: of_two(lambda x, n, *, upstream: (upstream * 3.0, None)), THREE),
     Row("remove 'n' from the rule's parameters",
         lambda: of_number(lambda x, upstream, n=2.0: upstream * n),
         lambda: of_number(None), THREE),

@@ -23,6 +23,9 @@ from multigrad.core.process_wide import Shared
 _LOGGER = logging.getLogger("multigrad")
 _SECONDS = 10.0
 """The time after which a line says what is being compiled."""
+_NOTICE = (
+    "multigrad.jit: compiling %s takes more than %g s. Later calls with the same shapes reuse the result."
+)
 
 _STATE = threading.local()
 _WHOLE, _IN_PIECES = "whole", "in pieces"
@@ -34,6 +37,7 @@ def jit(
     whole = _compile_alone(_with_history(function), **{**options, "fullgraph": True})
     pieces = _compile_alone(function, **options)
     failures, has_run = 0, False  # of the function, in all threads
+    announce = functools.cache(lambda: _LOGGER.warning(_NOTICE, name, _SECONDS))  # once, also if a call fails
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal failures, has_run
@@ -44,7 +48,7 @@ def jit(
         _STATE.mode = _WHOLE if failures < 2 else _IN_PIECES
         try:
             try:
-                with contextlib.nullcontext() if has_run else _announce(name):
+                with contextlib.nullcontext() if has_run else _after(_SECONDS, announce):
                     if failures < 2:
                         result = whole(*args, **kwargs)
                     else:
@@ -117,12 +121,9 @@ _refuse = torch.compiler.disable(
 
 
 @contextlib.contextmanager
-def _announce(name: str) -> Iterator[None]:
-    """Log a line if the code takes long, because it compiles a function."""
-    text = (
-        "multigrad.jit: compiling %s takes more than %g s. Later calls with the same shapes do not compile."
-    )
-    timer = threading.Timer(_SECONDS, _LOGGER.warning, [text, name, _SECONDS])
+def _after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
+    """Call the function if the code takes longer than this."""
+    timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()
     try:

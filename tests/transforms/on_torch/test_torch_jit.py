@@ -277,16 +277,19 @@ def test_compiled_autograd(compiled):
     close(got, want)
 
 
-def test_the_log_names_the_function_that_is_compiled(monkeypatch, caplog):
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_log_names_the_function_that_is_compiled(fails, monkeypatch, caplog):
     monkeypatch.setattr(sys.modules["multigrad.backend.torch.jit"], "_SECONDS", 0.0)
 
     def training_step(x):
+        if fails:  # to be compiled as one graph, in two calls
+            torch._dynamo.graph_break()
         return x * 2.0
 
     with caplog.at_level(logging.WARNING, "multigrad"):
         compiled = jit(training_step, backend="eager")
-        compiled(X)
-        compiled(X)
+        for _ in range(4):
+            compiled(X)
     (line,) = caplog.messages
     assert "training_step" in line
 
