@@ -197,8 +197,8 @@ def unpinned(session: nox.Session, backend: str) -> None:
     fast_tests(session, backend, *newest, *GROUPS(PYPROJECT, "test"), "keras", *REQUIREMENTS[backend])
 
 
-# Options of JAX 0.12. Older versions ignore unknown options. JAX_SCAN3 is absent until JAX can differentiate such a
-# scan: in 0.12.0 a scan has no gradient with it, even without an op.
+# Options of JAX 0.12. Older versions ignore unknown options. JAX_SCAN3 is absent, because a scan has no
+# gradient with it in 0.12.0, even without an op.
 JAX_PREVIEWS = ("JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3", "JAX_REMAT3")
 
 
