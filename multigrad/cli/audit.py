@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from multigrad.frameworks import DIFFERENTIATING, active_backend, is_installed
 
-# The audit compiles thousands of tiny programs once. JAX reads this variable when it starts.
+# The audit compiles thousands of tiny programs once. JAX reads this variable when it starts, and aborts on a
+# flag that it does not know. So these are flags of each supported version.
 FAST = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
 
 

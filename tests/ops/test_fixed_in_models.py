@@ -110,6 +110,8 @@ def test_symbolic_outputs_are_those_of_keras(dtype):
     for op, (_, args, options, _, _) in cases.items():
         if op in ("bincount", "ldexp"):  # their other argument is an integer
             continue
+        if op in ("det", "slogdet") and dtype == "float16":  # no framework computes them
+            continue
         inputs = [
             a if isinstance(a, tuple) else keras.Input(batch_shape=np.shape(a), dtype=dtype) for a in args
         ]
