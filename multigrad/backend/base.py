@@ -15,7 +15,7 @@ import contextlib
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -24,12 +24,13 @@ from multigrad.backend.training import Taps, Training
 from multigrad.core.errors import message
 from multigrad.core.type_sets import TypeSet
 
-if TYPE_CHECKING:  # at run time, the core imports the backend
+if TYPE_CHECKING:  # at run time, these modules import the backend
     from multigrad.core.call import Call as Call
     from multigrad.core.call import Pullback as Pullback
     from multigrad.core.call import Run as Run
+    from multigrad.ops.host_call import HostFunction as HostFunction
 else:
-    Call = Pullback = Run = Any
+    Call = HostFunction = Pullback = Run = Any
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=type[Any])
@@ -55,18 +56,6 @@ DEPENDS_ON_ELEMENT = message(
     fix="return the value, with an axis in out_axes",
 )
 """The error of `vmap` for a result that must be the same for all elements, and is not."""
-
-
-class HostFunction(Protocol):
-    """A function of NumPy arrays, which checks its results."""
-
-    name: str
-
-    def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Call the function in eager code."""
-
-    def in_program(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Call the function from a compiled program, which reports only the text of an error."""
 
 
 class Options(NamedTuple):

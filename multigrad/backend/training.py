@@ -1,50 +1,22 @@
 """The border for training: one step of a Keras model, with taps on its layers and weights.
 
 `Training` is for frameworks whose variables hold their values while a step runs. JAX passes the values
-through the step, and overrides what differs. The taps come from `multigrad/callbacks/taps.py`.
+through the step, and overrides what differs. The taps, `multigrad/callbacks/taps.py`, are an argument.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import keras
 
+if TYPE_CHECKING:  # at run time, the taps import the backend
+    from multigrad.callbacks.taps import Taps as Taps
+else:
+    Taps = Any
+
 ENTRY = "multigrad_taps"
 """The entry of a step's logs with the statistics, which the training loop never sees."""
-
-
-class Taps(Protocol):
-    """The taps in one run, or one trace, of a training step."""
-
-    SIZE: ClassVar[int]
-    """The number of statistics of a tensor, which are a vector of float32."""
-    names: list[str]
-    """The names of the tapped tensors, in the order of the calls."""
-    outputs: list[Any]
-    """The statistics of each tapped tensor."""
-    upstream: dict[int, Any]
-    """The statistics of the upstream gradient of each tapped tensor, by its index, where there is one."""
-    slots: Sequence[Any] | None
-    """Tensors whose gradients are the statistics of the upstream gradients. With None, taps store these."""
-    has_layers: bool
-    """Whether layers are tapped, and not only weights."""
-
-    def start(self) -> None:
-        """Forget all statistics."""
-
-    def open(self, counting: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which layers are tapped, or in which only their names are found."""
-
-    def close(self) -> None:
-        """End this context early."""
-
-    def see(self, gradients: Sequence[Any], names: Sequence[str], values: Sequence[Any], scale: Any) -> None:
-        """Compute the statistics of weights and of their gradients, which are `scale` times too large."""
-
-    def gather(self) -> dict[str, Any]:
-        """Return all statistics, as a structure of tensors."""
 
 
 class Training:

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import keras
 
-from multigrad.backend.training import ENTRY
-from multigrad.backend.training import Training as Base
+from multigrad.backend.training import ENTRY, Training
 
 
-class Training(Base):
+class JaxTraining(Training):
     """The training step of a model with taps."""
 
     def step(self, *args: Any) -> Any:

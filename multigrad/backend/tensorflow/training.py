@@ -5,10 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.training import Training as Base
+from multigrad.backend.training import Training
 
 
-class Training(Base):
+class TensorFlowTraining(Training):
     """The training step of a model with taps. Under a `tf.distribute` strategy, each replica runs it."""
 
     def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
