@@ -36,13 +36,13 @@ class Training:
         taps = self._taps()
         with taps.open():
             logs = self._step(*args)
-        return {**logs, ENTRY: self._over_replicas(taps.gather())}
+        return {**logs, ENTRY: self._gather_over_replicas(taps.gather())}
 
     def function(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that `fit` calls for each step, made from another `train_step`."""
         model, plain = self.model, self.model.train_function
         try:
-            with replaced(model, "train_step", step):
+            with replace_attribute(model, "train_step", step):
                 model.make_train_function(force=True)
             return model.train_function
         finally:
@@ -50,7 +50,7 @@ class Training:
 
     def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
         """Call this function as `fit` does. Return the entry, and the result without it."""
-        with self._tapping():
+        with self._tap_methods():
             logs = function(*args)
         return logs.pop(ENTRY), logs
 
@@ -76,8 +76,9 @@ class Training:
             taps, variables = self._taps_here(), trainable_variables or self.model.trainable_variables
             if taps is not None:
                 scale = scale_loss(keras.ops.ones(()))
+                names = [variable.path for variable in variables]
                 values = [variable.value for variable in variables]
-                taps.see(self._summed(grads), [variable.path for variable in variables], values, scale)
+                taps.see(self._sum_over_replicas(grads), names, values, scale)
             return apply(grads, trainable_variables)
 
         def tapped_scale_loss(loss: Any) -> Any:
@@ -93,24 +94,24 @@ class Training:
         return taps
 
     @contextlib.contextmanager
-    def _tapping(self) -> Iterator[None]:
+    def _tap_methods(self) -> Iterator[None]:
         # Around the function and not in the step, which may be traced by several threads at once.
         with contextlib.ExitStack() as stack:
             for owner, name, method in self._methods:
-                stack.enter_context(replaced(owner, name, method))
+                stack.enter_context(replace_attribute(owner, name, method))
             yield
 
-    def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
+    def _sum_over_replicas(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Return the gradients, summed over the replicas of the model."""
         return gradients
 
-    def _over_replicas(self, entry: dict[str, Any]) -> dict[str, Any]:
+    def _gather_over_replicas(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Return the entry with the statistics of layers on each replica of the model."""
         return entry
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an instance for a while. Keras, which tracks attributes, does not see it."""
     attributes = vars(owner)
     before = {name: attributes[name]} if name in attributes else {}

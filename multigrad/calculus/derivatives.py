@@ -160,7 +160,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
         See `grad`.
     """
     name = name_of(f)
-    inputs, output, flat_pullback, *aux = _flat_vjp(name, f, primals, has_aux)
+    inputs, output, flat_pullback, *aux = _flat_vjp(f, primals, has_aux)
 
     def pullback(upstream: Any) -> tuple[Any, ...]:
         flat_upstream = output.flatten_matching(name, "the upstream gradient", upstream)
@@ -221,7 +221,7 @@ def jvp(
                     fix="call jvp(f, (x,), (tangent,))",
                 )
             )
-    inputs, output, pullback, *aux = _flat_vjp(name, f, primals, has_aux)
+    inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux)
     directions = inputs.flatten_matching(name, "the tangents", tuple(tangents))
     # The pullback is linear, so its transpose is the same at any upstream gradient.
     ones = [ops.ones_like(tensor) for tensor in output.differentiable]
@@ -230,7 +230,7 @@ def jvp(
     return output.unflatten(output.differentiable), output.unflatten_with_none(tangent), *aux
 
 
-def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
+def _flat_vjp(f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
     """Return the primals and output as `FlatStructure`s, the flat pullback, and the aux if there is one."""
     function = DifferentiatedFunction(f, range(len(primals)), None)
     flat_f = DifferentiatedCall(function, primals, {}, has_aux)

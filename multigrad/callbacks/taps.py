@@ -30,7 +30,7 @@ def taps_here() -> "Taps | None":
 
 
 @contextlib.contextmanager
-def using(taps: "Taps") -> Iterator[None]:
+def use_taps(taps: "Taps") -> Iterator[None]:
     """Set the taps of the step that this thread runs or traces."""
     token = _TAPS.set(taps)
     try:

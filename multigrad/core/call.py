@@ -296,7 +296,7 @@ class Pullback(HoldsNoTensor):
         """Call a function with the arguments of the call, made from these tensors."""
         return self.binding.call(function, self.arguments.join(tensors))
 
-    def reading(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    def scope_with_reader(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
         """Return a context in which the rule reads the framework's variables by `read(variable)`.
 
         It does not apply to variables whose values are inputs of the op.

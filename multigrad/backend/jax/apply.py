@@ -12,11 +12,7 @@ import jax
 
 from multigrad.backend.base import Call, Run
 from multigrad.backend.jax.primitives import Strip, tie
-from multigrad.backend.jax.private import (
-    current_trace,
-    other_object,
-    under_trace,
-)
+from multigrad.backend.jax.private import current_trace, other_object, under_trace
 from multigrad.backend.jax.residuals import constants_of, pull_of, uses_intermediate
 from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, varying_alike
 from multigrad.core.closure import lift, restore
@@ -28,6 +24,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     first = _FirstRun(call, varying_alike(list(tensors)))
     run, inputs, strip = first.run, first.inputs, first.strip
     outputs = as_arrays(run.outputs)
+    # Without a tracer, no derivative is being taken.
     if not (any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])):
         return run.pullback.output.join(_without_gradient(inputs, outputs))
     order = strip.order
@@ -54,7 +51,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
 
 class _FirstRun:
-    """The run of a function on inputs without tangents.
+    """The run of a function on inputs without tangents, in the constructor, and what a second run needs.
 
     Arguments:
         call: the call.
@@ -121,7 +118,7 @@ class _FirstRun:
         return any([TRACERS[type(value)] for values in attributes for value in values.values()])
 
     def rerun(self) -> Run:
-        """Run the function again, with all inputs in one equation of `strip`."""
+        """Run the function again on the inputs of the run, all in one equation of `strip`."""
         self.strip.traces = []
         stripped = self._strip_inputs(self.inputs)
         f = restore(self._template, self.stripped_closure)

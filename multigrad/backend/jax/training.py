@@ -30,7 +30,7 @@ class JaxTraining(Training):
         return {**logs, ENTRY: taps.gather()}, (trainable, non_trainable, *others)
 
     def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
-        with self._tapping():
+        with self._tap_methods():
             logs, state = function(*args)
         return logs.pop(ENTRY), (logs, state)
 

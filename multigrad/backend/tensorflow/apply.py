@@ -51,7 +51,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         if not is_nested(graph):
             # Captured again, so that tapes that began after the op record the captured tensors.
             return pull(restore(template, capture(residuals, graph)), upstreams)
-        with pullback.reading(functools.partial(read_for_gradient, graph)):
+        with pullback.scope_with_reader(functools.partial(read_for_gradient, graph)):
             return pull(restore(template, inside), upstreams)
 
     def forward(residuals: Sequence[Any], *upstreams: Any) -> Sequence[Any]:
@@ -59,7 +59,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
     if carrier is not None:
         carrier.bind(backward)
-    record_rule(call.name, run, tied_outputs, backward, forward)
+    record_rule(call.name, run, tied_outputs, residuals, backward, forward)
     return pullback.output.join(tied_outputs)
 
 
