@@ -138,7 +138,10 @@ class _InThread(threading.local):
 
 IN_THREAD = _InThread()
 
-is_compiling = torch.compiler.is_compiling
+
+def is_compiling() -> bool:
+    # A new function. Where Dynamo (PyTorch 2.13) reads PyTorch's own from the backend, it evaluates to False.
+    return torch.compiler.is_compiling()
 
 
 @torch.compiler.assume_constant_result
