@@ -134,7 +134,7 @@ class Call:
         return returned[0]
 
     def rerun(self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None) -> "Run":
-        """Run the function again, to differentiate the residuals of its rule.
+        """Run the function again, to differentiate the residuals of its rule, which are lifted.
 
         The function reads the values of variables from `inputs`. Its assignments to variables are discarded.
 
@@ -149,6 +149,7 @@ class Call:
             returned = self.pullback.call(f or self.f, inputs[:count])
         run = self._result(returned, inputs[:count], scope, first.outer_scope, first.context)
         run.pullback = first
+        run.lift(self.f)
         return run
 
     def _result(

@@ -31,7 +31,8 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     if order > 1 and first.order <= 1:
         # The function read a weight of another derivative than those of its arguments.
         run = first.rerun()
-    run.lift(call.f)
+    else:
+        run.lift(call.f)
     pull = pull_of(run, run.is_opaque and first.may_use_tracers(run))
     if (order > 1 or strip.in_program) and uses_intermediate(
         run, [*first.constants, *first.stripped_closure]
@@ -41,7 +42,6 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         # none. In a program, it can lack those of the weights, which have an equation of `strip` each.
         if order > 1 or any_traced(inputs[len(tensors) :]):
             run = first.rerun_with_tangents()
-            run.lift(call.f)
             pull = pull_of(run, run.is_opaque)
     strip.traces, outputs = None, as_arrays(run.outputs)
     # A residual from the closure is tied with its tangents, for the derivatives around the op.

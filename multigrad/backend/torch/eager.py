@@ -188,7 +188,6 @@ def rerun(call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tenso
     Its rule must have as many residuals as the rule of the first run: `count`.
     """
     run = call.rerun(tensors, first)
-    run.lift(call.f)
     if len(run.residuals) != count:
         raise _not_repeatable(call)
     return run

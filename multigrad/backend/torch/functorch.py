@@ -44,7 +44,8 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     is_lazy = False
     if _uses_intermediates(run, used):
         is_lazy = not _needs_recording(run, used, run.inputs[len(tensors) :])
-        run = run if is_lazy else _rerun_recorded(call, run)
+        if not is_lazy:
+            run = call.rerun(run.inputs, run.pullback)  # on inputs with history
     state, others = _FunctorchState(call, run), run.others()
     if is_lazy:
         others = _Intermediates.apply(state, *run.inputs, *others)
@@ -95,13 +96,6 @@ def _run_stripped(call: Call, tensors: Sequence[torch.Tensor], used: Sequence[to
         run = call.run([tensor.detach() for tensor in stripped])
         run.lift(call.f)
     run.inputs = [*tensors, *run.inputs[len(tensors) :]]
-    return run
-
-
-def _rerun_recorded(call: Call, first: Run) -> Run:
-    """Run the function again on inputs with history."""
-    run = call.rerun(first.inputs, first.pullback)
-    run.lift(call.f)
     return run
 
 
