@@ -11,10 +11,10 @@ from torch.compiler import is_dynamo_compiling
 from multigrad.backend.base import Call, Run
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
-from multigrad.backend.torch.jit import is_whole
 from multigrad.backend.torch.private import disable_torch_function, preserve_version_counters, skip_frames
 from multigrad.backend.torch.state import (
     IN_THREAD,
+    WHOLE,
     current_autocast,
     hidden_from_trace,
     is_transforming_traced,
@@ -55,7 +55,7 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if IN_THREAD.in_rule and not torch.is_grad_enabled():
         # The gradient of a rule is not differentiated here. Dynamo cannot enter a scope in a backward pass.
         return call.output(tensors)
-    recorded = is_whole() and torch.is_grad_enabled() and IN_THREAD.recorded
+    recorded = IN_THREAD.mode == WHOLE and torch.is_grad_enabled() and IN_THREAD.recorded
     if recorded:
         run, outputs = _run_recorded(call, tensors)
         recorded = _require_gradients(run.inputs)

@@ -15,10 +15,11 @@ from multigrad.backend.torch.eager import (
     refuse,
     refuse_compiled,
 )
-from multigrad.backend.torch.jit import is_in_pieces, is_whole
 from multigrad.backend.torch.private import COMPILED_NODE, skip_frame, skip_frames
 from multigrad.backend.torch.state import (
+    IN_PIECES,
     IN_THREAD,
+    WHOLE,
     is_transforming,
     is_transforming_traced,
     no_transforms,
@@ -40,9 +41,9 @@ def value_and_grad(
     variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     if is_dynamo_compiling() and not is_transforming_traced():
-        if is_whole():
+        if IN_THREAD.mode == WHOLE:
             return traced.value_and_grad(function, tensors, variables)
-        if is_in_pieces():
+        if IN_THREAD.mode == IN_PIECES:
             return _break_graph(function, tensors, variables)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(function)
@@ -96,9 +97,9 @@ def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
     if is_dynamo_compiling() and not is_transforming_traced():
-        if is_whole():
+        if IN_THREAD.mode == WHOLE:
             return traced.vjp(function, tensors)
-        if is_in_pieces():
+        if IN_THREAD.mode == IN_PIECES:
             return _break_graph_vjp(function, tensors)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(lambda *inputs: _outputs_as_list(*function(*inputs)))
@@ -143,7 +144,9 @@ def _vjp_by_backward_pass(
         )
         return _refuse_in_programs(gradients, inputs, values) if again else gradients
 
-    return (outputs, aux), torch.compiler.disable(pull, reason=_REASON) if is_in_pieces() else pull
+    return (outputs, aux), torch.compiler.disable(
+        pull, reason=_REASON
+    ) if IN_THREAD.mode == IN_PIECES else pull
 
 
 _break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)

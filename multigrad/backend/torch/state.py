@@ -134,9 +134,18 @@ class _InThread(threading.local):
         """Whether the gradients of the innermost one in a program may be differentiated again."""
         self.in_rule = False
         """Whether Dynamo traces a rule, in which it changes no state from outside of the rule."""
+        self.mode = ""
+        """How `multigrad.jit` compiles the code: `WHOLE`, `IN_PIECES`, or not at all."""
+        self.differentiated = False
+        """Whether an argument of the function that `multigrad.jit` compiles requires a gradient."""
+        self.unrecorded = False
+        """Whether its graph has a gradient with respect to variables that it does not record."""
 
 
 IN_THREAD = _InThread()
+
+WHOLE, IN_PIECES = "whole", "in pieces"
+"""The modes of `multigrad.jit`: as one graph, and with a graph break at each gradient."""
 
 
 def is_compiling() -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from multigrad.backend.torch.jit import is_differentiated_outside, note_unrecorded
 from multigrad.backend.torch.private import fake_mode_of
 from multigrad.backend.torch.state import IN_THREAD
 
@@ -23,10 +22,10 @@ def value_and_grad(
     # Whether the gradient can be differentiated again is known when Dynamo traces. AOTAutograd also traces
     # the graph with weights that require no gradient, to find the outputs, so it cannot be seen there.
     recorded = torch.is_grad_enabled() and (
-        not variables or IN_THREAD.depth > 0 or IN_THREAD.in_rule or is_differentiated_outside()
+        not variables or IN_THREAD.depth > 0 or IN_THREAD.in_rule or IN_THREAD.differentiated
     )
     if torch.is_grad_enabled() and not recorded:
-        note_unrecorded()
+        IN_THREAD.unrecorded = True
     with torch.enable_grad(), _count_derivative(recorded):
         inputs = _new_inputs(list(tensors))
         value, aux = function(*inputs)
