@@ -144,9 +144,8 @@ def _vjp_by_backward_pass(
         )
         return _refuse_in_programs(gradients, inputs, values) if again else gradients
 
-    return (outputs, aux), torch.compiler.disable(
-        pull, reason=_REASON
-    ) if IN_THREAD.mode == IN_PIECES else pull
+    breaks_graph = IN_THREAD.mode == IN_PIECES
+    return (outputs, aux), torch.compiler.disable(pull, reason=_REASON) if breaks_graph else pull
 
 
 _break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)
