@@ -54,9 +54,9 @@ FAULTS = [
         "test_order.py::test_mixed_derivatives",
     ),
     Fault(
-        "an input is taken for its stop_gradient", "jax", "backend/jax/apply.py",
-        "is_wrapped = strip.order > 1",
-        "is_wrapped = strip.order > 9",
+        "an input is taken for its stop_gradient", "jax", "backend/jax/primitives.py",
+        "is_differentiated = self.order > 1",
+        "is_differentiated = self.order > 9",
         "test_as_hand_written.py",
     ),
     Fault(

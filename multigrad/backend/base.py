@@ -6,8 +6,8 @@ gets flat tensors.
 
 From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
 `errors`, `reachable` (whether an object may hold tensors), `closure` (lift the tensors out of a closure,
-classify them and restore them) and `process_wide`. Everything else reaches a backend as an argument, of the
-types below.
+classify them and restore them) and `process_wide`. Everything else reaches a backend as an argument: one call
+of an op is a `Call`, whose `run` returns a `Run` with its `Pullback` (`core/call.py`).
 """
 
 import abc
@@ -15,7 +15,7 @@ import contextlib
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -23,6 +23,14 @@ import numpy as np
 from multigrad.backend.training import Taps, Training
 from multigrad.core.errors import message
 from multigrad.core.type_sets import TypeSet
+
+if TYPE_CHECKING:  # at run time, these modules import the backend
+    from multigrad.core.call import Call as Call
+    from multigrad.core.call import Pullback as Pullback
+    from multigrad.core.call import Run as Run
+    from multigrad.ops.host_call import HostFunction as HostFunction
+else:
+    Call = HostFunction = Pullback = Run = Any
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=type[Any])
@@ -50,147 +58,11 @@ DEPENDS_ON_ELEMENT = message(
 """The error of `vmap` for a result that must be the same for all elements, and is not."""
 
 
-class HostFunction(Protocol):
-    """A function of NumPy arrays, which checks its results."""
-
-    name: str
-
-    def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Call the function in eager code."""
-
-    def in_program(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Call the function from a compiled program, which reports only the text of an error."""
-
-
 class Options(NamedTuple):
     """The options of `op_custom_gradient`."""
 
     higher_order: bool
     """Whether the gradient can be differentiated again."""
-
-
-class Pullback(Protocol):
-    """Calls the rule of one run and reads its answer. It holds neither the rule nor any tensor."""
-
-    @property
-    def output(self) -> Any:
-        """The layout of the output. Its `join` makes the output from flat tensors."""
-
-    def scope_of(self, rule: Callable[..., Any]) -> AbstractContextManager[Any]:
-        """Return the scope in which the rule reads variables.
-
-        A compiler that cannot enter it in the backward pass enters it around the op.
-        """
-
-    def values_in_scopes(self) -> list[Any]:
-        """Return the values that variables have in each `keras.StatelessScope` around the call."""
-
-    @property
-    def without_trace(self) -> "Pullback":
-        """The same pullback without the records of a trace, for forward mode, which transposes the rule."""
-
-    def reading(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-        """Return a context in which the rule reads the framework's variables by `read(variable)`.
-
-        It does not apply to variables whose values are inputs of the op.
-        """
-
-    def pull(
-        self,
-        rule: Callable[..., Any],
-        upstream: Sequence[Any],
-        needed: Sequence[bool],
-        specs: list[Spec | None],
-    ) -> Sequence[Any]:
-        """Call the rule and return the gradient of each input, None for zero or where it is not needed.
-
-        Arguments:
-            rule: the rule that `Call.run` returned, or the same rule around other tensors.
-            upstream: the upstream gradient of each output, None for an output without one.
-            needed: for each input, whether its gradient is used.
-            specs: for each input, the shape and dtype of its gradient.
-        """
-
-
-class Run(Protocol):
-    """The result of one run of the function. `multigrad/core/call.py` describes the attributes."""
-
-    outputs: Sequence[Any]
-    rule: Callable[..., Any]
-    inputs: Sequence[Any]
-    residuals: list[Any]
-    roles: list[int]
-    template: Any
-    is_opaque: bool
-
-    @property
-    def pullback(self) -> Pullback: ...
-
-    @pullback.setter
-    def pullback(self, pullback: Any) -> None: ...
-
-    def lift(self, owner: Any) -> None:
-        """Find the residuals of the rule, which the function `owner` returned."""
-
-    def others(self) -> list[Any]:
-        """Return the residuals that are neither inputs nor outputs."""
-
-    def residuals_with(self, outputs: Sequence[Any]) -> list[Any]:
-        """Return the residuals, with tied outputs in place of the outputs."""
-
-
-class Call(Protocol):
-    """One call of an op. It holds no tensor of the call."""
-
-    f: Callable[..., Any]
-    options: Options
-
-    @property
-    def name(self) -> str:
-        """The name of the op in messages."""
-
-    def run(
-        self,
-        tensors: Sequence[Any],
-        *,
-        f: Callable[..., Any] | None = None,
-        read_as: Callable[[Any], Any] | None = None,
-        values: list[Any] | None = None,
-        undo: bool = False,
-    ) -> Run:
-        """Run the function.
-
-        Arguments:
-            tensors: the tensors among the arguments of the call.
-            f: the function with another closure. The default is the function itself.
-            read_as: maps the value of each variable to the value that the function reads.
-            values: a list to which the values of the trainable variables before `read_as` are added.
-            undo: whether to undo assignments to variables if the function raises, because it runs again.
-        """
-
-    def output(self, tensors: Sequence[Any]) -> Any:
-        """Run the function for its output alone, where its rule will not be called."""
-
-    def rerun(self, inputs: Sequence[Any], first: Any, f: Callable[..., Any] | None = None) -> Run:
-        """Run the function again on the inputs of the first run. Its assignments to variables are discarded.
-
-        Arguments:
-            inputs: the inputs of the first run, or other values of them.
-            first: the pullback of the first run.
-            f: the function with another closure. The default is the function itself.
-        """
-
-    def is_in_scope(self) -> bool:
-        """Return whether a scope is active, in which variables may have other values than their own."""
-
-    def rehearsal(self) -> AbstractContextManager[Any]:
-        """Return a context in which a rule may run, and which discards its assignments to variables."""
-
-    def objects(self) -> Sequence[Any]:
-        """Return the arguments that are not tensors, such as `self`."""
-
-    def has_objects(self) -> bool:
-        """Return whether an argument is an object that may hold tensors, such as `self`."""
 
 
 class Backend(abc.ABC):

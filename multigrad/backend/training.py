@@ -1,50 +1,22 @@
 """The border for training: one step of a Keras model, with taps on its layers and weights.
 
 `Training` is for frameworks whose variables hold their values while a step runs. JAX passes the values
-through the step, and overrides what differs. The taps come from `multigrad/callbacks/taps.py`.
+through the step, and overrides what differs. The taps, `multigrad/callbacks/taps.py`, are an argument.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import keras
 
+if TYPE_CHECKING:  # at run time, the taps import the backend
+    from multigrad.callbacks.taps import Taps as Taps
+else:
+    Taps = Any
+
 ENTRY = "multigrad_taps"
 """The entry of a step's logs with the statistics, which the training loop never sees."""
-
-
-class Taps(Protocol):
-    """The taps in one run, or one trace, of a training step."""
-
-    SIZE: ClassVar[int]
-    """The number of statistics of a tensor, which are a vector of float32."""
-    names: list[str]
-    """The names of the tapped tensors, in the order of the calls."""
-    outputs: list[Any]
-    """The statistics of each tapped tensor."""
-    upstream: dict[int, Any]
-    """The statistics of the upstream gradient of each tapped tensor, by its index, where there is one."""
-    slots: Sequence[Any] | None
-    """Tensors whose gradients are the statistics of the upstream gradients. With None, taps store these."""
-    has_layers: bool
-    """Whether layers are tapped, and not only weights."""
-
-    def start(self) -> None:
-        """Forget all statistics."""
-
-    def open(self, counting: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which layers are tapped, or in which only their names are found."""
-
-    def close(self) -> None:
-        """End this context early."""
-
-    def see(self, gradients: Sequence[Any], names: Sequence[str], values: Sequence[Any], scale: Any) -> None:
-        """Compute the statistics of weights and of their gradients, which are `scale` times too large."""
-
-    def gather(self) -> dict[str, Any]:
-        """Return all statistics, as a structure of tensors."""
 
 
 class Training:
@@ -64,13 +36,13 @@ class Training:
         taps = self._taps()
         with taps.open():
             logs = self._step(*args)
-        return {**logs, ENTRY: self._over_replicas(taps.gather())}
+        return {**logs, ENTRY: self._gather_over_replicas(taps.gather())}
 
     def function(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function that `fit` calls for each step, made from another `train_step`."""
         model, plain = self.model, self.model.train_function
         try:
-            with replaced(model, "train_step", step):
+            with replace_attribute(model, "train_step", step):
                 model.make_train_function(force=True)
             return model.train_function
         finally:
@@ -78,7 +50,7 @@ class Training:
 
     def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
         """Call this function as `fit` does. Return the entry, and the result without it."""
-        with self._tapping():
+        with self._tap_methods():
             logs = function(*args)
         return logs.pop(ENTRY), logs
 
@@ -104,8 +76,9 @@ class Training:
             taps, variables = self._taps_here(), trainable_variables or self.model.trainable_variables
             if taps is not None:
                 scale = scale_loss(keras.ops.ones(()))
+                names = [variable.path for variable in variables]
                 values = [variable.value for variable in variables]
-                taps.see(self._summed(grads), [variable.path for variable in variables], values, scale)
+                taps.see(self._sum_over_replicas(grads), names, values, scale)
             return apply(grads, trainable_variables)
 
         def tapped_scale_loss(loss: Any) -> Any:
@@ -121,24 +94,24 @@ class Training:
         return taps
 
     @contextlib.contextmanager
-    def _tapping(self) -> Iterator[None]:
+    def _tap_methods(self) -> Iterator[None]:
         # Around the function and not in the step, which may be traced by several threads at once.
         with contextlib.ExitStack() as stack:
             for owner, name, method in self._methods:
-                stack.enter_context(replaced(owner, name, method))
+                stack.enter_context(replace_attribute(owner, name, method))
             yield
 
-    def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
+    def _sum_over_replicas(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Return the gradients, summed over the replicas of the model."""
         return gradients
 
-    def _over_replicas(self, entry: dict[str, Any]) -> dict[str, Any]:
+    def _gather_over_replicas(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Return the entry with the statistics of layers on each replica of the model."""
         return entry
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an instance for a while. Keras, which tracks attributes, does not see it."""
     attributes = vars(owner)
     before = {name: attributes[name]} if name in attributes else {}

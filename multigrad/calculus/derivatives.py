@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.calculus.flat_function import DifferentiatedFunction
+from multigrad.calculus.flat_function import DifferentiatedCall, DifferentiatedFunction
 from multigrad.calculus.flat_structure import FlatStructure
 from multigrad.calculus.validation import require_real, require_scalar
 from multigrad.core.errors import describe, message
@@ -111,7 +111,7 @@ def value_and_grad(
     function = DifferentiatedFunction(f, argnums, variables)
 
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        flat_f = function.at(args, kwargs, has_aux)
+        flat_f = DifferentiatedCall(function, args, kwargs, has_aux)
 
         def scalar(*tensors: Any) -> tuple[Any, Any]:
             output, auxiliary = flat_f(*tensors)
@@ -160,7 +160,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
         See `grad`.
     """
     name = name_of(f)
-    inputs, output, flat_pullback, *aux = _flat_vjp(name, f, primals, has_aux)
+    inputs, output, flat_pullback, *aux = _flat_vjp(f, primals, has_aux)
 
     def pullback(upstream: Any) -> tuple[Any, ...]:
         flat_upstream = output.flatten_matching(name, "the upstream gradient", upstream)
@@ -221,7 +221,7 @@ def jvp(
                     fix="call jvp(f, (x,), (tangent,))",
                 )
             )
-    inputs, output, pullback, *aux = _flat_vjp(name, f, primals, has_aux)
+    inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux)
     directions = inputs.flatten_matching(name, "the tangents", tuple(tangents))
     # The pullback is linear, so its transpose is the same at any upstream gradient.
     ones = [ops.ones_like(tensor) for tensor in output.differentiable]
@@ -230,9 +230,10 @@ def jvp(
     return output.unflatten(output.differentiable), output.unflatten_with_none(tangent), *aux
 
 
-def _flat_vjp(name: str, f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
+def _flat_vjp(f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
     """Return the primals and output as `FlatStructure`s, the flat pullback, and the aux if there is one."""
-    flat_f = DifferentiatedFunction(f, range(len(primals)), None).at(primals, {}, has_aux)
+    function = DifferentiatedFunction(f, range(len(primals)), None)
+    flat_f = DifferentiatedCall(function, primals, {}, has_aux)
     outputs: list[FlatStructure] = []
 
     def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
@@ -284,7 +285,7 @@ def jacobian(
     function = DifferentiatedFunction(f, argnums, variables)
 
     def jacobian_of(*args: Any, **kwargs: Any) -> Any:
-        flat_f = function.at(args, kwargs, has_aux)
+        flat_f = DifferentiatedCall(function, args, kwargs, has_aux)
         require_real(function.name, flat_f.primals)
         outputs: list[FlatStructure] = []
 

@@ -1,11 +1,11 @@
-"""A user's function as a function of flat tensors.
+"""A user's function as a function of flat tensors, which `multigrad.backend` can differentiate.
 
-`DifferentiatedFunction` holds the function with its validated `argnums` and `variables`. For each call it
-makes a `FlatFunction`, which `multigrad.backend` can differentiate: its arguments are flat tensors.
-
-`multigrad.testing.checked_function` is similar, but it also names its inputs and discards assignments.
+`DifferentiatedFunction` holds a function with its validated `argnums` and `variables`, and
+`DifferentiatedCall` is the `FlatFunction` of one call of it. The one of `check_gradients` is in
+`multigrad/testing/checked_function.py`.
 """
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +25,36 @@ from multigrad.core.errors import message, require_function
 from multigrad.core.signature import name_of
 from multigrad.core.structure import leaves_of, rebuild
 from multigrad.core.variables import Pinned
+
+
+class FlatFunction(abc.ABC):
+    """A function of the flat tensors in the arguments of one call, followed by the values of variables.
+
+    Arguments:
+        name: the name of the user's function in messages.
+        variables: the variables.
+    """
+
+    def __init__(self, name: str, variables: Sequence[keras.Variable]) -> None:
+        self.name, self._variables = name, variables
+
+    @abc.abstractmethod
+    def arguments(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of the user's function with these tensors."""
+
+    @abc.abstractmethod
+    def scope(self, values: Sequence[Any]) -> Pinned | None:
+        """Return the scope in which the variables have these values, None to run without one."""
+
+    def call(self, f: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any, Pinned | None]:
+        """Return the result of `f`, the user's function, for these tensors, and the scope in which it ran."""
+        count = len(tensors) - len(self._variables)
+        args, kwargs = self.arguments(tensors[:count])
+        scope = self.scope(tensors[count:])
+        if scope is None:
+            return f(*args, **kwargs), None
+        with scope:
+            return f(*args, **kwargs), scope
 
 
 class DifferentiatedFunction:
@@ -50,12 +80,8 @@ class DifferentiatedFunction:
         sequence = argnums if isinstance(argnums, Sequence) else () if argnums is None else (argnums,)
         self.argnums = [as_index(self.name, argnum) for argnum in sequence]
 
-    def at(self, args: Sequence[Any], kwargs: Mapping[str, Any], has_aux: bool) -> "FlatFunction":
-        """Return the flat function for a call with these arguments."""
-        return FlatFunction(self, args, kwargs, has_aux)
 
-
-class FlatFunction:
+class DifferentiatedCall(FlatFunction):
     """A function of the flat tensors in the differentiated arguments and variables of one call.
 
     It returns `(output, (aux, assigned))`: the output of the user's function, its aux, and the values that it
@@ -69,8 +95,8 @@ class FlatFunction:
         kwargs: Mapping[str, Any],
         has_aux: bool,
     ) -> None:
+        super().__init__(function.name, function.variables or [])
         self._function, self._has_aux = function, has_aux
-        self._variables = function.variables or []
         self._positions = resolve_positions(function.name, function.argnums, len(args))
         self._structures = [args[position] for position in self._positions]
         if self._positions:
@@ -87,26 +113,28 @@ class FlatFunction:
         ]
         values = [as_differentiable(function.name, f"variable {v.path!r}", v) for v in self._variables]
         require_not_constant(function.name, self._variables, values)
-        self._leaf_count = len(leaves)
         self.primals = leaves + values
         self._assigned_variables: list[keras.Variable] = []
 
     def __call__(self, *tensors: Any) -> tuple[Any, tuple[Any, list[Any]]]:
         """Call the user's function with `tensors` in place of the primals."""
+        result, scope = self.call(self._function.f, tensors)
+        output, aux = require_pair(self.name, result) if self._has_aux else (result, None)
+        if scope is None:
+            return output, (aux, [])
+        self._assigned_variables = [variable for variable, _ in scope.assigned.values()]
+        return output, (aux, [value for _, value in scope.assigned.values()])
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         args = list(self._args)
         for position, argument in zip(self._positions, self.unflatten_arguments(tensors), strict=True):
             args[position] = argument
-        name, values = self._function.name, tensors[self._leaf_count :]
+        return args, self._kwargs
+
+    def scope(self, values: Sequence[Any]) -> Pinned | None:
         if backend.active.is_reading_code() and not self._variables:  # Dynamo enters no scope in a rule
-            result = self._function.f(*args, **self._kwargs)
-            output, aux = require_pair(name, result) if self._has_aux else (result, None)
-            return output, (aux, [])
-        with _DifferentiatedVariables(name, self._variables, values) as scope:
-            result = self._function.f(*args, **self._kwargs)
-        assigned = list(scope.assigned.values())
-        self._assigned_variables = [variable for variable, _ in assigned]
-        output, aux = require_pair(name, result) if self._has_aux else (result, None)
-        return output, (aux, [value for _, value in assigned])
+            return None
+        return _DifferentiatedVariables(self.name, self._variables, values)
 
     def assign(self, values: Sequence[Any]) -> None:
         """Assign values to the variables that the user's function assigned to."""
@@ -124,7 +152,7 @@ class FlatFunction:
         gradient = by_argument[0] if function.has_one_argnum else tuple(by_argument)
         if function.variables is None:
             return gradient
-        by_variable = list(gradients[self._leaf_count :])
+        by_variable = list(gradients[len(gradients) - len(self._variables) :])
         return (gradient, by_variable) if function.has_argnums else by_variable
 
 

@@ -1,4 +1,4 @@
-"""A nested structure as flat tensors: the primals and the output of `vjp` and `jvp`."""
+"""A nested structure as flat tensors: the arguments and the output of a function that is differentiated."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,23 +19,28 @@ class FlatStructure:
     """
 
     def __init__(self, structure: Any) -> None:
-        tensors, self._layout = split(structure)
-        self._is_differentiable = [backend.active.is_differentiable(tensor) for tensor in tensors]
-        pairs = list(zip(tensors, self._is_differentiable, strict=True))
+        tensors, self.layout = split(structure)
+        self.is_differentiable = [backend.active.is_differentiable(tensor) for tensor in tensors]
+        pairs = list(zip(tensors, self.is_differentiable, strict=True))
         self.differentiable: Sequence[Any] = [tensor for tensor, is_one in pairs if is_one]
         self.others: Sequence[Any] = [tensor for tensor, is_one in pairs if not is_one]
 
+    @property
+    def tensors(self) -> list[Any]:
+        """All tensors, in the order of the structure."""
+        return self._merge(self.differentiable, self.others)
+
     def unflatten(self, differentiable: Sequence[Any]) -> Any:
         """Return the structure with other differentiable tensors."""
-        return self._layout.join(self._merge(differentiable, self.others))
+        return self.layout.join(self._merge(differentiable, self.others))
 
     def unflatten_with_none(self, differentiable: Sequence[Any]) -> Any:
         """Return the structure with other differentiable tensors, and None for every other leaf."""
-        return self._layout.join_tensors_only(self._merge(differentiable, [None] * len(self.others)))
+        return self.layout.join_tensors_only(self._merge(differentiable, [None] * len(self.others)))
 
     def _merge(self, differentiable: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         next_differentiable, next_other = iter(differentiable), iter(others)
-        return [next(next_differentiable if is_one else next_other) for is_one in self._is_differentiable]
+        return [next(next_differentiable if is_one else next_other) for is_one in self.is_differentiable]
 
     def flatten_matching(self, name: str, argument: str, structure: Any) -> list[Any]:
         """Flatten a structure like this one: return a tensor for each differentiable tensor, zeros for None.

@@ -14,7 +14,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.core.conversions import arrays_to_tensors, number_to_tensor
-from multigrad.core.errors import describe, message, require_function
+from multigrad.core.errors import describe, message, require_function, unusable
 from multigrad.core.signature import name_of
 from multigrad.core.structure import Layout, Slot, children, leaves_of, outline, rebuild, split
 from multigrad.core.variables import Pinned
@@ -154,14 +154,14 @@ class _MappedFunction:
         """Return the output with these results, and assign to variables."""
         next_stacked, next_shared = iter(stacked), iter(shared)
         tensors = [
-            next(next_shared) if axis is None else self._stacked(next(next_stacked), axis)
+            next(next_shared) if axis is None else self._move_axis(next(next_stacked), axis)
             for axis in self._axes
         ]
         for variable, value in zip(self._variables, next_shared, strict=True):
             variable.assign(value)
         return self._layout.join(tensors)
 
-    def _stacked(self, tensor: Any, axis: int) -> Any:
+    def _move_axis(self, tensor: Any, axis: int) -> Any:
         return _move(tensor, 0, _in_range(self._name, "out_axes", axis, tensor))
 
 
@@ -222,17 +222,10 @@ def _require_axes(name: str, argument: str, axes: Axes) -> None:
         raise _unusable_axes(name, argument, axes)
 
 
-def _unusable_axes(name: str, argument: str, got: Any) -> TypeError:
-    return TypeError(
-        message(
-            name,
-            f"{argument} cannot be used",
-            argument=f"{argument!r}",
-            required="an integer, None, or a tuple or list of them, which may hold further containers",
-            got=describe(got),
-            fix=f"pass {argument}=0, or {argument}=(0, None)",
-        )
-    )
+def _unusable_axes(name: str, argument: str, got: Any) -> Exception:
+    required = "an integer, None, or a tuple or list of them, which may hold further containers"
+    fix = f"pass {argument}=0, or {argument}=(0, None)"
+    return unusable(TypeError, name, argument, required=required, got=got, fix=fix)
 
 
 def _as_tensor(name: str, leaf: Any) -> Any:

@@ -15,7 +15,7 @@ from multigrad import backend
 from multigrad.backend.training import Training
 from multigrad.callbacks.records import GradientRecord, diagnose, read
 from multigrad.callbacks.table import format_record
-from multigrad.callbacks.taps import Taps, tapping_layers, taps_here, using
+from multigrad.callbacks.taps import Taps, tapping_layers, taps_here, use_taps
 from multigrad.core.errors import describe, message, unusable
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class GradientLogger(keras.callbacks.Callback):
         own = "train_step" not in vars(model) and type(model).train_step is keras.Model.train_step
 
         def step(*args: Any) -> Any:
-            with using(Taps(model, has_layers=own)):
+            with use_taps(Taps(model, has_layers=own)):
                 return training.step(*args)
 
         self._training, self._tapped = training, training.function(step)

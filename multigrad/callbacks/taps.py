@@ -30,7 +30,7 @@ def taps_here() -> "Taps | None":
 
 
 @contextlib.contextmanager
-def using(taps: "Taps") -> Iterator[None]:
+def use_taps(taps: "Taps") -> Iterator[None]:
     """Set the taps of the step that this thread runs or traces."""
     token = _TAPS.set(taps)
     try:
@@ -78,7 +78,7 @@ def _tap_into(store: dict[int, Any], index: int, x: Any) -> Any:
 
 
 class Taps:
-    """The taps in one run, or one trace, of a training step. `multigrad/backend/training.py` describes them.
+    """The taps in one run, or one trace, of a training step.
 
     Arguments:
         model: the model.
@@ -86,17 +86,23 @@ class Taps:
     """
 
     SIZE: ClassVar[int] = 6
+    """The number of statistics of a tensor, which are a vector of float32."""
 
     def __init__(self, model: Any, has_layers: bool) -> None:
         self.model, self.has_layers = model, has_layers
         self.slots: Sequence[Any] | None = None
+        """Tensors whose gradients are the statistics of the upstream gradients. With None, taps store these.
+        """
         self.start()
 
     def start(self) -> None:
         """Discard all statistics."""
         self.names: list[str] = []
+        """The names of the tapped tensors, in the order of the calls."""
         self.outputs: list[Any] = []
+        """The statistics of each tapped tensor."""
         self.upstream: dict[int, Any] = {}
+        """The statistics of the upstream gradient of each tapped tensor, by its index, where there is one."""
         self._weight_names: list[str] = []
         self._weights: list[Any] = []
         self._scale: Any = None

@@ -5,15 +5,17 @@ and dtype of the argument, and None for zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from keras import tree
 
 from multigrad import backend
 from multigrad.backend.base import Spec
-from multigrad.core.expected_gradients import AnswerMismatch, ExpectedGradients, Names, slot_paths
+from multigrad.core.expected_gradients import AnswerMismatch, ExpectedGradients, slot_paths
+from multigrad.core.signature import Binding
 from multigrad.core.structure import Layout, Slot, children, outline
+from multigrad.core.variables import Variables
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 
@@ -25,24 +27,19 @@ _DEVICES = backend.active.HAS_DEVICES
 _SEQUENCES = (tuple, list)
 
 
-class Target(Protocol):
-    """The arguments, or the variables, with respect to which a rule returns gradients."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def arguments(self) -> Layout: ...
-
-    @property
-    def binding(self) -> Names: ...
-
-
-def read(target: Target, answer: Any, specs: list[Spec | None], needed: Sequence[bool]) -> Sequence[Any]:
+def read(
+    op: str,
+    arguments: Layout,
+    binding: Binding | Variables,
+    answer: Any,
+    specs: list[Spec | None],
+    needed: Sequence[bool],
+) -> Sequence[Any]:
     """Return the gradient of each tensor argument, None for a gradient that is zero or not needed.
 
     Arguments:
-        target: the arguments of the rule's op.
+        op: the name of the op in messages.
+        arguments, binding: the layout and the names of its arguments, or of the variables.
         answer: the answer that the rule returned.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
         needed: for each tensor argument, whether its gradient is used.
@@ -52,7 +49,7 @@ def read(target: Target, answer: Any, specs: list[Spec | None], needed: Sequence
         ValueError: if a gradient has a different shape than its argument.
     """
     entries: Sequence[Any] | None
-    if target.arguments.is_flat:
+    if arguments.is_flat:
         # The common case: every argument is a tensor, and every entry is the gradient of one.
         if _TENSORS[type(answer)]:
             if specs == [(answer.shape, answer.dtype, answer.device if _DEVICES else None)]:
@@ -62,9 +59,9 @@ def read(target: Target, answer: Any, specs: list[Spec | None], needed: Sequence
             entries = answer if type(answer) in _SEQUENCES and len(answer) == len(specs) else None
     elif len(specs) == 1 and _TENSORS[type(answer)]:
         # One tensor among other arguments, such as `self`.
-        entries = (answer,) if any([type(part) is Slot for part in target.arguments.template]) else None
+        entries = (answer,) if any([type(part) is Slot for part in arguments.template]) else None
     else:
-        entries = target.arguments.tensors_of(answer)
+        entries = arguments.tensors_of(answer)
     if entries is not None:
         for entry, spec in zip(entries, specs):  # noqa: B905 - of equal length, and on the fast path
             if not _TENSORS[type(entry)]:
@@ -73,7 +70,7 @@ def read(target: Target, answer: Any, specs: list[Spec | None], needed: Sequence
                 break
         else:
             return entries
-    return _Reader(target.name, target.arguments, target.binding, specs).read(answer, needed)
+    return _Reader(op, arguments, binding, specs).read(answer, needed)
 
 
 class _Lazy:

@@ -19,7 +19,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
@@ -134,7 +134,7 @@ class Call:
         return returned[0]
 
     def rerun(self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None) -> "Run":
-        """Run the function again, to differentiate the residuals of its rule.
+        """Run the function again, to differentiate the residuals of its rule, which are lifted.
 
         The function reads the values of variables from `inputs`. Its assignments to variables are discarded.
 
@@ -149,6 +149,7 @@ class Call:
             returned = self.pullback.call(f or self.f, inputs[:count])
         run = self._result(returned, inputs[:count], scope, first.outer_scope, first.context)
         run.pullback = first
+        run.lift(self.f)
         return run
 
     def _result(
@@ -296,7 +297,7 @@ class Pullback(HoldsNoTensor):
         """Call a function with the arguments of the call, made from these tensors."""
         return self.binding.call(function, self.arguments.join(tensors))
 
-    def reading(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    def scope_with_reader(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]:
         """Return a context in which the rule reads the framework's variables by `read(variable)`.
 
         It does not apply to variables whose values are inputs of the op.
@@ -347,7 +348,7 @@ class Pullback(HoldsNoTensor):
             raise self._no_answer()
         if self.gets_variables:
             return self._read_with_variables(answer, needed, specs)
-        return read(self, answer, specs, needed)
+        return read(self.name, self.arguments, self.binding, answer, specs, needed)
 
     def _answer(self, rule: Callable[..., Any], upstream: Sequence[Any]) -> Any:
         """Call the rule in its form."""
@@ -373,12 +374,15 @@ class Pullback(HoldsNoTensor):
                 )
             )
         count = len(specs) - len(self.variables)
-        variables = _VariableTarget(self.name, FLAT_LAYOUTS[len(self.variables)], self.variables)
         # None as the first item is written down, unlike a forgotten `return`: zero for all arguments.
         of_arguments = [None] * count
         if answer[0] is not None:
-            of_arguments = [*read(self, answer[0], specs[:count], needed[:count])]
-        return [*of_arguments, *read(variables, answer[1], specs[count:], needed[count:])]
+            of_arguments = [
+                *read(self.name, self.arguments, self.binding, answer[0], specs[:count], needed[:count])
+            ]
+        layout = FLAT_LAYOUTS[len(self.variables)]
+        of_variables = read(self.name, layout, self.variables, answer[1], specs[count:], needed[count:])
+        return [*of_arguments, *of_variables]
 
     def _no_answer(self) -> TypeError:
         zero = "return gradients, [None for v in variables]" if self.gets_variables else "return None,"
@@ -407,11 +411,3 @@ class _PullbackInLayer(Pullback):
     ) -> Sequence[Any]:
         with restore_context(self.context):
             return super().pull(rule, upstream, needed, specs)
-
-
-class _VariableTarget(NamedTuple):
-    """The target of the second item of a rule's answer: the gradients of the variables."""
-
-    name: str
-    arguments: Layout
-    binding: Variables

@@ -65,7 +65,7 @@ def lift(
                 break
         else:
             return tensors, (obj.__code__, obj.__globals__, kept) if tensors else obj, opaque
-    walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned(obj, set())), shared)
+    walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned_cell_ids(obj, set())), shared)
     build = walk.builder(obj)
     return walk.tensors, obj if build is None else build, walk.opaque
 
@@ -253,7 +253,7 @@ class _Walk:
             kept = [part if build is None else None for part, build in zip(parts, builds, strict=True)]
 
             def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
-                return make(_built(kept, builds, tensors, made))
+                return make(_build_all(kept, builds, tensors, made))
 
         if self._shared and isinstance(obj, (list, dict)):
             self.opaque = True
@@ -295,7 +295,7 @@ class _Walk:
             for cell, part in zip(new, builds, strict=True):
                 if part is not None:  # set after the copy exists, because it may occur in its own cells
                     cell.cell_contents = part(tensors, made)
-            defaults, keyword_defaults, copied_attributes = _built(extras, of_extras, tensors, made)
+            defaults, keyword_defaults, copied_attributes = _build_all(extras, of_extras, tensors, made)
             copy.__defaults__ = defaults
             copy.__kwdefaults__ = dict(keyword_defaults) if keyword_defaults else None
             copy.__dict__.update(copied_attributes or ())
@@ -304,7 +304,7 @@ class _Walk:
         return build
 
 
-def _built(
+def _build_all(
     parts: Sequence[Any], builds: Sequence[Any], tensors: Sequence[Any], made: dict[int, Any]
 ) -> list[Any]:
     pairs = zip(parts, builds, strict=True)
@@ -327,7 +327,7 @@ def _cells_of(owner: Any) -> Iterator[int]:
             waiting += map(content_of, function.__closure__ or ())
 
 
-def _assigned(obj: Any, seen: set[int]) -> Iterator[int]:
+def _assigned_cell_ids(obj: Any, seen: set[int]) -> Iterator[int]:
     """Yield the ids of the cells that are assigned by a function or by the functions in its closure."""
     if id(obj) in seen:
         return
@@ -337,12 +337,12 @@ def _assigned(obj: Any, seen: set[int]) -> Iterator[int]:
         for index, cell in enumerate(obj.__closure__ or ()):
             if index in assigned:
                 yield id(cell)
-            yield from _assigned(content_of(cell), seen)
+            yield from _assigned_cell_ids(content_of(cell), seen)
     elif type(obj) in _CONTAINERS:
         seen.add(id(obj))
         for part in _parts_and_maker(obj)[0] or ():
             if type(part) is types.FunctionType or type(part) in _CONTAINERS:  # most parts are tensors
-                yield from _assigned(part, seen)
+                yield from _assigned_cell_ids(part, seen)
 
 
 _CONTAINERS = frozenset({tuple, list, dict, functools.partial})

@@ -1,23 +1,15 @@
 """The gradients that a rule is expected to return, and the errors for an answer that does not have them."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from keras import tree
 
 from multigrad.backend.base import Spec
 from multigrad.core.errors import describe, message, shape_text
+from multigrad.core.signature import Binding
 from multigrad.core.structure import Layout, Slot, children
 from multigrad.core.variables import Variables
-
-
-class Names(Protocol):
-    """The names of the arguments or variables of a call."""
-
-    def names(self) -> list[str]: ...
-
-    @property
-    def variadic(self) -> str | None: ...
 
 
 class AnswerMismatch(Exception):
@@ -34,13 +26,15 @@ class ExpectedGradients:
     Arguments:
         op: the name of the op in messages.
         arguments: the layout of the arguments.
-        binding: the names of the arguments.
+        binding: the names of the arguments, or the variables in place of arguments.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
     """
 
     __slots__ = ("arguments", "binding", "op", "specs")
 
-    def __init__(self, op: str, arguments: Layout, binding: Names, specs: list[Spec | None]) -> None:
+    def __init__(
+        self, op: str, arguments: Layout, binding: Binding | Variables, specs: list[Spec | None]
+    ) -> None:
         self.op, self.arguments, self.binding, self.specs = op, arguments, binding, specs
 
     def named(self) -> list[tuple[str, Any]]:
@@ -54,7 +48,7 @@ class ExpectedGradients:
         """
         by_name: dict[str, tuple[str, Any]] = {}
         repeated = []
-        for path, template in zip(self.binding.names(), self.arguments.template, strict=True):
+        for path, template in self.named():
             name, in_variadic, _ = path.strip("'").partition("'[")
             if in_variadic:
                 _, items = by_name.get(name, ("", ()))

@@ -73,8 +73,6 @@ class Layout:
     __slots__ = ("template",)
     is_flat = False
     """Whether it is the layout of a tuple of tensors. The arguments of most calls have one."""
-    is_one = False
-    """Whether it is the layout of one tensor. The output of most calls has one."""
 
     def __init__(self, template: Any) -> None:
         self.template = template
@@ -130,7 +128,6 @@ class _OneTensor(Layout):
     """The layout of one tensor."""
 
     __slots__ = ()
-    is_one = True
 
     def join(self, tensors: Sequence[Any]) -> Any:
         return tensors[0]

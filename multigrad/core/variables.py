@@ -379,7 +379,7 @@ class _RuleScope(Pinned):
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         if id(update[0]) not in self.current:
-            raise _assigned_by_rule(self.name, update[0])
+            raise _assignment_error(self.name, update[0])
         super().add_update(update)
 
 
@@ -387,10 +387,10 @@ class ReadOnly(_Scope):
     """The scope of a rule whose function read and assigned no variable. The rule may not assign one."""
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        raise _assigned_by_rule(self.name, update[0])
+        raise _assignment_error(self.name, update[0])
 
 
-def _assigned_by_rule(name: str, variable: keras.Variable) -> TypeError:
+def _assignment_error(name: str, variable: keras.Variable) -> TypeError:
     return TypeError(
         message(
             name,

@@ -16,7 +16,7 @@ Step = Callable[..., tuple[list[Any], list[Any]]]
 """`sums, results = step(*rows)` for a block: tensors to add up, and tensors with one row per token."""
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """The static options of the loss. As arguments of an op they are a plain tuple, which can be saved."""
 
     block_size: int
@@ -33,7 +33,7 @@ class Head:
     """
 
     def __init__(self, options: Any, kernel: Any, bias: Any, dtype: str) -> None:
-        self.options, self.dtype, self.wide = Options(*options), dtype, wide_dtype(dtype)
+        self.options, self.dtype, self.wide = LossOptions(*options), dtype, wide_dtype(dtype)
         self.kernel = ops.cast(kernel, dtype)
         # In eager code, JAX and TensorFlow copy the transpose, so it is computed once. A compiled program has
         # no copy.

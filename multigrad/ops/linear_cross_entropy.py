@@ -27,7 +27,7 @@ from multigrad.ops.arguments import (
     with_python_numbers,
 )
 from multigrad.ops.dtypes import dtype_of, wide_dtype
-from multigrad.ops.head_blocks import Head, Options, over_blocks
+from multigrad.ops.head_blocks import Head, LossOptions, over_blocks
 from multigrad.ops.stable import safe_divide
 
 _NAME = "linear_cross_entropy"
@@ -139,7 +139,7 @@ def linear_cross_entropy(
     features, kernel, bias = [tensors.get(name) for name in ("features", "kernel", "bias")]
     labels = ops.expand_dims(tensors["labels"], -1)
     weights, count = _weights(tensors, kept, wide_dtype(dtype_of(features)))
-    options = tuple(Options(block_size or _block_size(*kernel.shape), **numbers))
+    options = tuple(LossOptions(block_size or _block_size(*kernel.shape), **numbers))
     if reduction in (None, "none"):
         losses = ops.squeeze(_losses(kernel, bias, features, labels, options), -1)
         return losses if weights is None else _weighted(losses, weights)

@@ -64,14 +64,14 @@ def probable_cause(
     shape = weights[k].shape
     others = [compared[output, name] for name in flat.input_names if name != argument]
     shapes = [shape, *[tuple(tensor.shape) for tensor in flat.inputs]]
-    causes = _exchanged(wrong, others) or _multiplied(wrong, shapes) or _rearranged(wrong)
+    causes = _find_exchange(wrong, others) or _find_factor(wrong, shapes) or _find_rearrangement(wrong)
     if causes is None and shape[:1] > (1,):
         differences = [CentralDifference(flat, flat.inputs, i, e, weights, rounding) for e in wrong.elements]
-        return _one_row(wrong, k, differences)
+        return _find_row(wrong, k, differences)
     return causes
 
 
-def _exchanged(wrong: Compared, others: Sequence[Compared]) -> str | None:
+def _find_exchange(wrong: Compared, others: Sequence[Compared]) -> str | None:
     """Return that the gradient is the one of another argument."""
     for other in others:
         if other.shape == wrong.shape and wrong.is_rule(other.differences):
@@ -93,7 +93,7 @@ def _ratio(wrong: Compared) -> Any:
     return ratio if wrong.is_rule(ratio * wrong.differences) and (clear.sum() > 1 or is_simple) else None
 
 
-def _multiplied(wrong: Compared, shapes: Sequence[tuple[int, ...]]) -> str | None:
+def _find_factor(wrong: Compared, shapes: Sequence[tuple[int, ...]]) -> str | None:
     """Return a cause for a gradient that is the right one times a number, such as the size of an output."""
     ratio = _ratio(wrong)
     if ratio is None:
@@ -110,7 +110,7 @@ def _multiplied(wrong: Compared, shapes: Sequence[tuple[int, ...]]) -> str | Non
     return f"{text} everywhere"
 
 
-def _rearranged(wrong: Compared) -> str | None:
+def _find_rearrangement(wrong: Compared) -> str | None:
     """Return that the gradient is a transpose or a sum of the right one."""
     if len(wrong.elements) < np.prod(wrong.shape):
         return None
@@ -126,7 +126,7 @@ def _rearranged(wrong: Compared) -> str | None:
     return f"a sum over {wrong.name} is extra" if wrong.is_rule(total.ravel()) else None
 
 
-def _one_row(wrong: Compared, k: int, differences: Sequence[CentralDifference]) -> str | None:
+def _find_row(wrong: Compared, k: int, differences: Sequence[CentralDifference]) -> str | None:
     """Return a cause for a gradient that is the one of the first or of the last row of the output."""
     for row in (0, -1):
         masked = [0.0 * weight for weight in differences[0].weights]

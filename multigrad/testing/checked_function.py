@@ -1,22 +1,20 @@
-"""A user's function and the variables that it reads, as a function of flat tensors with named inputs and
-outputs.
-
-`multigrad.calculus` has a flat function of its own, which keeps assignments, and supports `argnums` and an
-aux.
-"""
+"""A user's function and the variables that it reads, as a flat function with named inputs and outputs."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 from keras import ops, tree
 
 from multigrad import backend
+from multigrad.calculus.flat_function import FlatFunction
+from multigrad.calculus.flat_structure import FlatStructure
 from multigrad.core.errors import describe, distinct_names, message
 from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.signature import name_of, signature_of
-from multigrad.core.structure import Layout, Refused, split
+from multigrad.core.structure import Layout, Refused
 from multigrad.core.variables import Pinned, Reads
 from multigrad.testing.precision import EPSILON
 
@@ -24,7 +22,7 @@ _NOT_DIFFERENTIABLE = (int, str, bytes, type(None))
 """Types of arguments that have no gradient, and hold no variables."""
 
 
-class CheckedFunction:
+class CheckedFunction(FlatFunction):
     """A function of its differentiable inputs, which returns its differentiable outputs.
 
     ```python
@@ -55,31 +53,26 @@ class CheckedFunction:
         variables: Sequence[keras.Variable] | None = None,
         dtype: str | None = None,
     ) -> None:
-        self.name = name_of(fn)
+        super().__init__(name_of(fn), ())
         self._fn = fn
         _, binding = signature_of(fn).bind(tuple(args), {})
         named = list(zip(binding.names(), args, strict=False))
         if variables is None:
             self._require_tensor(named)
+        arguments = self._flatten(tuple(args), named)
         self._variables, self._uses_variables = self._find_variables(
-            self._split(tuple(args), named), variables
+            arguments.unflatten(arguments.differentiable), variables
         )
-        self._tensors, self._layout = self._split(_floats_to_tensors(tuple(args)), named)
-        paths = _paths(self._layout, [name for name, _ in named])
-        self._input_indices = [
-            i for i, tensor in enumerate(self._tensors) if backend.active.is_differentiable(tensor)
-        ]
+        self._arguments = self._flatten(_floats_to_tensors(tuple(args)), named)
         if dtype is None and not self._variables:
             dtype = "float64"
-        tensors = [_cast(self._tensors[i], dtype) for i in self._input_indices]
+        tensors = [_cast(tensor, dtype) for tensor in self._arguments.differentiable]
         tensors += [backend.active.as_tensor(variable) for variable in self._variables]
         self.inputs = [backend.active.snapshot(tensor) for tensor in tensors]  # detached from any tape
-        self.input_names = distinct_names(
-            [
-                *[paths[i] for i in self._input_indices],
-                *[f"variable {variable.path!r}" for variable in self._variables],
-            ]
-        )
+        paths = _paths(self._arguments.layout, [name for name, _ in named])
+        names = list(itertools.compress(paths, self._arguments.is_differentiable))
+        names += [f"variable {variable.path!r}" for variable in self._variables]
+        self.input_names = distinct_names(names)
         self._name_outputs(args)
 
     def _require_tensor(self, named: Sequence[tuple[str, Any]]) -> None:
@@ -99,14 +92,11 @@ class CheckedFunction:
 
     def _name_outputs(self, args: Sequence[Any]) -> None:
         """Run the function once, and set `all_outputs` and `output_names`."""
-        with self._scope(self.inputs):
-            output = self._fn(*self._args(self.inputs))
-        tensors, layout = self._split(output, [("the output", output)])
-        paths = _paths(layout, ["output"], is_single=True)
-        self.all_outputs = dict(zip(paths, tensors, strict=True))
-        self.output_names = [
-            path for path, tensor in self.all_outputs.items() if backend.active.is_differentiable(tensor)
-        ]
+        output, _ = self.call(self._fn, self.inputs)
+        structure = self._flatten(output, [("the output", output)])
+        paths = _paths(structure.layout, ["output"], is_single=True)
+        self.all_outputs = dict(zip(paths, structure.tensors, strict=True))
+        self.output_names = list(itertools.compress(paths, structure.is_differentiable))
         if not self.inputs or not self.output_names:
             missing = "output" if self.inputs else "argument"
             raise TypeError(
@@ -121,48 +111,45 @@ class CheckedFunction:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Return the differentiable outputs for these inputs."""
-        # PyTorch (2.13) does not compile a rule in a scope. `compiled` enters the scope outside the program.
-        with contextlib.nullcontext() if backend.active.is_reading_code() else self._scope(inputs):
-            tensors, _ = split(self._fn(*self._args(inputs)))
-            return [tensor for tensor in tensors if backend.active.is_differentiable(tensor)]
+        outputs, _ = self.call(self._differentiable_outputs, inputs)
+        return list(outputs)
+
+    def _differentiable_outputs(self, *args: Any) -> Sequence[Any]:
+        return FlatStructure(self._fn(*args)).differentiable
 
     def compiled(self) -> Callable[..., list[Any]]:
         """Return the same function, compiled by the framework."""
         run = backend.active.compiled(self.__call__)
 
         def run_in_scope(*inputs: Any) -> list[Any]:
-            with self._scope(inputs):
+            with self.scope(inputs[len(self._arguments.differentiable) :]) or contextlib.nullcontext():
                 return run(*inputs)
 
         return run_in_scope
 
+    def arguments(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return self._arguments.unflatten(tensors), {}
+
+    def scope(self, values: Sequence[Any]) -> Pinned | None:
+        # PyTorch (2.13) does not compile a rule in a scope. `compiled` enters the scope outside the program.
+        if not self._uses_variables or backend.active.is_reading_code():
+            return None
+        return Pinned(self._variables, values)
+
     def _find_variables(
-        self, arguments: tuple[Sequence[Any], Layout], variables: Sequence[keras.Variable] | None
+        self, args: Sequence[Any], variables: Sequence[keras.Variable] | None
     ) -> tuple[list[keras.Variable], bool]:
         """Return the variables that are inputs, and whether the function reads or assigns any variable."""
-        tensors, layout = arguments
         with Pinned((), ()), Reads() as scope:
-            self._fn(*layout.join(tensors))
+            self._fn(*args)
         read = scope.read()
         if variables is None:
             variables = [variable for variable in read if isinstance(variable, keras.Variable)]
         return list(variables), bool(variables or read or scope.assigned)
 
-    def _scope(self, inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-        """Return a scope in which variables have the values in `inputs`, and assignments are discarded."""
-        if not self._uses_variables:  # PyTorch (2.13) does not compile a rule in a scope
-            return contextlib.nullcontext()
-        return Pinned(self._variables, inputs[len(self._input_indices) :])
-
-    def _args(self, inputs: Sequence[Any]) -> Any:
-        tensors = list(self._tensors)
-        for i, tensor in zip(self._input_indices, inputs, strict=False):
-            tensors[i] = tensor
-        return self._layout.join(tensors)
-
-    def _split(self, structure: Any, named: Sequence[tuple[str, Any]]) -> tuple[Sequence[Any], Layout]:
+    def _flatten(self, structure: Any, named: Sequence[tuple[str, Any]]) -> FlatStructure:
         try:
-            return split(structure)
+            return FlatStructure(structure)
         except Refused as refused:
             raise refused.error(self.name, named) from None
 

@@ -63,11 +63,11 @@ def detect_precision(function: Callable[..., Sequence[Any]], inputs: Sequence[An
     If the framework cannot trace the function, only its inputs and outputs count.
     """
     operations = backend.active.operations(function, inputs) or ()
-    narrowed = [dtype for operands, results in operations for dtype in _narrowed(operands, results)]
+    narrowed = [dtype for operands, results in operations for dtype in _less_precise(operands, results)]
     return max([lowest_precision([*inputs, *function(*inputs)]), *narrowed], key=EPSILON.__getitem__)
 
 
-def _narrowed(operands: Sequence[str], results: Sequence[str]) -> list[str]:
+def _less_precise(operands: Sequence[str], results: Sequence[str]) -> list[str]:
     """Return the dtypes of the results of an operation that are less precise than an operand."""
     before, after = _real_dtypes(operands), _real_dtypes(results)
     return [dtype for dtype in after if any(EPSILON[wide] < EPSILON[dtype] for wide in before)]

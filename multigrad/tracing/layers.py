@@ -20,7 +20,7 @@ from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.op import op_custom_gradient
 from multigrad.core.process_wide import Shared
 from multigrad.core.structure import Slot, leaves_of, rebuild
-from multigrad.tracing.recording import OPEN_TRACES, CallRecorder, enclosed_by, recorder_here
+from multigrad.tracing.recording import OPEN_TRACES, CallRecorder, enclose_run, recorder_here
 
 _LAYER: ContextVar[keras.Layer | None] = ContextVar("traced layer", default=None)
 """The innermost layer whose call is running."""
@@ -77,7 +77,7 @@ def _record_layers() -> Iterator[None]:
     def call_recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, keras.Layer):
             return call(self, *args, **kwargs)
-        return _recorded(self, args, kwargs, lambda: (call(self, *args, **kwargs),))[0]
+        return _record_call(self, args, kwargs, lambda: (call(self, *args, **kwargs),))[0]
 
     def stateless_call_recorded(
         self: Any, variables: Any, state: Any, *args: Any, return_losses: bool = False, **kwargs: Any
@@ -85,7 +85,7 @@ def _record_layers() -> Iterator[None]:
         def run() -> Any:
             return stateless_call(self, variables, state, *args, return_losses=return_losses, **kwargs)
 
-        return _recorded(self, args, kwargs, run)
+        return _record_call(self, args, kwargs, run)
 
     keras.Operation.__call__ = call_recorded
     keras.Layer.stateless_call = stateless_call_recorded
@@ -96,7 +96,7 @@ def _record_layers() -> Iterator[None]:
         keras.Layer.stateless_call = stateless_call
 
 
-def _recorded(
+def _record_call(
     layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]
 ) -> tuple[Any, ...]:
     """Return the tuple that `run()` returns, whose first item is the output of the layer. Record the call."""
@@ -113,7 +113,7 @@ def _recorded(
     recorder = recorder_here(next(iter(paths.values())), type(layer).__name__, list(paths))
     token = _LAYER.set(layer)
     try:
-        with enclosed_by(recorder):
+        with enclose_run(recorder):
             outputs, *others = run()
     finally:
         _LAYER.reset(token)

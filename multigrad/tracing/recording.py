@@ -64,7 +64,7 @@ class _RecordedCall(Call):
     def run(self, tensors: Sequence[Any], **how: Any) -> Run:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
         self._recorder = recorder = recorder_here(self.name)
-        with enclosed_by(recorder):
+        with enclose_run(recorder):
             run = super().run(tensors, **how)
         if not recorder.has_run:
             paths = _input_paths(run.pullback), _output_paths(run.pullback)
@@ -74,7 +74,7 @@ class _RecordedCall(Call):
 
     def rerun(self, inputs: Sequence[Any], first: Pullback, f: Callable[..., Any] | None = None) -> Run:
         """Run the function again for a second derivative. Ops in it are not recorded a second time."""
-        with enclosed_by(self._recorder):
+        with enclose_run(self._recorder):
             return super().rerun(inputs, first, f)
 
 
@@ -98,14 +98,14 @@ class _RecordedPullback(Pullback):
         specs: list[Spec | None],
     ) -> Sequence[Any]:
         """Run the rule and record its gradients."""
-        with _enclosed_by(self._recorder):
+        with _set_enclosing(self._recorder):
             gradients = self._back.pull(rule, upstream, needed, specs)
         self._recorder.record_step(upstream, gradients)
         return gradients
 
 
 @contextlib.contextmanager
-def _enclosed_by(recorder: "CallRecorder | _RerunRecorder") -> Iterator[None]:
+def _set_enclosing(recorder: "CallRecorder | _RerunRecorder") -> Iterator[None]:
     token = ENCLOSING.set(recorder)
     try:
         yield
@@ -113,9 +113,9 @@ def _enclosed_by(recorder: "CallRecorder | _RerunRecorder") -> Iterator[None]:
         ENCLOSING.reset(token)
 
 
-def enclosed_by(recorder: "CallRecorder") -> AbstractContextManager[None]:
+def enclose_run(recorder: "CallRecorder") -> AbstractContextManager[None]:
     """Return a context in which the function of a call runs, for the first time or again."""
-    return _enclosed_by(_RerunRecorder(recorder) if recorder.has_run else recorder)
+    return _set_enclosing(_RerunRecorder(recorder) if recorder.has_run else recorder)
 
 
 def recorder_here(op: str, layer: str = "", traces: Sequence["Trace"] | None = None) -> "CallRecorder":

@@ -9,19 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from multigrad.backend.base import Call, Run
-from multigrad.backend.jax.primitives import Strip, TiedRule, tie
-from multigrad.backend.jax.private import (
-    current_trace,
-    other_object,
-    under_trace,
-    without_tangent,
-)
-from multigrad.backend.jax.residuals import Residuals, constants_of, residuals_of, uses_intermediate
-from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, is_ref, varying_alike
-from multigrad.core.closure import OTHER, lift, restore
+from multigrad.backend.jax.primitives import Strip, tie
+from multigrad.backend.jax.private import current_trace, other_object, under_trace
+from multigrad.backend.jax.residuals import constants_of, pull_of, uses_intermediate
+from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, varying_alike
+from multigrad.core.closure import lift, restore
 from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
 
@@ -30,30 +24,34 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     first = _FirstRun(call, varying_alike(list(tensors)))
     run, inputs, strip = first.run, first.inputs, first.strip
     outputs = as_arrays(run.outputs)
+    # Without a tracer, no derivative is being taken.
     if not (any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])):
         return run.pullback.output.join(_without_gradient(inputs, outputs))
     order = strip.order
     if order > 1 and first.order <= 1:
         # The function read a weight of another derivative than those of its arguments.
         run = first.rerun()
-    residuals = residuals_of(call, run, first.is_traced)
+    else:
+        run.lift(call.f)
+    pull = pull_of(run, run.is_opaque and first.may_use_tracers(run))
     if (order > 1 or strip.in_program) and uses_intermediate(
-        run, residuals, [*first.constants, *first.stripped_closure]
+        run, [*first.constants, *first.stripped_closure]
     ):
         strip.is_open = True
         # The function runs again to get the tangents of outer derivatives. In eager code, the first run has
         # none. In a program, it can lack those of the weights, which have an equation of `strip` each.
         if order > 1 or any_traced(inputs[len(tensors) :]):
             run = first.rerun_with_tangents()
-            residuals = residuals_of(call, run, lambda run: True)
+            pull = pull_of(run, run.is_opaque)
     strip.traces, outputs = None, as_arrays(run.outputs)
     # A residual from the closure is tied with its tangents, for the derivatives around the op.
     closed_over = dict(zip(map(id, first.stripped_closure), first.closure, strict=True))
-    return run.pullback.output.join(_tie(call.name, outputs, inputs, residuals, closed_over))
+    residuals = [closed_over.get(id(residual), residual) for residual in run.residuals]
+    return run.pullback.output.join(tie(call.name, outputs, inputs, residuals, run.roles, pull))
 
 
 class _FirstRun:
-    """The run of a function on inputs without tangents.
+    """The run of a function on inputs without tangents, in the constructor, and what a second run needs.
 
     Arguments:
         call: the call.
@@ -88,7 +86,7 @@ class _FirstRun:
 
     def _strip_inputs(self, inputs: list[Any]) -> list[Any]:
         """Return the inputs without tangents, from one equation with the tracers of the closure."""
-        stripped = _strip([*inputs, *self.closure], self.strip)
+        stripped = self.strip([*inputs, *self.closure])
         self.stripped_closure = stripped[len(inputs) :]
         return stripped[: len(inputs)]
 
@@ -98,7 +96,7 @@ class _FirstRun:
 
         def read_as(value: Any) -> Any:
             with under_trace(here):
-                return _strip(varying_alike([value, *tensors])[:1], self.strip)[0]
+                return self.strip(varying_alike([value, *tensors])[:1])[0]
 
         self.inputs = list(tensors)
         f = restore(self._template, self.stripped_closure)
@@ -108,7 +106,7 @@ class _FirstRun:
             )
         self.inputs = varying_alike(self.inputs)
 
-    def is_traced(self, run: Run) -> bool:
+    def may_use_tracers(self, run: Run) -> bool:
         """Return whether an object that the rule uses may hold a traced array."""
         mapped = None in (self.strip.traces or ())
         known = [*run.inputs, *run.outputs, *self.stripped_closure]
@@ -120,7 +118,7 @@ class _FirstRun:
         return any([TRACERS[type(value)] for values in attributes for value in values.values()])
 
     def rerun(self) -> Run:
-        """Run the function again, with all inputs in one equation of `strip`."""
+        """Run the function again on the inputs of the run, all in one equation of `strip`."""
         self.strip.traces = []
         stripped = self._strip_inputs(self.inputs)
         f = restore(self._template, self.stripped_closure)
@@ -132,20 +130,6 @@ class _FirstRun:
             return self.rerun()
         except Exception as error:  # of any type, such as an AssertionError of Pallas
             raise _not_differentiable(self._call.name, error) from error
-
-
-def _strip(arrays: Sequence[Any], strip: Strip) -> list[Any]:
-    """Return the arrays, where floating tracers have no tangents.
-
-    An operation on a concrete array does not tell it from its `stop_gradient`, as an outer derivative must.
-    So if the gradient is being differentiated, the function gets a concrete array as a `WithoutTangent`.
-    """
-    traced = [i for i, x in enumerate(arrays) if TRACERS[type(x)] and FLOATING[x.dtype] and not is_ref(x)]
-    stripped = list(arrays)
-    for i, result in zip(traced, strip([arrays[i] for i in traced]), strict=True):
-        is_wrapped = strip.order > 1 and not strip.is_open and not TRACERS[type(result)]
-        stripped[i] = without_tangent(arrays[i], result) if is_wrapped else result
-    return stripped
 
 
 def _reaches_more(call: Call, closure: Sequence[Any]) -> bool:
@@ -168,33 +152,6 @@ def _without_gradient(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any
         else:
             results.append(output)
     return results
-
-
-def _tie(
-    name: str,
-    outputs: list[Any],
-    inputs: list[Any],
-    residuals: Residuals,
-    closed_over: dict[int, Any],
-) -> list[Any]:
-    """Return the outputs, tied to the inputs by the rule.
-
-    `closed_over` has the tracers that the function closes over, by the ids of the stripped ones.
-    """
-    first_input, first_other = len(outputs), len(outputs) + len(inputs)
-    slots: list[int] = []
-    others: list[Any] = []
-    for array, role in zip(residuals.arrays, residuals.roles, strict=True):
-        if role == OTHER or not FLOATING[array.dtype]:
-            slots.append(first_other + len(others))
-            others.append(closed_over.get(id(array), array))
-        else:
-            slots.append(first_input + role if role < len(inputs) else role - len(inputs))
-    # The op must not use a random key, because the function has used it. JAX can check that keys are used
-    # once.
-    inputs = [x if FLOATING[x.dtype] else np.zeros((), bool) for x in inputs]
-    rule = TiedRule(name, residuals.pull, slots, len(inputs), [FLOATING[o.dtype] for o in outputs])
-    return tie(varying_alike([*outputs, *inputs, *others]), rule)
 
 
 def _not_differentiable(name: str, error: Exception) -> NotImplementedError:

@@ -6,7 +6,6 @@ value that the function assigns is a leaked tracer. So this module traces the fu
 which variables these are.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -203,12 +202,12 @@ class _Program:
         old = [_current(variable, around) for variable in self._assigned]
         old = [_strong(value) if value.weak_type else value for value in old]
         constant = [_current(variable, around) for variable in self._read]
-        is_concrete = around is None and not _any_tracers(old, constant, arrays)
+        is_concrete = around is None and not any_traced([*old, *constant, *arrays])
         if donate and old and is_concrete:
             output, new = self._donating(_copy_shared(old), constant, arrays)
         else:
             output, new = self._keeping(old, constant, arrays)
-        if is_concrete and not _any_tracers(new):
+        if is_concrete and not any_traced(new):
             for variable, value in zip(self._assigned, new, strict=True):
                 # Private: `assign` of Keras (3.15) converts the value, which takes 5 us for each variable.
                 variable._direct_assign(value)
@@ -308,20 +307,6 @@ def _strong(value: Any) -> Any:
     return jax.lax.convert_element_type(value, value.dtype)
 
 
-@functools.cache
-def _array_class() -> type:
-    """Return the class of concrete arrays. An array starts JAX's runtime, so the import makes none."""
-    return type(jnp.zeros(()))
-
-
-def _any_tracers(*lists: Sequence[Any]) -> bool:
-    """Return whether there is a tracer."""
-    # Comparing the class of arrays takes a tenth of the time of `any_traced`.
-    array_class = _array_class()
-    others = [value for values in lists for value in values if type(value) is not array_class]
-    return any_traced(others)
-
-
 def _reference_counts(values: Sequence[Any]) -> list[int]:
     return [sys.getrefcount(value) for value in values]
 
@@ -342,6 +327,4 @@ def _copy_shared(values: list[Any]) -> list[Any]:
 
 
 def is_constant(tensor: Any) -> bool:
-    if isinstance(tensor, jax.core.Tracer):
-        return False
-    return is_in_jit()
+    return not isinstance(tensor, jax.core.Tracer) and is_in_jit()

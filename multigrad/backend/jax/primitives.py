@@ -38,8 +38,22 @@ from multigrad.backend.jax.private import (
     primitive_jvps,
     primitive_transposes,
     register_lowering,
+    without_tangent,
 )
-from multigrad.backend.jax.tensors import as_arrays, conjugate, scatter
+from multigrad.backend.jax.residuals import Pull
+from multigrad.backend.jax.tensors import (
+    FLOATING,
+    TRACERS,
+    as_arrays,
+    broadcast_along,
+    conjugate,
+    gather,
+    is_ref,
+    move_axes_first,
+    scatter,
+    varying_alike,
+)
+from multigrad.core.closure import OTHER
 from multigrad.core.errors import message
 
 Linear = Callable[..., Sequence[Any]]
@@ -88,26 +102,6 @@ def _zeros(arrays: Sequence[Any]) -> list[Any]:
     return [Zero(jax.typeof(array).to_tangent_aval()) for array in arrays]
 
 
-def _chosen(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
-    return [value for value, marked in zip(values, where, strict=True) if marked]
-
-
-def _with_axis(array: Any, axis: Any, position: int) -> Any:
-    """Return the array, broadcast along the axis of a `jax.vmap` that does not map it."""
-    shape = array.shape
-    return jnp.broadcast_to(
-        jnp.expand_dims(array, position), (*shape[:position], axis.size, *shape[position:])
-    )
-
-
-def _axis_first(operands: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Return the operands with their mapped axes first, and the mapped axis of each."""
-    pairs = zip(as_arrays(operands), axes, strict=True)
-    return [x if not a else jnp.moveaxis(x, a, 0) for x, a in pairs], tuple(
-        [None if a is None else 0 for a in axes]
-    )
-
-
 # ------------------------------------------------------------------ strip
 
 
@@ -133,8 +127,20 @@ class Strip:
         for a `jax.vmap` between two. None after the call."""
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arrays without tangents. Each is a new object, if a derivative is taken here."""
-        return as_arrays(_strip_p.bind(*arrays, strip=self, level=0, end=_end())) if arrays else []
+        """Return the arrays, where floating tracers are new objects without tangents.
+
+        An operation on a concrete array does not tell it from its `stop_gradient`, as an outer derivative
+        must. So if the gradient is being differentiated, a concrete result is a `WithoutTangent`.
+        """
+        traced = [i for i, x in enumerate(arrays) if TRACERS[type(x)] and FLOATING[x.dtype] and not is_ref(x)]
+        stripped = list(arrays)
+        if traced:
+            results = _strip_p.bind(*[arrays[i] for i in traced], strip=self, level=0, end=_end())
+            is_differentiated = self.order > 1 and not self.is_open
+            for i, result in zip(traced, as_arrays(results), strict=True):
+                is_wrapped = is_differentiated and not TRACERS[type(result)]
+                stripped[i] = without_tangent(arrays[i], result) if is_wrapped else result
+        return stripped
 
     @property
     def order(self) -> int:
@@ -153,7 +159,7 @@ class Strip:
 _strip_p = _identity()
 
 
-def _strip(*arrays: Any, **params: Any) -> list[Any]:
+def _other_objects(*arrays: Any, **params: Any) -> list[Any]:
     # Other objects, so that a residual is known as an input by its position: the value of the input may also
     # be another input, the value of a variable or a constant.
     return [other_object(array) for array in arrays]
@@ -186,7 +192,7 @@ def _map_strip(
     return _strip_p.bind(*arrays, strip=strip, **params), axes
 
 
-_strip_p.def_impl(_strip)
+_strip_p.def_impl(_other_objects)
 _strip_p.def_abstract_eval(_types_of_stripped)
 _differentiate(_strip_p, _linearize_strip)
 fancy_primitive_batchers[_strip_p] = _map_strip
@@ -211,7 +217,7 @@ class TiedRule:
     def __init__(
         self,
         name: str,
-        pull: Callable[..., Sequence[Any]],
+        pull: Pull,
         slots: Sequence[int],
         inputs: int,
         floating: Sequence[bool],
@@ -230,7 +236,7 @@ class TiedRule:
 
         def gradients(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             upstream = scatter(conjugate(cotangents), self.floating)
-            return _chosen(conjugate(self.pull(residuals, upstream, needed, transposed)), needed)
+            return gather(conjugate(self.pull(residuals, upstream, needed, transposed)), needed)
 
         for axis, axes in batch:
             gradients = jax.vmap(
@@ -334,10 +340,10 @@ def _map_pull(
     if all([a is None for a in axes]):
         results = _pull_p.bind(*operands, rule=rule, batch=batch, like=like, **params)
         return results, [None] * len(like)
-    arrays, firsts = _axis_first(operands, axes)
+    arrays, firsts = move_axes_first(operands, axes)
     count = len(rule.slots)
     pairs = zip(arrays[count:], firsts[count:], strict=True)
-    tangents = [_with_axis(tangent, axis, 0) if a is None else tangent for tangent, a in pairs]
+    tangents = [broadcast_along(axis, tangent, 0) if a is None else tangent for tangent, a in pairs]
     like = tuple([aval.update(shape=(axis.size, *aval.shape)) for aval in like])
     batch = (*batch, (axis, firsts[:count]))
     results = _pull_p.bind(*arrays[:count], *tangents, rule=rule, batch=batch, like=like, **params)
@@ -355,15 +361,36 @@ fancy_primitive_batchers[_pull_p] = _map_pull
 # ------------------------------------------------------------------ tie
 
 
-def tie(operands: Sequence[Any], rule: TiedRule) -> list[Any]:
+def tie(
+    name: str,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    residuals: Sequence[Any],
+    roles: Sequence[int],
+    pull: Pull,
+) -> list[Any]:
     """Return the outputs, whose derivative with respect to the inputs is the rule.
 
     Arguments:
-        operands: the outputs and the inputs of the op, and the other residuals.
-        rule: calls the rule.
+        name: the name of the op in messages.
+        outputs, inputs, residuals, roles: those of the run, with tangents.
+        pull: calls the rule with the residuals.
     """
-    results = _tie_p.bind(*operands, rule=rule, batch=(), end=_end())
-    return as_arrays(results[: len(rule.floating)])
+    first_input, first_other = len(outputs), len(outputs) + len(inputs)
+    slots: list[int] = []
+    others: list[Any] = []
+    for residual, role in zip(residuals, roles, strict=True):
+        if role == OTHER or not FLOATING[residual.dtype]:
+            slots.append(first_other + len(others))
+            others.append(residual)
+        else:
+            slots.append(first_input + role if role < len(inputs) else role - len(inputs))
+    # The op must not use a random key, because the function has used it. JAX can check that keys are used
+    # once.
+    inputs = [x if FLOATING[x.dtype] else np.zeros((), bool) for x in inputs]
+    rule = TiedRule(name, pull, slots, len(inputs), [FLOATING[o.dtype] for o in outputs])
+    operands = varying_alike([*outputs, *inputs, *others])
+    return as_arrays(_tie_p.bind(*operands, rule=rule, batch=(), end=_end())[: len(outputs)])
 
 
 _tie_p = _identity()
@@ -381,18 +408,18 @@ def _linearize_tie(
         return results, [False] * len(results), (), lambda residuals, *tangents: zeros
     outputs = results[:count]
     residuals = [outputs[slot] if slot < count else operands[slot] for slot in rule.slots]
-    avals = tuple([zero.aval for zero in _chosen(zeros[:count], rule.floating)])
+    avals = tuple([zero.aval for zero in gather(zeros[:count], rule.floating)])
     by_residual = tuple([(axis, tuple([axes[slot] for slot in rule.slots])) for axis, axes in batch])
 
     def linear(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
         of_inputs = list(tangents[count:last])
         for position, (axis, axes) in enumerate(reversed(batch)):
             mapped = zip(of_inputs, needed, axes[count:last], strict=True)
-            of_inputs = [_with_axis(t, axis, position) if n and a is None else t for t, n, a in mapped]
+            of_inputs = [broadcast_along(axis, t, position) if n and a is None else t for t, n, a in mapped]
         pulled = iter(
             _pull_p.bind(
                 *residuals,
-                *_chosen(of_inputs, needed),
+                *gather(of_inputs, needed),
                 rule=rule,
                 needed=needed,
                 batch=by_residual,
@@ -419,11 +446,11 @@ def _map_tie(
     over the batch."""
     if all([a is None for a in axes]):
         return _tie_p.bind(*operands, rule=rule, batch=batch, end=end), axes
-    arrays, firsts = _axis_first(operands, axes)
+    arrays, firsts = move_axes_first(operands, axes)
     count = len(rule.floating)
     for i in range(count):
         if firsts[i] is None:
-            arrays[i] = _with_axis(arrays[i], axis, 0)
+            arrays[i] = broadcast_along(axis, arrays[i], 0)
     firsts = (*[0] * count, *firsts[count:])
     return _tie_p.bind(*arrays, rule=rule, batch=(*batch, (axis, firsts)), end=end), firsts
 

@@ -20,8 +20,6 @@ Primitive = look_up("jax.extend.core.Primitive")
 # With a parameter of this type, JAX's caches do not keep the other parameters of an equation alive (0.7 to
 # 0.12).
 ClosedJaxpr = look_up("jax.extend.core.ClosedJaxpr")
-# The tracer of a value that is traced into a program, as in `jax.jit` (0.7 to 0.12).
-DynamicJaxprTracer = look_up("jax.interpreters.partial_eval.DynamicJaxprTracer")
 # Symbolic zeros, and the tables of the transformation rules of primitives (0.7 to 0.12).
 Zero = look_up("jax.interpreters.ad.Zero")
 instantiate_zeros = look_up("jax.interpreters.ad.instantiate_zeros")
@@ -161,16 +159,16 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...
 
 
 # The class of arrays, whose constructor makes another object for the same buffers (0.7 to 0.12).
-_ARRAY = look_up("jax._src.array.ArrayImpl", lambda: None)
-_HAS_BUFFERS = hasattr(_ARRAY, "_arrays")
+CONCRETE_ARRAY = look_up("jax._src.array.ArrayImpl", lambda: None)
+_HAS_BUFFERS = hasattr(CONCRETE_ARRAY, "_arrays")
 
 
 def other_object(array: Any) -> Any:
     """Return another object with the value of a concrete array. The public way takes ten times as long."""
     if not isinstance(array, jax.Array):
         array = jax.numpy.asarray(array)  # JAX also traces Python numbers
-    if _HAS_BUFFERS and type(array) is _ARRAY:
-        return _ARRAY(array.aval, array.sharding, array._arrays, array.committed, _skip_checks=True)
+    if _HAS_BUFFERS and type(array) is CONCRETE_ARRAY:
+        return CONCRETE_ARRAY(array.aval, array.sharding, array._arrays, array.committed, _skip_checks=True)
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 

@@ -1,4 +1,4 @@
-"""The residuals of a run: the arrays that its rule uses, and a function that calls the rule with them."""
+"""A function that calls the rule of a run with its residuals, and whether these are intermediate results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from multigrad.backend.base import Call, Run, Spec
+from multigrad.backend.base import Call, Run
 from multigrad.backend.jax.private import WithoutTangent, without_constants
 from multigrad.backend.jax.tensors import (
     FLOATING,
@@ -16,63 +16,39 @@ from multigrad.backend.jax.tensors import (
     specs_of,
     varying_alike,
 )
-from multigrad.core.closure import OTHER, classify, lift, restore
+from multigrad.core.closure import classify, lift, restore
 from multigrad.core.reachable import reachable_tensors
 from multigrad.core.type_sets import TypeSet
 
 Pull = Callable[..., Sequence[Any]]
-"""Maps the arrays of a rule, the upstream gradients, and which gradients are needed, to the gradients.
+"""Maps the residuals of a rule, the upstream gradients, and which gradients are needed, to the gradients.
 `transposed=True` says that this is for forward mode."""
 
 
-class Residuals:
-    """The arrays that a rule uses.
+def pull_of(run: Run, may_use_tracers: bool) -> Pull:
+    """Return a function that calls the rule of a run whose residuals have been lifted.
 
     Arguments:
-        arrays: the arrays.
-        roles: for each array an index among the inputs followed by the outputs, or `OTHER`.
-        pull: calls the rule with these arrays.
-        is_opaque: whether the rule also uses an object that may hold arrays.
+        run: the run.
+        may_use_tracers: whether the rule may use a traced array of an object. The rule is then traced,
+            because the array cannot be used later. Its arrays become the residuals of the run.
     """
-
-    __slots__ = ("arrays", "is_opaque", "pull", "roles")
-
-    def __init__(self, arrays: list[Any], roles: list[int], pull: Pull, is_opaque: bool) -> None:
-        self.arrays, self.roles, self.pull, self.is_opaque = arrays, roles, pull, is_opaque
-
-    def others(self) -> list[Any]:
-        """Return the floating arrays that are neither inputs nor outputs."""
-        pairs = zip(self.arrays, self.roles, strict=True)
-        return [array for array, role in pairs if role == OTHER and FLOATING[array.dtype]]
-
-
-def residuals_of(call: Call, run: Run, is_traced: Callable[[Run], bool]) -> Residuals:
-    """Return the residuals of a run.
-
-    Arguments:
-        call, run: the call and its run.
-        is_traced: returns whether the rule may use a traced array of an object. An opaque rule is then
-            traced, because the array cannot be used later.
-    """
-    run.lift(call.f)
+    if may_use_tracers or (run.is_opaque and any_traced(run.pullback.values_in_scopes())):
+        try:
+            return _trace(run)
+        except _NEEDS_VALUES:
+            if may_use_tracers:
+                raise
     pullback, template, specs = run.pullback, run.template, specs_of(run.inputs)
 
-    def pull_lifted(
-        arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool = False
+    def pull(
+        residuals: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool = False
     ) -> Sequence[Any]:
         # Forward mode runs the rule only to transpose it.
         called = pullback.without_trace if transposed else pullback
-        return called.pull(restore(template, arrays), upstream, needed, specs)
+        return called.pull(restore(template, residuals), upstream, needed, specs)
 
-    traced = run.is_opaque and is_traced(run)
-    if traced or (run.is_opaque and any_traced(pullback.values_in_scopes())):
-        try:
-            arrays, pull = _trace(run, specs)
-            return Residuals(arrays, classify(arrays, run.inputs, run.outputs), pull, False)
-        except _NEEDS_VALUES:
-            if traced:
-                raise
-    return Residuals(run.residuals, run.roles, pull_lifted, run.is_opaque)
+    return pull
 
 
 # The errors that JAX raises when a rule needs the value of a traced array.
@@ -83,9 +59,13 @@ _NEEDS_VALUES = (
 )
 
 
-def _trace(run: Run, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
-    """Trace an opaque rule, and return its arrays and a function that evaluates its jaxpr with them."""
+def _trace(run: Run) -> Pull:
+    """Trace an opaque rule, and return a function that evaluates its jaxpr with the arrays that it uses.
+
+    These become the residuals of the run.
+    """
     rule, inputs, outputs, pullback = run.rule, run.inputs, run.outputs, run.pullback
+    specs = specs_of(inputs)
     nonzero: list[int] = []
 
     def traced_rule(*upstream: Any) -> list[Any]:
@@ -100,20 +80,22 @@ def _trace(run: Run, specs: list[Spec | None]) -> tuple[list[Any], Pull]:
         # Arrays, because a ShapeDtypeStruct does not have the axes along which an array varies.
         like = varying_alike([*floating_outputs, *inputs])[: len(floating_outputs)]
     traced = jax.make_jaxpr(traced_rule)(*like)
-    # `pull` must not hold the arrays, which may be tracers.
-    jaxpr, arrays = without_constants(traced), list(traced.consts)
+    jaxpr = without_constants(traced)
+    run.residuals, run.is_opaque = list(traced.consts), False
+    run.roles = classify(run.residuals, inputs, outputs)
 
+    # It must not hold the residuals, which may be tracers.
     def pull(
-        arrays: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool = False
+        residuals: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool = False
     ) -> list[Any]:
         floating_upstream = [u for u, f in zip(upstream, floating, strict=True) if f]
-        answer = jax.core.eval_jaxpr(jaxpr, arrays, *floating_upstream)
+        answer = jax.core.eval_jaxpr(jaxpr, residuals, *floating_upstream)
         gradients: list[Any] = [None] * len(needed)
         for i, gradient in zip(nonzero, answer, strict=True):
             gradients[i] = gradient
         return gradients
 
-    return arrays, pull
+    return pull
 
 
 _HOST_ARRAYS = TypeSet(np.ndarray, np.generic)
@@ -125,18 +107,18 @@ def constants_of(call: Call) -> list[Any]:
     return [array for root in (call.f, *call.objects()) for array in reachable_tensors(root, _ARRAYS)]
 
 
-def uses_intermediate(run: Run, residuals: Residuals, constants: Sequence[Any]) -> bool:
+def uses_intermediate(run: Run, constants: Sequence[Any]) -> bool:
     """Return whether the rule uses an array that may depend on the inputs, other than inputs and outputs.
 
     The derivative of such an array goes through the function.
 
     Arguments:
-        run, residuals: a run, and its residuals.
+        run: a run.
         constants: the arrays that the function could use before it ran.
     """
-    if residuals.is_opaque:
+    if run.is_opaque:
         return True
-    known, others = set(map(id, constants)), residuals.others()
+    known, others = set(map(id, constants)), [x for x in run.others() if FLOATING[x.dtype]]
     # Operations on tracers return tracers. Operations on a `WithoutTangent` return concrete arrays.
     are_concrete = any([isinstance(x, WithoutTangent) for x in run.inputs])
     if not are_concrete:

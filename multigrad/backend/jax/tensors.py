@@ -10,12 +10,20 @@ import keras
 import numpy as np
 
 from multigrad.backend.base import Spec
-from multigrad.backend.jax.private import WithoutTangent, enable_x64, pcast, trace_state, varying_axes
+from multigrad.backend.jax.private import (
+    CONCRETE_ARRAY,
+    WithoutTangent,
+    enable_x64,
+    pcast,
+    trace_state,
+    varying_axes,
+)
 from multigrad.core.errors import describe, message
 from multigrad.core.type_sets import ATOMS, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 TRACERS = TypeSet(jax.core.Tracer)
+TRACERS[CONCRETE_ARRAY] = False  # cached: the class of most arrays, which is defined in Python
 # Classes of JAX whose objects have attributes and hold no tensor.
 ATOMS.update(
     dict.fromkeys(
@@ -111,13 +119,35 @@ def is_ref(tracer: jax.core.Tracer) -> bool:
 
 
 def any_traced(arrays: Sequence[Any]) -> bool:
-    return any([isinstance(array, jax.core.Tracer) for array in arrays])
+    return any([TRACERS[type(array)] for array in arrays])
+
+
+def gather(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
+    """Return the values where `where` is True."""
+    return [value for value, marked in zip(values, where, strict=True) if marked]
 
 
 def scatter(values: Sequence[Any], where: Sequence[bool]) -> list[Any]:
     """Return a list of the length of `where`, with the values where it is True and None elsewhere."""
     remaining = iter(values)
     return [next(remaining) if marked else None for marked in where]
+
+
+def broadcast_along(axis: Any, array: Any, position: int) -> Any:
+    """Return the array, broadcast along the axis of a `jax.vmap` that does not map it."""
+    shape = array.shape
+    return jnp.broadcast_to(
+        jnp.expand_dims(array, position), (*shape[:position], axis.size, *shape[position:])
+    )
+
+
+def move_axes_first(
+    arrays: Sequence[Any], axes: Sequence[int | None]
+) -> tuple[list[Any], tuple[int | None, ...]]:
+    """Return the arrays with their mapped axes first, and the mapped axis of each."""
+    pairs = zip(as_arrays(arrays), axes, strict=True)
+    moved = [jnp.moveaxis(array, axis, 0) if axis else array for array, axis in pairs]
+    return moved, tuple([None if axis is None else 0 for axis in axes])
 
 
 def as_arrays(values: Iterable[Any]) -> list[Any]:

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import keras
 
-from multigrad.backend.training import ENTRY
-from multigrad.backend.training import Training as Base
+from multigrad.backend.training import ENTRY, Training
 
 
-class Training(Base):
+class JaxTraining(Training):
     """The training step of a model with taps."""
 
     def step(self, *args: Any) -> Any:
@@ -31,7 +30,7 @@ class Training(Base):
         return {**logs, ENTRY: taps.gather()}, (trainable, non_trainable, *others)
 
     def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
-        with self._tapping():
+        with self._tap_methods():
             logs, state = function(*args)
         return logs.pop(ENTRY), (logs, state)
 

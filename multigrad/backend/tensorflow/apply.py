@@ -36,7 +36,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     # A gradient may be built in another graph than the call: the gradient of a branch or a loop, or the
     # gradient of a gradient function. It uses tensors that the graph of the call has captured, so they are
     # captured now: a finished graph captures no more tensors.
-    inside = capture(residuals, graph)
+    captured = capture(residuals, graph)
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(inputs)
 
@@ -51,15 +51,15 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         if not is_nested(graph):
             # Captured again, so that tapes that began after the op record the captured tensors.
             return pull(restore(template, capture(residuals, graph)), upstreams)
-        with pullback.reading(functools.partial(read_for_gradient, graph)):
-            return pull(restore(template, inside), upstreams)
+        with pullback.scope_with_reader(functools.partial(read_for_gradient, graph)):
+            return pull(restore(template, captured), upstreams)
 
     def forward(residuals: Sequence[Any], *upstreams: Any) -> Sequence[Any]:
         return pull(restore(template, residuals), upstreams, pullback.without_trace if eager else pullback)
 
     if carrier is not None:
         carrier.bind(backward)
-    record_rule(call.name, run, tied_outputs, backward, forward)
+    record_rule(call.name, run, tied_outputs, residuals, backward, forward)
     return pullback.output.join(tied_outputs)
 
 

@@ -16,7 +16,7 @@ def jit(
     marks: set[str] = set()  # not empty if a trace has a `vmap` and no tape recorded it
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with _marking(marks):
+        with _collect_marks(marks):
             return function(*args, **kwargs)
 
     # Without AutoGraph, as in `fit` of Keras, so that Python code runs as on other backends.
@@ -38,7 +38,7 @@ _MARKS: contextvars.ContextVar[tuple[set[str], ...]] = contextvars.ContextVar("m
 
 
 @contextlib.contextmanager
-def _marking(marks: set[str]) -> Iterator[None]:
+def _collect_marks(marks: set[str]) -> Iterator[None]:
     token = _MARKS.set((*_MARKS.get(), marks))
     try:
         yield

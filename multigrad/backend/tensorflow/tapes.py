@@ -24,6 +24,7 @@ def record_rule(
     name: str,
     run: Run,
     outputs: Sequence[Any],
+    residuals: Sequence[Any],
     backward: Callable[..., Sequence[Any]],
     forward: Callable[..., Sequence[Any]],
 ) -> None:
@@ -32,7 +33,7 @@ def record_rule(
     `forward` takes copies of the residuals before the upstream gradients. The tapes record first, because
     forward mode runs the rule, which may use tensors in `outputs`.
     """
-    inputs, residuals = list(run.inputs), run.residuals_with(outputs)
+    inputs = list(run.inputs)
     record_operation_backprop_only(_TYPE, outputs, inputs, backward)
     calls: list[bool] = []
     copied = functools.partial(_on_copies, name, run.is_opaque, forward, residuals, calls)

@@ -5,13 +5,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.training import Training as Base
+from multigrad.backend.training import Training
 
 
-class Training(Base):
+class TensorFlowTraining(Training):
     """The training step of a model with taps. Under a `tf.distribute` strategy, each replica runs it."""
 
-    def _summed(self, gradients: Sequence[Any]) -> Sequence[Any]:
+    def _sum_over_replicas(self, gradients: Sequence[Any]) -> Sequence[Any]:
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return gradients
@@ -21,7 +21,7 @@ class Training(Base):
             dense = dict(zip(dense, sums, strict=True))
         return [dense.get(i) for i in range(len(gradients))]
 
-    def _over_replicas(self, entry: dict[str, Any]) -> dict[str, Any]:
+    def _gather_over_replicas(self, entry: dict[str, Any]) -> dict[str, Any]:
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return entry

@@ -137,7 +137,7 @@ class _PinnedInGraph(_Pinned):
         if is_within(self._graph):
             super().add_update(update)
         elif id(update[0]) in self.current:
-            raise self._used_elsewhere(update[0], "assigned")
+            raise self._other_value_error(update[0], "assigned")
         else:
             self._pass_on(update)
 
@@ -145,9 +145,9 @@ class _PinnedInGraph(_Pinned):
         """Raise if the variable may have another value in this scope than TensorFlow stores."""
         fits = self.stored_values_fit and variable.trainable and id(variable) not in self.assigned
         if id(variable) in self.current and not (fits and outer_value is None):
-            raise self._used_elsewhere(variable, "read")
+            raise self._other_value_error(variable, "read")
 
-    def _used_elsewhere(self, variable: keras.Variable, use: str) -> NotImplementedError:
+    def _other_value_error(self, variable: keras.Variable, use: str) -> NotImplementedError:
         return NotImplementedError(  # TensorFlow replaces a TypeError in an operand by its own error
             message(
                 self.name,

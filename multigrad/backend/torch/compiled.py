@@ -11,16 +11,14 @@ from torch.compiler import is_dynamo_compiling
 from multigrad.backend.base import Call, Run
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
-from multigrad.backend.torch.jit import is_whole
 from multigrad.backend.torch.private import disable_torch_function, preserve_version_counters, skip_frames
 from multigrad.backend.torch.state import (
     IN_THREAD,
-    autocasting,
+    WHOLE,
     current_autocast,
     hidden_from_trace,
-    is_in_rule,
     is_transforming_traced,
-    may_be_differentiated_again,
+    restore_autocast,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
 from multigrad.core.closure import lift, restore
@@ -54,10 +52,10 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if _is_exporting():
         run = call.run(tensors)
         return run.pullback.output.join(_without_derivative(run.inputs, run.outputs))
-    if is_in_rule() and not torch.is_grad_enabled():
+    if IN_THREAD.in_rule and not torch.is_grad_enabled():
         # The gradient of a rule is not differentiated here. Dynamo cannot enter a scope in a backward pass.
         return call.output(tensors)
-    recorded = is_whole() and torch.is_grad_enabled() and may_be_differentiated_again()
+    recorded = IN_THREAD.mode == WHOLE and torch.is_grad_enabled() and IN_THREAD.recorded
     if recorded:
         run, outputs = _run_recorded(call, tensors)
         recorded = _require_gradients(run.inputs)
@@ -67,7 +65,7 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
             outputs = _without_aliases(run.inputs, run.outputs)
     state = run.pullback, run.rule, specs_of(run.inputs), current_autocast(), recorded
     # Dynamo enters no scope in a backward pass, and traces it here.
-    with run.pullback.scope_of(run.rule), _in_rule(), _changed_in_place(outputs if recorded else ()):
+    with run.pullback.scope_of(run.rule), _enter_rule(), _allow_marks(outputs if recorded else ()):
         tied = _InProgram.apply(state, *distinct(run.inputs), *outputs)
     if recorded:  # the rule uses the outputs, and the caller may change its own in place
         tied = [output.clone() for output in tied]
@@ -108,7 +106,7 @@ class _Computed(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for part in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(part, torch.Tensor) and not is_in_rule():  # Dynamo would refuse the change
+            if isinstance(part, torch.Tensor) and not IN_THREAD.in_rule:  # Dynamo would refuse the change
                 self.tensors.append(part)
         return result
 
@@ -126,7 +124,7 @@ class _Computed(torch.overrides.TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _changed_in_place(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+def _allow_marks(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let a Function mark these outputs as changed, though their values stay the same."""
     if not outputs:
         yield
@@ -136,13 +134,13 @@ def _changed_in_place(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_rule() -> Iterator[None]:
-    before = is_in_rule()
-    IN_THREAD.rule = True
+def _enter_rule() -> Iterator[None]:
+    before = IN_THREAD.in_rule
+    IN_THREAD.in_rule = True
     try:
         yield
     finally:
-        IN_THREAD.rule = before
+        IN_THREAD.in_rule = before
 
 
 # Keras creates the attribute for the active scope when the first one is entered. Dynamo would see the change,
@@ -187,17 +185,19 @@ class _InProgram(torch.autograd.Function):
         opaque = False
         recording = torch.is_grad_enabled()
         if recording and not (recorded or is_dynamo_compiling()):
-            rule, opaque = _refusing(rule, ctx.saved_tensors)
+            rule, opaque = _refuse_residuals(rule, ctx.saved_tensors)
         # Dynamo traces a backward pass without recording, and the program runs it with.
         recording = recording or (recorded and is_dynamo_compiling())
-        with torch.set_grad_enabled(recording), autocasting(autocast):
+        with torch.set_grad_enabled(recording), restore_autocast(autocast):
             gradients = pullback.pull(rule, dense_floating(upstream), needed, specs)
         if opaque:
             gradients = refuse_compiled(gradients, ctx.saved_tensors)
         return None, *gradients, *[None for _ in upstream]
 
 
-def _refusing(rule: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], bool]:
+def _refuse_residuals(
+    rule: Callable[..., Any], inputs: Sequence[torch.Tensor]
+) -> tuple[Callable[..., Any], bool]:
     """Return the rule with residuals that raise when they are differentiated, and whether it is opaque.
 
     Inputs have their history. Other residuals were computed without recording.

@@ -9,11 +9,11 @@ from torch import is_grad_enabled
 from multigrad.backend.base import Call, Pullback, Run, Spec
 from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere, skip_frames
 from multigrad.backend.torch.state import (
-    autocasting,
     current_autocast,
     fork_random_state,
     is_unreadable,
     no_transforms,
+    restore_autocast,
     vmaps_of,
     without_wrappers,
 )
@@ -88,7 +88,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         pullback, template, roles, slots, specs, autocast, call, opaque, _ = ctx.multigrad
         if (autocast or is_autocast_anywhere()) and autocast != current_autocast():
-            with autocasting(autocast):
+            with restore_autocast(autocast):
                 return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
         if slots is not None:
@@ -188,7 +188,6 @@ def rerun(call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tenso
     Its rule must have as many residuals as the rule of the first run: `count`.
     """
     run = call.rerun(tensors, first)
-    run.lift(call.f)
     if len(run.residuals) != count:
         raise _not_repeatable(call)
     return run

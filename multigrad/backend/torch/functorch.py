@@ -24,10 +24,10 @@ from multigrad.backend.torch.private import (
 )
 from multigrad.backend.torch.state import (
     active_vmaps,
-    autocasting,
     current_autocast,
     is_empty,
     is_of_inner_level,
+    restore_autocast,
     unwrap_ended,
     vmaps_of,
 )
@@ -39,12 +39,13 @@ from multigrad.core.reachable import reachable_tensors
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """Run the function, and return its outputs from a Function whose derivative is the rule."""
-    used = list(_used(call))  # before the function runs, which may store intermediate results
+    used = list(_tensors_in_reach(call))  # before the function runs, which may store intermediate results
     run = _run_stripped(call, tensors, used)
     is_lazy = False
     if _uses_intermediates(run, used):
         is_lazy = not _needs_recording(run, used, run.inputs[len(tensors) :])
-        run = run if is_lazy else _run_recorded(call, run)
+        if not is_lazy:
+            run = call.rerun(run.inputs, run.pullback)  # on inputs with history
     state, others = _FunctorchState(call, run), run.others()
     if is_lazy:
         others = _Intermediates.apply(state, *run.inputs, *others)
@@ -98,13 +99,6 @@ def _run_stripped(call: Call, tensors: Sequence[torch.Tensor], used: Sequence[to
     return run
 
 
-def _run_recorded(call: Call, first: Run) -> Run:
-    """Run the function again on inputs with history."""
-    run = call.rerun(first.inputs, first.pullback)
-    run.lift(call.f)
-    return run
-
-
 def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     return any([tensor is other for other in tensors])
 
@@ -129,12 +123,12 @@ def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     # An object may hold mapped tensors, except in a checkpoint, which sets saved-tensor hooks.
     if call.has_objects() and saved_tensor_hooks(False) is None:
         return False
-    used = [*tensors, *_used(call, with_objects=False)]
+    used = [*tensors, *_tensors_in_reach(call, with_objects=False)]
     # Other transforms wrap the result of every operation, so try one.
     return not any(map(_is_wrapped, [*used, *[tensor.detach() for tensor in used[:1]]]))
 
 
-def _used(call: Call, with_objects: bool = True) -> Iterator[torch.Tensor]:
+def _tensors_in_reach(call: Call, with_objects: bool = True) -> Iterator[torch.Tensor]:
     """Yield the tensors that the function can use, apart from the tensors among its arguments.
 
     They include globals that the function names, because a gradient penalty may use global weights.
@@ -197,7 +191,7 @@ class _FunctorchNode(torch.autograd.Function):
         state = ctx.state
         gradients: Sequence[torch.Tensor | None] = [None] * state.inputs
         if any([u is not None for u in upstream]):
-            with autocasting(state.autocast):
+            with restore_autocast(state.autocast):
                 saved = unwrap_ended(ctx.saved_tensors)
                 pairs = zip(upstream, saved[state.inputs :], strict=False)
                 whole = [torch.zeros_like(output) if u is None else u for u, output in pairs]
@@ -214,7 +208,7 @@ class _FunctorchNode(torch.autograd.Function):
         needed = [tangent is not None for tangent in of_inputs]
         # PyTorch (2.13) disables forward mode here, at outer levels too, so that derivatives of tangents
         # would be zero. So enable it again.
-        with set_forward_mode(True), autocasting(state.autocast):
+        with set_forward_mode(True), restore_autocast(state.autocast):
             saved = list(map(_primal, ctx.saved_tensors))
             rule = _rule_of(state, saved)
 
@@ -224,7 +218,7 @@ class _FunctorchNode(torch.autograd.Function):
                 return [torch.zeros_like(x) if g is None else g for g, x, need in triples if need]
 
             outputs = saved[state.inputs : state.inputs + state.outputs]
-            return tuple(_transposed(vjp, outputs, [t for t in of_inputs if t is not None]))
+            return tuple(_transpose(vjp, outputs, [t for t in of_inputs if t is not None]))
 
 
 def _trial(output: torch.Tensor) -> torch.Tensor:
@@ -264,7 +258,7 @@ class _Intermediates(torch.autograd.Function):
         gradients: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         if any([u is not None for u in upstream]):
             argnums = [i for i, need in enumerate(ctx.needs_input_grad[1 : 1 + state.inputs]) if need]
-            with autocasting(state.autocast):
+            with restore_autocast(state.autocast):
                 pulled = _pull_intermediates(state, unwrap_ended(ctx.saved_tensors), argnums, upstream)
             for i, gradient in zip(argnums, pulled, strict=True):
                 gradients[1 + i] = gradient
@@ -275,13 +269,13 @@ class _Intermediates(torch.autograd.Function):
         state = ctx.state
         of_inputs = tangents[1 : 1 + state.inputs]
         argnums = [i for i, tangent in enumerate(of_inputs) if tangent is not None]
-        with set_forward_mode(True), autocasting(state.autocast):
+        with set_forward_mode(True), restore_autocast(state.autocast):
             saved = list(map(_primal, ctx.saved_tensors))
 
             def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
                 return _pull_intermediates(state, saved, argnums, upstream)
 
-            return tuple(_transposed(vjp, saved[state.inputs :], [t for t in of_inputs if t is not None]))
+            return tuple(_transpose(vjp, saved[state.inputs :], [t for t in of_inputs if t is not None]))
 
 
 def _pull_intermediates(
@@ -327,7 +321,7 @@ def _map_alike(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
     ]
 
 
-def _transposed(
+def _transpose(
     linear: Callable[..., list[torch.Tensor]], like: Sequence[torch.Tensor], tangents: list[Any]
 ) -> list[torch.Tensor | None]:
     """Return the transpose of a linear function of tensors like these, applied to `tangents`.
@@ -398,13 +392,13 @@ def _rule_of(state: _FunctorchState, saved: Sequence[torch.Tensor]) -> Callable[
     inputs, outputs = saved[: state.inputs], saved[state.inputs : state.inputs + state.outputs]
     second = rerun(state.call, state.pullback, len(residuals), inputs)
     if of_inner_level and any(map(is_not, reached, _tensors_in_objects(rule, residuals))):
-        raise _replaced_in_object(state.call)
+        raise _replacement_error(state.call)
     second_residuals = with_history(residuals, second.residuals, state.roles)
     require_alike(state.call, [*outputs, *residuals], [*second.outputs, *second_residuals])
     return restore(second.template, second_residuals)
 
 
-def _replaced_in_object(call: Call) -> NotImplementedError:
+def _replacement_error(call: Call) -> NotImplementedError:
     """Return the error for a second run that replaced a tensor of an inner derivative in an object.
 
     The inner derivative would use the new tensor, which has no history there.

@@ -15,10 +15,11 @@ from multigrad.backend.torch.eager import (
     refuse,
     refuse_compiled,
 )
-from multigrad.backend.torch.jit import is_in_pieces, is_whole
 from multigrad.backend.torch.private import COMPILED_NODE, skip_frame, skip_frames
 from multigrad.backend.torch.state import (
+    IN_PIECES,
     IN_THREAD,
+    WHOLE,
     is_transforming,
     is_transforming_traced,
     no_transforms,
@@ -40,20 +41,20 @@ def value_and_grad(
     variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     if is_dynamo_compiling() and not is_transforming_traced():
-        if is_whole():
+        if IN_THREAD.mode == WHOLE:
             return traced.value_and_grad(function, tensors, variables)
-        if is_in_pieces():
+        if IN_THREAD.mode == IN_PIECES:
             return _break_graph(function, tensors, variables)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(function)
         argnums = tuple(range(len(tensors)))
         gradients, (value, aux) = torch.func.grad_and_value(tensor_function, argnums, has_aux=True)(*tensors)
         return (value, with_aux(aux)), list(gradients)
-    return _recorded(function, tensors, variables)
+    return _value_and_grad_by_backward_pass(function, tensors, variables)
 
 
 @skip_frame
-def _recorded(
+def _value_and_grad_by_backward_pass(
     function: Callable[..., tuple[torch.Tensor, Any]],
     tensors: Sequence[torch.Tensor],
     variables: Sequence[Any],
@@ -88,7 +89,7 @@ def _recorded(
 
 
 _REASON = "torch.func, which compiles a gradient as one graph, allows no graph break in PyTorch 2.13"
-_break_graph = torch.compiler.disable(_recorded, recursive=False, reason=_REASON)
+_break_graph = torch.compiler.disable(_value_and_grad_by_backward_pass, recursive=False, reason=_REASON)
 
 
 @skip_frame
@@ -96,19 +97,19 @@ def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
     if is_dynamo_compiling() and not is_transforming_traced():
-        if is_whole():
+        if IN_THREAD.mode == WHOLE:
             return traced.vjp(function, tensors)
-        if is_in_pieces():
+        if IN_THREAD.mode == IN_PIECES:
             return _break_graph_vjp(function, tensors)
     if _needs_transform():
-        tensor_function, with_aux = _with_tensor_aux(lambda *inputs: _listed(*function(*inputs)))
+        tensor_function, with_aux = _with_tensor_aux(lambda *inputs: _outputs_as_list(*function(*inputs)))
         outputs, transpose, aux = torch.func.vjp(tensor_function, *tensors, has_aux=True)
         return (outputs, with_aux(aux)), lambda upstream: transpose(list(upstream))
-    return _recorded_vjp(function, tensors)
+    return _vjp_by_backward_pass(function, tensors)
 
 
 @skip_frame
-def _recorded_vjp(
+def _vjp_by_backward_pass(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
     """Return the outputs and their pullback, which a backward pass computes."""
@@ -143,10 +144,11 @@ def _recorded_vjp(
         )
         return _refuse_in_programs(gradients, inputs, values) if again else gradients
 
-    return (outputs, aux), torch.compiler.disable(pull, reason=_REASON) if is_in_pieces() else pull
+    breaks_graph = IN_THREAD.mode == IN_PIECES
+    return (outputs, aux), torch.compiler.disable(pull, reason=_REASON) if breaks_graph else pull
 
 
-_break_graph_vjp = torch.compiler.disable(_recorded_vjp, reason=_REASON)
+_break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)
 
 
 def jacobian(
@@ -203,7 +205,7 @@ def _needs_transform() -> bool:
     return inside or torch.is_inference_mode_enabled()
 
 
-def _listed(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tensor], Any]:
+def _outputs_as_list(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[torch.Tensor], Any]:
     """Return the outputs as a list. torch.func.vjp requires upstream gradients in the same structure."""
     return list(outputs), aux
 

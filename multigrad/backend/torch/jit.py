@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from multigrad.backend.torch.private import TorchDynamoException, functorch_config, is_in_dispatch_mode
+from multigrad.backend.torch.state import IN_PIECES, IN_THREAD, WHOLE
 from multigrad.core.process_wide import Shared
 
 _LOGGER = logging.getLogger("multigrad")
@@ -26,9 +27,6 @@ _SECONDS = 10.0
 _NOTICE = (
     "multigrad.jit: compiling %s takes more than %g s. Later calls with the same shapes reuse the result."
 )
-
-_STATE = threading.local()
-_WHOLE, _IN_PIECES = "whole", "in pieces"
 
 
 def jit(
@@ -43,9 +41,9 @@ def jit(
         nonlocal failures, has_run
         if torch.compiler.is_compiling() or _UNCOMPILED.is_active or is_in_dispatch_mode(False):
             return function(*args, **kwargs)
-        before = vars(_STATE).copy()
-        _STATE.differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))
-        _STATE.mode = _WHOLE if failures < 2 else _IN_PIECES
+        before = IN_THREAD.mode, IN_THREAD.differentiated, IN_THREAD.unrecorded
+        IN_THREAD.differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))
+        IN_THREAD.mode = WHOLE if failures < 2 else IN_PIECES
         try:
             try:
                 with contextlib.nullcontext() if has_run else _after(_SECONDS, announce):
@@ -57,15 +55,14 @@ def jit(
                 has_run = True
                 return result
             except TorchDynamoException:  # raised before the function runs
-                if _STATE.mode == _IN_PIECES or options.get("fullgraph"):
+                if IN_THREAD.mode == IN_PIECES or options.get("fullgraph"):
                     raise
-            _STATE.mode = ""
+            IN_THREAD.mode = ""
             result = function(*args, **kwargs)
             failures += 1  # not if the function itself raised an error
             return result
         finally:
-            vars(_STATE).clear()
-            vars(_STATE).update(before)
+            IN_THREAD.mode, IN_THREAD.differentiated, IN_THREAD.unrecorded = before
 
     return run
 
@@ -104,9 +101,9 @@ def _with_history(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function for one graph. Dynamo refuses it if a part of its derivative would be missing."""
 
     def with_history(*args: Any, **kwargs: Any) -> Any:
-        _STATE.unrecorded = False
+        IN_THREAD.unrecorded = False
         result = function(*args, **kwargs)
-        if _STATE.unrecorded and _requires_gradient(result):
+        if IN_THREAD.unrecorded and _requires_gradient(result):
             _refuse()
         return result
 
@@ -135,26 +132,6 @@ def _after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
 def _requires_gradient(arguments: Any) -> bool:
     leaves = pytree.tree_leaves(arguments)
     return any([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves])
-
-
-def note_unrecorded() -> None:
-    """Note that the graph has a gradient with respect to variables that it does not record."""
-    _STATE.unrecorded = True
-
-
-def is_whole() -> bool:
-    """Return whether `multigrad.jit` compiles this code as one graph."""
-    return getattr(_STATE, "mode", "") == _WHOLE
-
-
-def is_in_pieces() -> bool:
-    """Return whether `multigrad.jit` compiles this code with a graph break at each gradient."""
-    return getattr(_STATE, "mode", "") == _IN_PIECES
-
-
-def is_differentiated_outside() -> bool:
-    """Return whether an argument of the function that is compiled requires a gradient."""
-    return getattr(_STATE, "differentiated", False)
 
 
 _UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # a process-wide setting

@@ -129,39 +129,34 @@ class _InThread(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        """The number of nested calls of `value_and_grad` and `vjp`."""
+        """The number of nested calls of `value_and_grad` and `vjp` in which the code runs."""
         self.recorded = True
         """Whether the gradients of the innermost one in a program may be differentiated again."""
-        self.rule = False
-        """Whether Dynamo traces a rule."""
+        self.in_rule = False
+        """Whether Dynamo traces a rule, in which it changes no state from outside of the rule."""
+        self.mode = ""
+        """How `multigrad.jit` compiles the code: `WHOLE`, `IN_PIECES`, or not at all."""
+        self.differentiated = False
+        """Whether an argument of the function that `multigrad.jit` compiles requires a gradient."""
+        self.unrecorded = False
+        """Whether its graph has a gradient with respect to variables that it does not record."""
 
 
 IN_THREAD = _InThread()
 
-
-def is_in_derivative() -> bool:
-    """Return whether a derivative of the code that runs is being taken by this package."""
-    return IN_THREAD.depth > 0
+WHOLE, IN_PIECES = "whole", "in pieces"
+"""The modes of `multigrad.jit`: as one graph, and with a graph break at each gradient."""
 
 
-def may_be_differentiated_again() -> bool:
-    """Return whether the innermost derivative in a program may be differentiated again."""
-    return IN_THREAD.recorded
+def is_compiling() -> bool:
+    # A new function. Where Dynamo (PyTorch 2.13) reads PyTorch's own from the backend, it evaluates to False.
+    return torch.compiler.is_compiling()
 
 
 @torch.compiler.assume_constant_result
 def is_transforming_traced() -> bool:
     """Return whether a transform is active around the code that Dynamo traces."""
     return is_transforming()
-
-
-def is_in_rule() -> bool:
-    """Return whether Dynamo traces a rule, in which it changes no state from outside of the rule."""
-    return IN_THREAD.rule
-
-
-def is_compiling() -> bool:
-    return torch.compiler.is_compiling()
 
 
 Autocast = tuple[torch.dtype | None, torch.dtype | None] | None
@@ -183,7 +178,7 @@ def _dtype_on(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def autocasting(autocast: Autocast) -> contextlib.AbstractContextManager[Any]:
+def restore_autocast(autocast: Autocast) -> contextlib.AbstractContextManager[Any]:
     """Return a context with these autocast settings."""
     cpu, other = autocast or (None, None)
     on_cpu = torch.autocast("cpu", dtype=cpu, enabled=cpu is not None)

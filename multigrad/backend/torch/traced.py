@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from multigrad.backend.torch.jit import is_differentiated_outside, note_unrecorded
 from multigrad.backend.torch.private import fake_mode_of
-from multigrad.backend.torch.state import IN_THREAD, is_in_derivative, is_in_rule
+from multigrad.backend.torch.state import IN_THREAD
 
 
 def value_and_grad(
@@ -23,11 +22,11 @@ def value_and_grad(
     # Whether the gradient can be differentiated again is known when Dynamo traces. AOTAutograd also traces
     # the graph with weights that require no gradient, to find the outputs, so it cannot be seen there.
     recorded = torch.is_grad_enabled() and (
-        not variables or is_in_derivative() or is_in_rule() or is_differentiated_outside()
+        not variables or IN_THREAD.depth > 0 or IN_THREAD.in_rule or IN_THREAD.differentiated
     )
     if torch.is_grad_enabled() and not recorded:
-        note_unrecorded()
-    with torch.enable_grad(), _nested(recorded):
+        IN_THREAD.unrecorded = True
+    with torch.enable_grad(), _count_derivative(recorded):
         inputs = _new_inputs(list(tensors))
         value, aux = function(*inputs)
     if not inputs:
@@ -39,28 +38,28 @@ def value_and_grad(
 def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
-    with torch.enable_grad(), _nested(True):
+    with torch.enable_grad(), _count_derivative(True):
         inputs = _new_inputs(list(tensors))
         recorded, aux = function(*inputs)
     recorded = list(recorded)
     requiring = [output.requires_grad for output in recorded]
-    outputs = _outputs(recorded, torch.is_grad_enabled())
+    outputs = _copy_outputs(recorded, torch.is_grad_enabled())
 
     def pull(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not inputs:
             return []
-        return _pulled(recorded, inputs, list(upstream), torch.is_grad_enabled(), requiring)
+        return _pull(recorded, inputs, list(upstream), torch.is_grad_enabled(), requiring)
 
     return (outputs, aux), pull
 
 
 @contextlib.contextmanager
-def _nested(recorded: bool) -> Iterator[None]:
+def _count_derivative(recorded: bool) -> Iterator[None]:
     """Count a derivative, except in a rule, where Dynamo changes no state from outside.
 
     `recorded` says whether the gradients may be differentiated again.
     """
-    if is_in_rule():
+    if IN_THREAD.in_rule:
         yield
         return
     depth, before = IN_THREAD.depth, IN_THREAD.recorded
@@ -89,12 +88,12 @@ def _gradients(
 
 
 @torch.compiler.allow_in_graph
-def _outputs(outputs: list[torch.Tensor], recording: bool) -> list[torch.Tensor]:
+def _copy_outputs(outputs: list[torch.Tensor], recording: bool) -> list[torch.Tensor]:
     return [output.clone() if recording else output.detach().clone() for output in outputs]
 
 
 @torch.compiler.allow_in_graph
-def _pulled(
+def _pull(
     outputs: list[torch.Tensor],
     inputs: list[torch.Tensor],
     upstream: list[torch.Tensor],

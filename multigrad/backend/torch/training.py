@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from multigrad.backend.training import Training as Base
+from multigrad.backend.training import Training
 
 
-class Training(Base):
+class TorchTraining(Training):
     """The training step of a model with taps. It always runs uncompiled.
 
     Dynamo breaks the graph at each tap, and would compile the parts again in each step.

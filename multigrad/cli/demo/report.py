@@ -13,8 +13,8 @@ Measurements = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measured quantity: a row of the table.
+class Quantity:
+    """One measured quantity, which is a row of the table.
 
     Arguments:
         key: its key in the measurements.
@@ -42,15 +42,15 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _number_row(key: str, label: str, expected: float) -> Row:
+def _number_row(key: str, label: str, expected: float) -> Quantity:
     def is_right(value: float) -> bool:
         return value == expected or (math.isnan(expected) and math.isnan(value))
 
-    return Row(key, label, _number(expected), is_right, _number)
+    return Quantity(key, label, _number(expected), is_right, _number)
 
 
-def _list_row(key: str, label: str, expected: list[float]) -> Row:
-    return Row(key, label, _numbers(expected), lambda values: values == expected, _numbers)
+def _list_row(key: str, label: str, expected: list[float]) -> Quantity:
+    return Quantity(key, label, _numbers(expected), lambda values: values == expected, _numbers)
 
 
 # Exact results must match to the last bit, so the backends also agree with each other. The accuracy has a
@@ -70,9 +70,11 @@ SECTIONS = {
         _list_row("chain.downstream", "        = downstream", [32.0, 256.0, 1024.0]),
     ),
     "digits, 3-bit activations": (
-        Row("digits.accuracy", "test accuracy", "at least 95 %", lambda value: value >= 0.95, _percent),
-        Row("digits.levels", "distinct hidden activations", "2 to 8", lambda value: 2 <= value <= 8, str),
-        Row("digits.moved", "change of the first kernel", "over 0", lambda value: value > 0, _percent),
+        Quantity("digits.accuracy", "test accuracy", "at least 95 %", lambda value: value >= 0.95, _percent),
+        Quantity(
+            "digits.levels", "distinct hidden activations", "2 to 8", lambda value: 2 <= value <= 8, str
+        ),
+        Quantity("digits.moved", "change of the first kernel", "over 0", lambda value: value > 0, _percent),
     ),
 }
 
@@ -94,7 +96,7 @@ def find_problems(measured: Mapping[str, Measurements]) -> list[str]:
     ]
 
 
-def _describe(row: Row, value: Any) -> str:
+def _describe(row: Quantity, value: Any) -> str:
     return f"{row.label.lstrip(' ×=')}: {row.show(value)}, expected {row.expected}"
 
 
@@ -117,6 +119,6 @@ def print_table(measured: Mapping[str, Measurements]) -> None:
     console.print()
 
 
-def _cell(row: Row, value: Any) -> str:
+def _cell(row: Quantity, value: Any) -> str:
     text = row.show(value)
     return text if row.is_right(value) else f"[red]{text} ✗[/red]"

@@ -43,17 +43,17 @@ def audit_case(case: Case, module: ModuleType) -> list[Row]:
         try:
             truths = _truths(case, module)
         except Exception as error:  # noqa: BLE001  the backend cannot compute the value
-            return [Row(case.op, point, 1, "error", _described(error), "") for point in case.points]
+            return [Row(case.op, point, 1, "error", _error_text(error), "") for point in case.points]
         for order in case.orders:
             try:
                 got: Any = _derivative(case, module, order)
             except Exception as error:  # noqa: BLE001  any error of a framework is a row of the table
-                got = _described(error)
+                got = _error_text(error)
             rows += _judge(case, order, got, truths[order])
     return rows
 
 
-def _described(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:100]}"
 
 
@@ -91,7 +91,7 @@ def _values(case: Case, module: ModuleType) -> Callable[..., np.ndarray]:
 
     def values(*args: np.ndarray) -> np.ndarray:
         if case.formula:
-            return np.array([_weighted(0, case.formula(*args))], "float64")
+            return np.array([_weighted_sum(0, case.formula(*args))], "float64")
         arrays = [np.full(case.width, arg) for arg in args] if case.width else args
         tensors = [ops.convert_to_tensor(arg, "float64") for arg in arrays]
         outputs = run(*tensors)
@@ -100,12 +100,12 @@ def _values(case: Case, module: ModuleType) -> Callable[..., np.ndarray]:
         if case.width:
             return np.asarray(_weights(0, ()) * ops.convert_to_numpy(outputs[0])[:1], "float64")
         values = map(ops.convert_to_numpy, outputs)
-        return np.array([sum(_weighted(i, value) for i, value in enumerate(values))], "float64")
+        return np.array([sum(_weighted_sum(i, value) for i, value in enumerate(values))], "float64")
 
     return values
 
 
-def _weighted(index: int, output: Any) -> Any:
+def _weighted_sum(index: int, output: Any) -> Any:
     """Return the weighted sum of an output, in NumPy."""
     if not np.issubdtype(output.dtype, np.inexact):
         return 0.0

@@ -57,7 +57,7 @@ class Audit(NamedTuple):
             for name, row in self._notable()
         ]
         headings = ("op", "point", "order", "backend", "verdict", "result", "right")
-        return "\n\n".join([_aligned(*self._counts()), _aligned(headings, body)])
+        return "\n\n".join([_align(*self._counts()), _align(headings, body)])
 
     def _counts(self) -> tuple[Sequence[str], list[Sequence[str]]]:
         counts = {name: Counter(row.verdict for row in rows) for name, rows in self.rows.items()}
@@ -82,7 +82,7 @@ def _markdown(headings: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
-def _aligned(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def _align(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     cut = [[cell if len(cell) <= 34 else f"{cell[:31]}..." for cell in row] for row in (headings, *body)]
     widths = [max(map(len, column)) for column in zip(*cut, strict=True)]
     return "\n".join(

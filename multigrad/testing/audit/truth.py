@@ -64,7 +64,7 @@ def second_derivative(case: Case, values: Values, first: Truth) -> Truth:
     known = _known(case, "second")
     if known is not None and not np.isnan(known).any() and not first.is_choice.any():
         return _exact(known)
-    coarse, fine = (_mixed(case, values, step) for step in (_SECOND_STEP, 0.5 * _SECOND_STEP))
+    coarse, fine = (_mixed_differences(case, values, step) for step in (_SECOND_STEP, 0.5 * _SECOND_STEP))
     value = (4.0 * fine - coarse) / 3.0
     with np.errstate(invalid="ignore"):
         smooth = np.abs(fine - coarse) <= 1e-2 * (1.0 + np.abs(fine))
@@ -129,7 +129,7 @@ def _moves(case: Case) -> list[list[np.ndarray]]:
     return moves
 
 
-def _scaled(case: Case, move: list[np.ndarray], step: float) -> list[np.ndarray]:
+def _scale(case: Case, move: list[np.ndarray], step: float) -> list[np.ndarray]:
     """Return the steps, in proportion to the arguments."""
     sizes = [np.where(np.isfinite(arg), np.maximum(1.0, np.abs(arg)), 1.0) for arg in case.args]
     largest = np.max(sizes, axis=0) if case.elementwise else max(map(np.max, sizes))
@@ -142,7 +142,7 @@ def _one_sided(case: Case, values: Values, sign: float) -> np.ndarray:
     for move in _moves(case):
         slopes = []
         for step in (_FIRST_STEP, 0.5 * _FIRST_STEP, 0.25 * _FIRST_STEP):
-            steps = _scaled(case, move, sign * step)
+            steps = _scale(case, move, sign * step)
             moved = values(*(arg + s for arg, s in zip(case.args, steps, strict=True)))
             length = sum(np.sum(s) if not case.elementwise else s for s in steps)
             slopes.append((moved - base) / length)
@@ -154,17 +154,17 @@ def _one_sided(case: Case, values: Values, sign: float) -> np.ndarray:
     return np.stack(found)
 
 
-def _mixed(case: Case, values: Values, step: float) -> np.ndarray:
+def _mixed_differences(case: Case, values: Values, step: float) -> np.ndarray:
     """Return the mixed second differences along the direction of the case."""
     along, found = direction(case), []
-    other = _scaled(case, along, step)
+    other = _scale(case, along, step)
     for move in _moves(case):
-        one = _scaled(case, move, step)
+        one = _scale(case, move, step)
         total = np.zeros(())
         for i in (1.0, -1.0):
             for j in (1.0, -1.0):
                 parts = zip(case.args, one, other, strict=True)
                 total = total + i * j * values(*(arg + i * a + j * b for arg, a, b in parts))
-        size = _scaled(case, [np.ones(arg.shape) for arg in case.args], step)[0]
+        size = _scale(case, [np.ones(arg.shape) for arg in case.args], step)[0]
         found.append(total / (4.0 * np.square(size if case.elementwise else np.max(size))))
     return np.stack(found)
