@@ -145,7 +145,8 @@ class OpDrawing:
         self.outputs = [f"y{i}" for i in range(random.choice([1, 1, 1, 2]))]
         for y in self.outputs:
             if self.chance(0.1):  # the output is an input, which the rule cannot tell from it
-                lines.append(f"{y} = {random.choice(own)}")
+                # If it is cast, it is a new tensor in the reference.
+                lines.append(f"{y} = {random.choice(own)}" + " * 1.0" * self.cast)
                 continue
             made = self.draws.expression(2, self.names)
             made = f"{self.black_box}({made})" if self.black_box else made

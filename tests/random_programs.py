@@ -74,24 +74,25 @@ class Drawing:
         argnums, variables = self._differentiated(inputs)
         if variables:
             modes = ["grad" for _ in modes]
-        lines += ["", *self._loss(inputs, self._transforms(order))]
+        lines += ["", *self._loss(inputs, self._transforms(modes))]
         compiled = self.compiled and self.chance(0.15)
         names = ", ".join(f"x{i}" for i in range(inputs))
         differentiated = f"{argnums}, [{', '.join(variables)}]"
         lines += ["", f"result = derivatives(loss, [{names}], {differentiated}, {modes=}, {compiled=})"]
         return "\n".join(lines) + "\n"
 
-    def _transforms(self, order: int) -> list[str]:
+    def _transforms(self, modes: list[str]) -> list[str]:
         """Return the transforms that the framework supports for this program: see docs/limits."""
-        if order == 3 or self.chance(0.3):  # transforms take long
+        if len(modes) == 3 or self.chance(0.3):  # transforms take long
             return []
         transforms = list(COMPILERS) if self.compiled else []
         # A black box in control flow calls Python for each element.
         # TensorFlow: rules in control flow that get an eager tensor from a global name.
         if not self.black_box and not (self.backend == "tensorflow" and self.constants):
             transforms += CONTROL_FLOW
-        # TensorFlow: second derivatives through `tf.recompute_grad`, and variables in it.
-        if not self.black_box and (self.backend != "tensorflow" or (order == 1 and not any(self.weights))):
+        # TensorFlow: second derivatives and forward mode of `tf.recompute_grad`, and variables in it.
+        one_gradient = len(modes) == 1 and modes != ["jvp"] and not any(self.weights)
+        if not self.black_box and (self.backend != "tensorflow" or one_gradient):
             transforms += CHECKPOINTS
         return transforms
 
