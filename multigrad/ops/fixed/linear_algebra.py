@@ -11,7 +11,6 @@ Differential Calculus, chapter 8).
 
 from typing import Any
 
-import numpy as np
 from keras import ops
 
 from multigrad.core.op import op_custom_gradient
@@ -80,19 +79,16 @@ def _adjugate_of_triangular(r: Any) -> Any:
     padded = 1 << (rows - 1).bit_length()
     if padded > rows:
         more = padded - rows
-        ones = np.diag([0.0] * rows + [1.0] * more)
-        r = ops.pad(r, [(0, 0)] * len(batch) + [(0, more)] * 2) + ops.convert_to_tensor(ones, dtype_of(r))
-    flat = ops.reshape(r, (*batch, padded * padded))
+        ones = ops.pad(ops.eye(more, dtype=dtype_of(r)), [(rows, 0)] * 2)
+        r = ops.pad(r, [(0, 0)] * len(batch) + [(0, more)] * 2) + ones
     det = ops.diagonal(r, axis1=-2, axis2=-1)[..., None, None]
     adjugate, size = ops.ones_like(det), 1
     while size < padded:
         pairs = padded // (2 * size)
-        first = 2 * size * np.arange(pairs)[:, None, None]
-        places = (first + np.arange(size)[:, None]) * padded + first + size + np.arange(size)
-        above = ops.take(flat, places.ravel().astype("int32"), axis=-1)
-        above = ops.reshape(above, (*batch, pairs, size, size))
-        left, right = ops.unstack(ops.reshape(adjugate, (*batch, pairs, 2, size, size)), 2, axis=-3)
-        det_left, det_right = ops.unstack(ops.reshape(det, (*batch, pairs, 2, 1, 1)), 2, axis=-3)
+        blocks = ops.reshape(r, (*batch, pairs, 2, size, pairs, 2, size))[..., 0, :, :, 1, :]
+        above = ops.moveaxis(ops.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+        left, right = adjugate[..., ::2, :, :], adjugate[..., 1::2, :, :]
+        det_left, det_right = det[..., ::2, :, :], det[..., 1::2, :, :]
         top = ops.concatenate([det_right * left, -(left @ above @ right)], axis=-1)
         bottom = ops.concatenate([ops.zeros_like(left), det_left * right], axis=-1)
         adjugate, det = ops.concatenate([top, bottom], axis=-2), det_left * det_right
