@@ -63,7 +63,7 @@ def _pull_cumprod(u: Any, x: Any, products: Any, axis: int | None) -> Any:
 
 
 def _recurrence(factors: Any, terms: Any) -> Any:
-    """Return `s[i] = terms[i] + factors[i] * s[i + 1]`, by a recurrence of half the size for each second element.
+    """Return `s[i] = terms[i] + factors[i] * s[i + 1]`, by a recurrence of every second element.
 
     `keras.ops.associative_scan` (3.15) loses the shapes in a graph of TensorFlow.
     """

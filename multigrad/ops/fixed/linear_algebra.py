@@ -1,11 +1,11 @@
 """Determinants with right gradients, at singular matrices too.
 
 The derivative of a determinant is the cofactor matrix, which needs no inverse. Up to 3 rows, the cofactors
-are polynomials. For more rows, `A = Q R`, with an orthogonal matrix `Q` and a triangular matrix `R`, whose adjugate
-is computed from the adjugates of its blocks.
+are polynomials. For more rows, `A = Q R`, with an orthogonal matrix `Q` and a triangular matrix `R`. The
+adjugate of `R` is computed from the adjugates of its blocks.
 
-For the second derivative, with the singular value decomposition `A = U S V^T`, the cofactors of `A` are those of
-the diagonal matrix `S`, which are products of the other singular values (Magnus and Neudecker 2019, Matrix
+For the second derivative, with the singular value decomposition `A = U S V^T`, the cofactors of `A` are those
+of the diagonal matrix `S`, which are products of the other singular values (Magnus and Neudecker 2019, Matrix
 Differential Calculus, chapter 8).
 """
 
@@ -72,8 +72,8 @@ def _cofactors(x: Tensor) -> Pair:
 def _adjugate_of_triangular(r: Any) -> Any:
     """Return the adjugate of upper triangular matrices, by multiplications only.
 
-    The adjugate of `[[A, B], [0, D]]` is `[[det(D) adj(A), -adj(A) B adj(D)], [0, det(A) adj(D)]]`. It doubles the
-    size of the blocks on the diagonal, from one row to all rows.
+    The adjugate of `[[A, B], [0, D]]` is `[[det(D) adj(A), -adj(A) B adj(D)], [0, det(A) adj(D)]]`. This
+    doubles the size of the blocks on the diagonal, from one row to all rows.
     """
     rows, batch = r.shape[-1], ops.shape(r)[:-2]
     padded = 1 << (rows - 1).bit_length()
