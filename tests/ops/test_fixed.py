@@ -23,6 +23,14 @@ def case(op, *args, first, second=None, **options):
 ROOT = math.sqrt(0.5)
 PI = math.pi
 ZEROS = np.zeros((3, 3)).tolist()
+SINGULAR = np.array([[1, 2, 0, -1, 1], [0, 1, 1, 2, 0], [1, 0, 1, 0, 2], [2, 1, 0, 1, 0], [4, 4, 2, 2, 3]])
+
+
+def cofactors(a):
+    """Return the matrix of cofactors, by its definition."""
+    minors = [[np.delete(np.delete(a, i, 0), j, 1) for j in range(len(a))] for i in range(len(a))]
+    return np.linalg.det(minors) * (-1.0) ** np.add.outer(range(len(a)), range(len(a)))
+
 
 CASES = [
     case("abs", [0.0, -2.0, 3.0], first=[[0.0, -1.0, 1.0]], second=[[0.0, 0.0, 0.0]]),
@@ -45,6 +53,8 @@ CASES = [
     case("arctan2", [0.0, 1.0], [0.0, 2.0], first=[[0.0, 0.4], [0.0, -0.2]],
          second=[[0.0, -0.28], [0.0, 0.04]]),
     case("arctan2", [1.0, 1e-30], [INF, 1e-30], first=[[0.0, 5e29], [0.0, -5e29]]),
+    case("arctan2", [1.0, INF, -INF], [INF, 0.0, INF], first=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
+         second=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
     case("maximum", [1.0, 2.0, 0.0], [1.0, 0.0, 2.0], first=[[0.5, 1.0, 0.0], [0.5, 0.0, 1.0]]),
     case("minimum", [1.0, 2.0, 0.0], [1.0, 0.0, 2.0], first=[[0.5, 0.0, 1.0], [0.5, 1.0, 0.0]]),
     case("fmax", [1.0, math.nan, 0.0], [1.0, 0.0, math.nan], first=[[0.5, 0.0, 1.0], [0.5, 1.0, 0.0]]),
@@ -97,6 +107,7 @@ CASES = [
     case("det", np.diag([2.0, 3.0, 5.0, 0.0]).tolist(), first=[np.diag([0.0, 0.0, 0.0, 30.0])], second=[[
         [15.0, 0.0, 0.0, -15.0], [0.0, 10.0, 0.0, -10.0], [0.0, 0.0, 6.0, -6.0], [-15.0, -10.0, -6.0, 31.0],
     ]]),
+    case("det", SINGULAR.tolist(), first=[cofactors(SINGULAR)]),  # the last row is the sum of the others
     case("floor_divide", [5.0, -5.0, 4.0], [3.0, 3.0, 2.0], first=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
     case("full", (2, 3), 1.5, first=[None, 6.0]),
     case("full_like", [1.0, 2.0], 1.5, first=[[0.0, 0.0], 2.0]),

@@ -6,9 +6,10 @@ import pytest
 from cases import CASES, IN_OTHER_FORMS, WRITTEN
 from forms import FORMS, in_form
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy
+from support import BACKEND, array, close, compiled, numpy, slow_on
 from ways import EVERY_WAY, own
 
+import multigrad
 from multigrad import grad, op_custom_gradient
 
 VALUES = [0.5, -0.25, 1.0]
@@ -202,3 +203,54 @@ def test_two_weights_with_one_array(define, order, chosen, input_too):
     got = derivatives(op, weights)(x, array(1.0, -2.0, 0.5))
     wanted = derivatives(lambda x: meant_product(x, *values), values)
     close(got, wanted(*copies(x, array(1.0, -2.0, 0.5))), 1e-3)
+
+
+# ------------------------------------------------------------------------------------------- ops in rules
+
+
+@op_custom_gradient
+def squared(x, w):
+    return x * w, lambda u: (5.0 * u * w, 7.0 * u * x)
+
+
+@op_custom_gradient
+def passed(x):
+    return x, lambda u: 3.0 * u
+
+
+@op_custom_gradient
+def with_ops_in_rule(x, w):
+    """An op whose rule passes one tensor twice to an op, and applies an op whose output is its input."""
+    return x * w, lambda u: (u * squared(x, x), 2.0 * u * passed(w))
+
+
+def jit(function):
+    return multigrad.jit(function, **({"backend": "aot_eager"} if BACKEND == "torch" else {}))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, pytest.param(jit, marks=slow_on("torch"))], ids=["eager", "compiled"]
+)
+def test_an_op_in_a_rule_has_one_array_in_two_places(wrap):
+    def slope(x):
+        return ops.sum(grad(lambda x: ops.sum(with_ops_in_rule(x, x)))(x))
+
+    close(wrap(grad(lambda x: ops.sum(with_ops_in_rule(x, x))))(X), X**2 + 2.0 * X)
+    close(wrap(grad(slope))(X), 12.0 * X + 6.0)
+
+
+def test_a_compiled_step_has_one_array_in_two_places_of_an_op_in_a_rule():
+    weight = keras.Variable(np.ones(3, "float32"))
+
+    @op_custom_gradient
+    def read(x):
+        def rule(u, variables):
+            (w,) = variables
+            return u * passed(w), [u * squared(w, w) + u * passed(x)]
+
+        return x * weight, rule
+
+    step = jit(multigrad.value_and_grad(lambda x: ops.sum(read(x)), variables=[weight]))
+    for value in (1.0, 2.0):
+        weight.assign([value] * 3)
+        close(step(X), (ops.sum(value * X), [value**2 + X]))

@@ -56,20 +56,18 @@ def _pull_cumprod(u: Any, x: Any, products: Any, axis: int | None) -> Any:
     if axis is None:
         x = ops.reshape(x, (-1,))
     u, x, products = (ops.moveaxis(value, along, 0) for value in (u, x, products))
-    one = ops.ones_like(x[:1])
-    before = ops.concatenate([one, products[:-1]])
+    before = ops.concatenate([ops.ones_like(x[:1]), products[:-1]])
     # s[i] = u[i] + x[i + 1] * s[i + 1], from the last element to the first.
-    factors = ops.flip(ops.concatenate([x[1:], one]), axis=0)
-    sums = _recurrence(factors, ops.flip(u, axis=0))
-    return ops.reshape(ops.moveaxis(before * ops.flip(sums, axis=0), 0, along), shape)
+    factors = ops.concatenate([x[1:], ops.zeros_like(x[:1])])
+    return ops.reshape(ops.moveaxis(before * _recurrence(factors, u), 0, along), shape)
 
 
 def _recurrence(factors: Any, terms: Any) -> Any:
-    """Return `s[i] = terms[i] + factors[i] * s[i - 1]`, by composing affine maps in a logarithm of steps.
+    """Return `s[i] = terms[i] + factors[i] * s[i + 1]`, by a recurrence of every second element.
 
     `keras.ops.associative_scan` (3.15) loses the shapes in a graph of TensorFlow.
     """
-    size, step = terms.shape[0], 1
+    size = terms.shape[0]
     if size is None:
         raise NotImplementedError(
             message(
@@ -81,12 +79,18 @@ def _recurrence(factors: Any, terms: Any) -> Any:
                 fix="set the shape with `tf.ensure_shape`",
             )
         )
-    while step < size:
-        earlier = ops.concatenate([ops.zeros_like(terms[:step]), terms[:-step]])
-        terms = terms + factors * earlier
-        factors = factors * ops.concatenate([ops.ones_like(factors[:step]), factors[:-step]])
-        step *= 2
-    return terms
+    if size < 2:
+        return terms
+    if size % 2:
+        padded = (ops.concatenate([value, ops.zeros_like(value[:1])]) for value in (factors, terms))
+        return _recurrence(*padded)[:size]
+    shape = ops.shape(terms)
+    pairs = (size // 2, 2, *shape[1:])
+    factors, terms = ops.reshape(factors, pairs), ops.reshape(terms, pairs)
+    even = _recurrence(factors[:, 0] * factors[:, 1], terms[:, 0] + factors[:, 0] * terms[:, 1])
+    after = ops.concatenate([even[1:], ops.zeros_like(even[:1])])
+    odd = terms[:, 1] + factors[:, 1] * after
+    return ops.reshape(ops.stack([even, odd], axis=1), shape)
 
 
 @real_only

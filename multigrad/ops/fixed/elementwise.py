@@ -201,12 +201,13 @@ def arctan2(x1: Tensor, x2: Tensor) -> Pair:
 
     def rule(upstream: Any) -> Any:
         u, a, b = operands(y, upstream, x1, x2)
-        # Divided by the larger size, so that the squares neither overflow nor underflow. The factor cancels.
-        inverse = 1.0 / ops.stop_gradient(ops.maximum(ops.abs(a), ops.abs(b)))
-        regular = ops.logical_and(ops.greater(inverse, 0.0), ops.less(inverse, math.inf))
-        inverse = ops.where(regular, inverse, ops.zeros_like(inverse))
-        a, b = (ops.where(regular, value * inverse, ops.ones_like(inverse)) for value in (a, b))
-        scale = u * (inverse / (a * a + b * b))
+        # The size cancels. It avoids the overflow and underflow of the squares.
+        size = ops.maximum(ops.abs(a), ops.abs(b))
+        inverse = ops.stop_gradient(ops.divide_no_nan(1.0, size))
+        finite = ops.less(size, math.inf)
+        a, b = (ops.where(finite, value, 0.0) * inverse for value in (a, b))
+        # The sum of the squares is 0, or between 1 and 2.
+        scale = u * (inverse / ops.maximum(a * a + b * b, 0.5))
         return entries((x1, lambda: b * scale), (x2, lambda: -a * scale))
 
     return y, rule

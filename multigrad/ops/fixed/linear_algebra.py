@@ -1,8 +1,11 @@
 """Determinants with right gradients, at singular matrices too.
 
 The derivative of a determinant is the cofactor matrix, which needs no inverse. Up to 3 rows, the cofactors
-are polynomials. With the singular value decomposition `A = U S V^T`, the cofactors of `A` are those of the
-diagonal matrix `S`, which are products of the other singular values (Magnus and Neudecker 2019, Matrix
+are polynomials. For more rows, `A = Q R`, with an orthogonal matrix `Q` and a triangular matrix `R`. The
+adjugate of `R` is computed from the adjugates of its blocks.
+
+For the second derivative, with the singular value decomposition `A = U S V^T`, the cofactors of `A` are those
+of the diagonal matrix `S`, which are products of the other singular values (Magnus and Neudecker 2019, Matrix
 Differential Calculus, chapter 8).
 """
 
@@ -49,9 +52,9 @@ def _small_cofactors(x: Any) -> Any:
 @op_custom_gradient(name="multigrad>_cofactors")
 def _cofactors(x: Tensor) -> Pair:
     """Return the cofactors. The rule is their derivative in the basis of the singular vectors."""
-    u, s, vt, sign = _decompose(x)
-    diagonal = sign * _products_without(s)
-    y = (u * diagonal[..., None, :]) @ vt
+    q, r = ops.qr(x)
+    sign = ops.sign(ops.det(q))[..., None, None]
+    y = sign * (q @ ops.swapaxes(_adjugate_of_triangular(r), -1, -2))
 
     def rule(upstream: Any) -> Any:
         u, s, vt, sign = _decompose(x)
@@ -66,17 +69,38 @@ def _cofactors(x: Tensor) -> Pair:
     return y, rule
 
 
+def _adjugate_of_triangular(r: Any) -> Any:
+    """Return the adjugate of upper triangular matrices, by multiplications only.
+
+    The adjugate of `[[A, B], [0, D]]` is `[[det(D) adj(A), -adj(A) B adj(D)], [0, det(A) adj(D)]]`. This
+    doubles the size of the blocks on the diagonal, from one row to all rows.
+    """
+    rows, batch = r.shape[-1], ops.shape(r)[:-2]
+    padded = 1 << (rows - 1).bit_length()
+    if padded > rows:
+        more = padded - rows
+        ones = ops.pad(ops.eye(more, dtype=dtype_of(r)), [(rows, 0)] * 2)
+        r = ops.pad(r, [(0, 0)] * len(batch) + [(0, more)] * 2) + ones
+    det = ops.diagonal(r, axis1=-2, axis2=-1)[..., None, None]
+    adjugate, size = ops.ones_like(det), 1
+    while size < padded:
+        pairs = padded // (2 * size)
+        blocks = ops.reshape(r, (*batch, pairs, 2, size, pairs, 2, size))[..., 0, :, :, 1, :]
+        above = ops.moveaxis(ops.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+        left, right = adjugate[..., ::2, :, :], adjugate[..., 1::2, :, :]
+        det_left, det_right = det[..., ::2, :, :], det[..., 1::2, :, :]
+        top = ops.concatenate([det_right * left, -(left @ above @ right)], axis=-1)
+        bottom = ops.concatenate([ops.zeros_like(left), det_left * right], axis=-1)
+        adjugate, det = ops.concatenate([top, bottom], axis=-2), det_left * det_right
+        size *= 2
+    return adjugate[..., 0, :rows, :rows]
+
+
 def _decompose(x: Any) -> tuple[Any, Any, Any, Any]:
     """Return the decomposition and the product of the determinants of its rotations, 1 or -1."""
     u, s, vt = ops.svd(x, full_matrices=False)
     sign = ops.sign(ops.stop_gradient(ops.det(u) * ops.det(vt)))
     return u, s, vt, sign[..., None]
-
-
-def _products_without(s: Any) -> Any:
-    """Return the product of the other elements, for each element."""
-    eye = ops.eye(s.shape[-1], dtype=s.dtype)
-    return _prod(s[..., None, :] * (1.0 - eye) + eye)
 
 
 def _products_without_two(s: Any) -> Any:

@@ -431,6 +431,22 @@ def test_an_op_in_a_rule_reads_a_weight_in_the_program():
     close(list(got), [42.0 * x.detach(), torch.tensor(33.0)])
 
 
+@op_custom_gradient
+def times(x, w):
+    return x * w, lambda u: (u * times(x, x), 2.0 * u * passed(w))
+
+
+@op_custom_gradient
+def passed(x):
+    return x, lambda u: 3.0 * u
+
+
+def test_an_op_in_a_rule_has_one_array_in_two_places_of_the_program():
+    compiled = torch.compile(lambda x: times(x, x).sum(), fullgraph=True, backend="aot_eager")
+    x = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+    close(torch.autograd.grad(compiled(x), x)[0], x**2 + 2.0 * x)
+
+
 def test_a_second_derivative_of_a_compiled_function_raises():
     """PyTorch (2.13) raises for a second derivative of any compiled function."""
     compiled = torch.compile(CASES["intermediate"].op, fullgraph=True, backend="aot_eager")
