@@ -13,6 +13,6 @@ functions in each. `measure.py` measures time, `growth.py` measures how time gro
 measures memory, and `report.py` shows and stores the results.
 
 Other modules are separate commands, such as `python -m benchmarks.equations`: `large_vocabulary`,
-`equations`, `training_steps`, `gradient_logger`, `gradient_checks`, and `accelerator`, which writes a report
-of the tests and benchmarks on a GPU.
+`equations`, `fixed_ops`, `training_steps`, `gradient_logger`, `gradient_checks`, and `accelerator`, which
+writes a report of the tests and benchmarks on a GPU.
 """
