@@ -14,7 +14,7 @@ from keras import layers, ops
 from logged_models import BATCH, eager_tensors, targets
 from support import BACKEND, numpy, slow_on
 
-from multigrad import op_custom_gradient
+from multigrad import op_custom_gradient, value_and_grad
 from multigrad.callbacks import GradientLogger
 from multigrad.callbacks.records import TENSORS, GradientRecord, GradientStatistics, diagnose
 from multigrad.core import keras_internals
@@ -446,10 +446,37 @@ class OwnStep(keras.Model):
         return {"loss": value}, (trainable, non_trainable, optimizer, metrics)
 
 
-def test_a_custom_train_step_records_weights_alone():
+class StepInScope(OwnStep):
+    """The same, whose step on JAX runs in a `keras.StatelessScope` and calls `apply`."""
+
+    def _jax_step(self, state, data):
+        groups = (
+            self.trainable_variables,
+            self.non_trainable_variables,
+            self.optimizer.variables,
+            self.metrics_variables,
+        )
+        mapping = [
+            pair
+            for group, values in zip(groups, state, strict=True)
+            for pair in zip(group, values, strict=True)
+        ]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            x, y = data
+            loss = value_and_grad(
+                lambda: 2.0 * ops.mean(ops.square(self(x, training=True) - y)),
+                variables=self.trainable_variables,
+            )
+            value, gradients = loss()
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": value}, tuple([[scope.get_current_value(v) for v in group] for group in groups])
+
+
+@pytest.mark.parametrize("kind", [OwnStep, StepInScope])
+def test_a_custom_train_step_records_weights_alone(kind):
     def own():
         case = logged_models.dense()
-        model = OwnStep(case.model.input, case.model.output)
+        model = kind(case.model.input, case.model.output)
         return case._replace(model=model)
 
     case, plain = made(own, **QUICK), made(own, **QUICK)

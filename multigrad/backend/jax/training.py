@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import keras
 
-from multigrad.backend.training import ENTRY, Training
+from multigrad.backend.training import ENTRY, Training, replace_attribute
 
 
 class JaxTraining(Training):
@@ -44,7 +44,8 @@ class JaxTraining(Training):
 
     def _tapped_methods(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         model, optimizer = self.model, self.model.optimizer
-        loss, apply = model.compute_loss_and_updates, optimizer.stateless_apply
+        loss, apply, untapped = model.compute_loss_and_updates, optimizer.stateless_apply, optimizer.apply
+        in_scope, _ = super()._tapped_methods()  # `apply`, in a step that runs in a `keras.StatelessScope`
 
         def tapped_loss(values: Any, *args: Any, **kwargs: Any) -> Any:
             taps = self._taps_here()
@@ -71,9 +72,11 @@ class JaxTraining(Training):
                     scale = optimizer.scale_loss(keras.ops.ones(()))
                     names = [variable.path for variable in model.trainable_variables]
                     taps.see(grads, names, values, scale)
-            return apply(variables, grads, values)
+            with replace_attribute(optimizer, "apply", untapped):  # which `stateless_apply` calls
+                return apply(variables, grads, values)
 
         return [
             (model, "compute_loss_and_updates", tapped_loss),
             (optimizer, "stateless_apply", tapped_apply),
+            in_scope,
         ]
