@@ -4,7 +4,7 @@ import collections
 
 import numpy as np
 import pytest
-from keras import ops
+from keras import ops, tree
 from support import BACKEND, array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient
@@ -244,6 +244,34 @@ def test_broadcast_gradients_of_two_arguments_are_summed():
         return ops.broadcast_to(x * y, (3,)) * 1.0, lambda u: (u * 7.0, u * 5.0)
 
     close(grad(lambda x, y: ops.sum(op(x, y)), (0, 1))(array(2.0), array(3.0)), (array(21.0), array(15.0)))
+
+
+def stacked_with_input(x):
+    return (x * 1.0, x * 2.0), lambda u: ops.multiply(u, x)
+
+
+def stacked_in_structure(x):
+    return {"a": x * 1.0, "b": [x * 2.0]}, lambda u: ops.sin((u["a"], u["b"][0]))
+
+
+def stacked_by_name(x):
+    return [x * 1.0, x * 2.0], lambda x, upstream: ops.tanh(upstream)
+
+
+@pytest.mark.parametrize("function", [stacked_with_input, stacked_in_structure, stacked_by_name])
+def test_a_gradient_of_stacked_upstream_gradients_raises(function):
+    """Keras stacks them, and a sum over the new axis would be a wrong gradient."""
+    op = op_custom_gradient(function)
+    with pytest.raises(ValueError, match=r"tuple of upstream gradients[\s\S]*rule\(u1, u2\)"):
+        grad(lambda x: sum(map(ops.sum, tree.flatten(op(x)))))(array(1.0, 2.0, 3.0))
+
+
+def test_a_broadcast_gradient_of_two_outputs_is_summed():
+    @op_custom_gradient
+    def op(x):
+        return (x * ops.ones((2, 3)), x * 1.0), lambda u: u[0] * 7.0
+
+    close(grad(lambda x: ops.sum(op(x)[0]))(array(1.0, 2.0, 3.0)), array(14.0, 14.0, 14.0))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

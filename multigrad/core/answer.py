@@ -34,6 +34,7 @@ def read(
     answer: Any,
     specs: list[Spec | None],
     needed: Sequence[bool],
+    structured: Sequence[Any] = (),
 ) -> Sequence[Any]:
     """Return the gradient of each tensor argument, None for a gradient that is zero or not needed.
 
@@ -43,6 +44,7 @@ def read(
         answer: the answer that the rule returned.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
         needed: for each tensor argument, whether its gradient is used.
+        structured: the upstream gradients, if the rule got several in one structure.
 
     Raises:
         TypeError: if the answer has none of the supported structures.
@@ -70,7 +72,7 @@ def read(
                 break
         else:
             return entries
-    return _Reader(op, arguments, binding, specs).read(answer, needed)
+    return _Reader(op, arguments, binding, specs, structured).read(answer, needed)
 
 
 class _Lazy:
@@ -237,7 +239,20 @@ class _Reader(ExpectedGradients):
         shape, framework = spec[0], backend.active
         if not _is_broadcast(framework.sizes(gradient.shape), framework.sizes(shape)):
             raise self.wrong_shape(index, shape, gradient)
+        if self.structured and self._is_stacked(framework.sizes(gradient.shape), framework.sizes(shape)):
+            raise self.of_stacked(index, gradient, len(self.structured))
         return framework.conform(gradient, spec)
+
+    def _is_stacked(self, shape: Shape, original: Shape) -> bool:
+        """Return whether a gradient has one axis more than any tensor, with an element for each output.
+
+        Keras stacks the tensors of a tuple, as in `ops.sin(upstream)` of an op with two outputs.
+        """
+        shapes = [None if u is None else backend.active.sizes(u.shape) for u in self.structured]
+        if shape is None or original is None or None in shapes:
+            return False
+        rank = max(len(original), *[len(s) for s in shapes if s is not None])
+        return len(shape) == rank + 1 and shape[0] == len(shapes)
 
     def _to_tensor(self, index: int, gradient: Any) -> Any:
         if isinstance(gradient, (int, float, complex)):

@@ -346,9 +346,10 @@ class Pullback(HoldsNoTensor):
                 answer = self._answer(rule, upstream)
         if answer is None:
             raise self._no_answer()
+        structured = upstream if len(upstream) > 1 and self.form != FLAT else ()
         if self.gets_variables:
-            return self._read_with_variables(answer, needed, specs)
-        return read(self.name, self.arguments, self.binding, answer, specs, needed)
+            return self._read_with_variables(answer, needed, specs, structured)
+        return read(self.name, self.arguments, self.binding, answer, specs, needed, structured)
 
     def _answer(self, rule: Callable[..., Any], upstream: Sequence[Any]) -> Any:
         """Call the rule in its form."""
@@ -360,7 +361,7 @@ class Pullback(HoldsNoTensor):
         return rule(structured) if self.form == WHOLE else rule(upstream=structured)
 
     def _read_with_variables(
-        self, answer: Any, needed: Sequence[bool], specs: list[Spec | None]
+        self, answer: Any, needed: Sequence[bool], specs: list[Spec | None], structured: Sequence[Any]
     ) -> Sequence[Any]:
         """Return the gradients of the arguments and of the variables."""
         if type(answer) not in (tuple, list) or len(answer) != 2:
@@ -378,10 +379,20 @@ class Pullback(HoldsNoTensor):
         of_arguments = [None] * count
         if answer[0] is not None:
             of_arguments = [
-                *read(self.name, self.arguments, self.binding, answer[0], specs[:count], needed[:count])
+                *read(
+                    self.name,
+                    self.arguments,
+                    self.binding,
+                    answer[0],
+                    specs[:count],
+                    needed[:count],
+                    structured,
+                )
             ]
         layout = FLAT_LAYOUTS[len(self.variables)]
-        of_variables = read(self.name, layout, self.variables, answer[1], specs[count:], needed[count:])
+        of_variables = read(
+            self.name, layout, self.variables, answer[1], specs[count:], needed[count:], structured
+        )
         return [*of_arguments, *of_variables]
 
     def _no_answer(self) -> TypeError:

@@ -1,6 +1,6 @@
 """The gradients that a rule is expected to return, and the errors for an answer that does not have them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras import tree
@@ -28,14 +28,21 @@ class ExpectedGradients:
         arguments: the layout of the arguments.
         binding: the names of the arguments, or the variables in place of arguments.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
+        structured: the upstream gradients, if the rule got several in one structure.
     """
 
-    __slots__ = ("arguments", "binding", "op", "specs")
+    __slots__ = ("arguments", "binding", "op", "specs", "structured")
 
     def __init__(
-        self, op: str, arguments: Layout, binding: Binding | Variables, specs: list[Spec | None]
+        self,
+        op: str,
+        arguments: Layout,
+        binding: Binding | Variables,
+        specs: list[Spec | None],
+        structured: Sequence[Any],
     ) -> None:
         self.op, self.arguments, self.binding, self.specs = op, arguments, binding, specs
+        self.structured = structured
 
     def named(self) -> list[tuple[str, Any]]:
         """Return the name and the template of each argument."""
@@ -91,6 +98,19 @@ class ExpectedGradients:
                 required=f"shape {shape_text(shape)}, as the argument has, or a shape broadcast from it",
                 got=describe(gradient),
                 fix="return a gradient with one element for each element of the argument",
+            )
+        )
+
+    def of_stacked(self, index: int, gradient: Any, count: int) -> ValueError:
+        names = ", ".join([f"u{i}" for i in range(1, count + 1)])
+        return ValueError(
+            message(
+                self.op,
+                "the rule computed with the tuple of upstream gradients as with one tensor",
+                argument=self.path_of(index),
+                required=f"a gradient of the {count} upstream gradients, one for each output",
+                got=f"{describe(gradient)}, whose first axis is the output",
+                fix=f"take the upstream gradients one by one, as in rule({names})",
             )
         )
 

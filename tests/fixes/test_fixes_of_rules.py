@@ -153,6 +153,8 @@ RULES = [
         lambda: of_pair(lambda u: {"pair": (None, u * 7.0)}), (0.0, 7.0)),
     Row("one element for each element of the argument", lambda: rule_of(lambda u: u[:2]),
         lambda: rule_of(lambda u: u * 3.0), THREE, ValueError),
+    Row("one by one, as in rule(u1, u2)", lambda: of_two_outputs(lambda u: ops.multiply(u, 3.0)),
+        lambda: of_two_outputs(lambda u1, u2: u1 + 2.0 * u2), THREE, ValueError),
     Row("return the gradient with respect to this argument", lambda: rule_of(lambda u: "text"),
         lambda: rule_of(lambda u: u * 3.0), THREE),
     Row("return each gradient in the structure of its argument", lambda: of_two(lambda u: (u, u)),
