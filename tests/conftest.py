@@ -68,22 +68,23 @@ def pytest_report_header() -> str:
 
 
 # The fast run takes a third of the cases of a test with more cases than this, another third on each backend.
-FEW_CASES = 3
+# The second number is for the tests of one framework, whose other thirds are in the full run alone.
+FEW_CASES, FEW_OF_ONE_FRAMEWORK = 3, 12
 
 
 def other_thirds(items: list[pytest.Item], third: int) -> Iterator[pytest.Item]:
     """Yield the cases of fast tests with many cases, but for one third of them.
 
-    The order of checksums mixes the values of parameters: each value of a product is in each third.
+    The name of a case decides, so that it is in one of the three thirds wherever it is collected.
     """
     cases = defaultdict(list)
     for item in items:
         if not any(map(item.get_closest_marker, ("slow", "package"))):
             cases[item.nodeid.partition("[")[0]].append(item)
-    for of_test in cases.values():
-        if len(of_test) > FEW_CASES:
-            of_test.sort(key=lambda item: (zlib.crc32(item.name.encode()), item.name))
-            yield from (item for number, item in enumerate(of_test) if number % 3 != third)
+    for name, of_test in cases.items():
+        is_of_one_framework = "/on_" in name or "/backends/" in name
+        if len(of_test) > (FEW_OF_ONE_FRAMEWORK if is_of_one_framework else FEW_CASES):
+            yield from (item for item in of_test if zlib.crc32(item.nodeid.encode()) % 3 != third)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests

@@ -234,7 +234,8 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
 def _example(rule: Any, binding: Binding, outputs: int) -> str:
     """Return the end of a fix: the form that fits the op, and the reason."""
     if "upstream" in inspect.signature(rule).parameters:
-        names = ", ".join(binding.signature.positional[: binding.passed])
+        own = binding.signature.positional[: binding.passed]
+        names = ", ".join(own if len(own) == binding.passed else [*own, "*args"])
         return f"The op has {binding.passed} positional argument(s): write rule({names}, *, upstream)"
     if outputs > 1:
         names = ", ".join([f"u{number}" for number in range(1, outputs + 1)]) if outputs < 6 else "*us"

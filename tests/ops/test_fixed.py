@@ -53,6 +53,7 @@ CASES = [
     case("arctan2", [0.0, 1.0], [0.0, 2.0], first=[[0.0, 0.4], [0.0, -0.2]],
          second=[[0.0, -0.28], [0.0, 0.04]]),
     case("arctan2", [1.0, 1e-30], [INF, 1e-30], first=[[0.0, 5e29], [0.0, -5e29]]),
+    case("arctan2", [9e-40, 0.0], [1.6e-39, 9e-40], first=[[0.0, 0.0], [0.0, 0.0]]),  # too large for float32
     case("arctan2", [1.0, INF, -INF], [INF, 0.0, INF], first=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
          second=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
     case("maximum", [1.0, 2.0, 0.0], [1.0, 0.0, 2.0], first=[[0.5, 1.0, 0.0], [0.5, 0.0, 1.0]]),
@@ -230,6 +231,14 @@ def test_broadcasting_and_python_numbers():
     close(grad(lambda y: keras.ops.sum(EVERY["hypot"](y, 4.0)))(array([3.0])), array([0.6]))
     close(grad(lambda y: keras.ops.sum(EVERY["power"](y, 3)))(array([2.0])), array([12.0]))
     close(grad(lambda y: keras.ops.sum(EVERY["power"](2.0, y)))(array([3.0])), array([8.0 * math.log(2.0)]))
+
+
+@pytest.mark.parametrize("scales", [[1e-3, 1e-1, 1.0, 1e2, 1e3], [1e3, 1.0, 1e-3, 1e-1, 1e2]])
+def test_det_of_rows_of_different_sizes(scales):
+    x = np.random.default_rng(0).normal(size=(100, 5)) * scales
+    covariance = np.cov(x.T)
+    got = numpy(grad(lambda c: keras.ops.log(EVERY["det"](c)))(array(covariance)))
+    np.testing.assert_allclose(np.diag(got), np.diag(np.linalg.inv(covariance)), rtol=1e-4)
 
 
 def test_clip_without_a_bound():

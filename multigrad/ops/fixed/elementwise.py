@@ -203,7 +203,9 @@ def arctan2(x1: Tensor, x2: Tensor) -> Pair:
         u, a, b = operands(y, upstream, x1, x2)
         # The size cancels. It avoids the overflow and underflow of the squares.
         size = ops.maximum(ops.abs(a), ops.abs(b))
-        inverse = ops.stop_gradient(ops.divide_no_nan(1.0, size))
+        inverse = ops.divide_no_nan(1.0, size)
+        # The derivative at denormal numbers is too large for the dtype. It is 0, as at zero.
+        inverse = ops.stop_gradient(ops.where(ops.isinf(inverse), 0.0, inverse))
         finite = ops.less(size, math.inf)
         a, b = (ops.where(finite, value, 0.0) * inverse for value in (a, b))
         # The sum of the squares is 0, or between 1 and 2.

@@ -52,7 +52,10 @@ def _small_cofactors(x: Any) -> Any:
 @op_custom_gradient(name="multigrad>_cofactors")
 def _cofactors(x: Tensor) -> Pair:
     """Return the cofactors. The rule is their derivative in the basis of the singular vectors."""
-    q, r = ops.qr(x)
+    # The largest row first. The decomposition loses digits of small rows above large ones.
+    order = ops.argsort(-ops.amax(ops.abs(x), axis=-1), axis=-1)
+    q, r = ops.qr(ops.take_along_axis(x, order[..., None], axis=-2))
+    q = ops.take_along_axis(q, ops.argsort(order, axis=-1)[..., None], axis=-2)
     sign = ops.sign(ops.det(q))[..., None, None]
     y = sign * (q @ ops.swapaxes(_adjugate_of_triangular(r), -1, -2))
 
