@@ -19,7 +19,7 @@ _ANCHOR = r" \{#(?P<anchor>[\w-]+)[^}\n]*\}"
 _HEADING = re.compile(rf"^(?:\A# |## |###+ (?=.*\{{#)){_TITLE}(?:{_ANCHOR})?$", re.MULTILINE)
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 _MOST = 10  # sections that a search lists
-_OF_QUESTIONS = set("a an the i my is do does can how what why where to in of".split())
+_OF_QUESTIONS = re.compile(r"an?|the|i|my|is|do|does|can|how|what|why|where|to|in|of")
 """Words that say nothing about a section."""
 
 
@@ -106,7 +106,7 @@ def search(words: str, among: list[Section]) -> list[Section]:
     such as "how", count in the phrase only.
     """
     phrase = [_term(word) for word in words.split()]
-    terms = [term for term in phrase if term not in _OF_QUESTIONS] or phrase
+    terms = [term for term in phrase if not _OF_QUESTIONS.fullmatch(term)] or phrase
     titles = [section for section in among if all(_count(term, section.heading) for term in terms)]
     # `save` is a word of "Save a model", and not of "SavedModel".
     titles.sort(key=lambda section: -len({*terms} & {*map(_term, section.title.lower().split())}))
