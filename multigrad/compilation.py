@@ -70,12 +70,14 @@ def jit(
       hash, and is kept alive with the compiled function.
     - TensorFlow: `tf.function`, with `autograph=False` unless you pass another value. Python numbers and
       other objects are static.
-    - PyTorch: `torch.compile`. Inductor, its default compiler, takes several seconds. `backend="aot_eager"`
-      compiles faster and runs slower.
+    - PyTorch: `torch.compile`. Inductor, its default compiler, takes a minute for a training step.
+      `backend="aot_eager"` takes about a third of this, and its programs are several times slower.
     - NumPy and OpenVINO: `f` runs uncompiled.
 
     `f` is traced again for new structures, shapes, dtypes and static values, as in each framework. Other
-    Python objects that `f` uses, such as globals or the attributes of a layer, are constants of the trace.
+    Python objects that `f` uses, such as globals or the attributes of a layer, are constants of the trace. So
+    call `multigrad.jit` again after `layer.trainable = False`: on TensorFlow and JAX, a function that is
+    compiled already keeps training the layer.
 
     Arguments:
         f: a function of tensors, NumPy arrays, numbers, static objects and nested structures of them. It
@@ -84,7 +86,8 @@ def jit(
         static_argnames: the names of static parameters, for example a number that sets a shape or a bool in
             an `if`. TensorFlow and PyTorch always treat Python numbers as static.
         options: options of the framework's compiler, for example `jit_compile=True` for `tf.function`,
-            `fullgraph=True` for `torch.compile` or `compiler_options` for `jax.jit`. On JAX, there is also
+            `fullgraph=True` for `torch.compile` or `compiler_options` for `jax.jit`. Another framework's
+            compiler raises an error for them. On JAX, there is also
             `donate`, True by default: the new value of a variable reuses the memory of the old value. An old
             value that has other references is copied first. After an error at run time, the assigned
             variables have lost their values, as in `fit`. Pass `donate=False` to keep them.

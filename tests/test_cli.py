@@ -179,7 +179,8 @@ def test_explain_lists_the_sections_of_all_pages(capsys):
         ("GAN", ["second-derivatives#gradient-penalty"]),
         ("WGANs", ["second-derivatives#gradient-penalty"]),
         ("PINN", ["second-derivatives#u-xx"]),
-        ("How do I clip gradients?", ["which-op#clip"]),
+        ("freeze", ["general#frozen-after-compilation", "compile#compile-a-training-step"]),
+        ("x64", ["faq#how-do-i-compute-in-float64", "keras#double-precision"]),
     ],
 )
 def test_explain_lists_what_it_finds(words, found, capsys):
@@ -187,6 +188,25 @@ def test_explain_lists_what_it_finds(words, found, capsys):
     listed = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert set(found) <= set(listed)
     assert len(listed) <= 14
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("save model", "saving#save-and-load-a-model"),
+        ("How do I save a model?", "saving#save-and-load-a-model"),
+        ("load model", "saving#save-and-load-a-model"),
+        ("How do I clip gradients?", "which-op#clip"),
+        ("multiple outputs", "rules#several-outputs"),
+        ("takes long", "compile#compile-time"),
+        ("slow", "compile#compile-time"),
+        ("gradient is None", "faq#why-is-my-gradient-zero"),
+        ("no gradient", "faq#why-is-my-gradient-zero"),
+    ],
+)
+def test_explain_shows_the_nearest_section_first(words, found, capsys):
+    assert main(["explain", words]) == 0
+    assert found in capsys.readouterr().out.splitlines()[0]
 
 
 def test_explain_names_similar_sections(capsys):

@@ -19,6 +19,8 @@ _ANCHOR = r" \{#(?P<anchor>[\w-]+)[^}\n]*\}"
 _HEADING = re.compile(rf"^(?:\A# |## |###+ (?=.*\{{#)){_TITLE}(?:{_ANCHOR})?$", re.MULTILINE)
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
 _MOST = 10  # sections that a search lists
+_OF_QUESTIONS = re.compile(r"an?|the|i|my|is|do|does|can|how|what|why|where|to|in|of")
+"""Words that say nothing about a section."""
 
 
 class Section(NamedTuple):
@@ -100,11 +102,15 @@ def search(words: str, among: list[Section]) -> list[Section]:
     """Return the sections in which the words occur, the best first.
 
     Sections with all words in their titles are followed by those with the phrase in their text. If there are
-    none, sections with all words are returned, and otherwise those with any of the words.
+    none, sections with all words are returned, and otherwise those with any of the words. Words of questions,
+    such as "how", count in the phrase only.
     """
-    terms = [_term(word) for word in words.split()]
+    phrase = [_term(word) for word in words.split()]
+    terms = [term for term in phrase if not _OF_QUESTIONS.fullmatch(term)] or phrase
     titles = [section for section in among if all(_count(term, section.heading) for term in terms)]
-    phrases = _most_frequent(terms, [section for section in among if _count(" ".join(terms), section.text)])
+    # `save` is a word of "Save a model", and not of "SavedModel".
+    titles.sort(key=lambda section: -len({*terms} & {*map(_term, section.title.lower().split())}))
+    phrases = _most_frequent(terms, [section for section in among if _count(" ".join(phrase), section.text)])
     with_all = [section for section in among if all(_count(term, section.all) for term in terms)]
     return (
         titles + [section for section in phrases if section not in titles]

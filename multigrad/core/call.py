@@ -202,13 +202,17 @@ class Call:
         return in_scope()
 
     def _not_a_pair(self, returned: Any) -> TypeError:
+        got, fix = describe(returned), "end the function with `return output, rule`"
+        if type(returned) in (tuple, list) and len(returned) > 2:
+            got = f"a {type(returned).__name__} of {len(returned)}"
+            fix += ". Put several outputs into a tuple, as in `return (a, b), rule`"
         return TypeError(
             message(
                 self.name,
                 "the function did not return an output and the rule of its gradient",
                 required="a pair `output, rule`, whose second item is a function",
-                got=describe(returned),
-                fix="end the function with `return output, rule`",
+                got=got,
+                fix=fix,
             )
         )
 

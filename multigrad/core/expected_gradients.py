@@ -11,6 +11,11 @@ from multigrad.core.signature import Binding
 from multigrad.core.structure import Layout, Slot, children
 from multigrad.core.variables import Variables
 
+_ONE_PARAMETER = (
+    ". If the op has several outputs, the parameter of `rule(upstream)` is a tuple: write `rule(u1, u2)`"
+)
+"""The end of a fix for a tuple in place of a gradient, such as the upstream gradients of two outputs."""
+
 
 class AnswerMismatch(Exception):
     """Raised for an entry that does not fit its argument."""
@@ -134,7 +139,8 @@ class ExpectedGradients:
                 argument=mismatch.path,
                 required=mismatch.required,
                 got=mismatch.got,
-                fix="return each gradient in the structure of its argument, and None where there is none",
+                fix="return each gradient in the structure of its argument, and None where there is none"
+                + (_ONE_PARAMETER if mismatch.required == "one tensor" else ""),
                 see="general#static-arguments",
             )
         )
@@ -158,7 +164,8 @@ class ExpectedGradients:
                 "the rule returned the wrong number of gradients",
                 required="; or ".join(required),
                 got=_summary(answer),
-                fix="return a tuple of gradients, with None for a zero gradient",
+                fix="return a tuple of gradients, with None for a zero gradient"
+                + (_ONE_PARAMETER if isinstance(answer, (tuple, list)) else ""),
             )
         )
 
