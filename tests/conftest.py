@@ -73,18 +73,22 @@ FEW_CASES, FEW_OF_ONE_FRAMEWORK = 3, 12
 
 
 def other_thirds(items: list[pytest.Item], third: int) -> Iterator[pytest.Item]:
-    """Yield the cases of fast tests with many cases, but for one third of them.
+    """Yield the cases of fast tests with many cases, but for one third of them, and for at least one.
 
     The name of a case decides, so that it is in one of the three thirds wherever it is collected.
     """
     cases = defaultdict(list)
     for item in items:
         if not any(map(item.get_closest_marker, ("slow", "package"))):
-            cases[item.nodeid.partition("[")[0]].append(item)
+            cases[item.nodeid.partition("[")[0]].append((zlib.crc32(item.nodeid.encode()), item))
     for name, of_test in cases.items():
         is_of_one_framework = "/on_" in name or "/backends/" in name
         if len(of_test) > (FEW_OF_ONE_FRAMEWORK if is_of_one_framework else FEW_CASES):
-            yield from (item for item in of_test if zlib.crc32(item.nodeid.encode()) % 3 != third)
+            first = min(number for number, _ in of_test)
+            has_one = any(number % 3 == third for number, _ in of_test)
+            for number, item in of_test:
+                if number % 3 != third and (has_one or number != first):
+                    yield item
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests

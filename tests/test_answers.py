@@ -262,8 +262,20 @@ def stacked_by_name(x):
 def test_a_gradient_of_stacked_upstream_gradients_raises(function):
     """Keras stacks them, and a sum over the new axis would be a wrong gradient."""
     op = op_custom_gradient(function)
-    with pytest.raises(ValueError, match=r"tuple of upstream gradients[\s\S]*rule\(u1, u2\)"):
+    with pytest.raises(ValueError, match=r"as with one tensor[\s\S]*rule\(u1, u2\)"):
         grad(lambda x: sum(map(ops.sum, tree.flatten(op(x)))))(array(1.0, 2.0, 3.0))
+
+
+def test_a_gradient_for_each_of_two_examples_is_summed():
+    """The batch has as many examples as the op has outputs."""
+
+    @op_custom_gradient
+    def op(x, b):
+        y = x * b
+        return (ops.sum(y * y), ops.sum(y)), lambda us: (None, us[0] * 7.0 * x + us[1])
+
+    x, b = array([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]), array(1.0, 2.0, 3.0)
+    close(grad(lambda b: sum(op(x, b)))(b), array(37.0, 51.0, 65.0))
 
 
 def test_a_broadcast_gradient_of_two_outputs_is_summed():

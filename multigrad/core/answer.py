@@ -12,7 +12,7 @@ from keras import tree
 
 from multigrad import backend
 from multigrad.backend.base import Spec
-from multigrad.core.expected_gradients import AnswerMismatch, ExpectedGradients, slot_paths
+from multigrad.core.expected_gradients import AnswerMismatch, ExpectedGradients, Structured, slot_paths
 from multigrad.core.signature import Binding
 from multigrad.core.structure import Layout, Slot, children, outline
 from multigrad.core.variables import Variables
@@ -34,7 +34,7 @@ def read(
     answer: Any,
     specs: list[Spec | None],
     needed: Sequence[bool],
-    structured: Sequence[Any] = (),
+    structured: Structured | None = None,
 ) -> Sequence[Any]:
     """Return the gradient of each tensor argument, None for a gradient that is zero or not needed.
 
@@ -44,7 +44,7 @@ def read(
         answer: the answer that the rule returned.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
         needed: for each tensor argument, whether its gradient is used.
-        structured: the upstream gradients, if the rule got several in one structure.
+        structured: what a rule that got several upstream gradients in one structure worked with.
 
     Raises:
         TypeError: if the answer has none of the supported structures.
@@ -239,20 +239,29 @@ class _Reader(ExpectedGradients):
         shape, framework = spec[0], backend.active
         if not _is_broadcast(framework.sizes(gradient.shape), framework.sizes(shape)):
             raise self.wrong_shape(index, shape, gradient)
-        if self.structured and self._is_stacked(framework.sizes(gradient.shape), framework.sizes(shape)):
-            raise self.of_stacked(index, gradient, len(self.structured))
+        if self.structured is not None and self._is_stacked(
+            framework.sizes(gradient.shape), framework.sizes(shape), *self.structured
+        ):
+            raise self.of_stacked(index, gradient)
         return framework.conform(gradient, spec)
 
-    def _is_stacked(self, shape: Shape, original: Shape) -> bool:
-        """Return whether a gradient has one axis more than any tensor, with an element for each output.
+    def _is_stacked(
+        self, shape: Shape, original: Shape, upstream: Sequence[Any], specs: Sequence[Spec | None]
+    ) -> bool:
+        """Return whether the first axis of a gradient is probably that of the outputs.
 
-        Keras stacks the tensors of a tuple, as in `ops.sin(upstream)` of an op with two outputs.
+        Keras stacks tensors of one shape in a tuple, as in `ops.sin(upstream)` of an op with two outputs. The
+        axis may also be that of another input, from which broadcasting has it.
         """
-        shapes = [None if u is None else backend.active.sizes(u.shape) for u in self.structured]
-        if shape is None or original is None or None in shapes:
+        sizes = backend.active.sizes
+        output, *others = [None if u is None else sizes(u.shape) for u in upstream]
+        if shape is None or original is None or output is None or any([other != output for other in others]):
             return False
-        rank = max(len(original), *[len(s) for s in shapes if s is not None])
-        return len(shape) == rank + 1 and shape[0] == len(shapes)
+        inputs = [sizes(spec[0]) for spec in specs if spec is not None]
+        count, axis = len(upstream), len(shape)
+        if any([s is None or (len(s) >= axis and s[-axis] in (None, count)) for s in inputs]):
+            return False
+        return axis == 1 + max(len(original), len(output)) and shape[0] == count
 
     def _to_tensor(self, index: int, gradient: Any) -> Any:
         if isinstance(gradient, (int, float, complex)):

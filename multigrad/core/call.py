@@ -28,6 +28,7 @@ from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
 from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift
 from multigrad.core.errors import describe, message
+from multigrad.core.expected_gradients import Structured
 from multigrad.core.keras_internals import Context, current_context, restore_context
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
 from multigrad.core.signature import Binding
@@ -350,7 +351,7 @@ class Pullback(HoldsNoTensor):
                 answer = self._answer(rule, upstream)
         if answer is None:
             raise self._no_answer()
-        structured = upstream if len(upstream) > 1 and self.form != FLAT else ()
+        structured = (upstream, specs) if len(upstream) > 1 and self.form != FLAT else None
         if self.gets_variables:
             return self._read_with_variables(answer, needed, specs, structured)
         return read(self.name, self.arguments, self.binding, answer, specs, needed, structured)
@@ -365,7 +366,7 @@ class Pullback(HoldsNoTensor):
         return rule(structured) if self.form == WHOLE else rule(upstream=structured)
 
     def _read_with_variables(
-        self, answer: Any, needed: Sequence[bool], specs: list[Spec | None], structured: Sequence[Any]
+        self, answer: Any, needed: Sequence[bool], specs: list[Spec | None], structured: Structured | None
     ) -> Sequence[Any]:
         """Return the gradients of the arguments and of the variables."""
         if type(answer) not in (tuple, list) or len(answer) != 2:

@@ -11,10 +11,8 @@ from multigrad.core.signature import Binding
 from multigrad.core.structure import Layout, Slot, children
 from multigrad.core.variables import Variables
 
-_ONE_PARAMETER = (
-    ". If the op has several outputs, the parameter of `rule(upstream)` is a tuple: write `rule(u1, u2)`"
-)
-"""The end of a fix for a tuple in place of a gradient, such as the upstream gradients of two outputs."""
+Structured = tuple[Sequence[Any], Sequence[Spec | None]]
+"""The upstream gradients that a rule got in one structure, and the specs of all inputs."""
 
 
 class AnswerMismatch(Exception):
@@ -33,7 +31,7 @@ class ExpectedGradients:
         arguments: the layout of the arguments.
         binding: the names of the arguments, or the variables in place of arguments.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
-        structured: the upstream gradients, if the rule got several in one structure.
+        structured: what a rule that got several upstream gradients in one structure worked with.
     """
 
     __slots__ = ("arguments", "binding", "op", "specs", "structured")
@@ -44,7 +42,7 @@ class ExpectedGradients:
         arguments: Layout,
         binding: Binding | Variables,
         specs: list[Spec | None],
-        structured: Sequence[Any],
+        structured: Structured | None,
     ) -> None:
         self.op, self.arguments, self.binding, self.specs = op, arguments, binding, specs
         self.structured = structured
@@ -106,18 +104,25 @@ class ExpectedGradients:
             )
         )
 
-    def of_stacked(self, index: int, gradient: Any, count: int) -> ValueError:
-        names = ", ".join([f"u{i}" for i in range(1, count + 1)])
+    def of_stacked(self, index: int, gradient: Any) -> ValueError:
         return ValueError(
             message(
                 self.op,
-                "the rule computed with the tuple of upstream gradients as with one tensor",
+                "the rule probably computed with several upstream gradients as with one tensor",
                 argument=self.path_of(index),
-                required=f"a gradient of the {count} upstream gradients, one for each output",
-                got=f"{describe(gradient)}, whose first axis is the output",
-                fix=f"take the upstream gradients one by one, as in rule({names})",
+                required="a gradient without an axis for the outputs",
+                got=describe(gradient),
+                fix="sum the gradient over its first axis if this is another axis" + self._one_by_one(),
             )
         )
+
+    def _one_by_one(self) -> str:
+        """Return the end of a fix for a rule that got several upstream gradients in one structure."""
+        if self.structured is None:
+            return ""
+        count = len(self.structured[0])
+        names = ", ".join([f"u{number}" for number in range(1, count + 1)]) if count < 6 else "*us"
+        return f". The op has {count} outputs: use the parts of `upstream`, or write `rule({names})`"
 
     def not_a_gradient(self, index: int, entry: Any) -> TypeError:
         return TypeError(
@@ -140,7 +145,7 @@ class ExpectedGradients:
                 required=mismatch.required,
                 got=mismatch.got,
                 fix="return each gradient in the structure of its argument, and None where there is none"
-                + (_ONE_PARAMETER if mismatch.required == "one tensor" else ""),
+                + (self._one_by_one() if mismatch.required == "one tensor" else ""),
                 see="general#static-arguments",
             )
         )
@@ -165,7 +170,7 @@ class ExpectedGradients:
                 required="; or ".join(required),
                 got=_summary(answer),
                 fix="return a tuple of gradients, with None for a zero gradient"
-                + (_ONE_PARAMETER if isinstance(answer, (tuple, list)) else ""),
+                + (self._one_by_one() if isinstance(answer, (tuple, list)) else ""),
             )
         )
 

@@ -235,8 +235,8 @@ def _example(rule: Any, binding: Binding, outputs: int) -> str:
     """Return the end of a fix: the form that fits the op, and the reason."""
     if "upstream" in inspect.signature(rule).parameters:
         own = binding.signature.positional[: binding.passed]
-        names = ", ".join(own if len(own) == binding.passed else [*own, "*args"])
-        return f"The op has {binding.passed} positional argument(s): write rule({names}, *, upstream)"
+        names = ", ".join([*own, "*" if len(own) == binding.passed else "*args", "upstream"])
+        return f"The op has {binding.passed} positional argument(s): write rule({names})"
     if outputs > 1:
         names = ", ".join([f"u{number}" for number in range(1, outputs + 1)]) if outputs < 6 else "*us"
         return f"The output has {outputs} tensors: write rule({names})"

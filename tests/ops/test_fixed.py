@@ -239,6 +239,11 @@ def test_det_of_rows_of_different_sizes(scales):
     covariance = np.cov(x.T)
     got = numpy(grad(lambda c: keras.ops.log(EVERY["det"](c)))(array(covariance)))
     np.testing.assert_allclose(np.diag(got), np.diag(np.linalg.inv(covariance)), rtol=1e-4)
+    x = np.random.default_rng(1).normal(size=(5, 5)) * np.array(scales)[:, None]
+    got, cofactors = numpy(grad(EVERY["det"])(array(x))), np.linalg.det(x) * np.linalg.inv(x).T
+    size = np.max(np.abs(cofactors), axis=-1, keepdims=True)
+    np.testing.assert_allclose(got / size, cofactors / size, atol=1e-5)
+    assert grad(lambda x: keras.ops.sum(EVERY["det"](x)))(array(np.ones((0, 4, 4)))).shape == (0, 4, 4)
 
 
 def test_clip_without_a_bound():

@@ -59,21 +59,21 @@ class JaxTraining(Training):
                 total, (unscaled, y, non_trainable, metrics) = loss(values, *args, **kwargs)
             return total, (unscaled, y, [*non_trainable, taps.outputs], metrics)
 
-        def tapped_apply(variables: Any, grads: Any, values: Any) -> Any:
+        def tapped_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             taps = self._taps_here()
             if taps is not None:
                 if taps.slots is not None:
                     *grads, rows = grads
-                    *values, _ = values
+                    *trainable_variables, _ = trainable_variables
                     taps.upstream = dict(enumerate(rows))
                 with keras.StatelessScope(
-                    state_mapping=list(zip(optimizer.variables, variables, strict=True))
+                    state_mapping=list(zip(optimizer.variables, optimizer_variables, strict=True))
                 ):
                     scale = optimizer.scale_loss(keras.ops.ones(()))
                     names = [variable.path for variable in model.trainable_variables]
-                    taps.see(grads, names, values, scale)
+                    taps.see(grads, names, trainable_variables, scale)
             with replace_attribute(optimizer, "apply", untapped):  # which `stateless_apply` calls
-                return apply(variables, grads, values)
+                return apply(optimizer_variables, grads, trainable_variables)
 
         return [
             (model, "compute_loss_and_updates", tapped_loss),

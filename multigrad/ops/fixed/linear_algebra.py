@@ -52,12 +52,13 @@ def _small_cofactors(x: Any) -> Any:
 @op_custom_gradient(name="multigrad>_cofactors")
 def _cofactors(x: Tensor) -> Pair:
     """Return the cofactors. The rule is their derivative in the basis of the singular vectors."""
-    # The largest row first. The decomposition loses digits of small rows above large ones.
-    order = ops.argsort(-ops.amax(ops.abs(x), axis=-1), axis=-1)
-    q, r = ops.qr(ops.take_along_axis(x, order[..., None], axis=-2))
-    q = ops.take_along_axis(q, ops.argsort(order, axis=-1)[..., None], axis=-2)
+    # The rows are divided by powers of two, because the decomposition loses the digits of small rows.
+    exponents = ops.floor(ops.log2(ops.sum(ops.abs(x), axis=-1, keepdims=True)))
+    exponents = ops.where(ops.isfinite(exponents), exponents, ops.zeros_like(exponents))
+    q, r = ops.qr(x * ops.power(2.0, -exponents))
     sign = ops.sign(ops.det(q))[..., None, None]
-    y = sign * (q @ ops.swapaxes(_adjugate_of_triangular(r), -1, -2))
+    others = ops.sum(exponents, axis=-2, keepdims=True) - exponents
+    y = ops.power(2.0, others) * sign * (q @ ops.swapaxes(_adjugate_of_triangular(r), -1, -2))
 
     def rule(upstream: Any) -> Any:
         u, s, vt, sign = _decompose(x)
