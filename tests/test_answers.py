@@ -2,6 +2,7 @@
 
 import collections
 
+import keras
 import numpy as np
 import pytest
 from keras import ops, tree
@@ -258,12 +259,40 @@ def stacked_by_name(x):
     return [x * 1.0, x * 2.0], lambda x, upstream: ops.tanh(upstream)
 
 
-@pytest.mark.parametrize("function", [stacked_with_input, stacked_in_structure, stacked_by_name])
-def test_a_gradient_of_stacked_upstream_gradients_raises(function):
+class Stacking(keras.Layer):
+    """A layer whose op reads its weight, and whose rule stacks the upstream gradients of one of the two."""
+
+    def __init__(self, of_weight):
+        super().__init__()
+        self.of_weight = of_weight
+        self.scale = self.add_weight(shape=(3,), initializer="ones")
+
+    @op_custom_gradient
+    def call(self, x):
+        def rule(u, variables):
+            stacked, right = ops.multiply(u, 3.0), u[0] + 2.0 * u[1]
+            return (right, [stacked]) if self.of_weight else (stacked, [right])
+
+        return (x * self.scale, x * self.scale * 2.0), rule
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: op_custom_gradient(stacked_with_input),
+        lambda: op_custom_gradient(stacked_in_structure),
+        lambda: op_custom_gradient(stacked_by_name),
+        pytest.param(lambda: Stacking(of_weight=False), id="layer"),
+        pytest.param(lambda: Stacking(of_weight=True), id="weight"),
+    ],
+)
+def test_a_gradient_of_stacked_upstream_gradients_raises(make):
     """Keras stacks them, and a sum over the new axis would be a wrong gradient."""
-    op = op_custom_gradient(function)
+    op = make()
+    variables = op.trainable_variables if isinstance(op, keras.Layer) else None
+    x = array(1.0, 2.0, 3.0)
     with pytest.raises(ValueError, match=r"as with one tensor[\s\S]*rule\(u1, u2\)"):
-        grad(lambda x: sum(map(ops.sum, tree.flatten(op(x)))))(array(1.0, 2.0, 3.0))
+        grad(lambda x: sum(map(ops.sum, tree.flatten(op(x)))), 0, variables=variables)(x)
 
 
 def test_a_gradient_for_each_of_two_examples_is_summed():
