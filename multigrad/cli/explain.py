@@ -87,9 +87,8 @@ def sections() -> list[Section]:
         if path.stem == "index":  # it lists the sections of the other pages
             continue
         page = path.read_text(encoding="utf-8")
-        headings = [
-            found for found in _HEADING.finditer(page) if found["anchor"] or folder / "limits" != path.parent
-        ]
+        needs_anchor = path.parent.name == "limits"
+        headings = [match for match in _HEADING.finditer(page) if match["anchor"] or not needs_anchor]
         ends = [heading.start() for heading in headings[1:]] + [len(page)]
         for heading, end in zip(headings, ends, strict=True):
             title = heading["title"].replace("`", "")

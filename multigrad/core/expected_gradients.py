@@ -7,6 +7,7 @@ from keras import tree
 
 from multigrad.backend.base import Spec
 from multigrad.core.errors import describe, message, shape_text
+from multigrad.core.rule import flat_form
 from multigrad.core.signature import Binding
 from multigrad.core.structure import Layout, Slot, children
 from multigrad.core.variables import Variables
@@ -121,8 +122,7 @@ class ExpectedGradients:
         if self.structured is None:
             return ""
         count = len(self.structured[0])
-        names = ", ".join([f"u{number}" for number in range(1, count + 1)]) if count < 6 else "*us"
-        return f". The op has {count} outputs: use the parts of `upstream`, or write `rule({names})`"
+        return f". The op has {count} outputs: use the parts of `upstream`, or write `{flat_form(count)}`"
 
     def not_a_gradient(self, index: int, entry: Any) -> TypeError:
         return TypeError(

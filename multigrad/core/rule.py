@@ -238,9 +238,14 @@ def _example(rule: Any, binding: Binding, outputs: int) -> str:
         names = ", ".join([*own, "*" if len(own) == binding.passed else "*args", "upstream"])
         return f"The op has {binding.passed} positional argument(s): write rule({names})"
     if outputs > 1:
-        names = ", ".join([f"u{number}" for number in range(1, outputs + 1)]) if outputs < 6 else "*us"
-        return f"The output has {outputs} tensors: write rule({names})"
+        return f"The output has {outputs} tensors: write {flat_form(outputs)}"
     return "The output is one tensor: write rule(upstream)"
+
+
+def flat_form(outputs: int) -> str:
+    """Return the form of a rule that gets the upstream gradients of several outputs one by one."""
+    names = ", ".join([f"u{number}" for number in range(1, outputs + 1)]) if outputs < 6 else "*us"
+    return f"rule({names})"
 
 
 # Names that users of other libraries may give to the two parameters.
