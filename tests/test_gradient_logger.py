@@ -463,12 +463,13 @@ class StepInScope(OwnStep):
         ]
         with keras.StatelessScope(state_mapping=mapping) as scope:
             x, y = data
-            loss = value_and_grad(
-                lambda: 2.0 * ops.mean(ops.square(self(x, training=True) - y)),
-                variables=self.trainable_variables,
-            )
-            value, gradients = loss()
-            self.optimizer.apply(gradients, self.trainable_variables)
+            weights = self.trainable_variables
+
+            def loss():
+                return 2.0 * ops.mean(ops.square(self(x, training=True) - y))
+
+            value, gradients = value_and_grad(loss, variables=weights)()
+            self.optimizer.apply(gradients, weights)
         return {"loss": value}, tuple([[scope.get_current_value(v) for v in group] for group in groups])
 
 

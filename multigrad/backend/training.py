@@ -70,6 +70,18 @@ class Training:
     def _tapped_methods(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         """Return the methods with taps: their owner and name, and what replaces them while a step runs."""
         optimizer = self.model.optimizer
+        scale_loss = optimizer.scale_loss
+
+        def tapped_scale_loss(loss: Any) -> Any:
+            if (taps := self._taps_here()) is not None:
+                taps.close()  # a layer that is called from now on recomputes its output
+            return scale_loss(loss)
+
+        return [(optimizer, "apply", self._tapped_apply()), (optimizer, "scale_loss", tapped_scale_loss)]
+
+    def _tapped_apply(self) -> Callable[..., Any]:
+        """Return the optimizer's `apply` with taps on the gradients and weights."""
+        optimizer = self.model.optimizer
         apply, scale_loss = optimizer.apply, optimizer.scale_loss
 
         def tapped_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -81,12 +93,7 @@ class Training:
                 taps.see(self._sum_over_replicas(grads), names, values, scale)
             return apply(grads, trainable_variables)
 
-        def tapped_scale_loss(loss: Any) -> Any:
-            if (taps := self._taps_here()) is not None:
-                taps.close()  # a layer that is called from now on recomputes its output
-            return scale_loss(loss)
-
-        return [(optimizer, "apply", tapped_apply), (optimizer, "scale_loss", tapped_scale_loss)]
+        return tapped_apply
 
     def _taps(self) -> Taps:
         taps = self._taps_here()

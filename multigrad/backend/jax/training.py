@@ -45,7 +45,6 @@ class JaxTraining(Training):
     def _tapped_methods(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         model, optimizer = self.model, self.model.optimizer
         loss, apply, untapped = model.compute_loss_and_updates, optimizer.stateless_apply, optimizer.apply
-        in_scope, _ = super()._tapped_methods()  # `apply`, in a step that runs in a `keras.StatelessScope`
 
         def tapped_loss(values: Any, *args: Any, **kwargs: Any) -> Any:
             taps = self._taps_here()
@@ -59,7 +58,7 @@ class JaxTraining(Training):
                 total, (unscaled, y, non_trainable, metrics) = loss(values, *args, **kwargs)
             return total, (unscaled, y, [*non_trainable, taps.outputs], metrics)
 
-        def tapped_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        def tapped_stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             taps = self._taps_here()
             if taps is not None:
                 if taps.slots is not None:
@@ -77,6 +76,6 @@ class JaxTraining(Training):
 
         return [
             (model, "compute_loss_and_updates", tapped_loss),
-            (optimizer, "stateless_apply", tapped_apply),
-            in_scope,
+            (optimizer, "stateless_apply", tapped_stateless_apply),
+            (optimizer, "apply", self._tapped_apply()),  # in a `keras.StatelessScope`
         ]
