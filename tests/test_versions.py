@@ -270,6 +270,17 @@ def test_the_versions_of_the_nox_sessions():
 
 
 @pytest.mark.package
+def test_a_session_runs_on_every_release():
+    pinned = (ROOT / "noxfile.py").read_text() + (ROOT / "constraints.txt").read_text()
+    for module, (_, oldest, newest) in frameworks.SUPPORTED.items():
+        distribution = {"tensorflow": "tensorflow-cpu"}.get(module, module)
+        (major, first), (same, last) = oldest.split("."), newest.split(".")
+        assert major == same
+        releases = {f"{major}.{minor}" for minor in range(int(first), int(last) + 1)}
+        assert set(re.findall(rf"\b{distribution}==({major}\.\d+)\.", pinned)) == releases
+
+
+@pytest.mark.package
 def test_the_page_about_installation():
     page = (ROOT / "docs/getting-started/install.md").read_text()
     rows = re.findall(r"^\| (\w+) \| ([^|]+) \| ([\d.]+) \|$", page, re.MULTILINE)
