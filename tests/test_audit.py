@@ -53,6 +53,18 @@ class Wrong:
     def relu(x):
         return ops.relu(x), lambda upstream: 0.5 * upstream * (ops.sign(x) + 1.0)
 
+    @staticmethod
+    @multigrad.op_custom_gradient
+    def relu6(x):
+        return ops.relu6(x), lambda upstream: upstream * ops.cast(x >= 0.0, x.dtype)
+
+    @staticmethod
+    @multigrad.op_custom_gradient
+    def abs(x):
+        return ops.abs(
+            x
+        ), lambda upstream: upstream * (ops.sign(x) + ops.cast(ops.equal(x, 0.0), x.dtype) * 1.5)
+
 
 def verdicts(op, *points, **options):
     cases = elementwise(op, *points, half=None, **options)[:1]
@@ -66,6 +78,9 @@ def test_a_false_gradient_gets_its_verdict():
     known = {0.0: Known(choice=0.0)}
     assert verdicts("relu", 1.0, known=known) == ["right", "other convention"]
     assert verdicts("relu", 1.0, known={0.0: Known(choice=0.5)}) == ["right", "convention"]
+    # The gradient 1 is one of the two slopes at the tie, and 1.5 is steeper than both.
+    assert verdicts("relu6", 1.0, known=known) == ["right", "other convention"]
+    assert verdicts("abs", 1.0, known=known) == ["right", "wrong"]
 
 
 def test_a_false_second_derivative_is_wrong():

@@ -557,6 +557,19 @@ def test_a_random_function_raises_in_a_second_run():
         torch.autograd.grad(dropout(x).sum(), x, create_graph=True)
 
 
+def test_a_residual_of_another_shape_in_a_second_run_raises():
+    lengths = iter([2, 1])
+
+    @op_custom_gradient
+    def op(x):
+        repeated = x * torch.ones(next(lengths))
+        return x * 3.0, lambda u: u * repeated.sum()
+
+    x = torch.tensor(1.0, requires_grad=True)
+    with pytest.raises(RuntimeError, match="op: the function returned different values"):
+        torch.autograd.grad(op(x), x, create_graph=True)
+
+
 def test_residuals_that_were_modified_in_place_raise():
     w = torch.ones(2)
     op = op_custom_gradient(lambda x: (x * w, lambda u: u * w))
