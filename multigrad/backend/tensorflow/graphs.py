@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.private import push_forwardprop_state, stop_recording
+from multigrad.backend.tensorflow.private import GRADIENT_KIND, push_forwardprop_state, stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
 from multigrad.core.errors import message
 
@@ -112,7 +112,7 @@ class Carrier:
         def gradient(*upstream: Any) -> Sequence[Any]:
             return [*before, *backward(*upstream), *after]
 
-        graph, kind = self._operation.graph, self._operation.get_attr("_gradient_op_type").decode()
+        graph, kind = self._operation.graph, self._operation.get_attr(GRADIENT_KIND).decode()
         rules = getattr(graph, _RULES, None)
         if rules is None:
             rules = {}

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from multigrad.backend.base import DEPENDS_ON_ELEMENT
 from multigrad.backend.tensorflow.jit import mark_unrecorded
-from multigrad.backend.tensorflow.private import RegisterPFor, wrap
+from multigrad.backend.tensorflow.private import GRADIENT_KIND, RegisterPFor, wrap
 from multigrad.backend.tensorflow.tapes import may_record
 
 Function = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
@@ -74,7 +74,7 @@ def _spec(tensor: Any) -> tf.TensorSpec:
 def _has_rule(graph: Any) -> bool:
     """Return whether a graph, or a function in it, has an operation with a custom gradient."""
     nodes = itertools.chain(graph.node, *[nested.node_def for nested in graph.library.function])
-    return any("_gradient_op_type" in node.attr for node in nodes)
+    return any(GRADIENT_KIND in node.attr for node in nodes)
 
 
 def _require_independent(results: Sequence[Any], elements: Sequence[Any]) -> None:

@@ -25,3 +25,7 @@ push_forwardprop_state = look_up("tensorflow.python.eager.forwardprop_util.push_
 # Register how `tf.vectorized_map` converts an operation.
 RegisterPFor = look_up("tensorflow.python.ops.parallel_for.pfor.RegisterPFor")
 wrap = look_up("tensorflow.python.ops.parallel_for.pfor.wrap")
+
+# The attribute of an operation that names its gradient function, which `tf.Graph.gradient_override_map` sets.
+# A test fails if it changes.
+GRADIENT_KIND = "_gradient_op_type"

@@ -15,9 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from multigrad.backend.torch.private import TorchDynamoException, functorch_config, is_in_dispatch_mode
+from multigrad.backend.torch.private import (
+    TorchDynamoException,
+    functorch_config,
+    is_in_dispatch_mode,
+    tree_leaves,
+)
 from multigrad.backend.torch.state import IN_PIECES, IN_THREAD, WHOLE
 from multigrad.core.process_wide import Shared
 
@@ -130,7 +134,7 @@ def _after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
 
 
 def _requires_gradient(arguments: Any) -> bool:
-    leaves = pytree.tree_leaves(arguments)
+    leaves = tree_leaves(arguments)
     return any([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves])
 
 
