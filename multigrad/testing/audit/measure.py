@@ -80,11 +80,11 @@ def _float64() -> Iterator[None]:
 
 
 def _values(case: Case, module: ModuleType) -> Callable[..., np.ndarray]:
-    def called(*tensors: Any) -> list[Any]:
+    def outputs_of(*tensors: Any) -> list[Any]:
         outputs = tree.flatten(case.call(module, *tensors))
         return outputs[:1] if case.elementwise or case.width else outputs
 
-    run = backend.active.quickest(called, value_calls(case))
+    run = backend.active.quickest(outputs_of, value_calls(case))
 
     def values(*args: np.ndarray) -> np.ndarray:
         if case.formula:
