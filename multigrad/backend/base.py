@@ -186,7 +186,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function as the framework compiles it, with its gradient."""
 
     @staticmethod
@@ -344,6 +344,6 @@ class Backend(abc.ABC):
         return function
 
     @staticmethod
-    def uncompiled() -> AbstractContextManager[Any]:
+    def without_compilation() -> AbstractContextManager[Any]:
         """Return a context in which compiled functions run eagerly, on concrete tensors."""
         return contextlib.nullcontext()

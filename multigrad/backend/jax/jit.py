@@ -221,7 +221,7 @@ class _Program:
 
     def _run(self, old: Sequence[Any], constant: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """Run the function where its variables have these values. JAX traces this."""
-        scope = _Variables([*self._assigned, *self._read], [*old, *constant])
+        scope = _VariableScope([*self._assigned, *self._read], [*old, *constant])
         with scope:
             output = self._flat(arrays)
         if scope.others or not {*map(id, self._assigned)}.issuperset(scope.assigned):
@@ -255,7 +255,7 @@ class _Program:
             pass
 
 
-class _Variables(keras.StatelessScope):
+class _VariableScope(keras.StatelessScope):
     """A scope in which variables have given values.
 
     It records other variables that are read, and all variables that are assigned.

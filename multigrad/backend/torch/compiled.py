@@ -21,7 +21,7 @@ from multigrad.backend.torch.state import (
     IN_THREAD,
     WHOLE,
     current_autocast,
-    hidden_from_trace,
+    hide_from_trace,
     is_transforming_traced,
     restore_autocast,
 )
@@ -232,7 +232,7 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         # The copies of the outputs have the node, so that their derivative is the rule's.
         rule = restore(run.template, run.residuals_with(copied))
         state = run.pullback, rule, specs_of(inputs), current_autocast(), True
-        with hidden_from_trace():
+        with hide_from_trace():
             _InProgram.apply(state, *inputs, *copied)
     return run.pullback.output.join(copied)
 

@@ -303,7 +303,7 @@ _COMPILED = message(
 )
 
 
-class _Refused(torch.autograd.Function):
+class _NotDifferentiable(torch.autograd.Function):
     """A Function that raises an error when it is differentiated."""
 
     generate_vmap_rule = True
@@ -323,7 +323,7 @@ class _Refused(torch.autograd.Function):
 
 def refuse(result: torch.Tensor, error: str, *sources: torch.Tensor) -> torch.Tensor:
     """Return the result, so that differentiating it with respect to a source raises the error."""
-    return _Refused.apply(error, result, *sources)
+    return _NotDifferentiable.apply(error, result, *sources)
 
 
 def refuse_compiled(

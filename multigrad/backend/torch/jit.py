@@ -71,7 +71,7 @@ def jit(
     return run
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     # "aot_eager" traces both passes and skips code generation, which takes much longer.
     compiled_function = _compile_alone(function, backend="aot_eager", dynamic=False)
 
@@ -141,5 +141,5 @@ def _requires_gradient(arguments: Any) -> bool:
 _UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # a process-wide setting
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
+def without_compilation() -> contextlib.AbstractContextManager[Any]:
     return _UNCOMPILED

@@ -111,7 +111,7 @@ def without_wrappers(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tenso
 
 
 @contextlib.contextmanager
-def hidden_from_trace() -> Iterator[None]:
+def hide_from_trace() -> Iterator[None]:
     """Hide operations from `torch.jit.trace`."""
     state = get_tracing_state()
     set_tracing_state(None)
