@@ -73,6 +73,8 @@ def test_private_names_exist():
     """The private names that `backend/torch/` uses. Their comments there give the reasons."""
     assert torch._C._are_functorch_transforms_active() is False
     assert torch.autograd.forward_ad._current_level == -1
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.autograd.forward_ad._current_level == 0
     assert torch._C._is_any_autocast_enabled() is False
     assert torch._C._is_tracing() is False
     assert torch._C._get_tracing_state() is None
@@ -81,6 +83,7 @@ def test_private_names_exist():
     whole = torch.ones(2)
     assert whole._base is None
     assert whole[:1]._base is whole
+    assert torch.utils._pytree.tree_leaves(({"a": whole}, [1])) == [whole, 1]
     assert torch._C._functorch.unwrap_if_dead(whole) is whole
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._is_fwd_grad_enabled() is True
