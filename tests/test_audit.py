@@ -83,6 +83,22 @@ def test_a_false_gradient_gets_its_verdict():
     assert verdicts("abs", 1.0, known=known) == ["right", "wrong"]
 
 
+def test_a_row_contains_the_numbers():
+    case = whole("square", "x", np.array([1.0, 2.0]), orders=(1,))
+    (row,) = audit_case(case, Wrong)
+    assert [float(a) / float(b) for a, b in zip(row.got.split(", "), row.truth.split(", "), strict=True)] == [
+        pytest.approx(1.5, rel=1e-3)
+    ] * 2
+    (row,) = audit_case(whole("square", "x", np.arange(1.0, 9.0), orders=(1,)), Wrong)
+    assert row.got.count(",") == 6
+    assert row.got.endswith(", ...")
+
+
+def test_an_op_of_two_outputs_is_compared_with_differences():
+    case = whole("slogdet", "x", np.array([[2.0, 1.0], [0.5, 3.0]]), orders=(1,))
+    assert [row.verdict for row in audit_case(case, ops)] == ["right"]
+
+
 def test_a_false_second_derivative_is_wrong():
     case = whole("square", "x", np.array([1.0, 2.0]))
     assert [row.verdict for row in audit_case(case, Wrong)] == ["wrong", "wrong"]
