@@ -11,9 +11,10 @@ gradients of the sum of their squares. All variants run in one process, in alter
 of the machine affect all of them. The first step of each variant includes compilation and is ignored.
 
 The peak memory is the maximum during a step minus the memory before it, with the results. On a GPU it is
-PyTorch's maximum. On the CPU it is the resident memory of a second process, in which freed memory does not
-count: the C library returns large blocks to the system immediately (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow
-runs without oneDNN, which keeps blocks (`TF_ENABLE_ONEDNN_OPTS`). These settings cost time.
+the framework's maximum, or on JAX the temporary memory and results of the compiled program. On the CPU it is
+the resident memory of a second process, in which freed memory does not count: the C library returns large
+blocks to the system immediately (`MALLOC_MMAP_THRESHOLD_`), and TensorFlow runs without oneDNN, which keeps
+blocks (`TF_ENABLE_ONEDNN_OPTS`). These settings cost time.
 
 The last column counts the operations that PyTorch launches, or the bytes of XLA's cost analysis for JAX. They
 do not depend on the machine. XLA counts the body of a loop once.
@@ -102,7 +103,7 @@ def make_run(variant: str, mode: str, tensors: Any, second: bool) -> tuple[Calla
 
 
 class Memory:
-    """The peak memory of a step, of the process or of PyTorch's GPU."""
+    """The peak memory of a step, of the process or of the GPU."""
 
     def __enter__(self) -> "Memory":
         gc.collect()
@@ -157,7 +158,7 @@ def compare(
         variant: {
             "seconds": min(times[variant]),
             "median_seconds": statistics.median(times[variant]),
-            "peak_megabytes": statistics.median(peaks[variant]),
+            "peak_megabytes": _planned(*runs[variant]) or statistics.median(peaks[variant]),
             "error": max(abs(a / b - 1.0) for a, b in zip(sizes[variant], sizes["plain"], strict=True)),
             "count": _count(variant, *runs[variant]) if with_counts else "",
         }
@@ -165,6 +166,14 @@ def compare(
     }
     facts = {"backend": keras.backend.backend(), "mode": mode, "dtype": dtype, "second": second}
     return {**facts, "shape": shape, "variants": found}
+
+
+def _planned(run: Callable[..., Any], arguments: Any) -> float | None:
+    """Return the megabytes that a program of JAX takes on a GPU, because JAX cannot reset its maximum."""
+    if native.accelerator() is None or not hasattr(run, "lower"):
+        return None
+    memory = run.lower(*arguments).compile().memory_analysis()
+    return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / MEGABYTE
 
 
 def _count(variant: str, run: Callable[..., Any], arguments: Any) -> str:
@@ -188,7 +197,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
                 result["backend"],
                 f"{result['mode']}, {result['dtype']}" + (", second" if result["second"] else ""),
                 variant,
-                f"{got['seconds']:.2f} s",
+                f"{1000 * got['seconds']:.1f} ms",
                 f"{got['seconds'] / base['seconds']:.2f}",
                 f"{got['peak_megabytes']:.0f} MB",
                 f"{got['peak_megabytes'] / base['peak_megabytes']:.2f}",
@@ -230,7 +239,7 @@ def main() -> None:
     if options.memory:
         print(json.dumps([{v: got["peak_megabytes"] for v, got in r["variants"].items()} for r in results]))
         return
-    if not (hasattr(native, "gpu_memory") and native.gpu_memory()):
+    if native.accelerator() is None:
         for result, peaks in zip(results, _peaks_in_new_process(), strict=True):
             for variant, peak in peaks.items():
                 result["variants"][variant]["peak_megabytes"] = peak

@@ -55,5 +55,5 @@ def find_op(name: str) -> Any:
         return None
     if callable(function := getattr(ops, keras_name, None)):
         return function
-    submodule, _, rest = keras_name.partition("_")
-    return getattr(getattr(ops, submodule), rest, None) if submodule in _SUBMODULES and rest else None
+    submodule, _, member = keras_name.partition("_")
+    return getattr(getattr(ops, submodule), member, None) if submodule in _SUBMODULES and member else None

@@ -101,7 +101,7 @@ def main(source: str, answers: str) -> None:
 
     from multigrad import backend
 
-    with backend.active.wide(), backend.active.uncompiled():
+    with backend.active.wide(), backend.active.without_compilation():
         found = [
             [(described(tensors), numbers(tensors)) for tensors in gradients_of(program, with_ops)]
             for program in pickle.loads(Path(source).read_bytes())

@@ -390,6 +390,23 @@ def test_flat_answers_do_not_depend_on_the_order_of_a_dict(rule):
     close(grad(loss)({"b": 1.0, "a": 1.0}), {"b": array(2.0), "a": array(300.0)})
 
 
+@pytest.mark.parametrize("entry", [lambda u: u, lambda u: (u, u, u), lambda u: {"a": u}])
+def test_a_lazy_gradient_of_a_structure_has_its_structure(entry):
+    pair = op_custom_gradient(lambda pair: (pair[0] * pair[1], lambda u: (lambda: entry(u),)))
+    with pytest.raises(TypeError, match="wrong structure"):
+        grad(lambda x: ops.sum(pair((x, x))))(ONES)
+
+
+def test_a_lazy_gradient_of_a_structure_of_one_tensor_may_be_the_gradient_alone():
+    def op(entry):
+        return op_custom_gradient(lambda x: (x["a"] * 1.0, lambda u: (lambda: entry(u),)))
+
+    for entry in (lambda u: u * 7.0, lambda u: {"a": u * 7.0}):
+        close(grad(lambda x: ops.sum(op(entry)({"a": x})))(ONES), 7.0 * ONES)
+    with pytest.raises(TypeError, match="wrong structure"):
+        grad(lambda x: ops.sum(op(lambda u: {"b": u})({"a": x})))(ONES)
+
+
 def test_unneeded_gradients_are_checked():
     op = op_custom_gradient(lambda x, w: (x * ops.sum(w), lambda u: (u * 7.0, ops.ones((5,)))))
     with pytest.raises(ValueError, match="wrong shape"):

@@ -19,7 +19,7 @@ FRAMEWORKS = {"tensorflow", "jax", "torch", "openvino"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The modules of the upper half that a backend may import. The docstring of base.py lists them.
-BELOW = {"type_sets", "errors", "reachable", "closure", "process_wide"}
+BELOW = {"type_sets", "errors", "reachable", "closure", "keras_internals", "process_wide"}
 
 
 def module_of(path: Path) -> str:
@@ -65,6 +65,85 @@ def test_a_backend_imports_only_the_allowed_modules(name):
     assert modules - own <= allowed | for_types
     # An import at run time would be a cycle.
     assert not for_types & imported(MODULES[name], nested=False)
+
+
+# The modules that contain the private names of Keras and of the frameworks.
+PRIVATE = [path for path in FILES if path.name in ("private.py", "keras_internals.py")]
+OTHERS = sorted({*FILES} - {*PRIVATE})
+# What multigrad reads of its own objects, besides `self`.
+OWN = {
+    "_builders",  # of a search of a closure, for the search of a part
+    "_plain",  # of the step of a `GradientLogger`, for another logger
+    *("_asdict", "_make", "_replace"),  # of named tuples: Python documents them
+}
+PRIVATE_PATH = re.compile(
+    r"(^|\.)_[a-z]\w*(\.|$)|^(tensorflow\.python|keras\.src|jax\.(extend|interpreters))\b"
+)
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Return the names of the attributes and slots that the classes of a module define."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                targets = getattr(part, "targets", [getattr(part, "target", None)])
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+                found |= {getattr(part, "name", "")}
+                if isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == "__slots__":
+                    found |= {text.value for text in ast.walk(part.value) if isinstance(text, ast.Constant)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr}
+    return found
+
+
+def private_names(source: str, own: set[str]) -> set[str]:
+    """Return the private names of others that a module uses.
+
+    They are attributes and module paths with a part that begins with an underscore, also in strings, and
+    modules for which a framework does not guarantee compatibility.
+    """
+    tree = ast.parse(source)
+    slots = {text for text in defined(tree) if text.startswith("_")}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
+            of_self = ast.unparse(node.value) in ("self", "cls", "super()")
+            found |= {node.attr} - (own if of_self else OWN)
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names if PRIVATE_PATH.search(name.name)}
+        elif isinstance(node, ast.ImportFrom):
+            paths = {f"{node.module}.{name.name}" for name in node.names}
+            found |= {path for path in paths if PRIVATE_PATH.search(path)}
+        elif isinstance(node, ast.Constant) and PRIVATE_PATH.search(str(node.value)):
+            found |= {node.value} - slots - OWN
+    return {name for name in found if not name.startswith("_multigrad")}
+
+
+@pytest.mark.package
+def test_private_names_of_frameworks_are_in_their_modules():
+    assert len(PRIVATE) == 4
+    own = set().union(*[defined(ast.parse(path.read_text())) for path in FILES])
+    found = {module_of(path): private_names(path.read_text(), own) for path in OTHERS}
+    assert not {module: names for module, names in found.items() if names}
+
+
+@pytest.mark.package
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("forward_ad._current_level >= 0", "_current_level"),
+        ("self._of_a_framework", "_of_a_framework"),
+        ("from torch.utils import _pytree", "torch.utils._pytree"),
+        ("import jax._src.core", "jax._src.core"),
+        ("from jax.extend.core import Primitive", "jax.extend.core.Primitive"),
+        ("getattr(variable, '_value')", "_value"),
+        ("look_up('keras.src.backend')", "keras.src.backend"),
+    ],
+)
+def test_the_search_for_private_names(source, name):
+    assert private_names(source, set()) == {name}
+    assert not private_names("class C:\n    __slots__ = ('_x',)\n\n    def f(self):\n        self._x", {"_x"})
 
 
 @pytest.mark.package

@@ -53,6 +53,18 @@ class Wrong:
     def relu(x):
         return ops.relu(x), lambda upstream: 0.5 * upstream * (ops.sign(x) + 1.0)
 
+    @staticmethod
+    @multigrad.op_custom_gradient
+    def relu6(x):
+        return ops.relu6(x), lambda upstream: upstream * ops.cast(x >= 0.0, x.dtype)
+
+    @staticmethod
+    @multigrad.op_custom_gradient
+    def abs(x):
+        return ops.abs(
+            x
+        ), lambda upstream: upstream * (ops.sign(x) + ops.cast(ops.equal(x, 0.0), x.dtype) * 1.5)
+
 
 def verdicts(op, *points, **options):
     cases = elementwise(op, *points, half=None, **options)[:1]
@@ -66,6 +78,25 @@ def test_a_false_gradient_gets_its_verdict():
     known = {0.0: Known(choice=0.0)}
     assert verdicts("relu", 1.0, known=known) == ["right", "other convention"]
     assert verdicts("relu", 1.0, known={0.0: Known(choice=0.5)}) == ["right", "convention"]
+    # The gradient 1 is one of the two slopes at the tie, and 1.5 is steeper than both.
+    assert verdicts("relu6", 1.0, known=known) == ["right", "other convention"]
+    assert verdicts("abs", 1.0, known=known) == ["right", "wrong"]
+
+
+def test_a_row_contains_the_numbers():
+    case = whole("square", "x", np.array([1.0, 2.0]), orders=(1,))
+    (row,) = audit_case(case, Wrong)
+    assert [float(a) / float(b) for a, b in zip(row.got.split(", "), row.truth.split(", "), strict=True)] == [
+        pytest.approx(1.5, rel=1e-3)
+    ] * 2
+    (row,) = audit_case(whole("square", "x", np.arange(1.0, 9.0), orders=(1,)), Wrong)
+    assert row.got.count(",") == 6
+    assert row.got.endswith(", ...")
+
+
+def test_an_op_of_two_outputs_is_compared_with_differences():
+    case = whole("slogdet", "x", np.array([[2.0, 1.0], [0.5, 3.0]]), orders=(1,))
+    assert [row.verdict for row in audit_case(case, ops)] == ["right"]
 
 
 def test_a_false_second_derivative_is_wrong():

@@ -10,7 +10,14 @@ from keras import ops
 from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.core.keras_internals import current_context, global_state
+from multigrad.core.context import current_context
+from multigrad.core.keras_internals import (
+    global_state,
+    narrow_dtypes,
+    set_stored_value,
+    stored_dtype,
+    stored_value,
+)
 from multigrad.core.variables import Reads
 
 
@@ -182,10 +189,12 @@ def test_the_call_context_is_not_kept_alive():
 def test_the_private_names_of_keras_exist():
     """The test fails if a version of Keras renames them."""
     found = []
+    variable = keras.Variable(1.0, dtype="float32")
 
     class Asking(keras.layers.Layer):
         def call(self, x, training=None):
             found.append(current_context())
+            assert (variable.dtype, stored_dtype(variable)) == ("bfloat16", "float32")
             return x
 
     Asking(dtype="mixed_bfloat16")(array(1.0), training=True)
@@ -193,6 +202,14 @@ def test_the_private_names_of_keras_exist():
     assert context.attributes["training"] is True
     assert context.scopes["autocast_scope"].dtype == "bfloat16"
     assert current_context() is None
+
+    close(stored_value(variable), 1.0)
+    set_stored_value(variable, ops.convert_to_tensor(2.0))
+    close(variable, 2.0)
+    with keras.StatelessScope():
+        created = keras.Variable(lambda shape, dtype: ops.ones(shape, dtype), shape=(2,))
+        assert stored_value(created) is None
+    assert "float64" in narrow_dtypes()
 
 
 def test_a_scope_is_active_as_a_scope_of_keras():

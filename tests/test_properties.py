@@ -41,7 +41,7 @@ TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 0.05, "bfloat16": 0.2
 @pytest.fixture(autouse=True, scope="module")
 def eager():
     """Use double precision, and no compilation, because JAX would compile most operations separately."""
-    with backend.active.wide(), backend.active.uncompiled():
+    with backend.active.wide(), backend.active.without_compilation():
         yield
 
 

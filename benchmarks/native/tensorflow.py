@@ -117,3 +117,17 @@ def allocated() -> int | None:
     if not tf.config.list_physical_devices("GPU"):
         return None
     return tf.config.experimental.get_memory_info("GPU:0")["current"]
+
+
+class _GpuMemory:
+    def start(self) -> int:
+        tf.config.experimental.reset_memory_stats("GPU:0")
+        return allocated() or 0
+
+    def peak(self) -> int:
+        return tf.config.experimental.get_memory_info("GPU:0")["peak"]
+
+
+def gpu_memory() -> _GpuMemory | None:
+    """Return the memory of the GPU, None without a GPU."""
+    return _GpuMemory() if tf.config.list_physical_devices("GPU") else None

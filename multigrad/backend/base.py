@@ -6,8 +6,9 @@ gets flat tensors.
 
 From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
 `errors`, `reachable` (whether an object may hold tensors), `closure` (lift the tensors out of a closure,
-classify them and restore them) and `process_wide`. Everything else reaches a backend as an argument: one call
-of an op is a `Call`, whose `run` returns a `Run` with its `Pullback` (`core/call.py`).
+classify them and restore them), `keras_internals` (the private names of Keras) and `process_wide`. Everything
+else reaches a backend as an argument: one call of an op is a `Call`, whose `run` returns a `Run` with its
+`Pullback` (`core/call.py`).
 """
 
 import abc
@@ -185,7 +186,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function as the framework compiles it, with its gradient."""
 
     @staticmethod
@@ -343,6 +344,6 @@ class Backend(abc.ABC):
         return function
 
     @staticmethod
-    def uncompiled() -> AbstractContextManager[Any]:
+    def without_compilation() -> AbstractContextManager[Any]:
         """Return a context in which compiled functions run eagerly, on concrete tensors."""
         return contextlib.nullcontext()

@@ -78,7 +78,7 @@ class ForwardOnlyBackend(Backend):
         return False
 
     @staticmethod
-    def compiled(function: Callable[..., Any]) -> NoReturn:
+    def compile_function(function: Callable[..., Any]) -> NoReturn:
         raise _no_gradients()
 
     @staticmethod

@@ -29,7 +29,7 @@ class Training:
 
     def __init__(self, model: Any, taps_here: Callable[[], Taps | None]) -> None:
         self.model, self._taps_here, self._step = model, taps_here, model.train_step
-        self._methods = self._tapped_methods()
+        self._methods = self._methods_with_taps()
 
     def step(self, *args: Any) -> Any:
         """Run the model's `train_step` with taps. Its logs have one more entry, `ENTRY`."""
@@ -67,24 +67,24 @@ class Training:
     def _variables(self) -> list[keras.Variable]:
         return [*self.model.variables, *self.model.optimizer.variables]
 
-    def _tapped_methods(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+    def _methods_with_taps(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         """Return the methods with taps: their owner and name, and what replaces them while a step runs."""
         optimizer = self.model.optimizer
         scale_loss = optimizer.scale_loss
 
-        def tapped_scale_loss(loss: Any) -> Any:
+        def scale_loss_with_tap(loss: Any) -> Any:
             if (taps := self._taps_here()) is not None:
                 taps.close()  # a layer that is called from now on recomputes its output
             return scale_loss(loss)
 
-        return [(optimizer, "apply", self._tapped_apply()), (optimizer, "scale_loss", tapped_scale_loss)]
+        return [(optimizer, "apply", self._apply_with_tap()), (optimizer, "scale_loss", scale_loss_with_tap)]
 
-    def _tapped_apply(self) -> Callable[..., Any]:
+    def _apply_with_tap(self) -> Callable[..., Any]:
         """Return the optimizer's `apply` with taps on the gradients and weights."""
         optimizer = self.model.optimizer
         apply, scale_loss = optimizer.apply, optimizer.scale_loss
 
-        def tapped_apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        def apply_with_tap(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
             taps, variables = self._taps_here(), trainable_variables or self.model.trainable_variables
             if taps is not None:
                 scale = scale_loss(keras.ops.ones(()))
@@ -93,7 +93,7 @@ class Training:
                 taps.see(self._sum_over_replicas(grads), names, values, scale)
             return apply(grads, trainable_variables)
 
-        return tapped_apply
+        return apply_with_tap
 
     def _taps(self) -> Taps:
         taps = self._taps_here()

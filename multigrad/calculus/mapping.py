@@ -81,13 +81,13 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callab
     _require_axes(name, "in_axes", in_axes)
     _require_axes(name, "out_axes", out_axes)
 
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def map_elements(*args: Any, **kwargs: Any) -> Any:
         function = _MappedFunction(name, f, out_axes)
         function.bind(_axes_of_arguments(name, in_axes, args), args, kwargs)
         stacked, shared = backend.active.vmap(function, function.tensors)
         return function.join(stacked, shared)
 
-    return functools.update_wrapper(backend.active.library_code(mapped, f), f)
+    return functools.update_wrapper(backend.active.library_code(map_elements, f), f)
 
 
 class _MappedFunction:

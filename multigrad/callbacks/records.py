@@ -95,11 +95,11 @@ def _tables(named: tuple[str, np.ndarray], scale: float) -> tuple[Table, Table]:
     rows = rows if rows.ndim == 4 else rows[None]  # a leading axis for replicas
     names = _distinct(joined.split("\n")) if joined else []
     pairs = [(name, rows[:, i, 0], rows[:, i, 1]) for i, name in enumerate(names)]
-    values = {name: _merged(value, 1.0) for name, value, _ in pairs}
-    return values, {name: _merged(row, scale) for name, _, row in pairs if row[:, -1].any()}
+    values = {name: _merge(value, 1.0) for name, value, _ in pairs}
+    return values, {name: _merge(row, scale) for name, _, row in pairs if row[:, -1].any()}
 
 
-def _merged(rows: np.ndarray, scale: float) -> GradientStatistics:
+def _merge(rows: np.ndarray, scale: float) -> GradientStatistics:
     """Return the statistics of a tensor whose parts are on several replicas."""
     size = rows[:, 5].sum()
     zeros, nans, infinities = (min(1.0, float(count / size)) for count in rows[:, 2:5].sum(0))

@@ -209,13 +209,13 @@ def _has_gradient(leaf: Any) -> bool:
 def _tap_layers() -> Iterator[None]:
     call = keras.Operation.__call__
 
-    def tapped_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_with_tap(self: Any, *args: Any, **kwargs: Any) -> Any:
         taps = _TAPS.get()
         if taps is None or not isinstance(self, keras.Layer):
             return call(self, *args, **kwargs)
         return taps.call(self, lambda: call(self, *args, **kwargs))
 
-    keras.Operation.__call__ = tapped_call
+    keras.Operation.__call__ = call_with_tap
     try:
         yield
     finally:

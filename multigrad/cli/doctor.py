@@ -37,11 +37,11 @@ def doctor() -> int:
     _print_row("multigrad", multigrad.__version__)
     backend, origin = active_backend()
     keras = version_of("keras") if is_importable("keras") else f"missing: {_INSTALL_KERAS}"
-    _print_row("Keras", keras + _supported("keras", backend))
+    _print_row("Keras", keras + _support_text("keras", backend))
     print()
     for name in _BACKENDS:
         status = version_of(name) if is_installed(name) else f"missing: {how_to_add(name)}"
-        _print_row(name, status + _supported(name, backend))
+        _print_row(name, status + _support_text(name, backend))
     print()
     _print_row("active", f"{backend}, from {origin}")
     problems = [problem for problem in (_find_problem(backend), other_distribution()) if problem]
@@ -50,7 +50,7 @@ def doctor() -> int:
     return 1 if problems else 0
 
 
-def _supported(name: str, backend: str) -> str:
+def _support_text(name: str, backend: str) -> str:
     """Return the end of a row: the supported versions, or that a backend has no gradients."""
     if name in FORWARD_ONLY:
         return "; forward only, no gradients"

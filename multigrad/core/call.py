@@ -27,9 +27,9 @@ from multigrad import backend
 from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
 from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift
+from multigrad.core.context import Context, current_context, restore_context
 from multigrad.core.errors import describe, message
 from multigrad.core.expected_gradients import Structured
-from multigrad.core.keras_internals import Context, current_context, restore_context
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
 from multigrad.core.signature import Binding
 from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout, Refused, split

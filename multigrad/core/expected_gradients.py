@@ -48,7 +48,7 @@ class ExpectedGradients:
         self.op, self.arguments, self.binding, self.specs = op, arguments, binding, specs
         self.structured = structured
 
-    def named(self) -> list[tuple[str, Any]]:
+    def with_names(self) -> list[tuple[str, Any]]:
         """Return the name and the template of each argument."""
         return list(zip(self.binding.names(), self.arguments.template, strict=True))
 
@@ -59,7 +59,7 @@ class ExpectedGradients:
         """
         by_name: dict[str, tuple[str, Any]] = {}
         repeated = []
-        for path, template in self.named():
+        for path, template in self.with_names():
             name, in_variadic, _ = path.strip("'").partition("'[")
             if in_variadic:
                 _, items = by_name.get(name, ("", ()))
@@ -79,7 +79,7 @@ class ExpectedGradients:
 
     def path_of(self, index: int) -> str:
         """Return the path of a tensor in messages, such as `'tree'['b']`."""
-        return next(path for path, slot in slot_paths(self.named()) if slot == index)
+        return next(path for path, slot in slot_paths(self.with_names()) if slot == index)
 
     def ambiguous(self, index: int, answer: Any) -> TypeError:
         return TypeError(
@@ -156,7 +156,7 @@ class ExpectedGradients:
             return self._wrong_keys(answer)
         if isinstance(self.binding, Variables):
             return self._wrong_number_for_variables(answer)
-        named = self.named()
+        named = self.with_names()
         differentiable = [name for name, template in named if self.is_differentiable(template)]
         required = [f"one entry per argument: {', '.join(self.binding.names()) or 'none'}"]
         if len(differentiable) < len(named):

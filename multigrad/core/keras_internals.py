@@ -1,87 +1,56 @@
-"""The state that Keras has while a layer is called: its arguments such as `training`, autocast and device.
+"""The private names of Keras (3.12 to 3.15), except those of its state during a call (`core/context.py`).
 
-A rule runs after the layer has returned. It must see the state that its function saw: the layers that it
-calls read from it whether they are in training, variables the dtype in which a layer computes, and new
-tensors their device.
+They are looked up when multigrad is imported. A missing name raises an ImportError then. Keras has no public
+API for the purposes.
 """
 
-import contextlib
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
-from multigrad import backend
+import keras
+
 from multigrad.frameworks import look_up
 
-# Private: Keras (3.12 to 3.15) has no public API to read or to restore this state. It consists of attributes
-# of `GLOBAL_STATE_TRACKER`, one set per thread. `keras.utils.clear_session` replaces the tracker, so it is
-# looked up in each use. A missing name raises an ImportError here.
+# Read and restore the state that Keras has while a layer is called. It consists of attributes of
+# `GLOBAL_STATE_TRACKER`, one set per thread. `keras.utils.clear_session` replaces the tracker, so each use
+# reads it from the module.
 global_state = look_up("keras.src.backend.common.global_state")
 for _name in ("GLOBAL_STATE_TRACKER", "get_global_attribute", "set_global_attribute"):
     look_up(f"keras.src.backend.common.global_state.{_name}")
-# The mask of a tensor, which Keras (3.12 to 3.15) stores in a private way.
+# The mask of a tensor.
 get_mask = look_up("keras.src.backend.common.masking.get_keras_mask")
 set_mask = look_up("keras.src.backend.common.masking.set_keras_mask")
-# The other private names are attributes of a `keras.Variable` (3.12 to 3.15) without a public equivalent:
-# `_value`, its value outside of a `keras.StatelessScope`, and `_direct_assign`, which sets it without a
-# conversion (in `backend/jax/jit.py`). Without one of them, the first use raises an AttributeError.
-
-_CALL = "current_call_ctx"  # the arguments of the outermost layer call, which inner layers read
-_SCOPES = ("autocast_scope", "torch_device")
+# Set the value of a variable. The public `assign` converts the value, which takes 5 us for each variable.
+look_up("keras.Variable._direct_assign")
 
 
-class Context:
-    """A copy of Keras's state: the call of a layer, and scopes by the names of their attributes."""
+def narrow_dtypes() -> dict[str, str]:
+    """Return the table by which Keras narrows the 64-bit result of a type promotion.
 
-    __slots__ = ("attributes", "call", "kind", "scopes")
-
-    def __init__(self, call: Any, scopes: dict[str, Any]) -> None:
-        self.kind, self.scopes = type(call), scopes
-        # A weak reference, because the call holds its layer.
-        self.call = None if call is None else weakref.ref(call)
-        # Copied now, because each inner layer changes the attributes of the call.
-        self.attributes = None if call is None else {**vars(call), "entry_layer": None}
-
-
-def current_context() -> Context | None:
-    """Return the present state, None outside of layers and devices."""
-    state = vars(global_state.GLOBAL_STATE_TRACKER)
-    call, device = state.get(_CALL), state.get("torch_device")
-    if call is None and device is None:
-        return None
-    return Context(call, {name: state.get(name) for name in _SCOPES})
-
-
-@contextlib.contextmanager
-def restore_context(context: Context | None) -> Iterator[None]:
-    """Restore a state for a while. None leaves the present state unchanged."""
-    if context is None or _is_compiled_with(context):
-        yield
-        return
-    call = None
-    if context.attributes is not None:
-        call = object.__new__(context.kind)
-        vars(call).update(context.attributes)
-    state = {_CALL: call, **context.scopes}
-    before = {name: global_state.get_global_attribute(name) for name in state}
-    _set(state)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _is_compiled_with(context: Context) -> bool:
-    """Return whether Dynamo traces this code together with the call of the layer.
-
-    The state is then still active. Dynamo cannot set it.
+    The audit of `keras.ops` empties it, because values in float32 are too coarse for differences. It is
+    looked up there, so that a Keras without it only stops the audit.
     """
-    if not backend.active.is_reading_code():
-        return False
-    call = global_state.get_global_attribute(_CALL)
-    return call is not None and context.call is not None and call is context.call()
+    table: dict[str, str] = look_up("keras.src.backend.common.dtypes.BIT64_TO_BIT32_DTYPE")
+    return table
 
 
-def _set(state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        global_state.set_global_attribute(name, value)
+def stored_value(variable: keras.Variable) -> Any:
+    """Return the value of a variable outside of every scope, None until it is initialized.
+
+    The public `value` casts it for autocast, whose result cannot be differentiated, and returns a placeholder
+    for a variable that is not initialized. Keras sets the attribute in each variable, so a test looks it up.
+    """
+    return variable._value
+
+
+def set_stored_value(variable: keras.Variable, value: Any) -> None:
+    """Set the value of a variable outside of every scope, without a conversion."""
+    variable._direct_assign(value)
+
+
+def stored_dtype(variable: keras.Variable) -> str:
+    """Return the dtype of a variable without autocast, which the public `dtype` follows.
+
+    Keras sets the attribute in each variable, so a test looks it up.
+    """
+    dtype: str = variable._dtype
+    return dtype

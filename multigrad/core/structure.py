@@ -165,7 +165,7 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     if kind is dict:
         parts = {key: rebuild(structure[key], leaf) for key in _in_order(structure)}
         return {key: parts[key] for key in structure}
-    # Tested first, because `tree.is_nested` takes as long as the rest.
+    # Tested first, because `tree.is_nested` takes as long as the other tests.
     if kind is Slot or _TENSORS[kind]:
         return leaf(structure)
     if _kind(structure) == _STATIC or not tree.is_nested(structure):

@@ -16,7 +16,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.core.closure import RuleWithTensors
 from multigrad.core.errors import message
-from multigrad.core.keras_internals import global_state
+from multigrad.core.keras_internals import global_state, stored_dtype, stored_value
 from multigrad.core.type_sets import HoldsNoTensor
 
 _TENSORS = backend.active.TENSORS
@@ -47,7 +47,7 @@ NONE_READ = Variables()
 
 def _value_of(variable: keras.Variable, as_tensor: Callable[[Any], Any]) -> Any:
     """Return the value of a variable outside of every scope, as a tensor."""
-    value = variable._value
+    value = stored_value(variable)
     if value is None:
         with _no_scope():
             return variable.value  # a placeholder of Keras, until the variable is initialized
@@ -63,8 +63,7 @@ class _Scope(keras.StatelessScope):
 
     It skips `keras.StatelessScope.__init__`, which takes as long as a small op, and creates its containers
     when they are needed: most functions read no variable. Entering and leaving it takes two calls, six with
-    Keras's methods. It reads the private `variable._value`: Keras (3.15) has no public API to read a value
-    without autocast, whose result cannot be differentiated here, or to ask whether there is a value.
+    Keras's methods.
     """
 
     initialize_variables = False
@@ -125,7 +124,7 @@ class _Scope(keras.StatelessScope):
         """Return the value of a variable around this scope. None means that Keras reads its stored value."""
         if self.original_scope is not None:
             return self.original_scope.get_current_value(variable)
-        if variable._value is None:
+        if stored_value(variable) is None:
             # It was created in this scope. Keras initializes it when an outermost scope ends.
             with _no_scope(), keras.StatelessScope():
                 pass
@@ -232,7 +231,7 @@ class Reads(_Scope):
 
         `value` is its value around this scope.
         """
-        if variable._value is None:  # not initialized
+        if stored_value(variable) is None:  # not initialized
             return value
         initial = self._record_state(variable, value)
         if self.read_as is None or value is None:
@@ -366,7 +365,7 @@ class Pinned(_Scope):
 
 def _cast(variable: keras.Variable, dtype: str | None, value: Any) -> Any:
     """Return the value of a variable in the dtype in which it was read, None if there are several."""
-    return value if dtype is None or dtype == variable._dtype else ops.cast(value, dtype)
+    return value if dtype is None or dtype == stored_dtype(variable) else ops.cast(value, dtype)
 
 
 class _RuleScope(Pinned):
@@ -410,8 +409,8 @@ class ReadBy(_Scope):
         self._read = read
 
     def _outer_value(self, variable: keras.Variable) -> Any:
-        value = super()._outer_value(variable)
-        return self._read(variable._value) if value is None and variable._value is not None else value
+        value, stored = super()._outer_value(variable), stored_value(variable)
+        return self._read(stored) if value is None and stored is not None else value
 
 
 class _OuterScope(HoldsNoTensor):

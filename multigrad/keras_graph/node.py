@@ -164,7 +164,7 @@ class CustomGradient(keras.Operation):
 
         Where multigrad is not imported, Keras cannot load it and shows the config, which says what to import.
         """
-        needs = registry.needed_to_load(self.application.name, self.application.op)
+        needs = registry.modules_to_load(self.application.name, self.application.op)
         return {"needed_to_load": needs, "name": self.name, "application": self.application}
 
     @classmethod

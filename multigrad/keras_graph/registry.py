@@ -131,7 +131,7 @@ def find(name: Any) -> Op:
     )
 
 
-def needed_to_load(name: str, op: Op) -> str:
+def modules_to_load(name: str, op: Op) -> str:
     """Return what a program must import or define before it loads a model with this op, as a text."""
     module = getattr(op, "__module__", None)
     if name.startswith("multigrad>"):

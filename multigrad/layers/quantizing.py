@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from multigrad.core.errors import message, shape_text, unusable
-from multigrad.ops.arguments import is_integer, is_number, stacked, to_python
+from multigrad.ops.arguments import is_integer, is_number, stack_tensors, to_python
 from multigrad.ops.quantizing import fake_quantize, level_range
 from multigrad.ops.vector_quantizing import vector_quantize
 
@@ -231,7 +231,7 @@ class VectorQuantizer(keras.layers.Layer):
 
     def indices(self, inputs: Any) -> Any:
         """Return the index of the codebook vector closest to each input: int32 of shape `(...)`."""
-        inputs = stacked("VectorQuantizer.indices", "inputs", inputs)
+        inputs = stack_tensors("VectorQuantizer.indices", "inputs", inputs)
         if not self.built:
             self.build(inputs.shape)
         return vector_quantize(inputs, self.codebook, self.commitment).indices

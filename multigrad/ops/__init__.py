@@ -99,10 +99,10 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(_keras_ops, name):
         text = f"neither multigrad.ops nor keras.ops has an attribute {name!r}"
         raise AttributeError(text + _did_you_mean(name, __all__))
-    return _mirrored(name, getattr(_keras_ops, name))
+    return _mirror_of(name, getattr(_keras_ops, name))
 
 
-def _mirrored(name: str, keras_object: Any) -> Any:
+def _mirror_of(name: str, keras_object: Any) -> Any:
     """Return what replaces an object of Keras: a mirror of a submodule, a fixed op or the object itself."""
     if isinstance(keras_object, ModuleType):
         return _SUBMODULES[name]
@@ -124,7 +124,7 @@ class _Submodule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         keras_object = getattr(self._module, name)
         own_name = f"{self.__name__.removeprefix(__name__ + '.')}.{name}"  # such as image.hsv_to_rgb
-        return _FIXED.get(own_name) or _mirrored(name, keras_object)
+        return _FIXED.get(own_name) or _mirror_of(name, keras_object)
 
     def __dir__(self) -> list[str]:
         return dir(self._module)

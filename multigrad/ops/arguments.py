@@ -47,10 +47,10 @@ def tensor_of(op: str, argument: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(hasattr(part, "dtype") for part in tree.flatten(value)):
         fix = "pass keras.ops.stack(...) of them"
         raise unusable(TypeError, op, argument, required="one tensor, or numbers", got=value, fix=fix)
-    return stacked(op, argument, value)
+    return stack_tensors(op, argument, value)
 
 
-def stacked(op: str, argument: str, value: Any) -> Any:
+def stack_tensors(op: str, argument: str, value: Any) -> Any:
     """Return the argument as a tensor, like `tensor_of`. Stack a list of tensors. For use outside ops."""
     if isinstance(value, keras.Variable):
         return value

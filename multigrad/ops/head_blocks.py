@@ -186,14 +186,14 @@ def _one_by_one(
     for start in range(0, count, size):
         added, block_results = step(*[x[start : start + size] for x in rows])
         if totals:
-            totals = [_added(total, part) for total, part in zip(totals, added, strict=True)]
+            totals = [_add(total, part) for total, part in zip(totals, added, strict=True)]
         else:
             totals = [ops.cast(part, _wide_of(part)) for part in added]
         parts.append([ops.cast(r, x.dtype) for r, x in zip(block_results, results, strict=True)])
     return totals, [ops.concatenate(list(column)) for column in zip(*parts, strict=True)]
 
 
-def _added(total: Any, part: Any) -> Any:
+def _add(total: Any, part: Any) -> Any:
     if hasattr(total, "add_"):  # PyTorch: in place, without a copy of the part in float32
         return total.add_(part)
     return total + ops.cast(part, total.dtype)

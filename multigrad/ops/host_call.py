@@ -146,7 +146,7 @@ def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, li
     """Return the layout of the output, and the shape and dtype of each array in it."""
     tensors = backend.active.TENSORS
     if callable(output) and not isinstance(output, Spec):
-        described = rebuild((args, kwargs), lambda leaf: _described(leaf) if tensors[type(leaf)] else leaf)
+        described = rebuild((args, kwargs), lambda leaf: _spec_of(leaf) if tensors[type(leaf)] else leaf)
         expected = output(*described[0], **described[1])
     else:
         leaves = leaves_of((args, kwargs))
@@ -174,7 +174,7 @@ def _resolve(name: str, output: Any, args: Any, kwargs: Any) -> tuple[Layout, li
     return output_layout, specs
 
 
-def _described(tensor: Any) -> keras.KerasTensor:
+def _spec_of(tensor: Any) -> keras.KerasTensor:
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     return keras.KerasTensor(backend.active.sizes(tensor.shape), dtype)
 
@@ -182,7 +182,7 @@ def _described(tensor: Any) -> keras.KerasTensor:
 def _has_unknown_sizes(structure: Any) -> bool:
     """Return whether a graph does not know a size, or has a symbol for it, which Keras writes as None."""
     tensors = [leaf for leaf in leaves_of(structure) if backend.active.TENSORS[type(leaf)]]
-    return any(None in _described(tensor).shape for tensor in tensors)
+    return any(None in _spec_of(tensor).shape for tensor in tensors)
 
 
 class HostFunction:
@@ -216,7 +216,7 @@ class HostFunction:
         except Exception as error:
             error.add_note(f"raised in {self.name}")
             raise
-        return self._checked(result, arrays)
+        return self._check(result, arrays)
 
     def in_program(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Call the function from a compiled program, which reports only the text of an exception."""
@@ -225,13 +225,13 @@ class HostFunction:
         except Exception as error:
             text = f"{self.name}: the function raised {type(error).__name__}: {error}"
             raise RuntimeError(text).with_traceback(error.__traceback__) from error
-        return self._checked(result, arrays)
+        return self._check(result, arrays)
 
     def _call(self, arrays: Sequence[Any]) -> Any:
         args, kwargs = self._arguments.join([_read_only(array) for array in arrays])
         return self._function(*args, **kwargs)
 
-    def _checked(self, result: Any, arrays: Sequence[Any]) -> list[np.ndarray]:
+    def _check(self, result: Any, arrays: Sequence[Any]) -> list[np.ndarray]:
         batch = arrays[0].shape[: arrays[0].ndim - self._ranks[0]] if arrays else ()
         template = self._output.template
         nested = tree.is_nested(template)
@@ -251,11 +251,11 @@ class HostFunction:
         paths = [path for path, _ in tree.flatten_with_path(template)] if nested else [()]
         leaves = tree.flatten(result) if nested else [result]
         return [
-            self._checked_leaf("".join([f"[{key!r}]" for key in path]), leaf, spec, batch)
+            self._check_leaf("".join([f"[{key!r}]" for key in path]), leaf, spec, batch)
             for path, leaf, spec in zip(paths, leaves, self._specs, strict=True)
         ]
 
-    def _checked_leaf(self, path: str, leaf: Any, spec: Spec, batch: Sequence[int]) -> np.ndarray:
+    def _check_leaf(self, path: str, leaf: Any, spec: Spec, batch: Sequence[int]) -> np.ndarray:
         dtype = _numpy_dtype(spec.dtype)
         is_number = isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
         if is_number and np.can_cast(np.min_scalar_type(leaf), dtype, "same_kind"):

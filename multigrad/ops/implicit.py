@@ -27,13 +27,13 @@ from multigrad.ops.implicit_equations import solution
 from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, check_options
 
 
-def _saved_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _save_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function, which calls an op but is not an op itself, for saved models."""
     return lambda f: registry.register(name, f, Options(higher_order=True), lambda: f)
 
 
 @with_python_numbers("tolerance", "max_iterations")
-@_saved_as("multigrad>fixed_point")
+@_save_as("multigrad>fixed_point")
 def fixed_point(
     f: Callable[..., Any],
     z0: Any,
@@ -111,7 +111,7 @@ def fixed_point(
 
 
 @with_python_numbers("tolerance", "max_iterations")
-@_saved_as("multigrad>implicit_root")
+@_save_as("multigrad>implicit_root")
 def implicit_root(
     f: Callable[..., Any],
     z0: Any,
@@ -201,7 +201,7 @@ def implicit_root(
 
 
 @with_python_numbers("tolerance", "max_iterations")
-@_saved_as("multigrad>linear_solve")
+@_save_as("multigrad>linear_solve")
 def linear_solve(
     matvec: Callable[..., Any],
     b: Any,
@@ -275,7 +275,7 @@ def linear_solve(
 
 
 @with_python_numbers("tolerance", "max_iterations")
-@_saved_as("multigrad>implicit_argmin")
+@_save_as("multigrad>implicit_argmin")
 def implicit_argmin(
     f: Callable[..., Any],
     x0: Any,

@@ -40,13 +40,13 @@ def solution(
     parameters = equation.parameters_at(start)
     if user_solver is not None:
         assert isinstance(solver, Newton)
-        equation.solver = UserSolver(solver, lambda: equation.solved_by(user_solver, parameters, start))
+        equation.solver = UserSolver(solver, lambda: equation.solve_by(user_solver, parameters, start))
     solved, hidden = equation.solve(parameters, start)
-    return layout.join(_tied(equation if equation.opaque else _Sealed(equation), solved, parameters, hidden))
+    return layout.join(_tie(equation if equation.opaque else _Sealed(equation), solved, parameters, hidden))
 
 
 @op_custom_gradient(name="implicit")
-def _tied(equation: Any, solved: Tensors, parameters: Tensors, hidden: Tensors | None) -> Any:
+def _tie(equation: Any, solved: Tensors, parameters: Tensors, hidden: Tensors | None) -> Any:
     """Return the solution of an equation, as a function of its parameters and of `hidden`.
 
     `hidden` depends on the tensors that are not parameters, see `_Equation.solve`.
@@ -57,7 +57,7 @@ def _tied(equation: Any, solved: Tensors, parameters: Tensors, hidden: Tensors |
         v = list(upstream)
         adjoint, adjoint_parameters = _Adjoint(equation.unsealed, len(v)), [*z, *parameters, *v]
         solved, adjoint_hidden = adjoint.solve(adjoint_parameters, v)
-        w = _tied(_Sealed(adjoint), solved, adjoint_parameters, adjoint_hidden)
+        w = _tie(_Sealed(adjoint), solved, adjoint_parameters, adjoint_hidden)
         name = equation.unsealed.solver.name
         hidden_gradients = None if hidden is None else [_first_order_only(x, name) for x in w]
         return None, None, equation.unsealed.pull(z, parameters, w), hidden_gradients
@@ -202,7 +202,7 @@ class _UserEquation(_Equation):
 
         return step
 
-    def solved_by(self, user_solver: Callable[..., Any], parameters: Tensors, z: Tensors) -> Any:
+    def solve_by(self, user_solver: Callable[..., Any], parameters: Tensors, z: Tensors) -> Any:
         """Return the flat result of a user's solver for constant parameters."""
         f, args, values = self.parts([ops.stop_gradient(x) for x in parameters])
         with Pinned(self.variables, values):

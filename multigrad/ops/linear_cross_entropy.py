@@ -23,7 +23,7 @@ from multigrad.ops.arguments import (
     is_integer,
     is_number,
     shapes_may_match,
-    stacked,
+    stack_tensors,
     with_python_numbers,
 )
 from multigrad.ops.dtypes import dtype_of, wide_dtype
@@ -126,7 +126,7 @@ def linear_cross_entropy(
     optional = {"bias": bias, "sample_weight": sample_weight, "class_weight": class_weight}
     given |= {name: value for name, value in optional.items() if value is not None}
     for name, value in given.items():  # a Variable is read here, where TensorFlow records the read
-        given[name] = value.value if isinstance(value, keras.Variable) else stacked(_NAME, name, value)
+        given[name] = value.value if isinstance(value, keras.Variable) else stack_tensors(_NAME, name, value)
     tensors = {name: as_tensor(value) for name, value in given.items()}
     numbers: Any = {"label_smoothing": label_smoothing, "logit_softcap": logit_softcap, "z_loss": z_loss}
     check_options(_NAME, reduction, **numbers, ignore_index=ignore_index, block_size=block_size)
@@ -142,12 +142,12 @@ def linear_cross_entropy(
     options = tuple(LossOptions(block_size or _block_size(*kernel.shape), **numbers))
     if reduction in (None, "none"):
         losses = ops.squeeze(_losses(kernel, bias, features, labels, options), -1)
-        return losses if weights is None else _weighted(losses, weights)
+        return losses if weights is None else _weight(losses, weights)
     weights = ops.expand_dims(_scales(reduction, weights, tensors["labels"], features, count), -1)
     differentiable = [x for x in (kernel, bias, features) if x is not None]
     symbolic = any([isinstance(x, keras.KerasTensor) for x in (labels, weights, *differentiable)])
     if symbolic or 0 in tuple(labels.shape) or not backend.active.may_record(differentiable):
-        return ops.sum(_weighted(_losses(kernel, bias, features, labels, options), weights))
+        return ops.sum(_weight(_losses(kernel, bias, features, labels, options), weights))
     with_sums = backend.active.may_record(differentiable[:-1])
     known = _in_one_pass(kernel, bias, features, weights, labels, options, with_sums)
     return _total(kernel, bias, features, weights, labels, options, known)
@@ -230,7 +230,7 @@ def _total(
 ) -> Any:
     """Return the weighted sum of the losses, which are known with their gradients."""
     primals = {"kernel": kernel, "bias": bias, "features": features}
-    value = ops.sum(_weighted(known["losses"], weights))
+    value = ops.sum(_weight(known["losses"], weights))
 
     def rule(upstream: Any) -> dict[str, Any]:
         factor = upstream * known["largest"]
@@ -304,7 +304,7 @@ def _times(factor: Any, gradient: Any, like: Any) -> Any:
     return ops.cast(ops.cast(factor, wide) * ops.cast(gradient, wide), like.dtype)
 
 
-def _weighted(losses: Any, weights: Any) -> Any:
+def _weight(losses: Any, weights: Any) -> Any:
     """Return the losses times their weights. A weight of zero gives zero, also for an infinite loss."""
     ignored = ops.logical_and(ops.equal(weights, 0.0), ops.equal(losses, float("inf")))
     return ops.where(ignored, ops.zeros_like(losses), losses) * weights

@@ -244,12 +244,12 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
     """
 
     def rule(upstream: Any) -> Any:
-        raise RuntimeError(_prevented(reason, upstream))
+        raise RuntimeError(_prevention_text(reason, upstream))
 
     return tensor_of("prevent_gradient", "x", x), rule
 
 
-def _prevented(reason: str, upstream: Any) -> str:
+def _prevention_text(reason: str, upstream: Any) -> str:
     return message(
         "prevent_gradient",
         reason or "a gradient is computed where it was prevented",

@@ -78,21 +78,21 @@ def spectral_function(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pai
     if scope.variables:
         raise _holds(f"a function that reads the trainable variable {scope.variables[0].path!r}")
     _require_no_tensors(fn, values, tuple(map(ops.stop_gradient, others)))
-    return _restored(vectors, of_values), _rule(a, fn, others)
+    return _matrix_of(vectors, of_values), _rule(a, fn, others)
 
 
 @op_custom_gradient(name="multigrad>_spectral_function")
-def _unchecked(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
+def _apply(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
     """Return `f(A)` without the checks of `spectral_function`."""
     values, vectors = _eigh(a)
-    return _restored(vectors, fn(values, *others)), _rule(a, fn, others)
+    return _matrix_of(vectors, fn(values, *others)), _rule(a, fn, others)
 
 
 def _rule(a: Any, fn: Callable[..., Any], others: Sequence[Any]) -> Callable[[Any], Any]:
     def rule(upstream: Any) -> Any:
         # The derivative of `f(A)` with respect to a scalar is `g(A)`, for `g = df/dscalar`.
         slopes = _slopes_of_others(fn, others)
-        of_others = [_inner(upstream, _unchecked(a, slope, *others)) for slope in slopes]
+        of_others = [_inner(upstream, _apply(a, slope, *others)) for slope in slopes]
         return _first(a, upstream, fn, *others), None, *of_others
 
     return rule
@@ -103,7 +103,7 @@ def _require_no_tensors(fn: Callable[..., Any], values: Any, others: Sequence[An
     # Dynamo (PyTorch 2.13) cannot search objects. The second check finds the tensors there.
     reading = backend.active.is_reading_code()
     held = None if reading else next(reachable_tensors(fn, backend.active.TENSORS), None)
-    if held is not None or backend.active.depends_on_others(_bound(fn, others), values):
+    if held is not None or backend.active.depends_on_others(_function_of_values(fn, others), values):
         raise _holds("a function that holds " + ("a tensor" if held is None else describe(held)))
 
 
@@ -157,13 +157,14 @@ def _inner(x: Any, y: Any) -> Any:
 def _first(a: Tensor, direction: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
     """Return the derivative of `f(A)` in a direction. It is also the gradient for an upstream gradient."""
     values, vectors = _eigh(a)
-    turned = _turned(vectors, _symmetric(direction))
-    y = _conjugated(vectors, _like(_divided(_bound(fn, others), values), turned) * turned)
+    turned = _to_eigenbasis(vectors, _symmetric(direction))
+    differences = _divided_differences(_function_of_values(fn, others), values)
+    y = _from_eigenbasis(vectors, _like(differences, turned) * turned)
 
     def rule(upstream: Any) -> Any:
         # Without this error, frameworks differentiate `eigh`, silently wrong at equal eigenvalues.
         once = prevent_gradient(a, "spectral_function has no third derivative")
-        of_a = _second(once, direction, upstream, _bound(fn, others))
+        of_a = _second(once, direction, upstream, _function_of_values(fn, others))
         slopes = _slopes_of_others(fn, others)
         of_others = [_inner(upstream, _first(a, direction, slope, *others)) for slope in slopes]
         return of_a, _first(a, upstream, fn, *others), None, *of_others
@@ -171,7 +172,7 @@ def _first(a: Tensor, direction: Tensor, fn: Callable[..., Any], *others: Tensor
     return y, rule
 
 
-def _bound(fn: Callable[..., Any], others: Sequence[Any]) -> Callable[[Any], Any]:
+def _function_of_values(fn: Callable[..., Any], others: Sequence[Any]) -> Callable[[Any], Any]:
     """Return the function of the eigenvalues only."""
     return lambda x: fn(x, *others)
 
@@ -179,10 +180,10 @@ def _bound(fn: Callable[..., Any], others: Sequence[Any]) -> Callable[[Any], Any
 def _second(a: Any, one: Any, other: Any, fn: Callable[[Any], Any]) -> Any:
     """Return the second derivative of `f(A)` in two symmetric directions."""
     values, vectors = _eigh(a)
-    x, y = (_turned(vectors, _symmetric(direction)) for direction in (one, other))
-    weights = _like(_divided_twice(fn, values), x)  # [..., i, k, j]
+    x, y = (_to_eigenbasis(vectors, _symmetric(direction)) for direction in (one, other))
+    weights = _like(_second_divided_differences(fn, values), x)  # [..., i, k, j]
     products = x[..., :, :, None] * y[..., None, :, :] + y[..., :, :, None] * x[..., None, :, :]
-    return _conjugated(vectors, ops.sum(weights * products, axis=-2))
+    return _from_eigenbasis(vectors, ops.sum(weights * products, axis=-2))
 
 
 def _slope(fn: Callable[[Any], Any], x: Any) -> Any:
@@ -191,7 +192,7 @@ def _slope(fn: Callable[[Any], Any], x: Any) -> Any:
     return pullback(ops.ones_like(y))[0]
 
 
-def _divided(fn: Callable[[Any], Any], values: Any) -> Any:
+def _divided_differences(fn: Callable[[Any], Any], values: Any) -> Any:
     """Return the divided differences `f[v_i, v_j]`."""
     return _difference(fn, values[..., :, None], values[..., None, :])[0]
 
@@ -223,7 +224,7 @@ def _better(quotient: Any, its_error: Any, smooth: Any, other_error: Any, same: 
     return ops.where(is_smooth, smooth, quotient), ops.where(is_smooth, other_error, its_error)
 
 
-def _divided_twice(fn: Callable[[Any], Any], values: Any) -> Any:
+def _second_divided_differences(fn: Callable[[Any], Any], values: Any) -> Any:
     """Return the second divided differences `f[v_i, v_k, v_j]`."""
     triples = [values[..., :, None, None], values[..., None, :, None], values[..., None, None, :]]
     zeros = ops.zeros_like(triples[0] + triples[1] + triples[2])
@@ -288,7 +289,7 @@ def safe_eigh(a: Tensor) -> Pair:
         gaps = values[..., None, :] - values[..., :, None]
         diagonal = ops.eye(a.shape[-1], dtype=values.dtype) * of_values[..., None, :]
         middle = _like(diagonal, inner) + _like(_inverse(gaps, values), inner) * inner
-        return _symmetric(_conjugated(vectors, middle))
+        return _symmetric(_from_eigenbasis(vectors, middle))
 
     return (values, vectors), rule
 
@@ -387,16 +388,16 @@ def _like(x: Any, y: Any) -> Any:
     return ops.cast(x, dtype_of(y))
 
 
-def _turned(vectors: Any, x: Any) -> Any:
+def _to_eigenbasis(vectors: Any, x: Any) -> Any:
     """Return `V^H X V`."""
     return _adjoint(vectors) @ x @ vectors
 
 
-def _conjugated(vectors: Any, x: Any) -> Any:
+def _from_eigenbasis(vectors: Any, x: Any) -> Any:
     """Return `V X V^H`."""
     return vectors @ x @ _adjoint(vectors)
 
 
-def _restored(vectors: Any, values: Any) -> Any:
+def _matrix_of(vectors: Any, values: Any) -> Any:
     """Return `V diag(values) V^H`."""
     return (vectors * _like(values, vectors)[..., None, :]) @ _adjoint(vectors)

@@ -226,7 +226,7 @@ def safe_norm(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bo
     dtype = _result_dtype(x)
 
     def rule(upstream: Any) -> Any:
-        unit, _, length = _normalized(_wide(x, dtype), axis)
+        unit, _, length = _normalize(_wide(x, dtype), axis)
         zero = ops.equal(length, 0.0)
         # Multiplied, because XLA (JAX 0.7) makes one division of two, by a norm that may be infinite.
         direction = unit * (1.0 / ops.where(zero, ops.ones_like(length), length))
@@ -234,12 +234,12 @@ def safe_norm(x: Tensor, axis: int | tuple[int, ...] | None = None, keepdims: bo
         direction = ops.where(zero, ops.zeros_like(unit), direction)
         return ops.reshape(_wide(upstream, dtype), ops.shape(length)) * direction, None, None
 
-    _, scale, length = _normalized(_wide(x, dtype), axis)
+    _, scale, length = _normalize(_wide(x, dtype), axis)
     norm = scale * length
     return ops.cast(norm if keepdims else ops.squeeze(norm, axis), dtype), rule
 
 
-def _normalized(x: Any, axis: Any) -> tuple[Any, Any, Any]:
+def _normalize(x: Any, axis: Any) -> tuple[Any, Any, Any]:
     """Return `x` divided by its largest absolute value, that value, and the norm of the quotient.
 
     The scale has no gradient, because the direction of `x` does not depend on it.

@@ -7,7 +7,7 @@ from keras import ops
 
 from multigrad.core.errors import unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, Tensor, is_number, stacked, with_python_numbers
+from multigrad.ops.arguments import Pair, Tensor, is_number, stack_tensors, with_python_numbers
 from multigrad.ops.dtypes import dtype_of, wide_dtype
 
 _NAME = "vector_quantize"
@@ -68,7 +68,7 @@ def vector_quantize(x: Tensor, codebook: Tensor, commitment: float = 0.25) -> Ve
         van den Oord, Vinyals and Kavukcuoglu 2017, Neural Discrete Representation Learning, arXiv:1711.00937,
         section 3.2.
     """
-    x, codebook = [stacked(_NAME, name, v) for name, v in (("x", x), ("codebook", codebook))]
+    x, codebook = [stack_tensors(_NAME, name, v) for name, v in (("x", x), ("codebook", codebook))]
     _check(x, codebook, commitment)
     # Outside of the op: on PyTorch, `keras.tree` (3.15) rebuilds a named tuple with a reference cycle that
     # holds tensors.

@@ -117,9 +117,9 @@ class CheckedFunction(FlatFunction):
     def _differentiable_outputs(self, *args: Any) -> Sequence[Any]:
         return FlatStructure(self._fn(*args)).differentiable
 
-    def compiled(self) -> Callable[..., list[Any]]:
+    def compile(self) -> Callable[..., list[Any]]:
         """Return the same function, compiled by the framework."""
-        run = backend.active.compiled(self.__call__)
+        run = backend.active.compile_function(self.__call__)
 
         def run_in_scope(*inputs: Any) -> list[Any]:
             with self.scope(inputs[len(self._arguments.differentiable) :]) or contextlib.nullcontext():

@@ -141,7 +141,7 @@ def check_compiled(flat: CheckedFunction, tolerance: Tolerance, noise: Sequence[
     """
     __tracebackhide__ = True
     with note_on_error("check_gradients compiled the function; pass compiled=False to skip that."):
-        eager, compiled = (_outputs_and_gradients(flat, function) for function in (flat, flat.compiled()))
+        eager, compiled = (_outputs_and_gradients(flat, function) for function in (flat, flat.compile()))
     mismatches, count = [], 0
     largest = largest_magnitude(*eager.values())
     for (name, required), deviations in zip(eager.items(), noise, strict=True):

@@ -135,6 +135,6 @@ def flag_lines(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> Iter
 
 def _kind(flag: str) -> str:
     """Return the kind of a flag: its text without numbers and paths."""
-    word, _, rest = flag.partition(":")
-    role = "upstream" if "upstream of" in rest else "downstream" if "downstream of" in rest else ""
-    return f"{word} {role or ('input' if ' in input ' in rest else '')}"
+    word, _, place = flag.partition(":")
+    role = "upstream" if "upstream of" in place else "downstream" if "downstream of" in place else ""
+    return f"{word} {role or ('input' if ' in input ' in place else '')}"

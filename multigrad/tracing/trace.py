@@ -199,7 +199,7 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
     token = OPEN_TRACES.set((*OPEN_TRACES.get(), trace))
     try:
         with contextlib.ExitStack() as contexts:
-            contexts.enter_context(backend.active.uncompiled())
+            contexts.enter_context(backend.active.without_compilation())
             contexts.enter_context(recording)
             if layers:
                 contexts.enter_context(recording_layers)

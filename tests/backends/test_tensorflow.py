@@ -16,6 +16,7 @@ from support import close, slow_but
 
 from multigrad import grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
+from multigrad.backend.tensorflow.private import GRADIENT_KIND
 from multigrad.calculus import derivatives as calculus
 from multigrad.keras_graph.saving import Unsaved, decode, encode
 from multigrad.ops import implicit_root
@@ -82,6 +83,8 @@ def test_undocumented_names_of_graphs_exist():
     assert (branch.is_control_flow_graph, outer.is_control_flow_graph) == (True, False)
     assert captured[0].graph is branch
     assert captured[0] is captured[1]
+    with tf.Graph().as_default() as graph, graph.gradient_override_map({"Identity": "AnyName"}):
+        assert tf.identity(1.0).op.get_attr(GRADIENT_KIND) == b"AnyName"
 
 
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"autograph": False}])

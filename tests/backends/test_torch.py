@@ -73,6 +73,8 @@ def test_private_names_exist():
     """The private names that `backend/torch/` uses. Their comments there give the reasons."""
     assert torch._C._are_functorch_transforms_active() is False
     assert torch.autograd.forward_ad._current_level == -1
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.autograd.forward_ad._current_level == 0
     assert torch._C._is_any_autocast_enabled() is False
     assert torch._C._is_tracing() is False
     assert torch._C._get_tracing_state() is None
@@ -81,6 +83,7 @@ def test_private_names_exist():
     whole = torch.ones(2)
     assert whole._base is None
     assert whole[:1]._base is whole
+    assert torch.utils._pytree.tree_leaves(({"a": whole}, [1])) == [whole, 1]
     assert torch._C._functorch.unwrap_if_dead(whole) is whole
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._is_fwd_grad_enabled() is True
@@ -555,6 +558,19 @@ def test_a_random_function_raises_in_a_second_run():
     x = torch.ones(100, requires_grad=True)
     with pytest.raises(RuntimeError, match="dropout: the function returned different values"):
         torch.autograd.grad(dropout(x).sum(), x, create_graph=True)
+
+
+def test_a_residual_of_another_shape_in_a_second_run_raises():
+    lengths = iter([2, 1])
+
+    @op_custom_gradient
+    def op(x):
+        repeated = x * torch.ones(next(lengths))
+        return x * 3.0, lambda u: u * repeated.sum()
+
+    x = torch.tensor(1.0, requires_grad=True)
+    with pytest.raises(RuntimeError, match="op: the function returned different values"):
+        torch.autograd.grad(op(x), x, create_graph=True)
 
 
 def test_residuals_that_were_modified_in_place_raise():

@@ -1,11 +1,16 @@
 """The forward mode of each framework: it transposes rules."""
 
+import types
+
+import keras
+import numpy as np
 import pytest
 from keras import ops
 from rules import LINEAR
 from support import array, close, native_jvp
 
-from multigrad import op_custom_gradient
+from multigrad import grad, jvp, op_custom_gradient
+from multigrad.ops import host_call
 
 X, ALONG = array(0.5, 1.0, 2.5), array(1.0, -1.0, 3.0)
 
@@ -39,3 +44,68 @@ def test_an_additional_integer_output():
         return (x * 2.0, ops.cast(x, "int32")), lambda u: 7.0 * u[0]
 
     close(native_jvp(lambda x: op(x)[0], X, ALONG), 7.0 * ALONG)
+
+
+def cube(x):
+    return ops.sum(x**3)
+
+
+class Calling(keras.layers.Layer):
+    """A layer whose methods call host code, or compute a gradient in a rule that uses the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 7.0
+        self.w = self.add_weight(shape=(), initializer="ones", name="w")
+
+    @op_custom_gradient
+    def host_code(self, x):
+        return host_call(np.sin, x, output=x), lambda u: u * self.factor
+
+    @op_custom_gradient
+    def host_code_and_weight(self, x):
+        def rule(u, variables=None):
+            return u * self.factor * self.w, [ops.sum(u)]
+
+        return host_call(np.sin, x, output=x) * self.w, rule
+
+    @op_custom_gradient
+    def gradient(self, x):
+        return x * 2.0, lambda u: u * self.factor * grad(cube)(x)
+
+    @op_custom_gradient
+    def gradient_and_weight(self, x):
+        def rule(u, variables=None):
+            return u * self.factor * grad(lambda x: cube(x) * self.w)(x), [ops.sum(u)]
+
+        return x * self.w, rule
+
+
+@op_custom_gradient
+def host_code(x):
+    return host_call(np.sin, x, output=x), lambda u: u * 7.0
+
+
+@op_custom_gradient
+def gradient(x):
+    own = types.SimpleNamespace(factor=ops.ones(3) * 7.0)
+    return x * 2.0, lambda u: u * own.factor * grad(cube)(x)
+
+
+LAYER = Calling()
+
+
+def by_multigrad(function, x, along):
+    return jvp(function, (x,), (along,))[1]
+
+
+@pytest.mark.parametrize("op", [host_code, LAYER.host_code, LAYER.host_code_and_weight])
+@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
+def test_a_function_that_calls_host_code(op, forward):
+    close(forward(op, X, ALONG), 7.0 * ALONG)
+
+
+@pytest.mark.parametrize("op", [gradient, LAYER.gradient, LAYER.gradient_and_weight])
+@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
+def test_a_rule_that_computes_a_gradient_and_uses_an_object(op, forward):
+    close(forward(op, X, ALONG), 7.0 * 3.0 * X**2 * ALONG, 1e-4)

@@ -38,7 +38,7 @@ def test_all_ways_give_the_same_derivatives(program):
     event(f"{outer} of {inner}")
     with backend.active.wide():
         got = derivatives(program, with_ops, WAYS[outer], WAYS[inner])
-        with backend.active.uncompiled():
+        with backend.active.without_compilation():
             wanted = derivatives(program, without_ops, by_multigrad, by_multigrad)
         # Without dtypes: in forward mode, the gradient of a float64 value is float64.
         assert [tuple(tensor.shape) for tensor in got] == [tuple(tensor.shape) for tensor in wanted]

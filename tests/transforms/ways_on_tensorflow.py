@@ -78,8 +78,8 @@ LACKING_OF_KERAS = {
     ),
     *itertools.product(["keras.remat", "keras.ops.scan", "keras.ops.cond"], ["keras.remat"]),
 }
-# XLA cannot call the host. In forward mode, the function runs with tangents, which a host call lacks.
-LACKING_OF_HOST_CALLS = {"XLA", "tf.autodiff.ForwardAccumulator"}
+# XLA cannot call the host.
+LACKING_OF_HOST_CALLS = {"XLA"}
 # Outside of a graph, a tape identifies tensors by object, and each position gets the sum of the gradients.
 LACKING_OF_ONE_ARRAY = {
     "tf.GradientTape",

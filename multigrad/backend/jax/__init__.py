@@ -41,7 +41,7 @@ class JaxBackend(Backend):
     concrete = staticmethod(tensors.concrete)
     observe = staticmethod(tensors.observe)
     may_record = staticmethod(gradients.may_record)
-    compiled = staticmethod(gradients.compiled)
+    compile_function = staticmethod(gradients.compile_function)
     operations = staticmethod(gradients.operations)
     is_compiling = staticmethod(tensors.is_compiling)
     host_call = staticmethod(host_call)
@@ -52,7 +52,7 @@ class JaxBackend(Backend):
     assign = staticmethod(tensors.assign)
     wide = staticmethod(tensors.wide)
     quickest = staticmethod(gradients.quickest)
-    uncompiled = staticmethod(gradients.uncompiled)
+    without_compilation = staticmethod(gradients.without_compilation)
 
 
 ACTIVE = JaxBackend()

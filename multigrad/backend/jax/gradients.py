@@ -57,7 +57,7 @@ def may_record(tensors: Sequence[Any] | None = None) -> bool:
     return tensors is None or any([isinstance(tensor, jax.core.Tracer) for tensor in tensors])
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function)
 
 
@@ -66,7 +66,7 @@ def quickest(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     return jax.jit(function)
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
+def without_compilation() -> contextlib.AbstractContextManager[Any]:
     return jax.disable_jit()
 
 

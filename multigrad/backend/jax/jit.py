@@ -17,6 +17,7 @@ import keras
 from multigrad.backend.jax.private import is_in_jit
 from multigrad.backend.jax.tensors import NUMBERS, TENSORS, any_traced, assign, is_compiling
 from multigrad.core.errors import describe, message
+from multigrad.core.keras_internals import set_stored_value, stored_value
 
 _BY_NUMBER = ("static_argnums", "donate_argnums", "donate_argnames", "in_shardings", "out_shardings")
 _MOST_TRACES = 5
@@ -209,8 +210,7 @@ class _Program:
             output, new = self._keeping(old, constant, arrays)
         if is_concrete and not any_traced(new):
             for variable, value in zip(self._assigned, new, strict=True):
-                # Private: `assign` of Keras (3.15) converts the value, which takes 5 us for each variable.
-                variable._direct_assign(value)
+                set_stored_value(variable, value)
             return output
         for variable, value in zip(self._assigned, new, strict=True):
             if around is None:
@@ -221,7 +221,7 @@ class _Program:
 
     def _run(self, old: Sequence[Any], constant: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """Run the function where its variables have these values. JAX traces this."""
-        scope = _Variables([*self._assigned, *self._read], [*old, *constant])
+        scope = _VariableScope([*self._assigned, *self._read], [*old, *constant])
         with scope:
             output = self._flat(arrays)
         if scope.others or not {*map(id, self._assigned)}.issuperset(scope.assigned):
@@ -240,7 +240,7 @@ class _Program:
 
     def _initialize(self, variables: Sequence[keras.Variable]) -> None:
         """Initialize the variables that a trace created, for which Keras waits until a scope ends."""
-        created = [variable.path for variable in variables if variable._value is None]
+        created = [variable.path for variable in variables if stored_value(variable) is None]
         if created and is_compiling():
             raise TypeError(
                 message(
@@ -255,7 +255,7 @@ class _Program:
             pass
 
 
-class _Variables(keras.StatelessScope):
+class _VariableScope(keras.StatelessScope):
     """A scope in which variables have given values.
 
     It records other variables that are read, and all variables that are assigned.
@@ -291,7 +291,7 @@ def _current(variable: keras.Variable, scope: keras.StatelessScope | None) -> An
     """Return the value of a variable in a scope, without autocast."""
     value = None if scope is None else scope.get_current_value(variable)
     if value is None:
-        value = variable._value  # private: Keras (3.15) has no public way to read it without autocast
+        value = stored_value(variable)
     if value is None:  # a trace created it, and Keras returns a placeholder
         with keras.StatelessScope(initialize_variables=False):
             value = variable.value

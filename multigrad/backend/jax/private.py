@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from multigrad.frameworks import look_up
 
@@ -137,11 +138,22 @@ def is_in_jit() -> bool:
     return True
 
 
-# The table of the linearizations of primitives, in the form of 0.10 to 0.12. In other versions, JAX derives
-# linearizations from the jvp, in ten times the time.
+# The table of the linearizations of primitives, and the rule that JAX uses for a primitive without an entry
+# (0.10 to 0.12). Without the table, JAX derives linearizations from the jvp, in ten times the time.
 _primitive_linearizations = look_up("jax._src.interpreters.ad.primitive_linearizations", lambda: None)
-_VERSION = jax.__version_info__[:2]
-_HAS_LINEARIZATIONS = _primitive_linearizations is not None and (0, 10) <= _VERSION <= (0, 12)
+_linearize_without_entry = look_up("jax._src.interpreters.ad.fallback_linearize_rule", lambda: None)
+
+
+def _count_linearization() -> int | None:
+    """Return how many values a linearization returns in this version, None for an older form.
+
+    There are four in 0.10.0 to 0.11.0, and five from 0.11.1 on. An entry with another number raises an error
+    at the first gradient.
+    """
+    if "_is_vjp" not in inspect.signature(_linearize_without_entry or (lambda: None)).parameters:
+        return None
+    with jax.ensure_compile_time_eval():  # multigrad may be imported in a function that JAX traces
+        return len(_linearize_without_entry(jax.lax.neg_p, True, [True], np.float32(1.0)))
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) -> None:
@@ -154,8 +166,12 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...
         results, has_tangent, residuals, linear = linearize(nonzero, *primals, **params)
         return results, has_tangent, residuals, None, lambda residuals, _, *ts: linear(residuals, *ts)
 
-    if _HAS_LINEARIZATIONS:
-        _primitive_linearizations[primitive] = five if _VERSION >= (0, 12) else four
+    form = {4: four, 5: five}.get(_LINEARIZATION)
+    if form is not None:
+        _primitive_linearizations[primitive] = form
+
+
+_LINEARIZATION = _count_linearization()
 
 
 # The class of arrays, whose constructor makes another object for the same buffers (0.7 to 0.12).

@@ -19,6 +19,7 @@ from multigrad.backend.jax.private import (
     varying_axes,
 )
 from multigrad.core.errors import describe, message
+from multigrad.core.keras_internals import stored_value
 from multigrad.core.type_sets import ATOMS, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
@@ -60,7 +61,7 @@ COMPLEX = _Subtypes(jnp.complexfloating)
 def assign(variable: keras.Variable, value: Any) -> None:
     if isinstance(value, WithoutTangent):
         value = value.primal
-    if isinstance(value, jax.core.Tracer) and not isinstance(variable._value, jax.core.Tracer):
+    if isinstance(value, jax.core.Tracer) and not isinstance(stored_value(variable), jax.core.Tracer):
         raise TypeError(
             message(
                 variable.path,

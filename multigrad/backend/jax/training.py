@@ -42,11 +42,11 @@ class JaxTraining(Training):
         logs, (_, _, _, metrics) = result
         return logs, (*state, metrics)
 
-    def _tapped_methods(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+    def _methods_with_taps(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         model, optimizer = self.model, self.model.optimizer
         loss, apply, untapped = model.compute_loss_and_updates, optimizer.stateless_apply, optimizer.apply
 
-        def tapped_loss(values: Any, *args: Any, **kwargs: Any) -> Any:
+        def loss_with_tap(values: Any, *args: Any, **kwargs: Any) -> Any:
             taps = self._taps_here()
             if taps is None or not taps.has_layers:
                 return loss(values, *args, **kwargs)
@@ -58,7 +58,7 @@ class JaxTraining(Training):
                 total, (unscaled, y, non_trainable, metrics) = loss(values, *args, **kwargs)
             return total, (unscaled, y, [*non_trainable, taps.outputs], metrics)
 
-        def tapped_stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        def stateless_apply_with_tap(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
             taps = self._taps_here()
             if taps is not None:
                 if taps.slots is not None:
@@ -75,7 +75,7 @@ class JaxTraining(Training):
                 return apply(optimizer_variables, grads, trainable_variables)
 
         return [
-            (model, "compute_loss_and_updates", tapped_loss),
-            (optimizer, "stateless_apply", tapped_stateless_apply),
-            (optimizer, "apply", self._tapped_apply()),  # in a `keras.StatelessScope`
+            (model, "compute_loss_and_updates", loss_with_tap),
+            (optimizer, "stateless_apply", stateless_apply_with_tap),
+            (optimizer, "apply", self._apply_with_tap()),  # in a `keras.StatelessScope`
         ]

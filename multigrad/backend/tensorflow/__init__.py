@@ -42,7 +42,7 @@ class TensorFlowBackend(Backend):
     concrete = staticmethod(tensors.concrete)
     observe = staticmethod(tensors.observe)
     may_record = staticmethod(tapes.may_record)
-    compiled = staticmethod(programs.compiled)
+    compile_function = staticmethod(programs.compile_function)
     is_compiling = staticmethod(tensors.is_compiling)
     host_call = staticmethod(host_call)
     opaque_to_compiler = staticmethod(opaque_to_compiler)
@@ -56,7 +56,7 @@ class TensorFlowBackend(Backend):
     as_tensor = staticmethod(tensors.as_tensor)
     sizes = staticmethod(tensors.sizes)
     quickest = staticmethod(programs.quickest)
-    uncompiled = staticmethod(programs.uncompiled)
+    without_compilation = staticmethod(programs.without_compilation)
 
 
 ACTIVE = TensorFlowBackend()

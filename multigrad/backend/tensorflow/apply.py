@@ -9,7 +9,7 @@ import tensorflow as tf
 from multigrad.backend.base import Call, Pullback
 from multigrad.backend.tensorflow.graphs import Carrier, capture, graph_here, is_nested, is_within
 from multigrad.backend.tensorflow.private import stop_recording
-from multigrad.backend.tensorflow.tapes import may_record, record_rule
+from multigrad.backend.tensorflow.tapes import may_record, record_rule, run_noting_host_calls
 from multigrad.backend.tensorflow.tensors import is_differentiable, specs_of
 from multigrad.backend.tensorflow.variables import read_for_gradient
 from multigrad.core.closure import restore
@@ -18,7 +18,7 @@ from multigrad.core.closure import restore
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
     graph = graph_here()
     eager = graph is None
-    run = call.run(tensors)
+    run, host_calls = run_noting_host_calls(call, tensors) if eager else (call.run(tensors), ())
     outputs, inputs, pullback = run.outputs, run.inputs, run.pullback
     if not outputs or (eager and not may_record()):
         return pullback.output.join(outputs)
@@ -59,7 +59,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
     if carrier is not None:
         carrier.bind(backward)
-    record_rule(call.name, run, tied_outputs, residuals, backward, forward)
+    record_rule(call.name, run, tied_outputs, residuals, backward, forward, host_calls)
     return pullback.output.join(tied_outputs)
 
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from multigrad.backend.tensorflow.maps import vmap
 from multigrad.backend.tensorflow.tapes import require_tapes
+from multigrad.core.keras_internals import stored_value
 
 
 def value_and_grad(
@@ -26,7 +27,7 @@ def value_and_grad(
 
 def _stored_variables(variables: Sequence[keras.Variable]) -> list[Any]:
     """Return the variables of TensorFlow, which a `tf.function` reads instead of the sources."""
-    stored = [variable._value for variable in variables]
+    stored = [stored_value(variable) for variable in variables]
     if tf.distribute.in_cross_replica_context():  # the first replica's variable is read
         local = tf.distribute.get_strategy().experimental_local_results
         stored = [local(value)[0] for value in stored]

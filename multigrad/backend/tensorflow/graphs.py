@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.private import push_forwardprop_state, stop_recording
+from multigrad.backend.tensorflow.private import GRADIENT_KIND, push_forwardprop_state, stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
 from multigrad.core.errors import message
 
@@ -94,7 +94,7 @@ class Carrier:
         indices = [len(outputs) + i for i, tensor in enumerate(inputs) if is_differentiable(tensor)]
         # `tf.vectorized_map` may copy only what depends on these residuals.
         others = [other for other in others if _may_be_mapped(other)]
-        lost = _lost(name)
+        lost = _loss_text(name)
         with stop_recording():
             joined = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *others])
             guards = [tf.raw_ops.PreventGradient(input=joined[index], message=lost) for index in indices]
@@ -112,7 +112,7 @@ class Carrier:
         def gradient(*upstream: Any) -> Sequence[Any]:
             return [*before, *backward(*upstream), *after]
 
-        graph, kind = self._operation.graph, self._operation.get_attr("_gradient_op_type").decode()
+        graph, kind = self._operation.graph, self._operation.get_attr(GRADIENT_KIND).decode()
         rules = getattr(graph, _RULES, None)
         if rules is None:
             rules = {}
@@ -131,12 +131,12 @@ def _gradient(name: str, kind: str, graph: Any, op: Any, *upstream: Any) -> Sequ
     """Return the gradient of the operation of this kind. `op` is None in a trace for a SavedModel."""
     owner = graph()
     if owner is None or (op is not None and op.graph is not owner):
-        raise LookupError(_lost(name))
+        raise LookupError(_loss_text(name))
     with push_forwardprop_state():  # forward mode around a function builds its gradient
         return getattr(owner, _RULES)[kind](*upstream)
 
 
-def _lost(name: str) -> str:
+def _loss_text(name: str) -> str:
     return message(
         name,
         "the rule was lost, because the operations of the call were copied",

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from multigrad.backend.base import HostFunction, TensorSpec
+from multigrad.backend.tensorflow.tapes import note_host_call
 from multigrad.backend.tensorflow.tensors import library_code
 
 opaque_to_compiler = library_code
@@ -15,6 +16,7 @@ def host_call(
     function: HostFunction, tensors: Sequence[Any], specs: Sequence[TensorSpec], vectorized: bool
 ) -> list[Any]:
     if tf.executing_eagerly():
+        note_host_call(tensors)
         return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
     # XLA names the node in its error.
     results = tf.numpy_function(

@@ -15,13 +15,13 @@ def jit(
 ) -> Callable[..., Any]:
     marks: set[str] = set()  # not empty if a trace has a `vmap` and no tape recorded it
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def trace(*args: Any, **kwargs: Any) -> Any:
         with _collect_marks(marks):
             return function(*args, **kwargs)
 
     # Without AutoGraph, as in `fit` of Keras, so that Python code runs as on other backends.
     options = {"autograph": False, **options}
-    usual, recorded = tf.function(traced, **options), tf.function(traced, **options)
+    usual, recorded = tf.function(trace, **options), tf.function(trace, **options)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if marks and may_record():

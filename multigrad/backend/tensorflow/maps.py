@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from multigrad.backend.base import DEPENDS_ON_ELEMENT
 from multigrad.backend.tensorflow.jit import mark_unrecorded
-from multigrad.backend.tensorflow.private import RegisterPFor, wrap
+from multigrad.backend.tensorflow.private import GRADIENT_KIND, RegisterPFor, wrap
 from multigrad.backend.tensorflow.tapes import may_record
 
 Function = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
@@ -30,7 +30,7 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
         counts[:] = [len(stacked)]
         return [tf.convert_to_tensor(result) for result in (*stacked, *shared)]
 
-    def vectorized(*tensors: Any) -> list[Any]:
+    def vectorize(*tensors: Any) -> list[Any]:
         if all(tensor.shape[0] == 1 for tensor in tensors):
             # TensorFlow 2.21 fails if `tf.vectorized_map` around a `tf.function` meets a map of one element.
             return [tf.expand_dims(result, 0) for result in flat([tensor[0] for tensor in tensors])]
@@ -39,7 +39,7 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
     eager, recorded = tf.executing_eagerly(), may_record()
     if eager or recorded:
         # Traced here, because `tf.vectorized_map` warns about each trace in eager code.
-        program = tf.function(vectorized, autograph=False).get_concrete_function(*map(_spec, tensors))
+        program = tf.function(vectorize, autograph=False).get_concrete_function(*map(_spec, tensors))
     if recorded and _has_rule(program.graph.as_graph_def()):
         likes = program.structured_outputs
         signature = [tf.TensorSpec(None, like.dtype) for like in likes]
@@ -50,7 +50,7 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
         if not recorded:
             mark_unrecorded()
         # Not a call of the program in a graph: `tf.vectorized_map` around it would fail to convert the call.
-        results = program(*tensors) if eager else vectorized(*tensors)
+        results = program(*tensors) if eager else vectorize(*tensors)
     count = counts[0]
     return results[:count], [result[0] for result in results[count:]]
 
@@ -74,7 +74,7 @@ def _spec(tensor: Any) -> tf.TensorSpec:
 def _has_rule(graph: Any) -> bool:
     """Return whether a graph, or a function in it, has an operation with a custom gradient."""
     nodes = itertools.chain(graph.node, *[nested.node_def for nested in graph.library.function])
-    return any("_gradient_op_type" in node.attr for node in nodes)
+    return any(GRADIENT_KIND in node.attr for node in nodes)
 
 
 def _require_independent(results: Sequence[Any], elements: Sequence[Any]) -> None:

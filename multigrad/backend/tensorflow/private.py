@@ -20,8 +20,15 @@ stop_recording = look_up(f"{_RECORD}.stop_recording")
 VariableWatcher = look_up(f"{_RECORD}.VariableWatcher")
 # Return the tangents of tensors in all active accumulators.
 pack_tangents = look_up("tensorflow.python.eager.forwardprop_util.pack_tangents")
+# Return whether tapes and accumulators together may compute a higher derivative with respect to tensors.
+possible_gradient_types = look_up("tensorflow.python.ops.gradients_util.PossibleTapeGradientTypes")
+HIGHER_ORDER = look_up("tensorflow.python.ops.gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER")
 # Let tapes record while an accumulator of forward mode computes the tangents of an operation.
 push_forwardprop_state = look_up("tensorflow.python.eager.forwardprop_util.push_forwardprop_state")
 # Register how `tf.vectorized_map` converts an operation.
 RegisterPFor = look_up("tensorflow.python.ops.parallel_for.pfor.RegisterPFor")
 wrap = look_up("tensorflow.python.ops.parallel_for.pfor.wrap")
+
+# The attribute of an operation that names its gradient function, which `tf.Graph.gradient_override_map` sets.
+# A test fails if it changes.
+GRADIENT_KIND = "_gradient_op_type"

@@ -11,7 +11,7 @@ from multigrad.backend.base import Operation
 from multigrad.core.process_wide import Shared
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without AutoGraph, as in `fit` of Keras. Concrete functions avoid TensorFlow's warning about retracing.
     traced = tf.function(function, autograph=False)
     return lambda *tensors: traced.get_concrete_function(*tensors)(*tensors)
@@ -59,5 +59,5 @@ def quickest(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     return tf.function(function, autograph=False) if calls > 30 else function
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
+def without_compilation() -> contextlib.AbstractContextManager[Any]:
     return _EAGERLY

@@ -75,7 +75,7 @@ def concrete(tensor: Any) -> np.ndarray | None:
 
 
 def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
-    # Symbolic tensors are skipped: while `uncompiled` is active, a graph is built only to run elsewhere.
+    # Symbolic tensors are skipped: in `without_compilation`, a graph is built only to run elsewhere.
     if all([hasattr(tensor, "numpy") for tensor in tensors]):
         callback(*[np.array(tensor.numpy()) for tensor in tensors])
 

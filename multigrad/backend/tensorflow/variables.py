@@ -12,6 +12,7 @@ from multigrad.backend.tensorflow.graphs import graph_here, is_within, make_in_c
 from multigrad.backend.tensorflow.private import VariableWatcher
 from multigrad.backend.tensorflow.tensors import as_tensor
 from multigrad.core.errors import message
+from multigrad.core.keras_internals import stored_value
 
 if TYPE_CHECKING:
     from multigrad.core.variables import Pinned as _Pinned
@@ -79,8 +80,8 @@ class _ReadsInGraph(_Reads):
         if is_within(self._graph):
             self._seen[id(variable)] = variable
             return True
-        if variable._value is not None:
-            setattr(variable._value, _VARIABLE, weakref.ref(variable))
+        if (value := stored_value(variable)) is not None:
+            setattr(value, _VARIABLE, weakref.ref(variable))
         return False
 
     def _add_accessed(self, accessed: Sequence[Any]) -> None:
@@ -169,7 +170,8 @@ def extend_pinned(pinned: S) -> S:
 def _stored_ids(variables: Iterable[keras.Variable]) -> set[int]:
     """Return the ids of the variables of TensorFlow, and of their parts on this device."""
     parts = tf.distribute.get_strategy().experimental_local_results
-    return {id(part) for variable in variables for part in (variable._value, *parts(variable._value))}
+    values = map(stored_value, variables)
+    return {id(part) for value in values for part in (value, *parts(value))}
 
 
 def _variable_of(value: Any) -> keras.Variable | None:

@@ -22,7 +22,7 @@ from multigrad.backend.base import Backend
 from multigrad.backend.torch import gradients, state, tensors
 from multigrad.backend.torch.apply import apply
 from multigrad.backend.torch.host_call import host_call, opaque_to_compiler
-from multigrad.backend.torch.jit import compiled, jit, uncompiled
+from multigrad.backend.torch.jit import compile_function, jit, without_compilation
 from multigrad.backend.torch.training import TorchTraining
 
 
@@ -45,7 +45,7 @@ class TorchBackend(Backend):
     concrete = staticmethod(tensors.concrete)
     observe = staticmethod(tensors.observe)
     may_record = staticmethod(gradients.may_record)
-    compiled = staticmethod(compiled)
+    compile_function = staticmethod(compile_function)
     is_compiling = staticmethod(state.is_compiling)
     host_call = staticmethod(host_call)
     opaque_to_compiler = staticmethod(opaque_to_compiler)
@@ -59,7 +59,7 @@ class TorchBackend(Backend):
     defaults_of = staticmethod(tensors.defaults_of)
     snapshot = staticmethod(tensors.snapshot)
     depends_on_others = staticmethod(gradients.depends_on_others)
-    uncompiled = staticmethod(uncompiled)
+    without_compilation = staticmethod(without_compilation)
 
 
 ACTIVE = TorchBackend()

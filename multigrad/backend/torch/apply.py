@@ -12,7 +12,7 @@ from multigrad.backend.torch.compiled import apply_compiled, apply_exporting
 from multigrad.backend.torch.eager import tie
 from multigrad.backend.torch.functorch import apply_transforming, is_unaffected
 from multigrad.backend.torch.private import (
-    forward_ad,
+    forward_level,
     is_functorch_active,
     is_tracing,
     set_grad_enabled,
@@ -31,7 +31,7 @@ def apply(call: Call, tensors: Sequence[torch.Tensor], unaffected: bool = False)
         if unwrapped_once(tensor) is not tensor:
             tensors = unwrap_ended(tensors)
             break
-    if not unaffected and (is_functorch_active() or forward_ad._current_level >= 0):
+    if not unaffected and (is_functorch_active() or forward_level() >= 0):
         return _apply_under_transforms(call, tensors)
     if is_exporting() or is_tracing():
         return apply_exporting(call, tensors)

@@ -11,12 +11,17 @@ from torch.compiler import is_dynamo_compiling
 from multigrad.backend.base import Call, Run
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
 from multigrad.backend.torch.functorch import apply_transforming
-from multigrad.backend.torch.private import disable_torch_function, preserve_version_counters, skip_frames
+from multigrad.backend.torch.private import (
+    base_of,
+    disable_torch_function,
+    preserve_version_counters,
+    skip_frames,
+)
 from multigrad.backend.torch.state import (
     IN_THREAD,
     WHOLE,
     current_autocast,
-    hidden_from_trace,
+    hide_from_trace,
     is_transforming_traced,
     restore_autocast,
 )
@@ -32,10 +37,10 @@ def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
     """
     owners: list[torch.Tensor] = []
     for tensor in inputs:
-        owners.append(tensor if tensor._base is None else tensor._base)  # noqa: PERF401 - a function to Dynamo
+        owners.append(base_of(tensor))  # noqa: PERF401 - a function to Dynamo
     copied: list[torch.Tensor] = []
     for output in outputs:
-        owner = output if output._base is None else output._base
+        owner = base_of(output)
         for other in owners:
             if owner is other:
                 output = output.clone()
@@ -87,7 +92,7 @@ def _run_recorded(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Run, lis
         return run, [output.detach() for output in outputs]
     outputs = computed.copies_of_others(outputs)
     for output in outputs:
-        if output._base is None:
+        if base_of(output) is output:
             output.detach_()  # a saved result of the function would be found changed
     return run, outputs
 
@@ -227,7 +232,7 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         # The copies of the outputs have the node, so that their derivative is the rule's.
         rule = restore(run.template, run.residuals_with(copied))
         state = run.pullback, rule, specs_of(inputs), current_autocast(), True
-        with hidden_from_trace():
+        with hide_from_trace():
             _InProgram.apply(state, *inputs, *copied)
     return run.pullback.output.join(copied)
 

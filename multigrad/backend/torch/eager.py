@@ -7,7 +7,7 @@ import torch
 from torch import is_grad_enabled
 
 from multigrad.backend.base import Call, Pullback, Run, Spec
-from multigrad.backend.torch.private import direct_apply, is_autocast_anywhere, skip_frames
+from multigrad.backend.torch.private import base_of, direct_apply, is_autocast_anywhere, is_view, skip_frames
 from multigrad.backend.torch.state import (
     current_autocast,
     fork_random_state,
@@ -143,7 +143,7 @@ def _new_outputs(run: Run) -> list[torch.Tensor]:
     input_ids = set(map(id, run.inputs))
     outputs = []
     for output in run.outputs:
-        is_alias = output._is_view() or id(output) in input_ids
+        is_alias = is_view(output) or id(output) in input_ids
         outputs.append(output.view_as(output) if is_alias else output.detach())
     return outputs
 
@@ -179,7 +179,7 @@ def is_view_without_node(tensor: torch.Tensor) -> bool:
 
     The view of a tensor that requires a gradient then requires one too, and has no node.
     """
-    return tensor._is_view() and tensor.grad_fn is None and tensor._base.requires_grad
+    return is_view(tensor) and tensor.grad_fn is None and base_of(tensor).requires_grad
 
 
 def rerun(call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tensor]) -> Run:
@@ -303,7 +303,7 @@ _COMPILED = message(
 )
 
 
-class _Refused(torch.autograd.Function):
+class _NotDifferentiable(torch.autograd.Function):
     """A Function that raises an error when it is differentiated."""
 
     generate_vmap_rule = True
@@ -323,7 +323,7 @@ class _Refused(torch.autograd.Function):
 
 def refuse(result: torch.Tensor, error: str, *sources: torch.Tensor) -> torch.Tensor:
     """Return the result, so that differentiating it with respect to a source raises the error."""
-    return _Refused.apply(error, result, *sources)
+    return _NotDifferentiable.apply(error, result, *sources)
 
 
 def refuse_compiled(

@@ -17,6 +17,7 @@ from multigrad.backend.torch.eager import (
 )
 from multigrad.backend.torch.private import (
     forward_ad,
+    forward_level,
     saved_tensor_hooks,
     set_forward_mode,
     skip_frames,
@@ -108,7 +109,7 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None
+    return forward_level() >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None
 
 
 def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
@@ -118,7 +119,7 @@ def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     mapped (for a Jacobian) although the op is not. The tensors that the op saves then replace those of the
     first run, in the same order.
     """
-    if forward_ad._current_level >= 0 or call.is_in_scope():
+    if forward_level() >= 0 or call.is_in_scope():
         return False
     # An object may hold mapped tensors, except in a checkpoint, which sets saved-tensor hooks.
     if call.has_objects() and saved_tensor_hooks(False) is None:
@@ -382,7 +383,7 @@ def _rule_of(state: _FunctorchState, saved: Sequence[torch.Tensor]) -> Callable[
     rule = restore(state.template, residuals)
     if not state.is_opaque:
         return rule
-    reached = list(_tensors_in_objects(rule, residuals)) if forward_ad._current_level >= 0 else []
+    reached = list(_tensors_in_objects(rule, residuals)) if forward_level() >= 0 else []
     of_inner_level = any(map(is_of_inner_level, reached))
     # Remembered, because a second run may set other tensors on the objects, which are not dual numbers.
     state.reruns = state.reruns or of_inner_level or any(map(_has_tangent, reached))

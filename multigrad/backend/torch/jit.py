@@ -15,9 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from multigrad.backend.torch.private import TorchDynamoException, functorch_config, is_in_dispatch_mode
+from multigrad.backend.torch.private import (
+    TorchDynamoException,
+    functorch_config,
+    is_in_dispatch_mode,
+    tree_leaves,
+)
 from multigrad.backend.torch.state import IN_PIECES, IN_THREAD, WHOLE
 from multigrad.core.process_wide import Shared
 
@@ -67,7 +71,7 @@ def jit(
     return run
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     # "aot_eager" traces both passes and skips code generation, which takes much longer.
     compiled_function = _compile_alone(function, backend="aot_eager", dynamic=False)
 
@@ -130,12 +134,12 @@ def _after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
 
 
 def _requires_gradient(arguments: Any) -> bool:
-    leaves = pytree.tree_leaves(arguments)
+    leaves = tree_leaves(arguments)
     return any([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves])
 
 
 _UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))  # a process-wide setting
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
+def without_compilation() -> contextlib.AbstractContextManager[Any]:
     return _UNCOMPILED

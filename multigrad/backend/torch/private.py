@@ -4,6 +4,7 @@ They are looked up when the backend is imported. A missing name raises an Import
 is given. Where no reason is given, PyTorch has no public API for the purpose.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -46,15 +47,26 @@ TorchDispatchMode = look_up("torch.utils._python_dispatch.TorchDispatchMode")
 # Disable the mode in which `torch.export` records `no_grad`. Operations on tensors are recorded elsewhere.
 disable_torch_function = look_up("torch._C.DisableTorchFunction")
 
-# The level of forward mode, which is negative where it is not active. It changes, so it is read from
-# `forward_ad` in each use.
+# Return the level of forward mode, which is negative where it is not active. The attribute of the module
+# changes. Not a Python function, which would take longer in each op.
 look_up("torch.autograd.forward_ad._current_level")
+forward_level = functools.partial(getattr, forward_ad, "_current_level")
 # Enable forward mode in a `jvp`.
 set_forward_mode = look_up("torch.autograd.forward_ad._set_fwd_grad_enabled")
 
-# Whether a tensor is a view, and the base of the view. Both are attributes of tensors.
-look_up("torch.Tensor._is_view")
+# Return whether a tensor is a view.
+is_view = look_up("torch.Tensor._is_view")
+# The base of a view, an attribute of tensors.
 look_up("torch.Tensor._base")
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the base of a view, and any other tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+# Return the tensors and other leaves of the structures that a function of PyTorch gets or returns.
+tree_leaves = look_up("torch.utils._pytree.tree_leaves")
 # Return whether a tensor is fake.
 is_fake = look_up("torch._subclasses.fake_tensor.is_fake")
 # Return the active saved-tensor hooks, which a checkpoint sets.

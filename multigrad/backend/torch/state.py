@@ -13,7 +13,7 @@ from multigrad.backend.torch.private import (
     axis_of,
     disable_modes,
     disable_transforms,
-    forward_ad,
+    forward_level,
     get_tracing_state,
     is_autocast_anywhere,
     is_fake,
@@ -31,7 +31,7 @@ def is_transforming() -> bool:
 
     This form takes twice as long, so it is not used elsewhere.
     """
-    return is_functorch_active() or forward_ad._current_level >= 0
+    return is_functorch_active() or forward_level() >= 0
 
 
 def unwrap_ended(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -111,7 +111,7 @@ def without_wrappers(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tenso
 
 
 @contextlib.contextmanager
-def hidden_from_trace() -> Iterator[None]:
+def hide_from_trace() -> Iterator[None]:
     """Hide operations from `torch.jit.trace`."""
     state = get_tracing_state()
     set_tracing_state(None)

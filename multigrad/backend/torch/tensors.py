@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from multigrad.backend.base import F, Operation, Spec
-from multigrad.backend.torch.private import TorchDispatchMode, is_tracing
+from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves
 from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.core.reachable import assigned_cells
 from multigrad.core.type_sets import TypeSet
@@ -140,7 +140,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _dtypes_in(structure: Any) -> tuple[str, ...]:
-    leaves = torch.utils._pytree.tree_leaves(structure)
+    leaves = tree_leaves(structure)
     dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
 

@@ -5,12 +5,12 @@ from typing import Any
 from keras import ops
 
 from multigrad.ops.arguments import Pair, Tensor
-from multigrad.ops.fixed.common import fixed, operands, tensors
+from multigrad.ops.fixed.common import define_replacement, operands, tensors
 
 _SELU_SCALE, _SELU_ALPHA = 1.0507009873554805, 1.6732632423543772  # Klambauer et al. 2017
 
 
-@fixed
+@define_replacement
 def leaky_relu(x: Tensor, negative_slope: float = 0.2) -> Pair:
     """1 for positive numbers, and the slope for others."""
     (x,) = tensors("leaky_relu", x=x)
@@ -36,7 +36,7 @@ def _exponential(y: Any, x: Any, scale: float, offset: float, rate: float) -> Pa
     return y, rule
 
 
-@fixed
+@define_replacement
 def elu(x: Tensor, alpha: float = 1.0) -> Pair:
     """1 for positive numbers, and `elu(x) + alpha` for others."""
     (x,) = tensors("elu", x=x)
@@ -44,7 +44,7 @@ def elu(x: Tensor, alpha: float = 1.0) -> Pair:
     return y, lambda upstream: (rule(upstream), None)
 
 
-@fixed
+@define_replacement
 def celu(x: Tensor, alpha: float = 1.0) -> Pair:
     """1 for positive numbers, and `celu(x) / alpha + 1` for others."""
     (x,) = tensors("celu", x=x)
@@ -52,14 +52,14 @@ def celu(x: Tensor, alpha: float = 1.0) -> Pair:
     return y, lambda upstream: (rule(upstream), None)
 
 
-@fixed
+@define_replacement
 def selu(x: Tensor) -> Pair:
     """`scale` for positive numbers, and `selu(x) + scale * alpha` for others."""
     (x,) = tensors("selu", x=x)
     return _exponential(ops.selu(x), x, _SELU_SCALE, _SELU_SCALE * _SELU_ALPHA, 1.0)
 
 
-@fixed
+@define_replacement
 def softsign(x: Tensor) -> Pair:
     """`1 / (1 + abs(x))**2`."""
     (x,) = tensors("softsign", x=x)
@@ -83,21 +83,21 @@ def _box(y: Any, x: Any, bound: float, slope: float) -> Pair:
     return y, rule
 
 
-@fixed
+@define_replacement
 def hard_tanh(x: Tensor) -> Pair:
     """1 between -1 and 1, and 0 outside and at these bounds."""
     (x,) = tensors("hard_tanh", x=x)
     return _box(ops.hard_tanh(x), x, 1.0, 1.0)
 
 
-@fixed
+@define_replacement
 def hard_sigmoid(x: Tensor) -> Pair:
     """1/6 between -3 and 3, and 0 outside and at these bounds."""
     (x,) = tensors("hard_sigmoid", x=x)
     return _box(ops.hard_sigmoid(x), x, 3.0, 1.0 / 6.0)
 
 
-@fixed
+@define_replacement
 def sparse_sigmoid(x: Tensor) -> Pair:
     """1/2 between -1 and 1, and 0 outside and at these bounds."""
     (x,) = tensors("sparse_sigmoid", x=x)

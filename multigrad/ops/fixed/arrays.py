@@ -11,10 +11,10 @@ from multigrad.ops.arguments import Pair, Tensor
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.fixed.common import (
     axes_of,
+    define_replacement,
     documentation,
     entries,
-    fixed,
-    kept,
+    keep_axes,
     operands,
     real_only,
     tensors,
@@ -101,7 +101,7 @@ def prod(x: Tensor, axis: Any = None, keepdims: bool = False, dtype: str | None 
 
     def rule(upstream: Any) -> Any:
         u, z = operands(y, upstream, x)
-        return kept(z, axis, u) * _products_of_others(z, axis), None, None, None
+        return keep_axes(z, axis, u) * _products_of_others(z, axis), None, None, None
 
     return y, rule
 
@@ -116,7 +116,7 @@ def nanprod(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
         u, z = operands(y, upstream, x)
         missing = ops.isnan(z)
         others = _products_of_others(ops.where(missing, ops.ones_like(z), z), axis)
-        return kept(z, axis, u) * ops.where(missing, ops.zeros_like(z), others), None, None
+        return keep_axes(z, axis, u) * ops.where(missing, ops.zeros_like(z), others), None, None
 
     return y, rule
 
@@ -151,7 +151,7 @@ def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Pair:  
     return y, rule
 
 
-@fixed
+@define_replacement
 def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
     """1 for the update, and 1 for the inputs outside of the slice."""
     inputs, updates = tensors("slice_update", inputs=inputs, updates=updates)
@@ -168,7 +168,7 @@ def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
     return y, rule
 
 
-@fixed
+@define_replacement
 def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0, sparse: bool = False) -> Pair:
     """1 for the count to which a weight is added."""
     (weights,) = tensors("bincount", weights=weights)
@@ -199,7 +199,7 @@ def full_like(x: Tensor, fill_value: Any, dtype: str | None = None) -> Tensor:
 full.__doc__, full_like.__doc__ = map(documentation, (full, full_like))
 
 
-@fixed
+@define_replacement
 def hsv_to_rgb(images: Tensor, data_format: str | None = None) -> Pair:
     """that of the linear pieces of the conversion."""
     (images,) = tensors("hsv_to_rgb", images=images)

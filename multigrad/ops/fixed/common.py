@@ -14,7 +14,7 @@ from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def fixed(f: F) -> F:
+def define_replacement(f: F) -> F:
     """Define the op that replaces Keras's op of the same name, with its documentation."""
     op: Any = op_custom_gradient(name=f"multigrad>{f.__name__}")(f)
     op.__doc__ = documentation(f)
@@ -23,7 +23,7 @@ def fixed(f: F) -> F:
 
 def real_only(f: F) -> F:
     """Call Keras's op instead of the fixed op for complex tensors, which the rule does not support."""
-    op = fixed(f)
+    op = define_replacement(f)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(is_complex(value) for value in (*args, *kwargs.values())):
@@ -68,7 +68,7 @@ def tensors(op: str, **arguments: Any) -> list[Any]:
     ]
 
 
-def kept(x: Any, axis: Any, y: Any) -> Any:
+def keep_axes(x: Any, axis: Any, y: Any) -> Any:
     """Return a result of a reduction of `x` with the reduced axes, of size 1."""
     reduced = axes_of(x, axis)
     return ops.reshape(y, [1 if i in reduced else size for i, size in enumerate(ops.shape(x))])
@@ -81,7 +81,7 @@ def axes_of(x: Any, axis: Any) -> list[int]:
     return [a % count for a in axes] if count else []
 
 
-def scaled(x: Any, y: Any) -> Any:
+def divide(x: Any, y: Any) -> Any:
     """Return `x / y`, and zero where `y` is zero, with all derivatives. Divide once per element of `y`."""
     return x * quotient(ops.ones_like(y), y)
 

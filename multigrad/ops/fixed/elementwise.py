@@ -8,9 +8,9 @@ from keras import ops
 from multigrad.ops.arguments import Pair, Tensor
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.fixed.common import (
+    define_replacement,
     documentation,
     entries,
-    fixed,
     is_complex,
     operands,
     quotient,
@@ -40,20 +40,20 @@ def absolute(x: Tensor) -> Pair:
     return _abs("absolute", x)
 
 
-@fixed
+@define_replacement
 def fabs(x: Tensor) -> Pair:
     """`sign(x)`, which is 0 at 0."""
     return _abs("fabs", x)
 
 
-@fixed
+@define_replacement
 def cbrt(x: Tensor) -> Pair:
     """`1 / (3 * cbrt(x)**2)`, which is infinite at 0."""
     y = ops.cbrt(x)
     return y, lambda upstream: upstream / (3.0 * y * y)
 
 
-@fixed
+@define_replacement
 def sinc(x: Tensor) -> Pair:
     """`(cos(pi * x) - sinc(x)) / x`, and its series near 0, where the quotient cancels."""
     y = ops.sinc(x)
@@ -79,7 +79,7 @@ def angle(x: Tensor) -> Tensor:
     return arctan2(ops.imag(x), ops.real(x)) if is_complex(x) else _angle(x)
 
 
-@fixed
+@define_replacement
 def _angle(x: Tensor) -> Pair:
     """0 for real numbers."""
     return ops.angle(x), ops.zeros_like
@@ -88,7 +88,7 @@ def _angle(x: Tensor) -> Pair:
 angle.__doc__ = documentation(angle)
 
 
-@fixed
+@define_replacement
 def clip(x: Tensor, x_min: float | Tensor | None, x_max: float | Tensor | None) -> Pair:
     """1 for `x` in the closed interval, and 0 outside, where the bound has the gradient."""
     x, x_min, x_max = tensors("clip", x=x, x_min=x_min, x_max=x_max)
@@ -125,31 +125,31 @@ def _extreme(name: str, x1: Any, x2: Any, sign: float) -> Pair:
     return y, rule
 
 
-@fixed
+@define_replacement
 def maximum(x1: Tensor, x2: Tensor) -> Pair:
     """1 for the greater argument, and half for each if they are equal."""
     return _extreme("maximum", x1, x2, 1.0)
 
 
-@fixed
+@define_replacement
 def minimum(x1: Tensor, x2: Tensor) -> Pair:
     """1 for the smaller argument, and half for each if they are equal."""
     return _extreme("minimum", x1, x2, -1.0)
 
 
-@fixed
+@define_replacement
 def fmax(x1: Tensor, x2: Tensor) -> Pair:
     """1 for the greater argument, or the one that is not NaN, and half for each if they are equal."""
     return _extreme("fmax", x1, x2, 1.0)
 
 
-@fixed
+@define_replacement
 def fmin(x1: Tensor, x2: Tensor) -> Pair:
     """1 for the smaller argument, or the one that is not NaN, and half for each if they are equal."""
     return _extreme("fmin", x1, x2, -1.0)
 
 
-@fixed
+@define_replacement
 def hypot(x1: Tensor, x2: Tensor) -> Pair:
     """`x / hypot(x1, x2)` for each argument `x`, 0 if both are 0, and the limit if one is infinite."""
     x1, x2 = tensors("hypot", x1=x1, x2=x2)
@@ -181,19 +181,19 @@ def _logaddexp(name: str, x1: Any, x2: Any, scale: float) -> Pair:
     return y, rule
 
 
-@fixed
+@define_replacement
 def logaddexp(x1: Tensor, x2: Tensor) -> Pair:
     """`sigmoid(x1 - x2)` and `sigmoid(x2 - x1)`."""
     return _logaddexp("logaddexp", x1, x2, 1.0)
 
 
-@fixed
+@define_replacement
 def logaddexp2(x1: Tensor, x2: Tensor) -> Pair:
     """`sigmoid((x1 - x2) * log(2))` and `sigmoid((x2 - x1) * log(2))`."""
     return _logaddexp("logaddexp2", x1, x2, math.log(2.0))
 
 
-@fixed
+@define_replacement
 def arctan2(x1: Tensor, x2: Tensor) -> Pair:
     """`x2 / (x1**2 + x2**2)` and `-x1 / (x1**2 + x2**2)`, and 0 if both are 0."""
     x1, x2 = tensors("arctan2", x1=x1, x2=x2)
@@ -215,7 +215,7 @@ def arctan2(x1: Tensor, x2: Tensor) -> Pair:
     return y, rule
 
 
-@fixed
+@define_replacement
 def fmod(x1: Tensor, x2: Tensor) -> Pair:
     """1 and `-trunc(x1 / x2)`."""
     x1, x2 = tensors("fmod", x1=x1, x2=x2)
@@ -228,7 +228,7 @@ def fmod(x1: Tensor, x2: Tensor) -> Pair:
     return y, rule
 
 
-@fixed
+@define_replacement
 def floor_divide(x1: Tensor, x2: Tensor) -> Pair:
     """0."""
     x1, x2 = tensors("floor_divide", x1=x1, x2=x2)
@@ -241,7 +241,7 @@ def floor_divide(x1: Tensor, x2: Tensor) -> Pair:
     return y, rule
 
 
-@fixed
+@define_replacement
 def heaviside(x1: Tensor, x2: Tensor) -> Pair:
     """0 for `x1`, and 1 for `x2` where `x1` is 0."""
     x1, x2 = tensors("heaviside", x1=x1, x2=x2)
@@ -254,7 +254,7 @@ def heaviside(x1: Tensor, x2: Tensor) -> Pair:
     return y, rule
 
 
-@fixed
+@define_replacement
 def ldexp(x1: Tensor, x2: Tensor) -> Pair:
     """`2**x2`, also where `x1` is 0."""
     x1, x2 = tensors("ldexp", x1=x1, x2=x2)

@@ -43,10 +43,10 @@ def _small_cofactors(x: Any) -> Any:
     # Row i is the cross product of the next two rows.
     above, below = ops.roll(x, -1, axis=-2), ops.roll(x, -2, axis=-2)
 
-    def left(rows: Any) -> Any:
+    def next_column(rows: Any) -> Any:
         return ops.roll(rows, -1, axis=-1)
 
-    return left(above * left(below) - left(above) * below)
+    return next_column(above * next_column(below) - next_column(above) * below)
 
 
 @op_custom_gradient(name="multigrad>_cofactors")

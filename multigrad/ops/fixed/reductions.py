@@ -9,13 +9,13 @@ from keras import ops
 from multigrad.ops.arguments import Pair, Tensor, to_python
 from multigrad.ops.fixed.common import (
     axes_of,
+    define_replacement,
+    divide,
     entries,
-    fixed,
     is_complex,
-    kept,
+    keep_axes,
     operands,
     real_only,
-    scaled,
     tensors,
 )
 
@@ -29,8 +29,8 @@ def std(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
     def rule(upstream: Any) -> Any:
         u, z, deviation = operands(y, upstream, x, y)
         centered = z - ops.mean(z, axis=axis, keepdims=True)
-        share = kept(z, axis, u) / _count(z, axis)
-        return share * scaled(centered, kept(z, axis, deviation)), None, None
+        share = keep_axes(z, axis, u) / _count(z, axis)
+        return share * divide(centered, keep_axes(z, axis, deviation)), None, None
 
     return y, rule
 
@@ -52,7 +52,7 @@ def nanstd(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
         count = ops.sum(weights, axis=axis, keepdims=True)
         count = ops.where(ops.equal(count, 0.0), ops.ones_like(count), count)
         centered = weights * (z - ops.sum(z, axis=axis, keepdims=True) / count)
-        return kept(z, axis, u) / count * scaled(centered, kept(z, axis, deviation)), None, None
+        return keep_axes(z, axis, u) / count * divide(centered, keep_axes(z, axis, deviation)), None, None
 
     return y, rule
 
@@ -65,17 +65,17 @@ def logsumexp(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
 
     def rule(upstream: Any) -> Any:
         u, z, total = operands(y, upstream, x, y)
-        total = kept(z, axis, total)
+        total = keep_axes(z, axis, total)
         nothing = ops.equal(total, -math.inf)
         both = ops.broadcast_to(nothing, ops.shape(z))
         shifted = ops.where(both, ops.zeros_like(z), z) - ops.where(nothing, ops.zeros_like(total), total)
         parts = ops.where(both, 1.0 / _count(z, axis), ops.exp(shifted))
-        return kept(z, axis, u) * parts, None, None
+        return keep_axes(z, axis, u) * parts, None, None
 
     return y, rule
 
 
-@fixed
+@define_replacement
 def moments(x: Tensor, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Pair:
     """`1 / n` for the mean, and `2 * (x - mean) / n` for the variance."""
     (x,) = tensors("moments", x=x)
@@ -85,7 +85,7 @@ def moments(x: Tensor, axes: Any, keepdims: bool = False, synchronized: bool = F
     def rule(upstream: Any) -> Any:
         of_mean, of_variance, z = operands(mean, *upstream, x)
         centered = z - ops.mean(z, axis=axes, keepdims=True)
-        both = kept(z, axes, of_mean) + 2.0 * kept(z, axes, of_variance) * centered
+        both = keep_axes(z, axes, of_mean) + 2.0 * keep_axes(z, axes, of_variance) * centered
         return (both / _count(z, axes), *[None] * 3)
 
     return (mean, variance), rule
@@ -104,7 +104,7 @@ def layer_normalization(
     return _layer_normalization(x, gamma, beta, axis=axis, epsilon=epsilon)
 
 
-@fixed
+@define_replacement
 def _layer_normalization(
     x: Tensor, gamma: Any = None, beta: Any = None, axis: Any = -1, epsilon: float | None = None
 ) -> Pair:
@@ -156,7 +156,7 @@ def _order_of(x: Any, ord: Any, axis: Any) -> float | None:  # noqa: A002
     return float(ord) if count == 1 and is_number and 1.0 <= float(ord) < math.inf else None
 
 
-@fixed
+@define_replacement
 def _norm(x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Pair:  # noqa: A002
     """`sign(x) * (abs(x) / norm(x))**(ord - 1)`, and 0 if `x` is zero."""
     (x,) = tensors("norm", x=x)
@@ -165,7 +165,7 @@ def _norm(x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) 
 
     def rule(upstream: Any) -> Any:
         u, z, length = operands(y, upstream, x, y)
-        return kept(z, axis, u) * _norm_slope(z, kept(z, axis, length), order), None, None, None
+        return keep_axes(z, axis, u) * _norm_slope(z, keep_axes(z, axis, length), order), None, None, None
 
     return y, rule
 
@@ -174,7 +174,7 @@ def _norm_slope(x: Any, length: Any, order: float) -> Any:
     """Return the derivative of the norm of `x`."""
     if order == 1.0:
         return ops.sign(x)
-    unit = scaled(x, length)
+    unit = divide(x, length)
     if order == 2.0:
         return unit
     size = unit * ops.sign(unit)
@@ -203,7 +203,7 @@ def normalize(x: Tensor, axis: Any = -1, order: int = 2, epsilon: float | None =
     return y, rule
 
 
-@fixed
+@define_replacement
 def cdist(x: Tensor, y: Tensor) -> Pair:
     """`(x - y) / distance`, and 0 where the points are equal."""
     x, y = tensors("cdist", x=x, y=y)
@@ -211,7 +211,7 @@ def cdist(x: Tensor, y: Tensor) -> Pair:
 
     def rule(upstream: Any) -> Any:
         u, a, b, length = operands(distances, upstream, x, y, distances)
-        units = scaled(a[..., :, None, :] - b[..., None, :, :], length[..., None])
+        units = divide(a[..., :, None, :] - b[..., None, :, :], length[..., None])
         pulled = u[..., None] * units
         return entries((x, lambda: ops.sum(pulled, axis=-2)), (y, lambda: -ops.sum(pulled, axis=-3)))
 

@@ -22,7 +22,7 @@ ONE_AT_INF = {INF: Known(first=1.0, second=0.0), -INF: Known(first=0.0, second=0
 
 def choices(*points: tuple[float, float] | tuple[float, float, float]) -> dict[float, Known]:
     """Return the conventions at some points: the point, the first and perhaps the second derivative."""
-    return {point: Known(choice=first, second=rest[0] if rest else None) for point, first, *rest in points}
+    return {point: Known(choice=first, second=[*second, None][0]) for point, first, *second in points}
 
 
 def elementwise_cases() -> list[Case]:
@@ -215,7 +215,7 @@ def _of_complex_numbers() -> list[Case]:
         cases += elementwise(op, *points, known={(0.0, 0.0): zero}, call=complex_call(op), half=None)
     for op in ("conj", "square", "exp", "sqrt", "log"):
         cases += elementwise(op, *points, call=complex_call(op), half=None)
-    return [_renamed(case) for case in cases]
+    return [_rename_points(case) for case in cases]
 
 
 def complex_number(ops: Any, x: Any, y: Any) -> Any:
@@ -225,7 +225,7 @@ def complex_number(ops: Any, x: Any, y: Any) -> Any:
     return ops.view_as_complex(ops.stack([x, y], axis=-1))
 
 
-def _renamed(case: Case) -> Case:
+def _rename_points(case: Case) -> Case:
     """Return the case with names of points as complex numbers."""
     points = (
         tuple(f"{x} + {y}i" for x, y in (name.split(", ") for name in case.points))

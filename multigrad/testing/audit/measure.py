@@ -12,14 +12,10 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend, grad
-from multigrad.frameworks import look_up
+from multigrad.core.keras_internals import narrow_dtypes
 from multigrad.testing.audit.cases import Case, weights
 from multigrad.testing.audit.rows import Row
 from multigrad.testing.audit.truth import Truth, direction, first_derivative, second_derivative, value_calls
-
-# Private: Keras (3.12 to 3.15) replaces the 64-bit result of a type promotion by this table, and has no
-# option against it. Values in float32 are too coarse for differences.
-_NARROW: dict[str, str] = look_up("keras.src.backend.common.dtypes.BIT64_TO_BIT32_DTYPE")
 
 _TOLERANCE = {("float32", 1): 1e-3, ("float32", 2): 1e-2, ("float16", 1): 2e-2}
 
@@ -71,23 +67,24 @@ def _truths(case: Case, module: ModuleType) -> dict[int, Truth]:
 @contextlib.contextmanager
 def _float64() -> Iterator[None]:
     """Compute in float64, also where Keras casts to float32 on JAX and PyTorch."""
-    floatx, narrow = keras.config.floatx(), dict(_NARROW)
+    floatx, table = keras.config.floatx(), narrow_dtypes()
+    narrow = dict(table)
     with backend.active.wide():
         keras.config.set_floatx("float64")
-        _NARROW.clear()
+        table.clear()
         try:
             yield
         finally:
-            _NARROW.update(narrow)
+            table.update(narrow)
             keras.config.set_floatx(floatx)
 
 
 def _values(case: Case, module: ModuleType) -> Callable[..., np.ndarray]:
-    def called(*tensors: Any) -> list[Any]:
+    def outputs_of(*tensors: Any) -> list[Any]:
         outputs = tree.flatten(case.call(module, *tensors))
         return outputs[:1] if case.elementwise or case.width else outputs
 
-    run = backend.active.quickest(called, value_calls(case))
+    run = backend.active.quickest(outputs_of, value_calls(case))
 
     def values(*args: np.ndarray) -> np.ndarray:
         if case.formula:

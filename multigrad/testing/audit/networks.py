@@ -168,9 +168,9 @@ def _images() -> list[Case]:
     grid = np.arange(3.0)
     # TensorFlow resizes and transforms in float32, which is too coarse for differences.
     formulas: dict[str, Any] = {
-        "affine_transform": lambda x: _sampled(x, grid + 0.2, grid + 0.3),
-        "perspective_transform": lambda x: _sampled(x, grid - 0.25, grid - 0.25),
-        "resize": lambda x: _sampled(
+        "affine_transform": lambda x: _sample(x, grid + 0.2, grid + 0.3),
+        "perspective_transform": lambda x: _sample(x, grid - 0.25, grid - 0.25),
+        "resize": lambda x: _sample(
             x, np.clip((np.arange(5.0) + 0.5) * 0.6 - 0.5, 0.0, 2.0), (np.arange(2.0) + 0.5) * 1.5 - 0.5
         ),
     }
@@ -212,7 +212,7 @@ def _dtype(ops: Any, x: Any, y: Any) -> Any:
     return y.dtype.name if y.dtype.kind == "i" else x.dtype
 
 
-def _sampled(image: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def _sample(image: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return an image at other places, by linear interpolation, with zeros outside."""
 
     def matrix(places: np.ndarray, size: int) -> np.ndarray:

@@ -33,7 +33,7 @@ class Truth(NamedTuple):
 
 def first_derivative(case: Case, values: Values) -> Truth:
     """Return the first derivatives."""
-    known = _known(case, "first")
+    known = _known_values(case, "first")
     if known is not None and not np.isnan(known).any():
         return _exact(known)
     left, right = (_one_sided(case, values, sign) for sign in (-1.0, 1.0))
@@ -44,7 +44,7 @@ def first_derivative(case: Case, values: Values) -> Truth:
         value = np.where(is_choice, np.nan, 0.5 * (left + right))
     low = np.where(is_choice, np.where(np.isnan(left), -np.inf, np.minimum(left, right)), value)
     high = np.where(is_choice, np.where(np.isnan(left), np.inf, np.maximum(left, right)), value)
-    choice = _known(case, "choice")
+    choice = _known_values(case, "choice")
     if choice is not None:
         # A stated convention also holds where the differences are symmetric, and where they diverge.
         stated = ~np.isnan(choice)
@@ -61,7 +61,7 @@ def first_derivative(case: Case, values: Values) -> Truth:
 
 def second_derivative(case: Case, values: Values, first: Truth) -> Truth:
     """Return the products of the second derivatives with the direction of the case."""
-    known = _known(case, "second")
+    known = _known_values(case, "second")
     if known is not None and not np.isnan(known).any() and not first.is_choice.any():
         return _exact(known)
     coarse, fine = (_mixed_differences(case, values, step) for step in (_SECOND_STEP, 0.5 * _SECOND_STEP))
@@ -96,7 +96,7 @@ def _exact(value: np.ndarray, is_choice: Any = False) -> Truth:
     return Truth(value, value, value, np.broadcast_to(np.asarray(is_choice), value.shape))
 
 
-def _known(case: Case, item: str) -> np.ndarray | None:
+def _known_values(case: Case, item: str) -> np.ndarray | None:
     """Return what the table states, with NaN where it states nothing."""
     columns = [getattr(known, item) for known in case.known]
     if all(column is None for column in columns):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from cases import CASES, each_of
-from support import close
+from support import close, native_jvp
 from tapes import W, X
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.ops import fixed_point, implicit_root
+from multigrad.ops import fixed_point, host_call, implicit_root
 
 DIRECTION = [tf.constant([1.0, -2.0, 0.5]), tf.constant([0.25, 0.5, -1.5])]
 OTHER = [tf.constant([0.5, 1.5, -1.0]), tf.constant([2.0, -0.5, 1.0])]
@@ -207,7 +207,7 @@ def test_second_derivatives_by_a_rule_that_computes_a_gradient(function):
     close(outer.gradient(first, x), second(x) * along, 1e-3)
 
 
-def test_a_rule_that_computes_a_gradient_and_uses_an_object():
+def test_a_rule_that_computes_a_gradient_and_uses_an_object_with_a_tangent():
     @op_custom_gradient
     def op(x):
         own = types.SimpleNamespace(x=x)
@@ -215,3 +215,42 @@ def test_a_rule_that_computes_a_gradient_and_uses_an_object():
 
     with tf.autodiff.ForwardAccumulator(X, W), pytest.raises(NotImplementedError, match="uses an object"):
         op(X)
+
+
+@op_custom_gradient
+def by_host_call(x):
+    y, slope = host_call(lambda v: (np.sin(v), np.cos(v)), x, output=(x, x))
+    return y, lambda u: u * 7.0 * slope
+
+
+@op_custom_gradient
+def in_object(x):
+    own = types.SimpleNamespace(slope=host_call(np.cos, x, output=x))
+    return x**2, lambda u: u * 7.0 * own.slope
+
+
+def slope_of(op):
+    def slope(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(op(x))
+        return tape.gradient(y, x)
+
+    return slope
+
+
+def tangent_of(op):
+    return lambda x: native_jvp(op, x, W)
+
+
+@pytest.mark.parametrize("op", [by_host_call, in_object])
+@pytest.mark.parametrize("derivative", [slope_of, tangent_of])
+def test_a_further_derivative_of_a_result_of_host_call_raises(op, derivative):
+    close(native_jvp(op, X, W), 7.0 * tf.cos(X) * W)
+    with pytest.raises(NotImplementedError, match=f"{op.__name__}: in nested forward mode"):
+        native_jvp(derivative(op), X, W)
+
+
+def test_a_host_call_without_a_rule_has_no_tangent():
+    with pytest.raises(TypeError, match="the call has no derivative"):
+        native_jvp(lambda x: host_call(np.sin, x, output=x), X, W)

@@ -78,8 +78,7 @@ def test_a_second_derivative_of_a_compiled_function_is_right_or_raises(way, func
         close(got, wanted, 1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("function", ["intermediate", "between"])
+@pytest.mark.parametrize("function", [pytest.param("intermediate", marks=pytest.mark.slow), "between"])
 def test_the_first_derivative_is_right_where_the_second_raises(function):
     f = FUNCTIONS[function]
     compiled, seen = COMPILERS["torch.compile"](f), []
