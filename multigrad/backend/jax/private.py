@@ -167,7 +167,7 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...
         return results, has_tangent, residuals, None, lambda residuals, _, *ts: linear(residuals, *ts)
 
     form = {4: four, 5: five}.get(_LINEARIZATION)
-    if form is not None:
+    if form is not None and _primitive_linearizations is not None:
         _primitive_linearizations[primitive] = form
 
 
