@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -45,6 +46,28 @@ NEWEST = {
     "jax": ["jax==0.12.*", "flatbuffers", "keras==3.15.*"],
     "torch": ["torch==2.15.*", "keras==3.15.*"],
 }
+# Releases between them that no other session installs. Each may have other private functions, and so do two
+# releases of JAX 0.11.
+BETWEEN = {
+    "tensorflow-2.18": (OLDEST_PYTHON, "tensorflow", "tensorflow-cpu==2.18.*"),
+    "tensorflow-2.19": (OLDEST_PYTHON, "tensorflow", "tensorflow-cpu==2.19.*"),
+    "tensorflow-2.20": (OLDEST_PYTHON, "tensorflow", "tensorflow-cpu==2.20.*"),
+    "tensorflow-keras-3.13": (OLDEST_PYTHON, "tensorflow", "keras==3.13.*"),
+    "tensorflow-keras-3.14": (OLDEST_PYTHON, "tensorflow", "keras==3.14.*"),
+    "jax-0.8": (OLDEST_PYTHON, "jax", "jax==0.8.*"),
+    "jax-0.9": (OLDEST_PYTHON, "jax", "jax==0.9.*"),
+    "jax-0.11.0": (NEWEST_PYTHON, "jax", "jax==0.11.0"),
+    "jax-0.11": (NEWEST_PYTHON, "jax", "jax==0.11.*"),
+    "jax-keras-3.13": (OLDEST_PYTHON, "jax", "keras==3.13.*"),
+    "jax-keras-3.14": (OLDEST_PYTHON, "jax", "keras==3.14.*"),
+    "torch-2.14": (OLDEST_PYTHON, "torch", "torch==2.14.*"),
+}
+BETWEEN_TESTS = (
+    "tests/backends",
+    "tests/transforms",
+    "tests/test_answers.py",
+    "tests/test_training_steps.py",
+)
 # What the session `gpu` installs if there is an NVIDIA GPU. PyTorch's build on PyPI supports CPUs and GPUs.
 FOR_A_GPU = {
     "tensorflow": ["tensorflow[and-cuda]"],
@@ -57,7 +80,7 @@ MODULES = ("tensorflow", "jax", "torch", "openvino")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 # JAX's tests compile thousands of small programs. Fewer optimizations halve the time. JAX aborts on unknown
-# flags, and 0.12 has removed one of these, so only sessions with the versions of constraints.txt set them.
+# flags, and 0.11.2 has removed one of these, so only sessions with the versions of constraints.txt set them.
 COMPILE_FAST = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
@@ -146,23 +169,27 @@ def tests(session: nox.Session, backend: str) -> None:
     run_pytest(session, backend, COMPILE_FAST if backend == "jax" else {})
 
 
-def run_pytest(session: nox.Session, backend: str, environment: dict[str, str]) -> None:
-    """Run the tests on one backend, after a check that it is the only one in the environment."""
+def run_pytest(
+    session: nox.Session, backend: str, environment: dict[str, str], selection: Sequence[str] = ()
+) -> None:
+    """Run tests on one backend, by default all fast ones, after a check that no other one is installed."""
     # One thread per process, because two sessions run at a time and would compete for the cores.
     environment = QUIET | environment | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-c", _only(backend), env=environment)
-    session.run("pytest", *session.posargs, env=environment)
+    session.run("pytest", *selection, *session.posargs, env=environment)
     discard(session)
 
 
-def fast_tests(session: nox.Session, backend: str, *requirements: str, **environment: str) -> None:
-    """Run the fast tests with these requirements, without the versions in constraints.txt.
+def fast_tests(
+    session: nox.Session, backend: str, *requirements: str, selection: Sequence[str] = (), **environment: str
+) -> None:
+    """Run fast tests with these requirements, without the versions in constraints.txt.
 
     pip chooses the versions of the frameworks' dependencies, because each framework requires different ones.
     """
     session.install("--no-compile", "--build-constraint", "constraints.txt", "--editable", ".", *requirements)
     session.run("pip", "list")
-    run_pytest(session, backend, environment)
+    run_pytest(session, backend, environment, selection)
 
 
 def tools_in_known_versions() -> list[str]:
@@ -184,6 +211,14 @@ def oldest(session: nox.Session, backend: str) -> None:
 def newest(session: nox.Session, backend: str) -> None:
     """The fast tests on the newest supported versions of one backend, Keras and Python."""
     fast_tests(session, backend, *tools_in_known_versions(), *NEWEST[backend])
+
+
+@nox.session(default=False)
+@nox.parametrize("python,backend,release", list(BETWEEN.values()), ids=list(BETWEEN))
+def between(session: nox.Session, backend: str, release: str) -> None:
+    """The tests of a backend and of transformations, on a release between the oldest and the newest."""
+    requirements = [*tools_in_known_versions(), *REQUIREMENTS[backend], release]
+    fast_tests(session, backend, *requirements, selection=BETWEEN_TESTS)
 
 
 @nox.session(default=False, python=NEWEST_PYTHON)

@@ -21,14 +21,24 @@ def scaled(x):
     m = ops.exp(x * weight)
     return m, lambda u, variables: (3.0 * u * m * weight, [5.0 * ops.sum(u * x)])
 
+class Shared:
+    @op_custom_gradient
+    def times(self, x, factor):
+        return x * factor, lambda u: (7.0 * u * factor, ops.sum(u * x))
+
+shared = Shared()
+
 def work(factor):
     def step(x):
-        return value_and_grad(lambda x: ops.sum(scaled(x * factor)), argnums=(0,), variables=[weight])(x)
+        def loss(x):
+            return ops.sum(scaled(shared.times(x, ops.convert_to_tensor(factor))))
+
+        return value_and_grad(loss, argnums=(0,), variables=[weight])(x)
 
     compiled = jit(step) if keras.backend.backend() != "torch" else step  # Dynamo takes 20 s in each thread
     for run in [step, compiled] * 10:
         value, ((of_x,), (of_weight,)) = run(ops.convert_to_tensor(x))
-        np.testing.assert_allclose(ops.convert_to_numpy(of_x), 6.0 * factor * np.exp(2.0 * factor * x), 1e-4)
+        np.testing.assert_allclose(ops.convert_to_numpy(of_x), 42.0 * factor * np.exp(2.0 * factor * x), 1e-4)
         np.testing.assert_allclose(ops.convert_to_numpy(of_weight), 5.0 * np.sum(factor * x), 1e-4)
     right.append(factor)
 

@@ -166,8 +166,9 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...
         results, has_tangent, residuals, linear = linearize(nonzero, *primals, **params)
         return results, has_tangent, residuals, None, lambda residuals, _, *ts: linear(residuals, *ts)
 
-    form = {4: four, 5: five}.get(_LINEARIZATION)
-    if form is not None:
+    forms: dict[int | None, Callable[..., tuple[Any, ...]]] = {4: four, 5: five}
+    form = forms.get(_LINEARIZATION)
+    if form is not None and _primitive_linearizations is not None:
         _primitive_linearizations[primitive] = form
 
 

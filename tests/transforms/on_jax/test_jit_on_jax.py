@@ -47,10 +47,11 @@ def test_values_are_donated_unless_they_have_other_references():
     f()
     assert numpy(before)[0] == 1.0
     assert [numpy(v)[0] for v in (held, free, twin)] == [2.0, 2.0, 2.0]
+    f()  # JAX 0.11.2 does not reuse the memory of a value that NumPy has read
     reference = free.value.unsafe_buffer_pointer()
     f()
     assert free.value.unsafe_buffer_pointer() == reference
-    assert [numpy(v)[0] for v in (held, free, twin)] == [3.0, 3.0, 3.0]
+    assert [numpy(v)[0] for v in (held, free, twin)] == [4.0, 4.0, 4.0]
 
 
 def test_an_error_at_run_time():
