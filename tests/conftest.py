@@ -71,7 +71,10 @@ def pytest_report_header() -> str:
 # The second number is for the tests of one framework, whose other thirds are in the full run alone.
 FEW_CASES, FEW_OF_ONE_FRAMEWORK = 3, 12
 # Tests whose cases take so little time that the fast run has all of them on each backend.
-QUICK = ("answers", "binding", "closure", "errors", "forms", "structures", "symbolic")
+QUICK = (
+    *("answers", "binding", "calculus", "closure", "dtypes", "errors", "forms", "mapping", "structures"),
+    *("symbolic", "testing", "variables"),
+)
 
 
 def other_thirds(items: list[pytest.Item], third: int) -> Iterator[pytest.Item]:
