@@ -16,6 +16,7 @@ from multigrad.frameworks import DIFFERENTIATING
 from multigrad.ops.fixed import FAULTS
 from multigrad.testing import audit_gradients
 from multigrad.testing.audit.cases import Known, elementwise, whole
+from multigrad.testing.audit.elementwise import complex_number
 from multigrad.testing.audit.measure import audit_case, audit_cases
 from multigrad.testing.audit.report import Audit
 from multigrad.testing.audit.rows import FAULTS as FAULTY
@@ -204,6 +205,16 @@ def test_the_page_contains_the_stored_results():
 def test_a_formula_replaces_the_values_of_the_op():
     square = whole("square", "x", np.array([1.0, 2.0]), formula=lambda x: x**3)
     assert [row.verdict for row in audit_case(square, keras.ops)] == ["wrong", "wrong"]
+    square = whole("square", "x", np.array([1.0, 2.0]), formula=lambda x: x**2)
+    assert [row.verdict for row in audit_case(square, keras.ops)] == ["right", "right"]
+
+
+def test_a_complex_output_is_compared_with_differences():
+    def call(module, x):
+        return module.square(complex_number(module, x, 2.0 * x + 1.0))
+
+    case = whole("square", "x", np.array([1.0, 2.0]), call=call, orders=(1,))
+    assert [row.verdict for row in audit_case(case, keras.ops)] == ["right"]
 
 
 @pytest.mark.slow
