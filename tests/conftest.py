@@ -70,22 +70,16 @@ def pytest_report_header() -> str:
 # The fast run takes a third of the cases of a test with more cases than this, another third on each backend.
 # The second number is for the tests of one framework, whose other thirds are in the full run alone.
 FEW_CASES, FEW_OF_ONE_FRAMEWORK = 3, 12
-# Tests whose cases take so little time that the fast run has all of them on each backend.
-QUICK = (
-    *("answers", "binding", "calculus", "closure", "dtypes", "errors", "forms", "mapping", "structures"),
-    *("symbolic", "testing", "variables"),
-)
 
 
 def other_thirds(items: list[pytest.Item], third: int) -> Iterator[pytest.Item]:
-    """Yield the cases of fast tests with many cases that are not quick, but for a third, and at least one.
+    """Yield the cases of fast tests with many cases, but for one third of them, and for at least one.
 
     The name of a case decides, so that it is in one of the three thirds wherever it is collected.
     """
     cases = defaultdict(list)
     for item in items:
-        is_quick = item.path.stem.removeprefix("test_") in QUICK
-        if not (is_quick or any(map(item.get_closest_marker, ("slow", "package")))):
+        if not any(map(item.get_closest_marker, ("slow", "package", "every_case"))):
             cases[item.nodeid.partition("[")[0]].append((zlib.crc32(item.nodeid.encode()), item))
     for name, of_test in cases.items():
         is_of_one_framework = "/on_" in name or "/backends/" in name

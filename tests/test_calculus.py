@@ -11,6 +11,8 @@ from support import array, close, compiled, numpy
 
 from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 
+pytestmark = pytest.mark.every_case
+
 ONES = np.ones(2, "float32")
 
 

@@ -16,7 +16,7 @@ from multigrad.core.closure import lift, restore
 from multigrad.core.reachable import may_hold_tensors, reachable_tensors
 from multigrad.core.type_sets import TypeSet
 
-pytestmark = pytest.mark.forward
+pytestmark = [pytest.mark.forward, pytest.mark.every_case]
 
 
 class Tensor:

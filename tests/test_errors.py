@@ -17,6 +17,8 @@ from multigrad import grad, op_custom_gradient
 from multigrad.cli import explain
 from multigrad.core.errors import message
 
+pytestmark = pytest.mark.every_case
+
 ONES = np.ones(3, "float32")
 
 

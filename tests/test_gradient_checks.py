@@ -147,6 +147,7 @@ CAUSES = {
     "a percent": (lambda x: x**2, lambda u, x: 2.02 * u * x, (X,), "is 1.01 times the right one"),
     "zero": (lambda x: x**2, lambda u, x: 0.0 * u * x, (X,), "is zero everywhere"),
     "a scalar": (lambda x: x**2, lambda u, x: 6.0 * u * x, (1.5,), "is 3 times the right one"),
+    "a third": (lambda x: x**3, lambda u, x: u * x**2, (1.5,), "is 0.3333 times the right one"),
     "a mean": (lambda x: ops.mean(x), lambda u, x: u + 0.0 * x, (BIAS,), "a sum over 3 elements is extra"),
     "exchanged": (
         lambda x, y: x / y,
@@ -173,6 +174,12 @@ CAUSES = {
         (BATCH, BIAS),
         "a sum over the batch is missing: the gradient of 'inputs'[1] is that of one row",
     ),
+    "one of two rows": (
+        lambda x, b: x * b,
+        lambda u, x, b: (u * b, (u * x)[0]),
+        (BATCH[:2], BIAS),
+        "a sum over the batch is missing: the gradient of 'inputs'[1] is that of one row",
+    ),
     "the last row": (
         lambda x, b: x * b,
         lambda u, x, b: (u * b, (u * x)[-1]),
@@ -188,6 +195,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_probable_cause(name):
     function, rule, args, cause = CAUSES[name]

@@ -11,6 +11,8 @@ import multigrad
 from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, vjp, vmap
 from multigrad import ops as shelf
 
+pytestmark = pytest.mark.every_case
+
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 XS, WS = ops.stack([X, 2.0 * X]), ops.stack([W, -W])
 EACH = each_of()

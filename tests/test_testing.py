@@ -14,6 +14,8 @@ from multigrad.processes import run_on
 from multigrad.testing import check_gradients, compare_backends
 from multigrad.testing.comparison import Measurement, _source_file, compare, measure
 
+pytestmark = pytest.mark.every_case
+
 X = np.array([[0.3, -0.7], [1.2, 0.9]])
 W = np.array([[0.5, 2.0], [-1.5, 0.8]])
 
