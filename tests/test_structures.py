@@ -431,6 +431,7 @@ def test_tensors_in_a_container_of_an_unknown_class(container):
         op(container(array(1.0)))
     assert "op: " in str(error.value)
     assert "argument: 'd'" in str(error.value)
+    assert "got: an object of the class Unregistered" in str(error.value)
 
 
 @dataclasses.dataclass
