@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import types
 
 import keras
 import numpy as np
@@ -168,6 +169,11 @@ def test_the_rows_are_the_stored_ones(module):
     versions, count, stored = stored_audits.load(module, BACKEND)
     assert stored_audits.changes(stored, rows) == {}, versions
     assert len(rows) == count
+
+
+def test_an_op_that_keras_lacks_has_no_cases():
+    assert cases_of(types.ModuleType("older"), "keras.ops") == []
+    assert {case.op for case in cases_of(types.SimpleNamespace(square=ops.square), "keras.ops")} == {"square"}
 
 
 def test_a_changed_row_is_named():
