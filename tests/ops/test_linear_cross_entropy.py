@@ -786,6 +786,11 @@ def forward(f):
     return lambda *args: jvp(f, args, tuple(ops.cos(x) for x in args))[1]
 
 
+def test_the_loss_with_all_options():
+    own, wanted = with_options("sum", OPTIONS[3])
+    close(own(*TENSORS), wanted(*TENSORS), 1e-4)
+
+
 @pytest.mark.parametrize(
     ("derivative", "run_by", "reduction", "options"),
     slow_but(
