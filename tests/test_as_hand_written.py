@@ -147,6 +147,21 @@ def test_a_rule_that_uses_its_object_sees_concrete_values():
     close(seen, array([3.0, 3.0]))
 
 
+def test_a_differentiated_tensor_that_the_function_closes_over_is_concrete():
+    """The op has no gradient for it: the function of `x` is `c x` with the constant `c = 2 x`."""
+
+    def outer(x):
+        c = 2.0 * x
+
+        @op_custom_gradient
+        def op(x):
+            return x * float(np.sum(ops.convert_to_numpy(c))), lambda u: 7.0 * u
+
+        return op(x) + 0.0 * c
+
+    close(grad(outer)(array(3.0)), array(7.0))
+
+
 def test_differentiated_weights_are_concrete():
     layer = a_layer_with_a_weight()
     of_x, (of_w,) = grad(lambda x: ops.sum(layer(x)), 0, variables=[layer.w])(array([3.0, 4.0]))
