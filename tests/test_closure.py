@@ -141,6 +141,24 @@ def test_state_is_not_copied():
     assert [rule(), lifted(), rule()] == [(1, 6, 2), (2, 7, -2), (3, 8, 2)]
 
 
+def test_state_of_a_function_in_a_list_is_not_copied():
+    def make():
+        last, e = Tensor(5), Tensor(2)
+
+        def write():
+            nonlocal last
+            last = Tensor(last.value + 1)
+            return last.value
+
+        writers = [write]
+        return lambda: (writers[0](), e.value)
+
+    rule = make()
+    lifted, lifted_count = negated(rule)
+    assert lifted_count == 1
+    assert [rule(), lifted(), rule()] == [(6, 2), (7, -2), (8, 2)]
+
+
 def test_containers_in_cells_of_the_function_are_not_copied():
     seen, outer = [Tensor(1)], Tensor(2)
 
