@@ -104,7 +104,7 @@ def install(session: nox.Session, *requirements: str) -> None:
 
 
 def discard(session: nox.Session) -> None:
-    """Remove the environment of the session on CI, which uses it once. All environments take 10 GB."""
+    """Remove the environment of the session on CI, which uses it once. All environments take 6 GB."""
     if os.environ.get("CI"):
         shutil.rmtree(session.virtualenv.location)
 
