@@ -58,7 +58,7 @@ def benchmarks(backend: str, has_accelerator: bool) -> list[Part]:
 
 
 def tests(processes: int) -> Part:
-    """Return the fast tests. A warning is no error: machines with a GPU have other packages, too."""
+    """Return the fast tests, in which warnings are not errors: other packages on the machine may warn."""
     options = ("-q", "--tb=line", "--no-header", "-W", "default", "-n", str(processes))
     # XLA would time several kernels for each of thousands of small programs.
     return Part("Fast tests", 1.0, ("-m", "pytest", *options), {"XLA_FLAGS": "--xla_gpu_autotune_level=0"})

@@ -96,7 +96,7 @@ def make_run(variant: str, mode: str, tensors: Any, second: bool) -> tuple[Calla
 
     arguments = features, labels, kernel
     if mode == "compiled":
-        return backend.active.compiled(loss_and_gradients), arguments
+        return backend.active.compile_function(loss_and_gradients), arguments
     if mode == "xla":
         return native.by_xla(loss_and_gradients, arguments[:2], arguments[2:]), arguments
     return loss_and_gradients, arguments
@@ -154,13 +154,14 @@ def compare(
                 times[variant].append(taken)
                 peaks[variant].append(memory.peak / MEGABYTE)
             del results
+    programs = {variant: _program_of(*runs[variant]) if with_counts else None for variant in runs}
     found = {
         variant: {
             "seconds": min(times[variant]),
             "median_seconds": statistics.median(times[variant]),
-            "peak_megabytes": _planned(*runs[variant]) or statistics.median(peaks[variant]),
+            "peak_megabytes": _planned(programs[variant]) or statistics.median(peaks[variant]),
             "error": max(abs(a / b - 1.0) for a, b in zip(sizes[variant], sizes["plain"], strict=True)),
-            "count": _count(variant, *runs[variant]) if with_counts else "",
+            "count": _count(programs[variant], *runs[variant]) if with_counts else "",
         }
         for variant in runs
     }
@@ -168,20 +169,25 @@ def compare(
     return {**facts, "shape": shape, "variants": found}
 
 
-def _planned(run: Callable[..., Any], arguments: Any) -> float | None:
+def _program_of(run: Callable[..., Any], arguments: Any) -> Any:
+    """Return the compiled program of a function that `jax.jit` compiles, None for others."""
+    return run.lower(*arguments).compile() if hasattr(run, "lower") else None
+
+
+def _planned(program: Any) -> float | None:
     """Return the megabytes that a program of JAX takes on a GPU, because JAX cannot reset its maximum."""
-    if native.accelerator() is None or not hasattr(run, "lower"):
+    if native.accelerator() is None or program is None:
         return None
-    memory = run.lower(*arguments).compile().memory_analysis()
+    memory = program.memory_analysis()
     return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / MEGABYTE
 
 
-def _count(variant: str, run: Callable[..., Any], arguments: Any) -> str:
+def _count(program: Any, run: Callable[..., Any], arguments: Any) -> str:
     """Return the number of launched operations on PyTorch, and the bytes of the program on JAX."""
     if hasattr(native, "launches"):
         return f"{native.launches(lambda: run(*arguments))} operations"
-    if hasattr(run, "lower"):
-        cost = run.lower(*arguments).compile().cost_analysis()
+    if program is not None:
+        cost = program.cost_analysis()
         return f"{cost['bytes accessed'] / 1e9:.1f} GB, {cost['flops'] / 1e9:.0f} Gflop in the program"
     return ""
 

@@ -4,7 +4,7 @@ import pytest
 from keras import tree
 from support import close, slow_on
 
-from benchmarks import cases, measure
+from benchmarks import cases, large_vocabulary, measure
 from benchmarks.measure import time_in_turns
 from benchmarks.native import active
 
@@ -71,3 +71,10 @@ def test_timed_derivatives(order):
     case = cases.log1pexp()
     got = active.derivative(case.implementations["multigrad"], order)(*case.args)
     close(got, active.derivative(case.implementations["plain"], order)(*case.args), 1e-4)
+
+
+def test_the_losses_of_a_large_vocabulary_are_equal():
+    mode = large_vocabulary.MODES[:2][-1]  # compiled, and eager on PyTorch
+    result = large_vocabulary.compare(mode, [8, 4, 16], "float32", 1, second=False, with_counts=True)
+    assert set(result["variants"]) == {*large_vocabulary.VARIANTS}
+    assert all(found["error"] < 1e-4 for found in result["variants"].values())

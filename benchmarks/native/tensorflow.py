@@ -122,7 +122,7 @@ def allocated() -> int | None:
 class _GpuMemory:
     def start(self) -> int:
         tf.config.experimental.reset_memory_stats("GPU:0")
-        return allocated() or 0
+        return allocated()
 
     def peak(self) -> int:
         return tf.config.experimental.get_memory_info("GPU:0")["peak"]
