@@ -145,12 +145,14 @@ _linearize_without_entry = look_up("jax._src.interpreters.ad.fallback_linearize_
 
 
 def _count_linearization() -> int | None:
-    """Return how many values a linearization returns in this version, None for an older form.
+    """Return how many values a linearization returns in this version, None if it has another form.
 
     There are four in 0.10.0 to 0.11.0, and five from 0.11.1 on. An entry with another number raises an error
     at the first gradient.
     """
-    if "_is_vjp" not in inspect.signature(_linearize_without_entry or (lambda: None)).parameters:
+    if _primitive_linearizations is None or _linearize_without_entry is None:
+        return None
+    if "_is_vjp" not in inspect.signature(_linearize_without_entry).parameters:
         return None
     counts: list[int] = []
 
@@ -160,6 +162,9 @@ def _count_linearization() -> int | None:
 
     jax.eval_shape(count, np.float32(1.0))  # computes nothing: an import must not start the runtime
     return counts[0]
+
+
+_LINEARIZATION = _count_linearization()
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) -> None:
@@ -173,12 +178,8 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...
         return results, has_tangent, residuals, None, lambda residuals, _, *ts: linear(residuals, *ts)
 
     forms: dict[int | None, Callable[..., tuple[Any, ...]]] = {4: four, 5: five}
-    form = forms.get(_LINEARIZATION)
-    if form is not None and _primitive_linearizations is not None:
-        _primitive_linearizations[primitive] = form
-
-
-_LINEARIZATION = _count_linearization()
+    if _LINEARIZATION in forms:
+        _primitive_linearizations[primitive] = forms[_LINEARIZATION]
 
 
 # The class of arrays, whose constructor makes another object for the same buffers (0.7 to 0.12).
