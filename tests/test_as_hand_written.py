@@ -148,7 +148,7 @@ def test_a_rule_that_uses_its_object_sees_concrete_values():
 
 
 def test_a_differentiated_tensor_that_the_function_closes_over_is_concrete():
-    """The op has no gradient for it: the function of `x` is `c x` with the constant `c = 2 x`."""
+    """The op multiplies by the value of `c`, and has no gradient with respect to `c`."""
 
     def outer(x):
         c = 2.0 * x

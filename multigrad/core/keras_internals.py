@@ -1,7 +1,7 @@
 """The private names of Keras (3.12 to 3.15), except those of its state during a call (`core/context.py`).
 
 They are looked up when multigrad is imported. A missing name raises an ImportError then. Keras has no public
-API for the purposes.
+API for what they do.
 """
 
 from typing import Any
@@ -31,6 +31,9 @@ def narrow_dtypes() -> dict[str, str]:
     """
     table: dict[str, str] = look_up("keras.src.backend.common.dtypes.BIT64_TO_BIT32_DTYPE")
     return table
+
+
+# Functions in Python, because Dynamo (PyTorch 2.13) does not trace an `operator.attrgetter`.
 
 
 def stored_value(variable: keras.Variable) -> Any:

@@ -82,7 +82,7 @@ def spectral_function(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pai
 
 
 @op_custom_gradient(name="multigrad>_spectral_function")
-def _apply(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
+def _of_matrix(a: Tensor, fn: Callable[..., Any], *others: Tensor) -> Pair:
     """Return `f(A)` without the checks of `spectral_function`."""
     values, vectors = _eigh(a)
     return _matrix_of(vectors, fn(values, *others)), _rule(a, fn, others)
@@ -92,7 +92,7 @@ def _rule(a: Any, fn: Callable[..., Any], others: Sequence[Any]) -> Callable[[An
     def rule(upstream: Any) -> Any:
         # The derivative of `f(A)` with respect to a scalar is `g(A)`, for `g = df/dscalar`.
         slopes = _slopes_of_others(fn, others)
-        of_others = [_inner(upstream, _apply(a, slope, *others)) for slope in slopes]
+        of_others = [_inner(upstream, _of_matrix(a, slope, *others)) for slope in slopes]
         return _first(a, upstream, fn, *others), None, *of_others
 
     return rule

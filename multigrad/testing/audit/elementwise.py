@@ -22,7 +22,9 @@ ONE_AT_INF = {INF: Known(first=1.0, second=0.0), -INF: Known(first=0.0, second=0
 
 def choices(*points: tuple[float, float] | tuple[float, float, float]) -> dict[float, Known]:
     """Return the conventions at some points: the point, the first and perhaps the second derivative."""
-    return {point: Known(choice=first, second=[*second, None][0]) for point, first, *second in points}
+    return {
+        point: Known(choice=first, second=second[0] if second else None) for point, first, *second in points
+    }
 
 
 def elementwise_cases() -> list[Case]:
