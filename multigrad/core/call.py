@@ -145,7 +145,7 @@ class Call:
             f: the function with another closure. The default is the function itself.
         """
         count = len(inputs) - len(first.variables)
-        scope = Pinned(first.variables, inputs[count:], first.outer_scope)
+        scope = Pinned(first.variables, inputs[count:], first.outer_scope, first.name)
         with scope, restore_context(first.context):
             returned = self.pullback.call(f or self.f, inputs[:count])
         run = self._result(returned, inputs[:count], scope, first.outer_scope, first.context)
@@ -347,8 +347,12 @@ class Pullback(HoldsNoTensor):
         else:
             scope = ReadOnly()
             scope.name = self.name
-            with scope:
-                answer = self._answer(rule, upstream)
+            try:
+                with scope:
+                    answer = self._answer(rule, upstream)
+            except Exception as error:
+                error.add_note(f"raised in the rule of {self.name}")
+                raise
         if answer is None:
             raise self._no_answer()
         structured = (upstream, specs) if len(upstream) > 1 and self.form != FLAT else None

@@ -137,6 +137,16 @@ def in_scope() -> bool:
         return type(scope.original_scope) not in (type(None), ReadOnly)
 
 
+def name_of_caller() -> str:
+    """Return the name of the op whose function or rule calls the present op, "" for none.
+
+    It is called in the function of the present op.
+    """
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        present = scope.original_scope
+        return getattr(present.original_scope, "name", "") if isinstance(present, _Scope) else ""
+
+
 def values_in_scopes(scope: keras.StatelessScope | None) -> list[Any]:
     """Return the values that variables have in a scope and in the scopes around it."""
     values: list[Any] = []
@@ -333,7 +343,7 @@ class Pinned(_Scope):
         variables: Sequence[keras.Variable],
         values: Sequence[Any],
         outer_scope: keras.StatelessScope | None = None,
-        name: str = "multigrad",
+        name: str = "",
     ) -> None:
         self.variables, self.values, self.name = variables, values, name
         state: Sequence[tuple[keras.Variable, Any]] = ()

@@ -13,6 +13,7 @@ from multigrad.core.errors import describe, message, require_function, shape_tex
 from multigrad.core.op import op_custom_gradient
 from multigrad.core.signature import name_of
 from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
+from multigrad.core.variables import name_of_caller
 
 
 @backend.active.opaque_to_compiler
@@ -39,8 +40,8 @@ def host_call(
     and on a KerasTensor, where it is a node of the Functional model. The model can be saved if `function` is
     registered with `keras.saving.register_keras_serializable`. `torch.compile` breaks the graph at the call.
 
-    It has no derivative. Write a rule around it, as above. A second derivative needs a rule that calls an op
-    with a rule of its own.
+    It has no derivative. Write a rule around it, as above. Forward mode and second derivatives need a rule
+    that calls no host code, or calls it in an op with a rule of its own.
 
     Arguments:
         function: a function of the arguments, with read-only NumPy arrays instead of tensors. It returns
@@ -119,7 +120,8 @@ def _spec(name: str, leaf: Any) -> Spec:
 
 @op_custom_gradient(name="multigrad>host_call")
 def _host_call(function: Any, output: Any, vectorized: bool, args: Any, kwargs: Any) -> Any:
-    name = f"host_call of {name_of(function)!r}"
+    caller = name_of_caller()
+    name = f"host_call of {name_of(function)!r}" + (f" in {caller}" if caller else "")
     tensors, layout = split((args, kwargs))
     output_layout, specs = _resolve(name, output, args, kwargs)
     host = HostFunction(name, function, layout, output_layout, specs, [len(t.shape) for t in tensors])
@@ -132,8 +134,9 @@ def _host_call(function: Any, output: Any, vectorized: bool, args: Any, kwargs: 
             message(
                 name,
                 "the call has no derivative",
-                required="a rule around the call, if a gradient is needed",
-                got="a gradient with respect to its arguments",
+                required="a rule around the call. A rule that calls host code has no derivative itself: no "
+                "forward mode and no second derivative",
+                got="a derivative with respect to its arguments",
                 fix="call it in a function that op_custom_gradient decorates and that returns a rule, or on "
                 "keras.ops.stop_gradient(x)",
             )

@@ -156,7 +156,8 @@ def test_a_rule_around_the_call(way, order):
 def test_a_gradient_without_a_rule_raises(way):
     f = way(lambda x: ops.sum(host_call(double, x * 3.0, output=x)))
     with pytest.raises(
-        TypeError, match=r"(?s)host_call of 'double': the call has no derivative.*a rule around the call"
+        TypeError,
+        match=r"(?s)host_call of 'double'( in \S+)?: the call has no derivative.*a rule around the call",
     ):
         grad(f)(array([1.0, 2.0]))
     with pytest.raises(TypeError, match="the call has no derivative"):
@@ -170,7 +171,7 @@ def test_a_second_derivative_through_a_host_call_in_a_rule_raises():
         return host_call(np.sin, x, output=x), lambda upstream: upstream * slope
 
     close(grad(f)(0.0), array(1.0))
-    with pytest.raises(TypeError, match="host_call of 'cos': the call has no derivative"):
+    with pytest.raises(TypeError, match="host_call of 'cos' in f: the call has no derivative"):
         grad(grad(f))(0.5)
 
 

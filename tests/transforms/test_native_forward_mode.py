@@ -70,6 +70,11 @@ class Calling(keras.layers.Layer):
         return host_call(np.sin, x, output=x) * self.w, rule
 
     @op_custom_gradient
+    def host_slope(self, x):
+        slope = host_call(np.cos, x, output=x)
+        return host_call(np.sin, x, output=x), lambda u: u * self.factor * slope
+
+    @op_custom_gradient
     def gradient(self, x):
         return x * 2.0, lambda u: u * self.factor * grad(cube)(x)
 
@@ -84,6 +89,17 @@ class Calling(keras.layers.Layer):
 @op_custom_gradient
 def host_code(x):
     return host_call(np.sin, x, output=x), lambda u: u * 7.0
+
+
+@op_custom_gradient
+def host_slope(x):
+    slope = host_call(np.cos, x, output=x)
+    return host_call(np.sin, x, output=x), lambda u: u * 7.0 * slope
+
+
+@op_custom_gradient
+def host_rule(x):
+    return x * 2.0, lambda u: host_call(np.negative, u, output=u)
 
 
 @op_custom_gradient
@@ -103,6 +119,25 @@ def by_multigrad(function, x, along):
 @pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
 def test_a_function_that_calls_host_code(op, forward):
     close(forward(op, X, ALONG), 7.0 * ALONG)
+
+
+@pytest.mark.parametrize("op", [host_slope, LAYER.host_slope])
+@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
+def test_a_rule_that_uses_a_result_of_host_code(op, forward):
+    close(forward(op, X, ALONG), 7.0 * ops.cos(X) * ALONG)
+
+
+@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
+def test_a_derivative_of_a_result_of_host_code_raises(forward):
+    with pytest.raises((TypeError, NotImplementedError), match="host_slope"):
+        forward(grad(lambda x: ops.sum(host_slope(x) ** 2)), X, ALONG)
+
+
+@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
+def test_a_rule_that_calls_host_code_raises(forward):
+    close(grad(lambda x: ops.sum(host_rule(x)))(X), -ops.ones(3))
+    with pytest.raises(TypeError, match="host_call of 'negative' in host_rule: the call has no derivative"):
+        forward(host_rule, X, ALONG)
 
 
 @pytest.mark.parametrize("op", [gradient, LAYER.gradient, LAYER.gradient_and_weight])

@@ -16,11 +16,14 @@ from multigrad.backend.torch.eager import (
     with_history,
 )
 from multigrad.backend.torch.private import (
+    JVP,
+    VMAP,
     forward_ad,
     forward_level,
     saved_tensor_hooks,
     set_forward_mode,
     skip_frames,
+    transforms,
     untransformed,
 )
 from multigrad.backend.torch.state import (
@@ -43,7 +46,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     used = list(_tensors_in_reach(call))  # before the function runs, which may store intermediate results
     run = _run_stripped(call, tensors, used)
     is_lazy = False
-    if _uses_intermediates(run, used):
+    if _uses_intermediates(run, used) and not _needs_rule_alone(run, used):
         is_lazy = not _needs_recording(run, used, run.inputs[len(tensors) :])
         if not is_lazy:
             run = call.rerun(run.inputs, run.pullback)  # on inputs with history
@@ -66,6 +69,25 @@ def _uses_intermediates(run: Run, used: Sequence[torch.Tensor]) -> bool:
     """
     others = [other for other in run.others() if is_differentiable(other)]
     return any([not _is_in(other, used) for other in others]) or _reaches_tensors_in_objects(run)
+
+
+def _needs_rule_alone(run: Run, used: Sequence[torch.Tensor]) -> bool:
+    """Return whether one derivative is taken, in forward mode. It needs no tangents of intermediate results.
+
+    `used` are the tensors that the function could use before it ran.
+    """
+    kinds = [transform.key() for transform in transforms() if transform.key() != VMAP]
+    if forward_level() < 0 or kinds not in ([], [JVP]):
+        return False
+    # Those that the function recorded belong to a pullback, which is transposed.
+    kept = [*run.others(), *(_tensors_in_objects(run.rule, run.residuals) if run.is_opaque else ())]
+    if any([tensor.requires_grad for tensor in kept]):
+        return False
+    values = [torch.func.debug_unwrap(tensor, recurse=True) for tensor in (*run.inputs, *used)]
+    if torch.is_grad_enabled() and any([value.requires_grad for value in values]):
+        return False
+    # Dual numbers around a transform are of another derivative.
+    return not (kinds and any(map(_has_tangent, values)))
 
 
 def _needs_recording(run: Run, used: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> bool:

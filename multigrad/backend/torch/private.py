@@ -31,6 +31,7 @@ untransformed = look_up("torch._functorch.pyfunctorch.temporarily_clear_interpre
 # Return the active transforms, with their levels and batch sizes.
 transforms = look_up("torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters")
 VMAP = look_up("torch._C._functorch.TransformType.Vmap")
+JVP = look_up("torch._C._functorch.TransformType.Jvp")
 # Return the level and the mapped axis of a tensor's wrapper.
 level_of = look_up("torch._C._functorch.maybe_get_level")
 axis_of = look_up("torch._C._functorch.maybe_get_bdim")
