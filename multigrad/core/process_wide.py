@@ -17,12 +17,12 @@ class Shared:
     from multigrad.core.process_wide import Shared
 
     @contextlib.contextmanager
-    def switched():
+    def switch_on():
         print("on")
         yield
         print("off")
 
-    switch = Shared(switched)
+    switch = Shared(switch_on)
     with switch, switch:  # in one thread or in two
         pass
     # on

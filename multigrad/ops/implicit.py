@@ -218,11 +218,11 @@ def linear_solve(
     from multigrad import grad
     from multigrad.ops import linear_solve
 
-    def solved(scale):
+    def total(scale):
         return ops.sum(linear_solve(lambda x, scale: scale * x, ops.ones(2), scale))
 
-    print(solved(4.0))  # 0.5
-    print(grad(solved)(4.0))  # -0.125
+    print(total(4.0))  # 0.5
+    print(grad(total)(4.0))  # -0.125
     ```
 
     The matrix of the map is never computed, except with `solver="dense"`. The gradient solves the equation
