@@ -1,5 +1,6 @@
 """check_gradients: the precision that it finds, the causes that it names, and random rules."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from keras import ops
@@ -11,7 +12,7 @@ from multigrad import backend, jit, op_custom_gradient
 from multigrad import ops as shelf
 from multigrad.testing import check_gradients
 from multigrad.testing.causes import Compared
-from multigrad.testing.precision import detect_precision
+from multigrad.testing.precision import EPSILON, detect_precision
 from multigrad.testing.tensors import random_weights
 
 X = np.array([[0.3, -0.7], [1.2, 0.9]])
@@ -66,7 +67,16 @@ NARROW = {
     "a constant": (lambda x: x * ops.cast(np.float32(0.1), x.dtype), "float64"),
     "wider": (lambda x: ops.cast(x, "complex128"), "float64"),
     "an integer": (lambda x: x * ops.cast(ops.cast(x, "int32"), x.dtype), "float64"),
+    "exact numbers": (
+        lambda x: x * ops.cast(ops.cast(x > 0.0, "float32") + ops.cast(x < 9.0, "float32"), x.dtype),
+        "float64",
+    ),
 }
+
+
+@pytest.mark.parametrize("dtype", EPSILON)
+def test_the_distance_to_the_next_number(dtype):
+    assert EPSILON[dtype] == float(ml_dtypes.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", NARROW)

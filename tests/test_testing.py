@@ -610,6 +610,10 @@ def test_an_order_that_is_not_an_integer_raises():
 def test_infinities_that_agree():
     for number in (np.inf, np.nan):
         assert compare({"jax": measured(number), "torch": measured(number)}, ()) == {"output": 0.0}
+    # The largest difference of the other elements counts.
+    pair = {name: measured(np.inf, shape=(2,)) for name in ("jax", "torch")}
+    pair["torch"].arrays["output"][0] += 1e-6
+    assert compare(pair, ()) == {"output": pytest.approx(1e-6, rel=1e-3)}
 
 
 def test_two_variables_with_the_same_name():
