@@ -154,6 +154,7 @@ def check_first_derivatives(op, args, options, first, wrap):
         np.testing.assert_allclose(numpy(got), value, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("op", "args", "options", "first", "second"), FIRST_OF_EACH)
 def test_derivatives(op, args, options, first, second):
     check_first_derivatives(op, args, options, first, lambda f: f)
