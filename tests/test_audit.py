@@ -215,6 +215,12 @@ def test_a_formula_replaces_the_values_of_the_op():
     assert [row.verdict for row in audit_case(square, keras.ops)] == ["right", "right"]
 
 
+def test_a_stated_derivative_replaces_the_differences():
+    (case, *_) = elementwise("square", 1.0, half=None, known={1.0: Known(first=3.0, second=3.0)})
+    assert [row.verdict for row in audit_case(case, Wrong)] == ["right", "right"]
+    assert [row.verdict for row in audit_case(case, keras.ops)] == ["wrong", "wrong"]
+
+
 def test_a_complex_output_is_compared_with_differences():
     def call(module, x):
         return module.square(complex_number(module, x, 2.0 * x + 1.0))
