@@ -18,7 +18,7 @@ from multigrad.core.closure import restore
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
     graph = graph_here()
     eager = graph is None
-    run, host_calls = run_noting_host_calls(call, tensors) if eager else (call.run(tensors), ())
+    run, host_calls = run_noting_host_calls(call, tensors)
     outputs, inputs, pullback = run.outputs, run.inputs, run.pullback
     if not outputs or (eager and not may_record()):
         return pullback.output.join(outputs)

@@ -74,7 +74,7 @@ def note_host_call(tensors: Sequence[Any]) -> None:
 
 
 def run_noting_host_calls(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any] | None]:
-    """Run the function in eager code. Also return the arguments of calls of `host_call` in it.
+    """Run the function. Also return the arguments of calls of `host_call` in it.
 
     They are None for a `host_call` in the function of another op. Forward mode does not record it: it would
     compute its derivative at once, which does not exist, although the rule of the other op replaces it.

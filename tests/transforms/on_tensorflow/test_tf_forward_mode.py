@@ -114,6 +114,34 @@ def test_forward_mode_in_a_compiled_function(get):
     close(tf.function(lambda: get(case.op), jit_compile=True)(), get(case.meant), 1e-4)
 
 
+@op_custom_gradient
+def host_square(x):
+    return host_call(np.square, x, output=x), lambda u: u * 7.0 * x
+
+
+@op_custom_gradient
+def host_sine(x):
+    slope = host_call(np.cos, x, output=x)
+    return host_call(np.sin, x, output=x), lambda u: u * 7.0 * slope
+
+
+@pytest.mark.parametrize("get", [derivative, *SECOND])
+def test_host_code_in_a_function(get):
+    meant = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x))
+    close(tf.function(lambda: get(lambda x, w: host_square(x) * w))(), get(lambda x, w: meant(x) * w), 1e-4)
+
+
+def test_a_result_of_host_code_in_a_function():
+    meant = op_custom_gradient(lambda x: (tf.sin(x), lambda u: u * 7.0 * tf.cos(x)))
+    close(
+        tf.function(lambda: derivative(lambda x, w: host_sine(x) * w))(),
+        derivative(lambda x, w: meant(x) * w),
+    )
+    for get in SECOND:
+        with pytest.raises(NotImplementedError, match="host_sine: in nested forward mode"):
+            tf.function(lambda get=get: get(lambda x, w: host_sine(x) * w))()
+
+
 @cases
 def test_forward_mode_around_a_function(case):
     close(derivative(tf.function(case.op)), derivative(case.meant), 1e-4)
