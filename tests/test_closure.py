@@ -326,6 +326,19 @@ def test_objects_are_opaque():
     assert restore(template, [])() is held.e
 
 
+def test_an_assigned_tensor_is_opaque():
+    held = Tensor(1)
+
+    def rule():
+        nonlocal held
+        held = Tensor(held.value + 1)
+        return held
+
+    tensors, template, opaque = lift(rule, TENSORS)
+    assert (tensors, opaque) == ([], True)
+    assert [restore(template, [])().value for _ in range(2)] == [2, 3]
+
+
 IN_A_GLOBAL = [Tensor(1)]
 LOGGER = logging.getLogger(__name__)
 

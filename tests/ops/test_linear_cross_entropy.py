@@ -109,6 +109,15 @@ def test_dtypes(dtype):
     close([ops.cast(dx, "float32"), ops.cast(dw, "float32")], list(wanted), 0.1 if "16" in dtype else 1e-5)
 
 
+def test_sums_over_blocks_in_float64():
+    scores = X.reshape(-1, 4) @ W
+    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True) - np.eye(7)[Y.reshape(-1)]
+    with backend.active.wide():
+        x, w = (ops.convert_to_tensor(value, dtype="float64") for value in (X, W))
+        got = grad(lambda w: ops.sum(linear_cross_entropy(x, w, Y, block_size=3)))(w)
+        np.testing.assert_allclose(numpy(got), X.reshape(-1, 4).T @ shares, rtol=1e-12)
+
+
 def test_nested_lists_have_gradients():
     kernel, labels = array(np.float32(np.arange(12.0).reshape(3, 4))), np.array([0, 1])
     rows = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
