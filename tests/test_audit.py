@@ -219,6 +219,10 @@ def test_a_stated_derivative_replaces_the_differences():
     (case, *_) = elementwise("square", 1.0, half=None, known={1.0: Known(first=3.0, second=3.0)})
     assert [row.verdict for row in audit_case(case, Wrong)] == ["right", "right"]
     assert [row.verdict for row in audit_case(case, keras.ops)] == ["wrong", "wrong"]
+    # The other points are compared with differences.
+    known = {1.0: Known(first=3.0, second=3.0)}
+    (case, *_) = elementwise("square", 1.0, 2.0, half=None, known=known)
+    assert [row.verdict for row in audit_case(case, Wrong)] == ["right", "wrong", "right", "wrong"]
 
 
 def test_a_complex_output_is_compared_with_differences():
