@@ -237,7 +237,7 @@ def child(folder: Path, function: Callable[..., None], results: Any, *arguments:
     """Call the function in a folder, with the packages and tests of this folder."""
     os.setsid()
     os.chdir(folder)
-    sys.path[0] = str(folder)
+    sys.path[0] = os.environ["PYTHONPATH"] = str(folder)  # also in processes that a test starts
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
