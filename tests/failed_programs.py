@@ -151,4 +151,32 @@ def loss(x0):
 
 result = derivatives(loss, [x0], [0], [], modes=["grad"], compiled=False)
 """,
+    # JAX: a lazy gradient read a weight outside of the scope of its rule, where it was a tracer of the loop.
+    "a lazy gradient that reads a weight in a loop": """
+x0 = array(-0.1875, 0.015625, -0.515625)
+w0 = Variable(-0.671875, -0.390625, 0.15625)
+
+@op_custom_gradient
+def op0(a):
+    s0 = w0 * -0.7
+    y0 = s0 * a
+
+    def rule(u0, variables):
+        return (lambda: 2.0 * u0 * (w0 * s0)), [0.5 * u0 * (w0 * a)]
+    return y0, rule
+
+def loss(x0):
+    return ops.sum(loop(lambda p: ops.sin(op0(p)))(x0))
+
+result = derivatives(loss, [x0], [], [w0], modes=["grad", "grad"], compiled=False)
+""",
+    # JAX: the derivative of `keras.ops.abs` at zero is 1.
+    "a second derivative of a spike at zero": """
+x0 = array(-0.5, 0.0, 0.25)
+
+def loss(x0):
+    return ops.sum(ops.sin(shelf.spike(x0)))
+
+result = derivatives(loss, [x0], [0], [], modes=["grad", "grad", "grad"], compiled=False)
+""",
 }

@@ -50,8 +50,8 @@ class Drawing:
         self.shape = random.choice([(3,), (3,), (2, 3)])
         self.low = random.choice(["bfloat16", "float16"]) if self.chance(0.2) else None
         self.black_box = random.choice(["host_sin", "numpy_sin"]) if self.chance(0.15) else None
-        if self.low and self.backend == "torch":
-            # The cast is an intermediate value, for which PyTorch runs the function again, with a history.
+        if self.low and self.backend != "tensorflow":
+            # The cast is an intermediate value, for which the function runs again, with a history.
             self.black_box = self.black_box and "host_sin"
         self.compiled = compiled and self.black_box != "numpy_sin"
         self.integers = "n" if self.chance(0.2) else None

@@ -74,6 +74,7 @@ def test_a_rule_that_returns_nothing_raises(first):
     assert any([check_forgetful(text) for text in drawn(first).values()])
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", FAILED)
 def test_a_program_that_once_failed(name):
     check_all({name: FAILED[name]})

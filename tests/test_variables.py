@@ -9,7 +9,7 @@ import pytest
 from keras import ops
 from support import BACKEND, FIT_MODES, array, close, compiled, compiled_with_variables, numpy
 
-from multigrad import grad, op_custom_gradient, value_and_grad
+from multigrad import grad, op_custom_gradient, value_and_grad, vjp
 
 pytestmark = pytest.mark.every_case
 
@@ -531,6 +531,46 @@ def test_a_second_derivative_with_moving_averages_and_random_numbers() -> None:
 
 
 # ---------------------------------------------------------------------------------- in layers
+
+
+class Lazy(keras.layers.Layer):
+    """A layer whose rule returns lazy gradients, which read its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(), initializer="ones", name="w")
+
+    @op_custom_gradient
+    def call(self, x):
+        return x * self.w, lambda u, variables: ((lambda: u * 7.0 * self.w), [lambda: u * 5.0 * x * self.w])
+
+
+LAZY = Lazy()
+
+
+@op_custom_gradient
+def lazy(x):
+    w = LAZY.w
+    return x * w, lambda u, variables: ((lambda: u * 7.0 * w), [lambda: u * 5.0 * x * w])
+
+
+@pytest.mark.parametrize("op", [lazy, LAZY, LAZY.call])
+def test_lazy_gradients_read_the_values_of_the_call(op):
+    """The scope around the call has ended when its gradient is computed."""
+    with keras.StatelessScope([(LAZY.w, array(3.0))]):
+        _, pullback = vjp(op, array(2.0))
+    close(pullback(array(1.0))[0], array(21.0))
+
+
+@pytest.mark.parametrize("op", [lazy, LAZY, LAZY.call])
+def test_second_derivatives_of_lazy_gradients_that_read_a_weight(op):
+    close(grad(lambda x: grad(op)(x), variables=[LAZY.w])(array(2.0)), [array(7.0)])
+
+    def of_weight(x):
+        return grad(op, variables=[LAZY.w])(x)[0]
+
+    close(grad(of_weight)(array(2.0)), array(5.0))
+    close(grad(of_weight, variables=[LAZY.w])(array(2.0)), [array(10.0)])
 
 
 class Scaled(keras.layers.Layer):

@@ -342,32 +342,35 @@ class Pullback(HoldsNoTensor):
             needed: for each input, whether its gradient is used.
             specs: for each input, the shape and dtype of its gradient.
         """
+        scope: AbstractContextManager[Any]
         if _framework.is_reading_code():  # Dynamo enters no scope in a rule, and itself refuses assignments
-            answer = self._answer(rule, upstream)
+            scope = contextlib.nullcontext()
+        elif type(rule) is RuleWithTensors:
+            scope = self.scope_of(rule)
         else:
-            scope = ReadOnly()
-            scope.name = self.name
-            try:
-                with scope:
-                    answer = self._answer(rule, upstream)
-            except Exception as error:
-                error.add_note(f"raised in the rule of {self.name}")
-                raise
-        if answer is None:
-            raise self._no_answer()
-        structured = (upstream, specs) if len(upstream) > 1 and self.form != FLAT else None
-        if self.gets_variables:
-            return self._read_with_variables(answer, needed, specs, structured)
-        return read(self.name, self.arguments, self.binding, answer, specs, needed, structured)
+            scope = read_only = ReadOnly()
+            read_only.name = self.name
+        with scope:  # also while the answer is read, because lazy gradients may read variables
+            answer = self._answer(rule, upstream)
+            if answer is None:
+                raise self._no_answer()
+            structured = (upstream, specs) if len(upstream) > 1 and self.form != FLAT else None
+            if self.gets_variables:
+                return self._read_with_variables(answer, needed, specs, structured)
+            return read(self.name, self.arguments, self.binding, answer, specs, needed, structured)
 
     def _answer(self, rule: Callable[..., Any], upstream: Sequence[Any]) -> Any:
         """Call the rule in its form."""
-        if self.is_plain:
-            return rule(upstream[0])
-        if self.form == FLAT:
-            return rule(*upstream)
-        structured = self.output.join_tensors_only(upstream)
-        return rule(structured) if self.form == WHOLE else rule(upstream=structured)
+        try:
+            if self.is_plain:
+                return rule(upstream[0])
+            if self.form == FLAT:
+                return rule(*upstream)
+            structured = self.output.join_tensors_only(upstream)
+            return rule(structured) if self.form == WHOLE else rule(upstream=structured)
+        except Exception as error:
+            error.add_note(f"raised in the rule of {self.name}")
+            raise
 
     def _read_with_variables(
         self, answer: Any, needed: Sequence[bool], specs: list[Spec | None], structured: Structured | None

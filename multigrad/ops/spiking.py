@@ -14,7 +14,8 @@ from multigrad.ops.dtypes import dtype_of, wide_dtype
 
 def _fast_sigmoid(x: Any, slope: float) -> Any:
     """Return the derivative of Zenke and Ganguli 2018, of `x / (1 + slope * abs(x))`."""
-    return 1.0 / ops.square(1.0 + slope * ops.abs(x))
+    # Not `ops.abs`, whose derivative at zero is 1 on JAX (Keras 3.15).
+    return 1.0 / ops.square(1.0 + slope * x * ops.sign(x))
 
 
 def _arctan(x: Any, slope: float) -> Any:

@@ -224,3 +224,10 @@ def test_steps_that_do_not_broadcast_raise():
 @pytest.mark.parametrize("step", [1, True, np.int64(1), np.float32(1.0), 1.0])
 def test_a_constant_step(step):
     close(grad(lambda x: ops.sum(3.0 * ops.fake_quantize(x, step)))(array([1.2, 500.0])), array([3.0, 0.0]))
+
+
+def test_the_second_derivative_of_a_spike_at_zero():
+    """The surrogate derivative has its largest value there."""
+    for surrogate in ("fast_sigmoid", "arctan"):
+        slope = grad(lambda x, surrogate=surrogate: ops.spike(x, surrogate))
+        close(grad(slope)(array(0.0)), array(0.0))
