@@ -74,11 +74,13 @@ NARROW = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("dtype", EPSILON)
 def test_the_distance_to_the_next_number(dtype):
     assert EPSILON[dtype] == float(ml_dtypes.finfo(dtype).eps)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", NARROW)
 def test_the_precision_of_a_function(name):
     """The precision does not depend on values: float32 represents these values exactly."""
