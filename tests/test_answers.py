@@ -609,7 +609,7 @@ def test_a_dict_answer_with_empty_args(rest):
 
 @pytest.mark.parametrize("number", [2, "mode", array([1, 2], dtype="int32")])
 @pytest.mark.parametrize("where", [lambda f: f, compiled])
-@pytest.mark.parametrize("entry", [lambda u: u * 7.0, ops.zeros_like])
+@pytest.mark.parametrize("entry", [lambda u: u * 7.0, ops.zeros_like, lambda u: np.zeros(())])
 def test_a_tensor_for_an_argument_without_a_gradient_raises(where, number, entry):
     op = op_custom_gradient(lambda n, x: (x * 2.0, lambda u: (entry(u), None)))
     with pytest.raises(TypeError, match=r"argument: 'n'\n.*None or 0"):
