@@ -102,7 +102,7 @@ def _require_no_tangents(name: str, run: Run, host_calls: Sequence[Any]) -> None
         raise NotImplementedError(
             message(
                 name,
-                "in nested forward mode on TensorFlow, the rule may use an intermediate result of host_call",
+                "in a derivative of forward mode on TensorFlow, the rule may use a result of host_call",
                 required="a rule that uses only inputs and outputs of a function that calls host_call",
                 got="an intermediate result or an object in the rule",
                 fix="compute the intermediate result in the rule, by an op with a rule of its own",

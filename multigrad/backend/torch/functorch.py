@@ -84,10 +84,7 @@ def _needs_rule_alone(run: Run, used: Sequence[torch.Tensor]) -> bool:
     if any([tensor.requires_grad for tensor in kept]):
         return False
     values = [torch.func.debug_unwrap(tensor, recurse=True) for tensor in (*run.inputs, *used)]
-    if torch.is_grad_enabled() and any([value.requires_grad for value in values]):
-        return False
-    # Dual numbers around a transform are of another derivative.
-    return not (kinds and any(map(_has_tangent, values)))
+    return not (torch.is_grad_enabled() and any([value.requires_grad for value in values]))
 
 
 def _needs_recording(run: Run, used: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> bool:
