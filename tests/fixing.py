@@ -98,9 +98,7 @@ def _recorded() -> Iterator[set[tuple[str, int]]]:
             reached.add((frame.f_code.co_filename, frame.f_lineno))
             if function.__name__ == "message":
                 name, problem = args
-                assert len(name.split()) <= len(problem.split()), (
-                    "the name of the op comes before the problem"
-                )
+                assert len(name.split()) < len(problem.split()), "the name of the op comes before the problem"
             return function(*args, **kwargs)
 
         return recorded

@@ -18,7 +18,7 @@ _SCOPES = ("autocast_scope", "torch_device")
 
 
 class Context:
-    """A copy of Keras's state: what the call of a layer holds, and the active scopes by name."""
+    """A copy of Keras's state: the attributes of the layer's call, and the active scopes by name."""
 
     __slots__ = ("attributes", "call", "kind", "scopes")
 

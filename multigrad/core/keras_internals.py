@@ -1,7 +1,7 @@
 """The private names of Keras (3.12 to 3.15), except those of its state during a call (`core/context.py`).
 
 They are looked up when multigrad is imported. A missing name raises an ImportError then. Keras has no public
-API for what they do.
+names for them.
 """
 
 from typing import Any

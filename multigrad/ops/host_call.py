@@ -40,8 +40,8 @@ def host_call(
     and on a KerasTensor, where it is a node of the Functional model. The model can be saved if `function` is
     registered with `keras.saving.register_keras_serializable`. `torch.compile` breaks the graph at the call.
 
-    It has no derivative. Write a rule around it, as above. Forward mode and second derivatives need a rule
-    that calls no host code, or calls it in an op with a rule of its own.
+    The call has no derivative. Write a rule around it, as above. Forward mode and second derivatives need a
+    rule that calls no host code, or calls it in an op with a rule of its own.
 
     Arguments:
         function: a function of the arguments, with read-only NumPy arrays instead of tensors. It returns
@@ -133,9 +133,9 @@ def _host_call(function: Any, output: Any, vectorized: bool, args: Any, kwargs: 
         raise TypeError(
             message(
                 name,
-                "the call has no derivative",
-                required="a rule around the call. A rule that calls host code has no derivative itself: no "
-                "forward mode and no second derivative",
+                "the call has no derivative of its own",
+                required="a rule around the call. If the rule calls host code, it supports neither forward "
+                "mode nor second derivatives",
                 got="a derivative with respect to its arguments",
                 fix="call it in a function that op_custom_gradient decorates and that returns a rule, or on "
                 "keras.ops.stop_gradient(x)",

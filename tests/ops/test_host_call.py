@@ -157,7 +157,7 @@ def test_a_gradient_without_a_rule_raises(way):
     f = way(lambda x: ops.sum(host_call(double, x * 3.0, output=x)))
     with pytest.raises(
         TypeError,
-        match=r"(?s)host_call of 'double'( in \S+)?: the call has no derivative.*a rule around the call",
+        match=r"(?s)host_call of 'double'( in lambda)?: the call has no derivative.*a rule around the call",
     ):
         grad(f)(array([1.0, 2.0]))
     with pytest.raises(TypeError, match="the call has no derivative"):

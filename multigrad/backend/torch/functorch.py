@@ -76,8 +76,9 @@ def _needs_rule_alone(run: Run, used: Sequence[torch.Tensor]) -> bool:
 
     `used` are the tensors that the function could use before it ran.
     """
-    kinds = [transform.key() for transform in transforms() if transform.key() != VMAP]
-    if forward_level() < 0 or kinds not in ([], [JVP]):
+    if forward_level() < 0:
+        return False
+    if [transform.key() for transform in transforms() if transform.key() != VMAP] not in ([], [JVP]):
         return False
     # Those that the function recorded belong to a pullback, which is transposed.
     kept = [*run.others(), *(_tensors_in_objects(run.rule, run.residuals) if run.is_opaque else ())]
