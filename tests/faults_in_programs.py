@@ -176,6 +176,16 @@ FAULTS = [
         " if type(template) is Slot else {})\n            return\n        is_tensor",
     ),
     Fault(
+        "a rule reads the values that variables have in the backward pass", ALL, "core/call.py",
+        "            scope = self.scope_of(rule)\n",
+        "            scope = contextlib.nullcontext()\n",
+    ),
+    Fault(
+        "a lazy gradient reads a variable outside of the scope of its rule", ALL, "core/call.py",
+        "            answer = self._answer(rule, upstream)\n",
+        "            answer = self._answer(rule, upstream)\n            scope.__exit__(None, None, None)\n",
+    ),
+    Fault(
         "the second weight is dropped", ALL, "core/variables.py",
         "if id(variable) not in self._dtypes:",
         "if not self._dtypes:",

@@ -160,7 +160,53 @@ def by_jvp(
     return value, [tangent]
 
 
-WAYS = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp}
+def by_stateless(
+    f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Return the derivatives by the framework, with respect to values that variables have in a scope.
+
+    The backward pass runs outside of the scope, where the variables have other values.
+    """
+    chosen = [xs[i] for i in argnums]
+    values = [ops.copy(variable.value) for variable in variables]
+    for variable in variables:
+        variable.assign(variable * -3.0 + 7.0)
+
+    def function(chosen: Any, values: Any) -> Any:
+        with keras.StatelessScope(state_mapping=[*zip(variables, values, strict=True)]):
+            return of_chosen(f, argnums, xs)(*chosen)
+
+    value, found = framework_gradients(function, chosen, values)
+    for variable, before in zip(variables, values, strict=True):
+        variable.assign(before)
+    return value, tree.flatten([*found[0], *found[1]])
+
+
+def framework_gradients(function: Function, *arguments: Any) -> tuple[Any, Any]:
+    """Return the value and the gradients of a function of structures, by the framework."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.value_and_grad(function, tuple(range(len(arguments))))(*arguments)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            arguments = tree.map_structure(tf.identity, arguments)
+            tape.watch(arguments)
+            value = function(*arguments)
+        return value, tape.gradient(value, arguments, unconnected_gradients="zero")
+    import torch
+
+    arguments = tree.map_structure(lambda x: x.detach().clone().requires_grad_(), arguments)
+    value, leaves = function(*arguments), tree.flatten(arguments)
+    if not value.requires_grad:
+        return value, tree.map_structure(torch.zeros_like, arguments)
+    found = torch.autograd.grad(value, leaves, materialize_grads=True)
+    return value, tree.pack_sequence_as(arguments, [*found])
+
+
+WAYS = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp, "stateless": by_stateless}
 
 
 def derivatives(

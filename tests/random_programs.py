@@ -9,7 +9,7 @@ kept.
 - arguments that are one array, or nested structures, or have another shape or dtype;
 - weights, integers and literals;
 - ops of multigrad, and ops that NumPy computes;
-- one to three orders, each in reverse or in forward mode.
+- one to three orders, each in reverse or in forward mode, or a gradient of a function in a `StatelessScope`.
 """
 
 import itertools
@@ -74,6 +74,9 @@ class Drawing:
         argnums, variables = self._differentiated(inputs)
         if variables:
             modes = ["grad" for _ in modes]
+        # A constant that is the value of a weight changes with it on PyTorch.
+        if len(modes) == 1 and any(self.weights) and not self.constants and self.chance(0.7):
+            modes, variables = ["stateless"], [w for own in self.weights for w in own]
         lines += ["", *self._loss(inputs, self._transforms(modes))]
         compiled = self.compiled and self.chance(0.15)
         names = ", ".join(f"x{i}" for i in range(inputs))
@@ -92,7 +95,9 @@ class Drawing:
             transforms += CONTROL_FLOW
         # TensorFlow: second derivatives and forward mode of `tf.recompute_grad`, and variables in it.
         one_gradient = len(modes) == 1 and modes != ["jvp"] and not any(self.weights)
-        if not self.black_box and (self.backend != "tensorflow" or one_gradient):
+        # A checkpoint runs its function again in the backward pass, outside of the scope.
+        in_scope = modes == ["stateless"]
+        if not (self.black_box or in_scope) and (self.backend != "tensorflow" or one_gradient):
             transforms += CHECKPOINTS
         return transforms
 

@@ -317,6 +317,12 @@ def test_a_broadcast_gradient_of_two_outputs_is_summed():
     close(grad(lambda x: ops.sum(op(x)[0]))(array(1.0, 2.0, 3.0)), array(14.0, 14.0, 14.0))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_two_scalar_outputs_of_a_scalar_in_another_dtype(dtype):
+    op = op_custom_gradient(lambda x: ((x * 2, x * 3), lambda u: ops.cast(u[0] * 7 + u[1] * 5, "bfloat16")))
+    close(ops.cast(grad(lambda x: sum(op(x)))(array(2.0, dtype=dtype)), "float32"), array(12.0))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("returned", ["float16", "bfloat16", "float32"])
 def test_a_gradient_has_the_dtype_of_its_argument(dtype, returned):

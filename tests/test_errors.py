@@ -227,22 +227,25 @@ def test_an_exception_in_the_function_is_raised_once():
     assert calls == [1, 1]
 
 
-def test_an_exception_in_the_rule_is_raised_once():
+@pytest.mark.parametrize("lazy", [False, True])
+def test_an_exception_in_the_rule_is_raised_once(lazy):
     calls = []
 
     @op_custom_gradient
     def op(x):
         calls.append("f")
 
-        def rule(u):
+        def gradient():
             calls.append("rule")
             raise Special("in the rule")
 
-        return x * 2.0, rule
+        return x * 2.0, lambda u: gradient if lazy else gradient()
 
-    with pytest.raises(Special, match="in the rule"):
+    with pytest.raises(Special, match="in the rule") as error:
         grad(op)(1.0)
     assert calls == ["f", "rule"]
+    # JAX adds another note.
+    assert error.value.__notes__.count("raised in the rule of op") == 1
     gc.collect()
 
 

@@ -71,7 +71,10 @@ def check_forgetful(text: str) -> bool:
 
 @pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(5, 200, 5)]])
 def test_a_rule_that_returns_nothing_raises(first):
-    assert any([check_forgetful(text) for text in drawn(first).values()])
+    texts = drawn(first).values()
+    if BACKEND == "tensorflow":  # an error in `tf.map_fn` breaks checkpoints: see docs/limits/tensorflow.md
+        texts = [text for text in texts if "vmap(" not in text or "jit(" not in text]
+    assert any([check_forgetful(text) for text in texts])
 
 
 @pytest.mark.every_case

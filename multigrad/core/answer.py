@@ -89,7 +89,11 @@ class _Lazy:
         return self._gradients.get(slot)
 
     def _read(self) -> dict[int, Any]:
-        entry = self.compute()
+        try:
+            entry = self.compute()
+        except Exception as error:
+            error.add_note(f"raised in the rule of {self._reader.op}")
+            raise
         try:
             return self._reader.match_all([(self._path, self._template, entry)])
         except AnswerMismatch as mismatch:
@@ -257,11 +261,11 @@ class _Reader(ExpectedGradients):
         output, *others = [None if u is None else sizes(u.shape) for u in upstream]
         if shape is None or original is None or output is None or any([other != output for other in others]):
             return False
-        inputs = [sizes(spec[0]) for spec in specs if spec is not None]
         count, axis = len(upstream), len(shape)
-        if any([s is None or (len(s) >= axis and s[-axis] in (None, count)) for s in inputs]):
+        if axis != 1 + max(len(original), len(output)) or shape[0] != count:
             return False
-        return axis == 1 + max(len(original), len(output)) and shape[0] == count
+        inputs = [sizes(spec[0]) for spec in specs if spec is not None]
+        return not any([s is None or (len(s) >= axis and s[-axis] in (None, count)) for s in inputs])
 
     def _to_tensor(self, index: int, gradient: Any) -> Any:
         if isinstance(gradient, (int, float, complex)):

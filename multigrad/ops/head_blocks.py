@@ -211,8 +211,11 @@ def _in_program(
     if isinstance(count, int):
         blocks = -(-count // size)
         size = -(-count // blocks)  # the blocks have almost equal sizes
-    else:
-        size = ops.clip(count, 1, size) if ops.is_tensor(count) else size  # else a dimension of jax.export
+    elif ops.is_tensor(count):
+        # One block of zeros if there are no tokens: XLA refuses the slice of an empty block.
+        size = ops.clip(count, 1, size)
+        blocks = ops.maximum(-(-count // size), 1)
+    else:  # a dimension of jax.export
         blocks = -(-count // size)
     padded = [ops.pad(x, [[0, blocks * size - count], [0, 0]]) for x in rows]
     split = [ops.transpose(ops.reshape(x, (size, blocks, x.shape[1])), (1, 0, 2)) for x in padded]

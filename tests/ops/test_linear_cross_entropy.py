@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from keras import ops
+from keras import ops, tree
 from support import (
     BACKEND,
     DIFFERENCES,
@@ -819,7 +819,10 @@ def test_the_loss_with_all_options():
 def test_derivatives_with_options(derivative, run_by, reduction, options):
     own, wanted = with_options(reduction, options)
     close(own(*TENSORS), wanted(*TENSORS), 1e-5)
-    close(run_by(derivative(own))(*TENSORS), derivative(wanted)(*TENSORS), 1e-3)
+    got, wanted = run_by(derivative(own))(*TENSORS), derivative(wanted)(*TENSORS)
+    for a, b in zip(tree.flatten(got), tree.flatten(wanted), strict=True):
+        size = np.max(np.abs(numpy(b)), initial=1e-3)  # elements are sums of terms that are this large
+        close(a / size, b / size, 1e-4)
 
 
 @slow_on("tensorflow", "jax")
