@@ -107,9 +107,11 @@ def jit(
         return functools.partial(jit, static_argnames=static_argnames, **options)
     require_function("multigrad.jit", "f", f)
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    signature = signature_of(f)
-    _require_parameters(name_of(f), signature.inspected.parameters, names)
-    positions = {name: position for position, name in enumerate(signature.positional)}
+    positions: dict[str, int] = {}
+    if names:  # a builtin such as `torch.exp` has no signature
+        signature = signature_of(f)
+        _require_parameters(name_of(f), signature.inspected.parameters, names)
+        positions = {name: position for position, name in enumerate(signature.positional)}
     compiled = backend.active.jit(f, name_of(f), {name: positions.get(name) for name in names}, options)
 
     converts = backend.active.FOREIGN[np.ndarray]  # the other compilers convert arrays themselves

@@ -178,6 +178,10 @@ def test_a_program_without_a_gradient_has_no_node():
     assert not jit(op, backend="aot_eager", fullgraph=True)(X).requires_grad
 
 
+def test_a_builtin_function_without_a_signature():
+    close(jit(torch.exp, backend="eager")(X), torch.exp(X))
+
+
 def test_each_op_is_compiled_separately():
     def f(x):
         return x * 2.0, lambda upstream: 3.0 * upstream
