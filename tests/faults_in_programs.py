@@ -183,7 +183,7 @@ FAULTS = [
     Fault(
         "a lazy gradient reads a variable outside of the scope of its rule", ALL, "core/call.py",
         "            answer = self._answer(rule, upstream)\n",
-        "            answer = self._answer(rule, upstream)\n            scope.__exit__(None, None, None)\n",
+        "            answer = self._answer(rule, upstream)\n        with contextlib.nullcontext():\n",
     ),
     Fault(
         "the second weight is dropped", ALL, "core/variables.py",
@@ -257,7 +257,7 @@ def main(backend: str, words: list[str]) -> int:
 
 def programs_until_found(folder: Path, backend: str) -> int | None:
     """Return the number of programs that a process runs until one fails."""
-    path = os.pathsep.join([str(folder), str(folder / "tests")])
+    path = os.pathsep.join(map(str, [folder, folder / "tests", folder / "tests/transforms"]))
     environment = os.environ | {"KERAS_BACKEND": backend, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "faults_in_programs", "--run"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

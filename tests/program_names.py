@@ -167,43 +167,25 @@ def by_stateless(
 
     The backward pass runs outside of the scope, where the variables have other values.
     """
+    from ways import own  # it has no ways of backends without gradients
+
     chosen = [xs[i] for i in argnums]
-    values = [ops.copy(variable.value) for variable in variables]
+    before = [ops.copy(variable.value) for variable in variables]
     for variable in variables:
         variable.assign(variable * -3.0 + 7.0)
 
-    def function(chosen: Any, values: Any) -> Any:
+    def function(*leaves: Any) -> Any:
+        inputs, values = tree.pack_sequence_as([chosen, before], [*leaves])
         with keras.StatelessScope(state_mapping=[*zip(variables, values, strict=True)]):
-            return of_chosen(f, argnums, xs)(*chosen)
+            value = of_chosen(f, argnums, xs)(*inputs)
+        # PyTorch refuses a leaf that the value does not depend on.
+        return value + 0.0 * sum(ops.sum(ops.cast(leaf, "float32")) for leaf in leaves)
 
-    value, found = framework_gradients(function, chosen, values)
-    for variable, before in zip(variables, values, strict=True):
-        variable.assign(before)
-    return value, tree.flatten([*found[0], *found[1]])
-
-
-def framework_gradients(function: Function, *arguments: Any) -> tuple[Any, Any]:
-    """Return the value and the gradients of a function of structures, by the framework."""
-    if BACKEND == "jax":
-        import jax
-
-        return jax.value_and_grad(function, tuple(range(len(arguments))))(*arguments)
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            arguments = tree.map_structure(tf.identity, arguments)
-            tape.watch(arguments)
-            value = function(*arguments)
-        return value, tape.gradient(value, arguments, unconnected_gradients="zero")
-    import torch
-
-    arguments = tree.map_structure(lambda x: x.detach().clone().requires_grad_(), arguments)
-    value, leaves = function(*arguments), tree.flatten(arguments)
-    if not value.requires_grad:
-        return value, tree.map_structure(torch.zeros_like, arguments)
-    found = torch.autograd.grad(value, leaves, materialize_grads=True)
-    return value, tree.pack_sequence_as(arguments, [*found])
+    leaves = [ops.copy(leaf) for leaf in tree.flatten([chosen, before])]
+    value, found = function(*leaves), own.WAYS[own.EAGER[0]](function)(*leaves)
+    for variable, value_before in zip(variables, before, strict=True):
+        variable.assign(value_before)
+    return value, [*found]
 
 
 WAYS = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp, "stateless": by_stateless}

@@ -229,7 +229,7 @@ def forgetful(text: str) -> str:
 
 def runnable(text: str, backend: str) -> str:
     """Return a program with the lines that define its names, as a script."""
-    return f"""# cd tests; KERAS_BACKEND={backend} python program.py
+    return f"""# cd tests; PYTHONPATH=transforms KERAS_BACKEND={backend} python program.py
 from program_names import NAMES  # or from rules_in_numpy, for the reference
 
 globals().update(NAMES)

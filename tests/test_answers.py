@@ -317,10 +317,36 @@ def test_a_broadcast_gradient_of_two_outputs_is_summed():
     close(grad(lambda x: ops.sum(op(x)[0]))(array(1.0, 2.0, 3.0)), array(14.0, 14.0, 14.0))
 
 
+def of_scalars(x, y):
+    return (x * 2, y * 3), lambda u: (ops.cast(u[0] * 7, "bfloat16"), ops.cast(u[1] * 5, "bfloat16"))
+
+
+class OfScalars:
+    @op_custom_gradient
+    def method(self, x, y):
+        return of_scalars(x, y)
+
+
+class ReadsScalar(keras.Layer):
+    def __init__(self):
+        super().__init__()
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    @op_custom_gradient
+    def call(self, x, y):
+        outputs, rule = of_scalars(x * self.scale, y * self.scale)
+        return outputs, lambda u, variables: (rule(u), [ops.cast(u[0] * 11 + u[1] * 4, "bfloat16")])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_two_scalar_outputs_of_a_scalar_in_another_dtype(dtype):
-    op = op_custom_gradient(lambda x: ((x * 2, x * 3), lambda u: ops.cast(u[0] * 7 + u[1] * 5, "bfloat16")))
-    close(ops.cast(grad(lambda x: sum(op(x)))(array(2.0, dtype=dtype)), "float32"), array(12.0))
+@pytest.mark.parametrize("form", ["function", "method", "weight"])
+def test_two_scalar_outputs_of_scalars_in_another_dtype(form, dtype):
+    makes = {"function": lambda: op_custom_gradient(of_scalars), "method": lambda: OfScalars().method}
+    op = makes.get(form, ReadsScalar)()
+    x = array(2.0, dtype=dtype)
+    close(ops.cast(grad(lambda x: ops.cast(sum(op(x, x)), dtype))(x), "float32"), array(12.0))
+    if form == "weight":
+        close(grad(lambda x: sum(op(x, x)), 0, variables=[op.scale])(x)[1][0], array(15.0))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
