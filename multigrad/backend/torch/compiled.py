@@ -19,7 +19,6 @@ from multigrad.backend.torch.private import (
 )
 from multigrad.backend.torch.state import (
     IN_THREAD,
-    WHOLE,
     current_autocast,
     hide_from_trace,
     is_transforming_traced,
@@ -60,7 +59,7 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if IN_THREAD.in_rule and not torch.is_grad_enabled():
         # The gradient of a rule is not differentiated here. Dynamo cannot enter a scope in a backward pass.
         return call.output(tensors)
-    recorded = IN_THREAD.mode == WHOLE and torch.is_grad_enabled() and IN_THREAD.recorded
+    recorded = IN_THREAD.recorded and torch.is_grad_enabled()
     if recorded:
         run, outputs = _run_recorded(call, tensors)
         recorded = _require_gradients(run.inputs)

@@ -19,7 +19,6 @@ from multigrad.backend.torch.private import COMPILED_NODE, skip_frame, skip_fram
 from multigrad.backend.torch.state import (
     IN_PIECES,
     IN_THREAD,
-    WHOLE,
     is_transforming,
     is_transforming_traced,
     no_transforms,
@@ -40,11 +39,10 @@ def value_and_grad(
     tensors: Sequence[torch.Tensor],
     variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
-    if is_dynamo_compiling() and not is_transforming_traced():
-        if IN_THREAD.mode == WHOLE:
-            return traced.value_and_grad(function, tensors, variables)
-        if IN_THREAD.mode == IN_PIECES:
+    if _is_in_program():
+        if IN_THREAD.mode == IN_PIECES and traced.is_left_open(variables):
             return _break_graph(function, tensors, variables)
+        return traced.value_and_grad(function, tensors, variables)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(function)
         argnums = tuple(range(len(tensors)))
@@ -81,11 +79,19 @@ def _value_and_grad_by_backward_pass(
         if not recorded:
             results = [tensor.detach() for tensor in results]
             if recording and weights:
-                results = [refuse(tensor, _UNRECORDED, *weights) for tensor in results]
+                results = _refuse_unrecorded(results, weights)
         return (results[0], aux), results[1:]
     finally:
         IN_THREAD.depth = depth
         _mark_ended(inputs)
+
+
+@skip_frames
+def _refuse_unrecorded(
+    results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the results. Differentiating them with respect to the weights raises an error."""
+    return [refuse(tensor, _UNRECORDED, *weights) for tensor in results]
 
 
 _REASON = "torch.func, which compiles a gradient as one graph, allows no graph break in PyTorch 2.13"
@@ -96,11 +102,10 @@ _break_graph = torch.compiler.disable(_value_and_grad_by_backward_pass, recursiv
 def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
-    if is_dynamo_compiling() and not is_transforming_traced():
-        if IN_THREAD.mode == WHOLE:
-            return traced.vjp(function, tensors)
-        if IN_THREAD.mode == IN_PIECES:
+    if _is_in_program():
+        if IN_THREAD.mode == IN_PIECES:  # the pullback may be called in another piece, without the history
             return _break_graph_vjp(function, tensors)
+        return traced.vjp(function, tensors)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(lambda *inputs: _outputs_as_list(*function(*inputs)))
         outputs, transpose, aux = torch.func.vjp(tensor_function, *tensors, has_aux=True)
@@ -151,12 +156,13 @@ def _vjp_by_backward_pass(
 _break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)
 
 
+@skip_frame
 def jacobian(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]],
     tensors: Sequence[torch.Tensor],
     variables: Sequence[Any],
 ) -> tuple[Any, list[list[torch.Tensor]]]:
-    (outputs, aux), pull = vjp(function, tensors)
+    (outputs, aux), pull = (traced.vjp if _is_in_program() else vjp)(function, tensors)
     zeros = [torch.zeros_like(output) for output in outputs]
     rows = []
     for index, output in enumerate(outputs):
@@ -196,6 +202,12 @@ def while_loop(
             break
         carry = [torch.where(active, new, old) for new, old in zip(body(*carry), carry, strict=True)]
     return carry
+
+
+@skip_frame
+def _is_in_program() -> bool:
+    """Return whether Dynamo traces a function of `multigrad.jit`, outside of transforms."""
+    return is_dynamo_compiling() and IN_THREAD.mode != "" and not is_transforming_traced()
 
 
 @skip_frame

@@ -2,7 +2,8 @@
 
 A function is compiled as one graph, which contains its gradients. A call that Dynamo cannot trace whole runs
 uncompiled, such as a first call that makes the variables of an optimizer. After two such calls, the function
-is compiled in pieces, with a graph break at each gradient.
+is compiled in pieces. The graph then also breaks where a later piece may take a derivative, which would miss
+the history: at each pullback, and at the outermost gradient with respect to variables.
 """
 
 import contextlib
@@ -45,9 +46,10 @@ def jit(
         nonlocal failures, has_run
         if torch.compiler.is_compiling() or _UNCOMPILED.is_active or is_in_dispatch_mode(False):
             return function(*args, **kwargs)
-        before = IN_THREAD.mode, IN_THREAD.differentiated, IN_THREAD.unrecorded
+        before = IN_THREAD.mode, IN_THREAD.differentiated, IN_THREAD.unrecorded, IN_THREAD.recorded
         IN_THREAD.differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))
         IN_THREAD.mode = WHOLE if failures < 2 else IN_PIECES
+        IN_THREAD.recorded = IN_THREAD.mode == WHOLE
         try:
             try:
                 with contextlib.nullcontext() if has_run else _after(_SECONDS, announce):
@@ -61,12 +63,12 @@ def jit(
             except TorchDynamoException:  # raised before the function runs
                 if IN_THREAD.mode == IN_PIECES or options.get("fullgraph"):
                     raise
-            IN_THREAD.mode = ""
+            IN_THREAD.mode, IN_THREAD.recorded = "", False
             result = function(*args, **kwargs)
             failures += 1  # not if the function itself raised an error
             return result
         finally:
-            IN_THREAD.mode, IN_THREAD.differentiated, IN_THREAD.unrecorded = before
+            IN_THREAD.mode, IN_THREAD.differentiated, IN_THREAD.unrecorded, IN_THREAD.recorded = before
 
     return run
 

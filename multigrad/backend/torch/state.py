@@ -130,8 +130,8 @@ class _InThread(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         """The number of nested calls of `value_and_grad` and `vjp` in which the code runs."""
-        self.recorded = True
-        """Whether the gradients of the innermost one in a program may be differentiated again."""
+        self.recorded = False
+        """Whether a program may differentiate the gradients of an op again. Then it has their history."""
         self.in_rule = False
         """Whether Dynamo traces a rule, in which it changes no state from outside of the rule."""
         self.mode = ""
@@ -145,7 +145,7 @@ class _InThread(threading.local):
 IN_THREAD = _InThread()
 
 WHOLE, IN_PIECES = "whole", "in pieces"
-"""The modes of `multigrad.jit`: as one graph, and with a graph break at each gradient."""
+"""The modes of `multigrad.jit`: as one graph, and with graph breaks."""
 
 
 def is_compiling() -> bool:

@@ -19,13 +19,9 @@ def value_and_grad(
     tensors: Sequence[torch.Tensor],
     variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
-    # Whether the gradient can be differentiated again is known when Dynamo traces. AOTAutograd also traces
-    # the graph with weights that require no gradient, to find the outputs, so it cannot be seen there.
-    recorded = torch.is_grad_enabled() and (
-        not variables or IN_THREAD.depth > 0 or IN_THREAD.in_rule or IN_THREAD.differentiated
-    )
-    if torch.is_grad_enabled() and not recorded:
-        IN_THREAD.unrecorded = True
+    recorded = torch.is_grad_enabled()
+    if is_left_open(variables):
+        recorded, IN_THREAD.unrecorded = False, True
     with torch.enable_grad(), _count_derivative(recorded):
         inputs = _new_inputs(list(tensors))
         value, aux = function(*inputs)
@@ -33,6 +29,17 @@ def value_and_grad(
         return (value if recorded else value.detach(), aux), []
     value, *gradients = _gradients(value, inputs, recorded, value.requires_grad)
     return (value, aux), gradients
+
+
+def is_left_open(variables: Sequence[Any]) -> bool:
+    """Return whether a gradient may be differentiated again, and the program does not record it.
+
+    A training step, which takes the outermost gradient with respect to variables, would pay for it. This is
+    known when Dynamo traces. AOTAutograd also traces the graph with weights that require no gradient, to find
+    the outputs, so it cannot be seen there.
+    """
+    inside = IN_THREAD.depth > 0 or IN_THREAD.in_rule or IN_THREAD.differentiated
+    return torch.is_grad_enabled() and bool(variables) and not inside
 
 
 def vjp(
@@ -74,7 +81,10 @@ def _count_derivative(recorded: bool) -> Iterator[None]:
 def _new_inputs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it."""
     with torch.enable_grad():
-        return [t.clone() if t.requires_grad else t.detach().clone().requires_grad_() for t in tensors]
+        new = [t.clone() if t.requires_grad else t.detach().clone().requires_grad_() for t in tensors]
+    for tensor in new:
+        tensor.multigrad_traced = True  # does not pass from one graph to another
+    return new
 
 
 @torch.compiler.allow_in_graph
@@ -108,6 +118,8 @@ def _pull(
 def _derivative(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], upstream: list[torch.Tensor], recorded: bool
 ) -> list[torch.Tensor]:
+    if not all([hasattr(tensor, "multigrad_traced") for tensor in inputs]):
+        raise AssertionError("the graph was broken between the inputs and the result of a derivative")
     pairs = [(output, u) for output, u in zip(outputs, upstream, strict=True) if output.requires_grad]
     if not pairs:
         return [torch.zeros_like(tensor) for tensor in inputs]

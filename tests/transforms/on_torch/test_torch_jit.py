@@ -162,6 +162,161 @@ def test_derivatives_where_a_program_breaks(name):
         close(grad(compiled)(X), grad(f)(X), 1e-4)
 
 
+class Scale(keras.layers.Layer):
+    """A layer whose rule reads its weight. Both factors are false."""
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(2,), initializer="ones")
+
+    @op_custom_gradient
+    def call(self, x):
+        def rule(upstream, variables):
+            return 2.0 * upstream * self.scale, [5.0 * upstream * x]
+
+        return x * self.scale, rule
+
+
+BREAKS = [
+    "function",
+    "after gradient",
+    "function of jacobian",
+    "before pullback",
+    "between values",
+    "after loss",
+]
+
+
+def losses_that_break(place):
+    """Return functions with gradients in them, and their weights. The graph breaks at one place."""
+    weight, layer = keras.Variable([2.0, 3.0]), Scale()
+    layer.build((2,))
+    weights = [weight, layer.scale]
+
+    def break_at(name):
+        if name == place:
+            torch._dynamo.graph_break()
+
+    def network(x):
+        hidden = sine(weight * x)
+        break_at("function")
+        return ops.sum(layer(hidden) * sine(x))
+
+    def penalty(x):
+        slope = grad(network)(x)
+        break_at("after gradient")
+        return ops.sum(slope**2)
+
+    def twice(x):
+        break_at("function of jacobian")
+        return sine(weight * sine(x))
+
+    def penalty_of_jacobian(x):
+        return ops.sum(jacobian(twice)(x) ** 2)
+
+    def penalty_of_pullback(x):
+        y, pull = vjp(lambda x: sine(weight * sine(x)), x)
+        break_at("before pullback")
+        return ops.sum(pull(y)[0] ** 2)
+
+    def penalty_of_two_values(x):
+        hidden = sine(weight * x)
+        break_at("between values")
+        return ops.sum(grad(lambda z: ops.sum(sine(z * hidden)))(x) ** 2)
+
+    return [penalty, penalty_of_jacobian, penalty_of_pullback, penalty_of_two_values], weights
+
+
+def step_that_breaks(place):
+    """Return a training step, and its weights. The graph breaks at one place."""
+    losses, weights = losses_that_break(place)
+    total = value_and_grad(lambda: sum(loss(X) for loss in losses), variables=weights)
+
+    def step():
+        value, slopes = total()
+        if place == "after loss":
+            torch._dynamo.graph_break()
+        for variable, slope in zip(weights, slopes, strict=True):
+            variable.assign(variable - 0.01 * slope)
+        return value
+
+    return step, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", BREAKS)
+def test_a_training_step_with_gradients_in_its_loss_where_a_program_breaks(place):
+    step, weights = step_that_breaks(place)
+    compiled, weights_of_compiled = step_that_breaks(place)
+    compiled = jit(compiled, backend="aot_eager")
+    for _ in range(5):  # two steps run uncompiled, and the third one compiles pieces
+        close(compiled(), step(), 1e-4)
+    close(weights_of_compiled, weights, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", BREAKS[:-1])
+def test_a_derivative_of_a_program_with_gradients_that_breaks(place):
+    """A gradient whose function breaks runs uncompiled, which PyTorch cannot differentiate again here."""
+    losses, weights = losses_that_break(place)
+    for loss in losses:
+        compiled = jit(loss, backend="aot_eager")
+        for _ in range(2):
+            check_derivative(compiled, loss, weights)
+        if place == "function" and loss is losses[0]:
+            with pytest.raises(
+                RuntimeError, match="gradient of a compiled function cannot be differentiated"
+            ):
+                check_derivative(compiled, loss, weights)
+        else:
+            check_derivative(compiled, loss, weights)
+            check_derivative(compiled, loss, weights)
+
+
+def check_derivative(compiled, function, weights):
+    """Assert that PyTorch's gradient of a compiled function is that of the function."""
+    x = X.clone().requires_grad_()
+    inputs = [x, *[variable.value for variable in weights]]
+    got, wanted = (torch.autograd.grad(f(x), inputs, materialize_grads=True) for f in (compiled, function))
+    close(got, wanted, 1e-4)
+
+
+def test_a_gradient_in_the_loss_of_a_step_that_breaks_stays_in_the_graph_of_the_loss():
+    weight, counted = keras.Variable([2.0, 3.0]), []
+    slope = grad(lambda x: ops.sum(sine(weight * x)))
+    loss = value_and_grad(lambda: ops.sum(slope(X) ** 2), variables=[weight])
+
+    def step():
+        result = loss()
+        torch._dynamo.graph_break()
+        return result
+
+    compiled = jit(step, backend="aot_eager")
+    for _ in range(4):
+        counters.clear()
+        close(compiled(), step())
+        counted.append(sum(counters["graph_break"].values()))
+    assert counted[2:] == [2, 0]  # the break of the step, and the gradient with respect to the weight
+
+
+def test_a_graph_that_breaks_inside_of_a_derivative_raises():
+    """The derivative would be zero: the second graph has the inputs without their history.
+
+    Dynamo breaks the graph before the derivative instead, unless this setting allows more.
+    """
+
+    def f(x):
+        y = sine(x)
+        torch._dynamo.graph_break()
+        return y
+
+    with torch._dynamo.config.patch(nested_graph_breaks=True):
+        compiled = jit(lambda x: ops.sum(jacobian(f)(x)), backend="aot_eager")
+        for _ in range(2):
+            compiled(X)
+        with pytest.raises(Exception, match="the graph was broken between the inputs and the result"):
+            compiled(X)
+
+
 @pytest.mark.slow
 def test_derivatives_do_not_depend_on_what_was_compiled_before():
     """After eight programs of one function, Dynamo compiles the functions that it calls separately."""
