@@ -60,7 +60,7 @@ FAULTS = [
     Fault(
         "a function is differentiated although its rule needs no intermediate", "jax",
         "backend/jax/residuals.py",
-        "    if residuals.is_opaque:\n        return True\n",
+        "    if run.is_opaque:\n        return True\n",
         "    return True\n",
     ),
     Fault(
@@ -110,8 +110,8 @@ FAULTS = [
     ),
     Fault(
         "a rule that returns nothing has zero gradients", ALL, "core/call.py",
-        "        if answer is None:\n            raise self._no_answer()\n",
-        "        if answer is None:\n            return [None] * len(specs)\n",
+        "            if answer is None:\n                raise self._no_answer()\n",
+        "            if answer is None:\n                return [None] * len(specs)\n",
     ),
     Fault(
         "a gradient is not cast", "jax tensorflow", "core/answer.py",
@@ -217,8 +217,8 @@ FAULTS = [
         "            depth > 0 or _depends_on_others(value, [*inputs, *weights]))",
     ),
     Fault(
-        "an input is taken for its stop_gradient", "jax", "backend/jax/apply.py",
-        "is_wrapped = strip.order > 1 and not strip.is_open and not TRACERS[type(result)]",
+        "an input is taken for its stop_gradient", "jax", "backend/jax/primitives.py",
+        "is_wrapped = is_differentiated and not TRACERS[type(result)]",
         "is_wrapped = False",
     ),
 ]  # fmt: skip
