@@ -31,10 +31,12 @@ if not DIFFERENTIATES or importlib.util.find_spec("nbclient") is None:
     # nox installs Jupyter. It is not needed for a run of a few tests.
     collect_ignore += ["notebooks.py"]
 
-# The number of random examples per property, which are the same in each run of CI.
+# The number of random examples per property, which are the same in each run of CI. PyTorch, where one takes
+# the least time, runs more of them.
+EXAMPLES = "10" if BACKEND == "torch" else "2"
 hypothesis.settings.register_profile(
     "multigrad",
-    max_examples=int(os.environ.get("MULTIGRAD_EXAMPLES", "2")),
+    max_examples=int(os.environ.get("MULTIGRAD_EXAMPLES", EXAMPLES)),
     deadline=None,
     derandomize="CI" in os.environ,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],

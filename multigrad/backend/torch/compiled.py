@@ -1,7 +1,7 @@
 """An op in a program that torch.compile compiles, or that torch.export or torch.jit records."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,8 +24,8 @@ from multigrad.backend.torch.state import (
     is_transforming_traced,
     restore_autocast,
 )
-from multigrad.backend.torch.tensors import FLOATING, TENSORS, distinct, specs_of
-from multigrad.core.closure import lift, restore
+from multigrad.backend.torch.tensors import FLOATING, distinct, specs_of
+from multigrad.core.closure import restore
 
 
 def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -164,9 +164,8 @@ _apply_uncompiled = torch.compiler.disable(
 class _InProgram(torch.autograd.Function):
     """A Function in a program. It keeps the rule itself: compiled code has no reference cycles.
 
-    Where Dynamo cannot trace the rule, it runs uncompiled. A derivative of the gradient then goes through
-    the residuals that are inputs, and raises an error if it needs others. In a program that is exported, all
-    residuals have their history.
+    Where the rule runs uncompiled, the residuals have no history, and a derivative of its gradient raises an
+    error. In a program that is exported, they have it.
     """
 
     @staticmethod
@@ -186,31 +185,15 @@ class _InProgram(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         pullback, rule, specs, autocast, recorded = ctx.state
         needed = ctx.needs_input_grad[1 : 1 + len(specs)]
-        opaque = False
         recording = torch.is_grad_enabled()
-        if recording and not (recorded or is_dynamo_compiling()):
-            rule, opaque = _refuse_residuals(rule, ctx.saved_tensors)
+        lacks_history = recording and not (recorded or is_dynamo_compiling())
         # Dynamo traces a backward pass without recording, and the program runs it with.
         recording = recording or (recorded and is_dynamo_compiling())
         with torch.set_grad_enabled(recording), restore_autocast(autocast):
             gradients = pullback.pull(rule, dense_floating(upstream), needed, specs)
-        if opaque:
+        if lacks_history:
             gradients = refuse_compiled(gradients, ctx.saved_tensors)
         return None, *gradients, *[None for _ in upstream]
-
-
-def _refuse_residuals(
-    rule: Callable[..., Any], inputs: Sequence[torch.Tensor]
-) -> tuple[Callable[..., Any], bool]:
-    """Return the rule with residuals that raise when they are differentiated, and whether it is opaque.
-
-    Inputs have their history. Other residuals were computed without recording.
-    """
-    residuals, template, opaque = lift(rule, TENSORS)
-    for slot, residual in enumerate(residuals):
-        if FLOATING[residual.dtype] and not any([residual is x for x in inputs]):
-            (residuals[slot],) = refuse_compiled([residual], inputs)
-    return restore(template, residuals), opaque
 
 
 def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
