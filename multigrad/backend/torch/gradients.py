@@ -40,7 +40,7 @@ def value_and_grad(
     variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     if _is_in_program():
-        if IN_THREAD.mode == IN_PIECES and traced.is_left_open(variables):
+        if IN_THREAD.mode == IN_PIECES and not traced.is_differentiated():
             return _break_graph(function, tensors, variables)
         return traced.value_and_grad(function, tensors, variables)
     if _needs_transform():
@@ -94,7 +94,7 @@ def _refuse_unrecorded(
     return [refuse(tensor, _UNRECORDED, *weights) for tensor in results]
 
 
-_REASON = "torch.func, which compiles a gradient as one graph, allows no graph break in PyTorch 2.13"
+_REASON = "a later piece may need the history of this derivative, which is in no graph"
 _break_graph = torch.compiler.disable(_value_and_grad_by_backward_pass, recursive=False, reason=_REASON)
 
 
@@ -162,7 +162,8 @@ def jacobian(
     tensors: Sequence[torch.Tensor],
     variables: Sequence[Any],
 ) -> tuple[Any, list[list[torch.Tensor]]]:
-    (outputs, aux), pull = (traced.vjp if _is_in_program() else vjp)(function, tensors)
+    in_graph = _is_in_program() and traced.is_differentiated()
+    (outputs, aux), pull = (traced.vjp if in_graph else vjp)(function, tensors)
     zeros = [torch.zeros_like(output) for output in outputs]
     rows = []
     for index, output in enumerate(outputs):

@@ -2,8 +2,8 @@
 
 A function is compiled as one graph, which contains its gradients. A call that Dynamo cannot trace whole runs
 uncompiled, such as a first call that makes the variables of an optimizer. After two such calls, the function
-is compiled in pieces. The graph then also breaks where a later piece may take a derivative, which would miss
-the history: at each pullback, and at the outermost gradient with respect to variables.
+is compiled in pieces: the graph breaks where Dynamo cannot trace, at outermost gradients, and at pullbacks,
+which a later piece may call.
 """
 
 import contextlib

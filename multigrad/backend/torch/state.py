@@ -131,7 +131,7 @@ class _InThread(threading.local):
         self.depth = 0
         """The number of nested calls of `value_and_grad` and `vjp` in which the code runs."""
         self.recorded = False
-        """Whether a program may differentiate the gradients of an op again. Then it has their history."""
+        """Whether an op in a graph keeps the history that second derivatives need."""
         self.in_rule = False
         """Whether Dynamo traces a rule, in which it changes no state from outside of the rule."""
         self.mode = ""

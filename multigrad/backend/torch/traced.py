@@ -1,4 +1,4 @@
-"""Derivatives in a program that `multigrad.jit` compiles as one graph.
+"""Derivatives in a graph of `multigrad.jit`, which is the whole program or a piece of it.
 
 Dynamo traces the function. The functions here that are allowed in the graph run later, when AOTAutograd
 traces the graph. There the tensors have their history, and `torch.autograd.grad` becomes part of the program.
@@ -19,9 +19,9 @@ def value_and_grad(
     tensors: Sequence[torch.Tensor],
     variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
-    recorded = torch.is_grad_enabled()
-    if is_left_open(variables):
-        recorded, IN_THREAD.unrecorded = False, True
+    recorded = torch.is_grad_enabled() and (not variables or is_differentiated())
+    if torch.is_grad_enabled() and not recorded:  # a training step, which would pay for the history
+        IN_THREAD.unrecorded = True
     with torch.enable_grad(), _count_derivative(recorded):
         inputs = _new_inputs(list(tensors))
         value, aux = function(*inputs)
@@ -31,15 +31,13 @@ def value_and_grad(
     return (value, aux), gradients
 
 
-def is_left_open(variables: Sequence[Any]) -> bool:
-    """Return whether a gradient may be differentiated again, and the program does not record it.
+def is_differentiated() -> bool:
+    """Return whether a derivative that is taken here is differentiated again, as far as Dynamo sees.
 
-    A training step, which takes the outermost gradient with respect to variables, would pay for it. This is
-    known when Dynamo traces. AOTAutograd also traces the graph with weights that require no gradient, to find
-    the outputs, so it cannot be seen there.
+    AOTAutograd does not see it: to find the outputs, it also traces the graph with weights that require no
+    gradient.
     """
-    inside = IN_THREAD.depth > 0 or IN_THREAD.in_rule or IN_THREAD.differentiated
-    return torch.is_grad_enabled() and bool(variables) and not inside
+    return IN_THREAD.depth > 0 or IN_THREAD.in_rule or IN_THREAD.differentiated
 
 
 def vjp(
@@ -119,7 +117,7 @@ def _derivative(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], upstream: list[torch.Tensor], recorded: bool
 ) -> list[torch.Tensor]:
     if not all([hasattr(tensor, "multigrad_traced") for tensor in inputs]):
-        raise AssertionError("the graph was broken between the inputs and the result of a derivative")
+        raise AssertionError("the graph was broken inside of a derivative, which would be zero")
     pairs = [(output, u) for output, u in zip(outputs, upstream, strict=True) if output.requires_grad]
     if not pairs:
         return [torch.zeros_like(tensor) for tensor in inputs]
