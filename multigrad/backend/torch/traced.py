@@ -81,7 +81,8 @@ def _new_inputs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     with torch.enable_grad():
         new = [t.clone() if t.requires_grad else t.detach().clone().requires_grad_() for t in tensors]
     for tensor in new:
-        tensor.multigrad_traced = True  # does not pass from one graph to another
+        # It does not pass from one graph to another. Without `skip_frame`, a graph can break in a derivative.
+        tensor.multigrad_traced = True
     return new
 
 
