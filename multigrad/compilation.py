@@ -121,7 +121,7 @@ def jit(
             args, kwargs = arrays_to_tensors((args, kwargs))
         return compiled(*args, **kwargs)
 
-    return functools.update_wrapper(run, f)
+    return backend.active.update_wrapper(run, f)
 
 
 def _require_parameters(op: str, parameters: Mapping[str, inspect.Parameter], names: Sequence[str]) -> None:

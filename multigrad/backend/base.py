@@ -13,6 +13,7 @@ else reaches a backend as an argument: one call of an op is a `Call`, whose `run
 
 import abc
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -271,14 +272,14 @@ class Backend(abc.ABC):
         return pinned
 
     @staticmethod
-    def library_code(function: F, wrapped: Callable[..., Any] | None = None) -> F:
-        """Mark a function as library code, for a framework that rewrites or compiles Python code.
-
-        Arguments:
-            function: the function.
-            wrapped: the function of a user that it wraps.
-        """
+    def library_code(function: F) -> F:
+        """Mark a function as library code, for a framework that rewrites or compiles Python code."""
         return function
+
+    @classmethod
+    def update_wrapper(cls, wrapper: F, wrapped: Callable[..., Any]) -> F:
+        """Do what `functools.update_wrapper` does, and mark the wrapper as library code."""
+        return functools.update_wrapper(cls.library_code(wrapper), wrapped)
 
     @staticmethod
     def constant(function: F) -> F:

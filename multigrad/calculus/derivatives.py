@@ -4,7 +4,6 @@ Each function here flattens its arguments (`flat_function`), calls one function 
 differentiates functions of flat tensors, and restores the structures of the result.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,7 +67,7 @@ def grad(
         value, gradients = value_and_gradient(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
 
-    return functools.update_wrapper(backend.active.library_code(gradient, f), f)
+    return backend.active.update_wrapper(gradient, f)
 
 
 def value_and_grad(
@@ -123,7 +122,7 @@ def value_and_grad(
         flat_f.assign(assigned)
         return ((value, aux) if has_aux else value), flat_f.unflatten(gradients)
 
-    return functools.update_wrapper(backend.active.library_code(value_and_gradient, f), f)
+    return backend.active.update_wrapper(value_and_gradient, f)
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
@@ -301,7 +300,7 @@ def jacobian(
         result = outputs[0].unflatten_with_none([flat_f.unflatten(row) for row in rows])
         return (result, aux) if has_aux else result
 
-    return functools.update_wrapper(backend.active.library_code(jacobian_of, f), f)
+    return backend.active.update_wrapper(jacobian_of, f)
 
 
 def hessian(

@@ -87,7 +87,7 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callab
         stacked, shared = backend.active.vmap(function, function.tensors)
         return function.join(stacked, shared)
 
-    return functools.update_wrapper(backend.active.library_code(map_elements, f), f)
+    return backend.active.update_wrapper(map_elements, f)
 
 
 class _MappedFunction:

@@ -281,7 +281,8 @@ class _Walk:
         of_extras = [self.builder(part) for part in extras]
         if all([b is None or (type(b) is _Itself and b.key == key) for b in (*builds, *of_extras)]):
             return None
-        if self._shared and attributes and attributes.keys() != {"__wrapped__"}:
+        # Frameworks and functools set attributes such as `__wrapped__`.
+        if self._shared and not all([attribute.startswith("__") for attribute in attributes]):
             self.opaque = True
             del self.tensors[start:]
             return None

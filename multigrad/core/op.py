@@ -192,7 +192,7 @@ def _define(f: Callable[..., Any], name: str, options: Options) -> Callable[...,
             return node.apply(_define(f, name, options), name, args, kwargs)
         return apply(Call(f, pullback, options), tensors)
 
-    defined: Any = functools.update_wrapper(_framework.library_code(op, f), f)
+    defined: Any = _framework.update_wrapper(op, f)
     pair = getattr(f, "__annotations__", {}).get("return")
     if get_origin(pair) is tuple:  # f returns (output, rule); `help` shows only the output
         output = get_args(pair)[0]

@@ -1,6 +1,5 @@
 """Convert and check the arguments of ops: tensors, numbers and axes."""
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -122,6 +121,6 @@ def with_python_numbers(*names: str) -> Callable[[Callable[P, R]], Callable[P, R
             named: Any = {name: to_python(v) if name in names else v for name, v in kwargs.items()}
             return function(*positional, **named)
 
-        return functools.update_wrapper(backend.active.library_code(call, function), function)
+        return backend.active.update_wrapper(call, function)
 
     return decorate

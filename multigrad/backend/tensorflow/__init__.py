@@ -53,6 +53,7 @@ class TensorFlowBackend(Backend):
     extend_reads = staticmethod(variables.extend_reads)
     extend_pinned = staticmethod(variables.extend_pinned)
     library_code = staticmethod(tensors.library_code)
+    update_wrapper = staticmethod(programs.update_wrapper)
     as_tensor = staticmethod(tensors.as_tensor)
     sizes = staticmethod(tensors.sizes)
     quickest = staticmethod(programs.quickest)

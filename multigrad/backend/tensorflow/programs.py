@@ -1,13 +1,16 @@
 """Functions that TensorFlow traces."""
 
 import contextlib
+import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.base import Operation
+from multigrad.backend.base import F, Operation
+from multigrad.backend.tensorflow.tensors import library_code
 from multigrad.core.process_wide import Shared
 
 
@@ -15,6 +18,39 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without AutoGraph, as in `fit` of Keras. Concrete functions avoid TensorFlow's warning about retracing.
     traced = tf.function(function, autograph=False)
     return lambda *tensors: traced.get_concrete_function(*tensors)(*tensors)
+
+
+class _Wrapper(tf.types.experimental.TraceType):
+    """The type of a wrapper that is an argument of a `tf.function`.
+
+    Without it, TensorFlow (2.21) passes `wrapper.__wrapped__` in place of the wrapper: the function in place
+    of its gradient.
+    """
+
+    def __init__(self, wrapper: weakref.ref[Callable[..., Any]]) -> None:
+        self._wrapper = wrapper
+
+    def is_subtype_of(self, other: Any) -> bool:
+        return self == other
+
+    def most_specific_common_supertype(self, others: Sequence[Any]) -> Any:
+        return self if all(self == other for other in others) else None
+
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        return self._wrapper()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Wrapper) and self._wrapper == other._wrapper
+
+    def __hash__(self) -> int:
+        return hash(self._wrapper)
+
+
+def update_wrapper(wrapper: F, wrapped: Callable[..., Any]) -> F:
+    updated: Any = functools.update_wrapper(library_code(wrapper), wrapped)
+    reference = weakref.ref(updated)
+    updated.__tf_tracing_type__ = lambda context: _Wrapper(reference)
+    return updated
 
 
 def operations(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> set[Operation] | None:

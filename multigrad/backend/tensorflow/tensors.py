@@ -14,7 +14,7 @@ TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
 
 
-def library_code(function: F, wrapped: Callable[..., Any] | None = None) -> F:
+def library_code(function: F) -> F:
     """Exclude the function from AutoGraph, as `tf.custom_gradient` does."""
     return tf.autograph.experimental.do_not_convert(function)
 

@@ -54,7 +54,7 @@ class TorchBackend(Backend):
     jit = staticmethod(jit)
     operations = staticmethod(tensors.operations)
     constant = staticmethod(tensors.constant)
-    library_code = staticmethod(tensors.library_code)
+    update_wrapper = staticmethod(tensors.update_wrapper)
     is_reading_code = staticmethod(tensors.is_reading_code)
     defaults_of = staticmethod(tensors.defaults_of)
     snapshot = staticmethod(tensors.snapshot)

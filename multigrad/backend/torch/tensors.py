@@ -28,15 +28,15 @@ def constant(function: F) -> F:
 constant(assigned_cells)  # Dynamo (PyTorch 2.13 to 2.15) cannot guard its cache, whose keys are code
 
 
-def library_code(function: F, wrapped: Callable[..., Any] | None = None) -> F:
+def update_wrapper(wrapper: F, wrapped: Callable[..., Any]) -> F:
     """Give the wrapper of a function a code object of its own.
 
     Dynamo keeps the compiled programs of a function with its code, and silently compiles no more after eight
     of them. Wrappers would share this limit.
     """
     if isinstance(wrapped, types.FunctionType) and not torch.compiler.is_dynamo_compiling():
-        function.__code__ = _code_for(function.__code__, wrapped.__code__)
-    return function
+        wrapper.__code__ = _code_for(wrapper.__code__, wrapped.__code__)
+    return functools.update_wrapper(wrapper, wrapped)
 
 
 @functools.lru_cache(maxsize=1024)

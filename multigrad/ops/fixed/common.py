@@ -1,12 +1,12 @@
 """Functions that the fixed ops share."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
 from keras import ops
 
+from multigrad import backend
 from multigrad.core.op import op_custom_gradient
 from multigrad.ops.arguments import tensor_of
 from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
@@ -30,7 +30,7 @@ def real_only(f: F) -> F:
             return getattr(ops, f.__name__)(*args, **kwargs)
         return op(*args, **kwargs)
 
-    return functools.update_wrapper(call, op)  # type: ignore[return-value]
+    return backend.active.update_wrapper(call, op)
 
 
 def documentation(f: Callable[..., Any]) -> str:
