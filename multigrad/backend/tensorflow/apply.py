@@ -40,7 +40,9 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(inputs)
 
-    def pull(rule: Any, upstreams: Sequence[Any], pullback: Pullback = pullback) -> Sequence[Any]:
+    def pull(
+        rule: Any, upstreams: Sequence[Any], pullback: Pullback = pullback, specs: list[Any] = specs
+    ) -> Sequence[Any]:
         pairs = zip(upstreams, floating, strict=False)
         upstream = [tf.convert_to_tensor(u) if f else None for u, f in pairs]
         return pullback.pull(rule, upstream, needed, specs)
@@ -58,7 +60,14 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         return pull(restore(template, residuals), upstreams, pullback.without_trace if eager else pullback)
 
     if carrier is not None:
-        carrier.bind(backward)
+        roles = run.roles
+
+        def backward_of_copy(copy: Any, *upstreams: Any) -> Sequence[Any]:
+            copied_rule = restore(template, carrier.residuals_of(copy, residuals, roles))
+            with pullback.scope_with_reader(functools.partial(read_for_gradient, copy.graph)):
+                return pull(copied_rule, upstreams, specs=specs_of(carrier.inputs_of(copy)))
+
+        carrier.bind(backward, backward_of_copy)
     record_rule(call.name, run, tied_outputs, residuals, backward, forward, host_calls)
     return pullback.output.join(tied_outputs)
 

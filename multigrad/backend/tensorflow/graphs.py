@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from multigrad.backend.tensorflow.private import GRADIENT_KIND, push_forwardprop_state, stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
+from multigrad.core.closure import OTHER
 from multigrad.core.errors import message
 
 _NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
@@ -85,7 +86,7 @@ class Carrier:
         others: the residuals that are neither outputs nor inputs.
     """
 
-    __slots__ = ("_name", "_operation", "_other_count", "_output_count", "outputs")
+    __slots__ = ("_first_other", "_input_count", "_name", "_operation", "_output_count", "outputs")
 
     def __init__(
         self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]
@@ -103,14 +104,22 @@ class Carrier:
                 results = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *guards, *others])
         self.outputs = list(results[: len(outputs)])
         self._operation = results[0].op
-        self._output_count, self._other_count = len(outputs), len(guards) + len(others)
+        self._output_count, self._input_count = len(outputs), len(inputs)
+        self._first_other = len(outputs) + len(inputs) + len(guards)
 
-    def bind(self, backward: Callable[..., Sequence[Any]]) -> None:
-        """Register `backward`, which maps upstream gradients to gradients of the inputs, as the gradient."""
-        before, after = [None] * self._output_count, [None] * self._other_count
+    def bind(
+        self, backward: Callable[..., Sequence[Any]], backward_of_copy: Callable[..., Sequence[Any]]
+    ) -> None:
+        """Register `backward`, which maps upstream gradients to gradients of the inputs, as the gradient.
 
-        def gradient(*upstream: Any) -> Sequence[Any]:
-            return [*before, *backward(*upstream), *after]
+        `backward_of_copy` gets a copy of the operation before the upstream gradients.
+        """
+        before = [None] * self._output_count
+        after = [None] * (len(self._operation.inputs) - self._output_count - self._input_count)
+
+        def gradient(copy: Any, *upstream: Any) -> Sequence[Any]:
+            gradients = backward(*upstream) if copy is None else backward_of_copy(copy, *upstream)
+            return [*before, *gradients, *after]
 
         graph, kind = self._operation.graph, self._operation.get_attr(GRADIENT_KIND).decode()
         rules = getattr(graph, _RULES, None)
@@ -120,20 +129,46 @@ class Carrier:
         rules[kind] = gradient
         tf.RegisterGradient(kind)(functools.partial(_gradient, self._name, kind, weakref.ref(graph)))
 
+    def inputs_of(self, copy: Any) -> Sequence[Any]:
+        """Return the inputs of the call in the graph of a copy of the operation."""
+        return copy.inputs[self._output_count : self._output_count + self._input_count]
+
+    def residuals_of(self, copy: Any, residuals: Sequence[Any], roles: Sequence[int]) -> list[Any]:
+        """Return the residuals of the call in the graph of a copy of the operation."""
+        known, others = (*self.inputs_of(copy), *copy.outputs), iter(copy.inputs[self._first_other :])
+        return [
+            known[role]
+            if role != OTHER
+            else next(others)
+            if _may_be_mapped(residual)
+            else _constant(residual)
+            for residual, role in zip(residuals, roles, strict=True)
+        ]
+
 
 def _may_be_mapped(tensor: Any) -> bool:
     """Return whether a tensor may depend on an element of `tf.vectorized_map`, which copies operations."""
     return not (hasattr(tensor, "numpy") or tensor.dtype == tf.resource or tensor.op.type == "Const")
 
 
+def _constant(tensor: Any) -> Any:
+    """Return a tensor that can be used in another graph."""
+    is_in_graph = tensor.dtype != tf.resource and not hasattr(tensor, "numpy")
+    return tf.constant(tf.get_static_value(tensor)) if is_in_graph else tensor
+
+
 @library_code
 def _gradient(name: str, kind: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
-    """Return the gradient of the operation of this kind. `op` is None in a trace for a SavedModel."""
+    """Return the gradient of the operation of this kind. `op` is None in a trace for a SavedModel.
+
+    Forward mode around a branch or a loop in a graph builds its gradient from a copy of its graph.
+    """
     owner = graph()
-    if owner is None or (op is not None and op.graph is not owner):
+    copy = None if op is None or op.graph is owner else op
+    if owner is None or (copy is not None and not is_nested(owner)):
         raise LookupError(_loss_text(name))
     with push_forwardprop_state():  # forward mode around a function builds its gradient
-        return getattr(owner, _RULES)[kind](*upstream)
+        return getattr(owner, _RULES)[kind](copy, *upstream)
 
 
 def _loss_text(name: str) -> str:

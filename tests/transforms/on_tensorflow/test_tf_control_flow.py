@@ -1,6 +1,7 @@
 """Ops in branches and loops of TensorFlow, and in Python control flow that AutoGraph converts."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from cases import CASES, each_of, valued
@@ -91,6 +92,56 @@ def test_gradients_around_control_flow(case, place):
 def test_second_derivatives(place):
     case = CASES["output"]
     close(derivatives(tf.function(place(case.op)), X, W), derivatives(place(case.meant), X, W), 1e-3)
+
+
+def tangent(function, x, w):
+    with tf.autodiff.ForwardAccumulator([x, w], [w, tf.cos(x)]) as forward:
+        y = tf.sin(function(x, w))
+    return forward.jvp(y)
+
+
+def in_a_branch_with_an_input(function):
+    """A branch in which the other argument is a constant."""
+    return lambda x, w: tf.cond(tf.reduce_sum(x) > 0.0, lambda: function(2.0 * x, W), lambda: x)
+
+
+@cases
+@pytest.mark.parametrize("place", PLACES)
+def test_forward_mode_around_a_function_with_control_flow(case, place):
+    close(tangent(tf.function(place(case.op)), X, W), tangent(place(case.meant), X, W), 1e-3)
+
+
+def check_forward_mode_in_a_function(case, place):
+    x, w = tf.constant(np.random.default_rng(7).uniform(0.2, 0.9, [2, 3]), "float32")
+    function = tf.function(lambda x, w: tangent(place(case.op), x, w))
+    close(function(x, w), tangent(place(case.meant), x, w), 1e-3)
+
+
+@cases
+def test_forward_mode_around_a_branch_in_a_function(case):
+    """Forward mode builds the gradient of a branch or a loop from a copy of its graph."""
+    check_forward_mode_in_a_function(case, in_a_branch_with_an_input)
+
+
+@each_of(forms=["function", "method"])
+@pytest.mark.parametrize("place", [in_a_loop, in_a_loop_around, in_a_branch_of_a_loop])
+def test_forward_mode_around_a_loop_in_a_function(case, place):
+    check_forward_mode_in_a_function(case, place)
+
+
+factor = keras.Variable(2.0)
+WITHOUT_FORWARD_MODE = [
+    *[(place, lambda x, w: x * x * w) for place in (in_a_branch, in_one_of_several, in_python)],
+    *[(place, lambda x, w: x * w * factor) for place in (in_a_loop, in_a_loop_around)],
+]
+
+
+@pytest.mark.parametrize(("place", "function"), WITHOUT_FORWARD_MODE)
+def test_forward_mode_of_tensorflow_raises_without_an_op(place, function):
+    """When this test fails with a new TensorFlow, use the place and the weight in the tests above."""
+    errors = tf.errors.InvalidArgumentError, TypeError, AssertionError, ValueError
+    with pytest.raises(errors):
+        tf.function(lambda x, w: tangent(place(function), x, w))(X, W)
 
 
 @some
