@@ -11,7 +11,7 @@ from keras import ops
 from support import BACKEND, array, close
 
 import multigrad
-from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, value_and_grad, vmap
+from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, vmap
 
 pytestmark = pytest.mark.every_case
 
@@ -127,4 +127,5 @@ def test_argument_of_keras(name):
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "with_numbers"])
 def test_wrapped_function(name):
     function = FUNCTIONS[name][0]
-    assert list(inspect.signature(function).parameters) == ["x"] and function.__wrapped__ is not function
+    assert list(inspect.signature(function).parameters) == ["x"]
+    assert callable(function.__wrapped__)

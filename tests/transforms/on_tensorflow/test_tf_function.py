@@ -122,9 +122,9 @@ def test_the_function_and_the_rule_are_traced_once(options):
 
 
 def test_a_custom_gradient_of_tensorflow_as_an_argument():
-    """TensorFlow 2.21 passes the wrapped function in place of any wrapper. `tests/test_wrappers.py` tests ops.
+    """TensorFlow 2.21 passes the wrapped function in place of any wrapper.
 
-    When this test fails with a new TensorFlow, the tracing type of wrappers can be removed.
+    When this test fails with a new TensorFlow, the tracing type of our wrappers can be removed.
     """
     op = tf.custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
     with pytest.raises(TypeError, match="Expected float32, but got"):
