@@ -298,7 +298,8 @@ _COMPILED = message(
     "the gradient of a compiled function cannot be differentiated in PyTorch",
     required="both derivatives in one compiled function, or a function that is not compiled",
     got="a derivative of the gradient of a result of torch.compile or multigrad.jit",
-    fix="compile the outermost function, such as the training step, in place of the inner one",
+    fix="compile the outermost function, such as the training step, and compute both derivatives in it, by "
+    "multigrad.grad in place of backward()",
     see="pytorch#compile",
 )
 

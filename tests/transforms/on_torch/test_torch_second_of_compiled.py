@@ -11,6 +11,7 @@ from multigrad import grad, hessian, jacobian, jvp, vjp
 from multigrad.backend.torch.private import COMPILED_NODE
 
 X, V = torch.tensor([0.5, -0.75, 1.25]), torch.tensor([1.0, 2.0, -1.0])
+COMPILER = {"backend": "aot_eager"}
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -91,6 +92,25 @@ def test_the_first_derivative_is_right_where_the_second_raises(function):
     with pytest.raises(RuntimeError, match="gradient of a compiled function cannot be differentiated"):
         grad(penalty)(X)
     close(seen[0], numpy(slope(f)(X)), 1e-4)
+
+
+def test_the_fix_of_the_error(capsys):
+    """The compiled function is the outermost one, but for `backward`."""
+
+    def penalty(x):
+        def value(x):
+            print(end="")  # compiled in pieces
+            return ops.sum(FUNCTIONS["intermediate"](x))
+
+        return ops.sum(grad(value)(x) ** 2)
+
+    compiled, compiled_gradient = multigrad.jit(penalty, **COMPILER), multigrad.jit(grad(penalty), **COMPILER)
+    x = X.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"by multigrad.grad in place of backward\(\)"):  # noqa: PT012
+        for _ in range(4):  # the first calls run uncompiled
+            compiled(x).backward()
+    for _ in range(4):
+        close(compiled_gradient(X), grad(penalty)(X), 1e-4)
 
 
 @pytest.mark.slow
