@@ -279,7 +279,7 @@ class Backend(abc.ABC):
     @classmethod
     def update_wrapper(cls, wrapper: F, wrapped: Callable[..., Any]) -> F:
         """Do what `functools.update_wrapper` does, and mark the wrapper as library code."""
-        return functools.update_wrapper(cls.library_code(wrapper), wrapped)
+        return functools.update_wrapper(cls.library_code(wrapper), wrapped)  # type: ignore[return-value]
 
     @staticmethod
     def constant(function: F) -> F:

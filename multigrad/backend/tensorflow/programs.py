@@ -28,7 +28,7 @@ class _Wrapper(tf.types.experimental.TraceType):
     """
 
     def __init__(self, wrapper: weakref.ref[Callable[..., Any]]) -> None:
-        self._wrapper = wrapper
+        self.wrapper = wrapper
 
     def is_subtype_of(self, other: Any) -> bool:
         return self == other
@@ -37,13 +37,13 @@ class _Wrapper(tf.types.experimental.TraceType):
         return self if all(self == other for other in others) else None
 
     def placeholder_value(self, placeholder_context: Any) -> Any:
-        return self._wrapper()
+        return self.wrapper()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Wrapper) and self._wrapper == other._wrapper
+        return isinstance(other, _Wrapper) and self.wrapper == other.wrapper
 
     def __hash__(self) -> int:
-        return hash(self._wrapper)
+        return hash(self.wrapper)
 
 
 def update_wrapper(wrapper: F, wrapped: Callable[..., Any]) -> F:

@@ -30,7 +30,7 @@ def real_only(f: F) -> F:
             return getattr(ops, f.__name__)(*args, **kwargs)
         return op(*args, **kwargs)
 
-    return backend.active.update_wrapper(call, op)
+    return backend.active.update_wrapper(call, op)  # type: ignore[return-value]
 
 
 def documentation(f: Callable[..., Any]) -> str:
