@@ -60,6 +60,27 @@ def test_cells_defaults_and_containers():
     assert lifted(0) == (0, [-1, -2, -3, -5, -7, -8, -9], 4, 6)
 
 
+def test_functions_with_items_of_the_same_size():
+    """The walk makes a tuple of the items of each. It must not take one for another that was freed."""
+
+    def make(held, kind):
+        if kind == "two keywords":
+            return lambda *, tensor=held, number=1: tensor.value
+        if kind == "keyword":
+            return lambda *, tensor=held: tensor.value
+
+        def read(*args):
+            return read.tensor.value
+
+        read.tensor, read.number = held, 1
+        return read
+
+    for kind in ("two keywords", "keyword", "attributes"):
+        functions = [make(Tensor(value), kind) for value in range(1, 20)]
+        lifted, count = negated(lambda u: [function() for function in functions])
+        assert (count, lifted(0)) == (19, list(range(-1, -20, -1))), kind
+
+
 def test_partials_methods_and_inner_functions():
     e = Tensor(2)
 

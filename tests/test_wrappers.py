@@ -3,9 +3,11 @@
 Their attribute `__wrapped__` is the function that they wrap, which a framework may call in their place.
 """
 
+import functools
 import inspect
 
 import keras
+import numpy as np
 import pytest
 from keras import ops
 from support import BACKEND, array, close
@@ -129,3 +131,48 @@ def test_wrapped_function(name):
     function = FUNCTIONS[name][0]
     assert list(inspect.signature(function).parameters) == ["x"]
     assert callable(function.__wrapped__)
+
+
+def test_a_wrapper_of_a_wrapper():
+    """TensorFlow would call the function itself."""
+
+    @functools.wraps(FUNCTIONS["op"][0])
+    def doubled(x):
+        return 2.0 * FUNCTIONS["op"][0](x)
+
+    call, x = compiled_with_function(calls), array(2.0)
+    if BACKEND == "tensorflow":
+        with pytest.raises(TypeError, match="TensorFlow would call this function in place of an argument"):
+            call(doubled, x)
+    else:
+        close(call(doubled, x), 16.0)
+    close(call(lambda x: doubled(x), x), 16.0)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "kept"])
+def test_a_function_that_closes_over_a_tensor_of_an_op(keeps):
+    """The rule has a copy of the function, with the tensor that is differentiated."""
+    kept = []
+
+    def define(calls):
+        @op_custom_gradient
+        def op(x):
+            sine = ops.sin(x)
+            slope = grad(lambda y: sine * y**3)
+            kept.append(slope if keeps else None)
+            return x**3, lambda upstream: upstream * calls(slope, x)
+
+        return op
+
+    def by_lambda(function, x):
+        return call(lambda x: function(x), x)
+
+    call = compiled_with_function(calls) if BACKEND == "tensorflow" else calls
+    x = array(2.0)
+    sine, cosine = np.sin(2.0), np.cos(2.0)
+    for use in (calls, by_lambda):
+        close(grad(define(use))(x), 12.0 * sine)
+        close(grad(grad(define(use)))(x), 12.0 * (sine + cosine))
+    if BACKEND == "tensorflow":
+        with pytest.raises(TypeError, match="TensorFlow would call this function in place of an argument"):
+            grad(define(call))(x)

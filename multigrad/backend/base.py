@@ -278,7 +278,7 @@ class Backend(abc.ABC):
 
     @classmethod
     def update_wrapper(cls, wrapper: F, wrapped: Callable[..., Any]) -> F:
-        """Do what `functools.update_wrapper` does, and mark the wrapper as library code."""
+        """Do what `functools.update_wrapper` does, for a framework that rewrites or replaces wrappers."""
         return functools.update_wrapper(cls.library_code(wrapper), wrapped)  # type: ignore[return-value]
 
     @staticmethod

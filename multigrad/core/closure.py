@@ -186,7 +186,9 @@ _IN_PROGRESS = object()
 class _Walk:
     """Walks through an object and collects its tensors."""
 
-    __slots__ = ("_assigned", "_builders", "_of_owner", "_shared", "_tensor_types", "opaque", "tensors")
+    __slots__ = (
+        "_assigned", "_builders", "_objects", "_of_owner", "_shared", "_tensor_types", "opaque", "tensors",
+    )  # fmt: skip
 
     def __init__(
         self, tensor_types: TypeSet, of_owner: frozenset[int], assigned: frozenset[int], shared: bool
@@ -196,6 +198,9 @@ class _Walk:
         self._tensor_types, self._of_owner, self._assigned = tensor_types, of_owner, assigned
         self._shared = shared
         self._builders: dict[int, Any] = {}  # by id, so that an object that occurs twice is copied once
+        self._objects: list[
+            Any
+        ] = []  # kept alive, because another object could get the id of a tuple of items
 
     def builder(self, obj: Any) -> Any:
         """Return the `Build` of an object, None if the object is not copied."""
@@ -216,6 +221,7 @@ class _Walk:
             self.opaque = True  # a container that holds itself
             return None
         self._builders[key] = _IN_PROGRESS
+        self._objects.append(obj)
         build = self._function(obj) if kind is types.FunctionType else self._container(obj)
         self._builders[key] = template = None if build is None else _Template(key, build)
         return template
@@ -281,7 +287,7 @@ class _Walk:
         of_extras = [self.builder(part) for part in extras]
         if all([b is None or (type(b) is _Itself and b.key == key) for b in (*builds, *of_extras)]):
             return None
-        # Frameworks and functools set attributes such as `__wrapped__`.
+        # `functools.wraps` sets `__wrapped__`, and a framework may set a dunder attribute of its protocols.
         if self._shared and not all([attribute.startswith("__") for attribute in attributes]):
             self.opaque = True
             del self.tensors[start:]

@@ -569,6 +569,20 @@ def test_a_saved_model_with_loops(tmp_path, custom_gradient):
         tape_gradient(loaded.call, X)
 
 
+def test_a_branch_of_a_loaded_model_has_no_rules(tmp_path):
+    """Also in a process that has the original graph, whose rules belong to other variables."""
+    module = tf.Module()
+    module.call = tf.function(
+        lambda x: tf.cond(x[0] > 0.0, lambda: by_output(x), lambda: x), input_signature=SPEC
+    )
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    tf.saved_model.save(module, tmp_path, options=options)
+    loaded = tf.saved_model.load(tmp_path)
+    close(loaded.call(X), module.call(X))
+    with pytest.raises(LookupError, match="the rule was lost"):
+        tape_gradient(loaded.call, X)
+
+
 @pytest.mark.slow
 def test_saving_a_loaded_model(tmp_path):
     tf.saved_model.save(Saved(), tmp_path / "first")

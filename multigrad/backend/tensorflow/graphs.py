@@ -151,10 +151,18 @@ def _may_be_mapped(tensor: Any) -> bool:
     return not (hasattr(tensor, "numpy") or tensor.dtype == tf.resource or tensor.op.type == "Const")
 
 
+def _is_copied_within(copy: Any, graph: Any) -> bool:
+    """Return whether `graph` is a branch or a loop, and is copied within the function around it."""
+    if not is_nested(graph):
+        return False
+    while is_nested(graph):
+        graph = graph.outer_graph
+    return _encloses(graph, copy)
+
+
 def _constant(tensor: Any) -> Any:
-    """Return a tensor that can be used in another graph."""
-    is_in_graph = tensor.dtype != tf.resource and not hasattr(tensor, "numpy")
-    return tf.constant(tf.get_static_value(tensor)) if is_in_graph else tensor
+    """Return a copy of a constant in the graph that is being built. A handle of a variable is not copied."""
+    return tensor if tensor.dtype == tf.resource else tf.constant(tf.get_static_value(tensor), tensor.dtype)
 
 
 @library_code
@@ -165,7 +173,7 @@ def _gradient(name: str, kind: str, graph: Any, op: Any, *upstream: Any) -> Sequ
     """
     owner = graph()
     copy = None if op is None or op.graph is owner else op
-    if owner is None or (copy is not None and not is_nested(owner)):
+    if owner is None or (copy is not None and not _is_copied_within(copy.graph, owner)):
         raise LookupError(_loss_text(name))
     with push_forwardprop_state():  # forward mode around a function builds its gradient
         return getattr(owner, _RULES)[kind](copy, *upstream)

@@ -11,7 +11,9 @@ import tensorflow as tf
 
 from multigrad.backend.base import F, Operation
 from multigrad.backend.tensorflow.tensors import library_code
+from multigrad.core.errors import message
 from multigrad.core.process_wide import Shared
+from multigrad.core.type_sets import HoldsNoTensor
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -20,15 +22,41 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *tensors: traced.get_concrete_function(*tensors)(*tensors)
 
 
-class _Wrapper(tf.types.experimental.TraceType):
+class _Wrapper(tf.types.experimental.TraceType, HoldsNoTensor):
     """The type of a wrapper that is an argument of a `tf.function`.
 
     Without it, TensorFlow (2.21) passes `wrapper.__wrapped__` in place of the wrapper: the function in place
-    of its gradient.
+    of its gradient. Other functions may have this type: `functools.wraps` copies the attributes of a
+    function, a bound method has those of its function, and a rule has a copy of a function. TensorFlow would
+    call the wrapper in their place, so they raise an error.
     """
 
-    def __init__(self, wrapper: weakref.ref[Callable[..., Any]]) -> None:
-        self.wrapper = wrapper
+    def __init__(self, wrapper: weakref.ref[Callable[..., Any]], name: str) -> None:
+        self.wrapper, self.name, self.hash = wrapper, name, hash(wrapper)  # also if it is freed
+
+    def __call__(self, context: Any) -> "_Wrapper":
+        return self
+
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        self._require(self.wrapper() is not None)
+        return self.wrapper()
+
+    def to_tensors(self, value: Any) -> list[Any]:
+        self._require(value is self.wrapper())
+        return []
+
+    def _require(self, is_wrapper: bool) -> None:
+        if not is_wrapper:
+            raise TypeError(
+                message(
+                    self.name,
+                    "TensorFlow would call this function in place of an argument of a tf.function",
+                    required="a function that multigrad returned",
+                    got="a decorated function, a method, or a function in a rule that closes over a tensor",
+                    fix="pass a lambda that calls the argument",
+                    see="tensorflow#decorated-arguments",
+                )
+            )
 
     def is_subtype_of(self, other: Any) -> bool:
         return self == other
@@ -36,20 +64,19 @@ class _Wrapper(tf.types.experimental.TraceType):
     def most_specific_common_supertype(self, others: Sequence[Any]) -> Any:
         return self if all(self == other for other in others) else None
 
-    def placeholder_value(self, placeholder_context: Any) -> Any:
-        return self.wrapper()
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Wrapper) and self.wrapper == other.wrapper
 
     def __hash__(self) -> int:
-        return hash(self.wrapper)
+        return self.hash
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def update_wrapper(wrapper: F, wrapped: Callable[..., Any]) -> F:
     updated: Any = functools.update_wrapper(library_code(wrapper), wrapped)
-    reference = weakref.ref(updated)
-    updated.__tf_tracing_type__ = lambda context: _Wrapper(reference)
+    updated.__tf_tracing_type__ = _Wrapper(weakref.ref(updated), updated.__name__)
     return updated
 
 

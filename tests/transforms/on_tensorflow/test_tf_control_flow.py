@@ -129,6 +129,30 @@ def test_forward_mode_around_a_loop_in_a_function(case, place):
     check_forward_mode_in_a_function(case, place)
 
 
+@pytest.mark.parametrize("place", [in_a_loop, in_a_loop_around, in_a_branch_with_an_input])
+def test_forward_mode_with_constants_of_the_rule(place):
+    """Constants in eager code, in the function around the loop, and in the loop."""
+    eager = tf.constant([1.0, 2.0, 3.0])
+
+    def define(outer):
+        def op(x, w):
+            inner, number = tf.constant([2.0, 1.0, 0.5]), tf.constant(2)
+
+            def rule(u):
+                v = u * eager * outer * inner * tf.cast(number, u.dtype)
+                return v * w, v * x
+
+            return x * w, rule
+
+        return op_custom_gradient(op)
+
+    def meant(x, w):
+        return valued(x * w, x * w * eager * 3.0 * tf.constant([2.0, 1.0, 0.5]) * 2.0)
+
+    function, w = tf.function(lambda x, w: tangent(place(define(tf.constant(3.0))), x, w)), tf.sin(X)
+    close(function(X, w), tangent(place(meant), X, w), 1e-3)
+
+
 factor = keras.Variable(2.0)
 WITHOUT_FORWARD_MODE = [
     *[(place, lambda x, w: x * x * w) for place in (in_a_branch, in_one_of_several, in_python)],
