@@ -11,6 +11,10 @@ from collections import OrderedDict, deque, namedtuple
 
 import keras
 import pytest
+import random_closures
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_closures import closure, value_of
 
 from multigrad.core.closure import lift, restore
 from multigrad.core.reachable import may_hold_tensors, reachable_tensors
@@ -79,6 +83,17 @@ def test_functions_with_items_of_the_same_size():
         functions = [make(Tensor(value), kind) for value in range(1, 20)]
         lifted, count = negated(lambda u: [function() for function in functions])
         assert (count, lifted(0)) == (19, list(range(-1, -20, -1))), kind
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=300)
+def test_random_closures(random):
+    rule = closure(random)
+    value = value_of(rule)
+    tensors, template, _ = lift(rule, TypeSet(random_closures.Tensor), None)
+    lifted = restore(template, [random_closures.Tensor(-tensor.value) for tensor in tensors])
+    assert value_of(lifted) == random_closures.negated(value)
+    assert value_of(rule) == value
 
 
 def test_partials_methods_and_inner_functions():
