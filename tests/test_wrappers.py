@@ -13,7 +13,7 @@ from keras import ops
 from support import BACKEND, array, close
 
 import multigrad
-from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, vmap
+from multigrad import grad, hessian, jacobian, jit, op_custom_gradient, vmap
 
 pytestmark = pytest.mark.every_case
 
@@ -45,10 +45,6 @@ class Power(keras.layers.Layer):
             return upstream * 30.0 * x**2 * self.factor, [upstream * x**3]
 
         return x**3 * self.factor, rule
-
-
-def forward(x):
-    return jvp(cube, (x,), (x,))[1]
 
 
 # Each function with its value at 2 and its derivative there, which is false for an op.
@@ -89,14 +85,30 @@ def compiled_with_function(use):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_argument_of_a_compiled_function(name):
     function, value, derivative = FUNCTIONS[name]
+    call, x = compiled_with_function(calls), array(2.0)
+    close(call(lambda x: function(x), x), value)
     if BACKEND == "tensorflow" and inspect.ismethod(function):
         # TensorFlow (2.21) passes the decorated function, without `self`.
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
-            compiled_with_function(calls)(function, array(2.0))
+            call(function, x)
         return
-    call, x = compiled_with_function(calls), array(2.0)
     close(call(function, x), value)
     close(grad(lambda x: call(function, x))(x), derivative)
+
+
+def test_one_array_in_two_places_of_an_argument():
+    x = array(np.random.default_rng(7).uniform(0.5, 1.5, 3))
+    op = op_custom_gradient(lambda x, y: (x * y**2, lambda u: (u * 3.0 * y**2, u * 10.0 * x * y)))
+    call = compiled_with_function(lambda function, x: function(x, x))
+    close(call(op, x), x**3)
+    close(grad(lambda x: ops.sum(call(op, x)))(x), 13.0 * x**2)
+    gradients = grad(lambda x, y: ops.sum(op(x, y)), argnums=(0, 1))
+    close(call(gradients, x), (3.0 * x**2, 10.0 * x**2))
+
+
+def test_mapped_function_as_an_argument():
+    rows = array([[1.0, 2.0], [3.0, 4.0]])
+    close(compiled_with_function(calls)(vmap(ops.sum), rows), array([3.0, 7.0]))
 
 
 @pytest.mark.parametrize("name", ["op", "grad"])

@@ -279,7 +279,9 @@ class Backend(abc.ABC):
     @classmethod
     def update_wrapper(cls, wrapper: F, wrapped: Callable[..., Any]) -> F:
         """Do what `functools.update_wrapper` does, for a framework that rewrites or replaces wrappers."""
-        return functools.update_wrapper(cls.library_code(wrapper), wrapped)  # type: ignore[return-value]
+        marked = cls.library_code(wrapper)
+        functools.update_wrapper(marked, wrapped)
+        return marked
 
     @staticmethod
     def constant(function: F) -> F:

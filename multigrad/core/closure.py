@@ -14,7 +14,7 @@ import functools
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from multigrad.core.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
@@ -104,6 +104,12 @@ def classify(residuals: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[
     for role, tensor in enumerate(outputs, len(inputs)):
         roles.setdefault(id(tensor), role)
     return [roles.get(id(residual), OTHER) for residual in residuals]
+
+
+def residuals_in(roles: Sequence[int], known: Sequence[Any], others: Iterable[Any]) -> list[Any]:
+    """Return the residuals with these roles among the inputs and outputs `known`, and the other residuals."""
+    remaining = iter(others)
+    return [next(remaining) if role == OTHER else known[role] for role in roles]
 
 
 class RuleWithTensors:
@@ -198,9 +204,7 @@ class _Walk:
         self._tensor_types, self._of_owner, self._assigned = tensor_types, of_owner, assigned
         self._shared = shared
         self._builders: dict[int, Any] = {}  # by id, so that an object that occurs twice is copied once
-        self._objects: list[
-            Any
-        ] = []  # kept alive, because another object could get the id of a tuple of items
+        self._objects: list[Any] = []  # kept alive: another object could get the id of one that is freed
 
     def builder(self, obj: Any) -> Any:
         """Return the `Build` of an object, None if the object is not copied."""

@@ -28,7 +28,8 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         return pullback.output.join([tf.stop_gradient(output) for output in outputs])
     run.lift(call.f)
     template = run.template
-    carrier = None if eager else Carrier(call.name, outputs, inputs, run.others())
+    others = () if eager else run.others()
+    carrier = None if eager else Carrier(call.name, outputs, inputs, others)
     tied_outputs = _copies(outputs) if carrier is None else carrier.outputs
     # The rule differentiates the inputs and the tied outputs that it uses.
     residuals = run.residuals_with(tied_outputs)
@@ -63,7 +64,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         roles = run.roles
 
         def backward_of_copy(copy: Any, *upstreams: Any) -> Sequence[Any]:
-            copied_rule = restore(template, carrier.residuals_of(copy, residuals, roles))
+            copied_rule = restore(template, carrier.residuals_of(copy, others, roles))
             with pullback.scope_with_reader(functools.partial(read_for_gradient, copy.graph)):
                 return pull(copied_rule, upstreams, specs=specs_of(carrier.inputs_of(copy)))
 

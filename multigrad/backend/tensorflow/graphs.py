@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from multigrad.backend.tensorflow.private import GRADIENT_KIND, push_forwardprop_state, stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
-from multigrad.core.closure import OTHER
+from multigrad.core.closure import residuals_in
 from multigrad.core.errors import message
 
 _NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
@@ -133,17 +133,11 @@ class Carrier:
         """Return the inputs of the call in the graph of a copy of the operation."""
         return copy.inputs[self._output_count : self._output_count + self._input_count]
 
-    def residuals_of(self, copy: Any, residuals: Sequence[Any], roles: Sequence[int]) -> list[Any]:
+    def residuals_of(self, copy: Any, others: Sequence[Any], roles: Sequence[int]) -> list[Any]:
         """Return the residuals of the call in the graph of a copy of the operation."""
-        known, others = (*self.inputs_of(copy), *copy.outputs), iter(copy.inputs[self._first_other :])
-        return [
-            known[role]
-            if role != OTHER
-            else next(others)
-            if _may_be_mapped(residual)
-            else _constant(residual)
-            for residual, role in zip(residuals, roles, strict=True)
-        ]
+        copies = iter(copy.inputs[self._first_other :])
+        copied = [next(copies) if _may_be_mapped(other) else _constant(other) for other in others]
+        return residuals_in(roles, (*self.inputs_of(copy), *copy.outputs), copied)
 
 
 def _may_be_mapped(tensor: Any) -> bool:
@@ -153,11 +147,10 @@ def _may_be_mapped(tensor: Any) -> bool:
 
 def _is_copied_within(copy: Any, graph: Any) -> bool:
     """Return whether `graph` is a branch or a loop, and is copied within the function around it."""
-    if not is_nested(graph):
-        return False
-    while is_nested(graph):
-        graph = graph.outer_graph
-    return _encloses(graph, copy)
+    function = graph
+    while is_nested(function):
+        function = function.outer_graph
+    return function is not graph and _encloses(function, copy)
 
 
 def _constant(tensor: Any) -> Any:

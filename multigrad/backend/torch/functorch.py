@@ -36,7 +36,7 @@ from multigrad.backend.torch.state import (
     vmaps_of,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
-from multigrad.core.closure import OTHER, restore
+from multigrad.core.closure import residuals_in, restore
 from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
 
@@ -176,8 +176,7 @@ class _FunctorchState:
 
     def residuals(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the residuals among the inputs, the outputs and the other residuals."""
-        others = iter(saved[self.inputs + self.outputs :])
-        return [next(others) if role == OTHER else saved[role] for role in self.roles]
+        return residuals_in(self.roles, saved, saved[self.inputs + self.outputs :])
 
 
 class _FunctorchNode(torch.autograd.Function):

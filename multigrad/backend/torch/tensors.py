@@ -36,7 +36,8 @@ def update_wrapper(wrapper: F, wrapped: Callable[..., Any]) -> F:
     """
     if isinstance(wrapped, types.FunctionType) and not torch.compiler.is_dynamo_compiling():
         wrapper.__code__ = _code_for(wrapper.__code__, wrapped.__code__)
-    return functools.update_wrapper(wrapper, wrapped)  # type: ignore[return-value]
+    functools.update_wrapper(wrapper, wrapped)
+    return wrapper
 
 
 @functools.lru_cache(maxsize=1024)

@@ -129,6 +129,14 @@ def test_forward_mode_around_a_loop_in_a_function(case, place):
     check_forward_mode_in_a_function(case, place)
 
 
+@some
+@pytest.mark.parametrize("place", [in_a_loop, in_a_loop_around, in_a_branch_of_a_loop])
+def test_forward_mode_with_one_array_in_two_places(case, place):
+    twice, meant = (place(lambda x, w, f=f: f(x, x)) for f in (case.op, case.meant))
+    x, w = tf.constant(np.random.default_rng(7).uniform(0.2, 0.9, [2, 3]), "float32")
+    close(tf.function(lambda x, w: tangent(twice, x, w))(x, w), tangent(meant, x, w), 1e-3)
+
+
 @pytest.mark.parametrize("place", [in_a_loop, in_a_loop_around, in_a_branch_with_an_input])
 def test_forward_mode_with_constants_of_the_rule(place):
     """Constants in eager code, in the function around the loop, and in the loop."""

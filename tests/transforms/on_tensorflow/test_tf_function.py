@@ -129,6 +129,7 @@ def test_a_custom_gradient_of_tensorflow_as_an_argument():
     op = tf.custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
     with pytest.raises(TypeError, match="Expected float32, but got"):
         tf.function(lambda f: tf.sin(f(X)), autograph=False)(op)
+    close(tf.function(lambda f: tf.sin(f(X)), autograph=False)(lambda x: op(x)), tf.sin(2.0 * X))
 
 
 def times_cube_of(w):
