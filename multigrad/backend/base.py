@@ -29,10 +29,11 @@ from multigrad.core.type_sets import TypeSet
 if TYPE_CHECKING:  # at run time, these modules import the backend
     from multigrad.core.call import Call as Call
     from multigrad.core.call import Pullback as Pullback
+    from multigrad.core.call import Rule as Rule
     from multigrad.core.call import Run as Run
     from multigrad.ops.host_call import HostFunction as HostFunction
 else:
-    Call = HostFunction = Pullback = Run = Any
+    Call = HostFunction = Pullback = Rule = Run = Any
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=type[Any])

@@ -17,7 +17,7 @@ A call has one life on every framework. This file has the steps that are the sam
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,14 +26,15 @@ import keras
 from multigrad import backend
 from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
-from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift
+from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift, restore
 from multigrad.core.context import Context, current_context, restore_context
 from multigrad.core.errors import describe, message
 from multigrad.core.expected_gradients import Structured
+from multigrad.core.reachable import path_to_tensor, reachable_tensors
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
 from multigrad.core.signature import Binding
 from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout, Refused, split
-from multigrad.core.type_sets import HoldsNoTensor
+from multigrad.core.type_sets import HoldsNoTensor, TypeSet
 from multigrad.core.variables import (
     NONE_READ,
     Pinned,
@@ -42,6 +43,7 @@ from multigrad.core.variables import (
     Reads,
     Variables,
     in_scope,
+    inputs_of_outer_rule,
     pin_variables,
     scope_of_rule,
     values_in_scopes,
@@ -49,6 +51,7 @@ from multigrad.core.variables import (
 
 _framework = backend.active
 _TENSORS = _framework.TENSORS
+_HELD = TypeSet(*_TENSORS.bases, Iterator)
 _Reads = _framework.extend_reads(Reads)
 
 
@@ -79,10 +82,8 @@ class Call:
         self,
         tensors: Sequence[Any],
         *,
-        f: Callable[..., Any] | None = None,
         read_as: Callable[[Any], Any] | None = None,
         values: list[Any] | None = None,
-        undo: bool = False,
     ) -> "Run":
         """Run the function.
 
@@ -91,22 +92,15 @@ class Call:
 
         Arguments:
             tensors: the tensors among the arguments of the call.
-            f: the function with another closure. The default is the function itself.
             read_as: maps the value of each variable to the value that the function reads.
             values: a list to which the values of these variables before `read_as` are added.
-            undo: whether to undo assignments to variables if the function raises, because it runs again.
         """
-        pullback, scope, context, f = self.pullback, _Reads(), current_context(), f or self.f
+        pullback, scope, context, f = self.pullback, _Reads(), current_context(), self.f
         scope.name = pullback.name
         if read_as is not None:
             scope.read_as = read_as
-        try:
-            with scope:
-                returned = f(*tensors) if pullback.is_flat else pullback.call(f, tensors)
-        except Exception:
-            if undo:
-                scope.undo()
-            raise
+        with scope:
+            returned = f(*tensors) if pullback.is_flat else pullback.call(f, tensors)
         outer_scope = scope.original_scope
         if type(outer_scope) is ReadOnly:
             outer_scope = None
@@ -134,7 +128,7 @@ class Call:
             raise self._not_a_pair(returned)
         return returned[0]
 
-    def rerun(self, inputs: Sequence[Any], first: "Pullback", f: Callable[..., Any] | None = None) -> "Run":
+    def rerun(self, inputs: Sequence[Any], first: "Pullback") -> "Run":
         """Run the function again, to differentiate the residuals of its rule, which are lifted.
 
         The function reads the values of variables from `inputs`. Its assignments to variables are discarded.
@@ -142,12 +136,11 @@ class Call:
         Arguments:
             inputs: the inputs of the first run, or other values of them.
             first: the pullback of the first run.
-            f: the function with another closure. The default is the function itself.
         """
         count = len(inputs) - len(first.variables)
         scope = Pinned(first.variables, inputs[count:], first.outer_scope, first.name)
         with scope, restore_context(first.context):
-            returned = self.pullback.call(f or self.f, inputs[:count])
+            returned = self.pullback.call(self.f, inputs[:count])
         run = self._result(returned, inputs[:count], scope, first.outer_scope, first.context)
         run.pullback = first
         run.lift(self.f)
@@ -186,10 +179,6 @@ class Call:
         pullback.is_plain = False
         return Run(outputs, rule, inputs, pullback)
 
-    def rehearsal(self) -> AbstractContextManager[Any]:
-        """Return a context in which a rule may run, and which discards its assignments to variables."""
-        return Pinned(NONE_READ, ())
-
     def objects(self) -> Sequence[Any]:
         """Return the arguments that are not tensors, such as `self`."""
         return self.pullback.arguments.static_leaves()
@@ -197,6 +186,23 @@ class Call:
     def has_objects(self) -> bool:
         """Return whether an argument is an object that may hold tensors, such as `self`."""
         return self.pullback.arguments.has_objects()
+
+    def held(self) -> list[Any]:
+        """Return the tensors that the function can reach, and the iterators, which may hold tensors."""
+        return [part for root in (self.f, *self.objects()) for part in reachable_tensors(root, _HELD)]
+
+    def answers_for_outer_rule(self, inputs: Sequence[Any]) -> bool:
+        """Return whether this op is called in a rule and takes each input of the outer op.
+
+        Its own rule is then the derivative of the tensors that it closes over.
+        """
+        outer = inputs_of_outer_rule()
+        return outer is not None and all([any([x is y for y in inputs]) for x in outer])
+
+    def closed_over_path(self, is_differentiated: Callable[[Any], bool]) -> str | None:
+        """Return where the function finds a differentiated tensor other than its arguments, for a message."""
+        arguments = zip(self.pullback.binding.names(), self.pullback.arguments.template, strict=True)
+        return path_to_tensor(self.f, arguments, _TENSORS, is_differentiated)
 
     def is_in_scope(self) -> bool:
         """Return whether a scope is active, in which variables may have other values than their own."""
@@ -255,10 +261,61 @@ class Run:
         pairs = zip(self.residuals, self.roles, strict=True)
         return [residual for residual, role in pairs if role == OTHER]
 
-    def residuals_with(self, outputs: Sequence[Any]) -> list[Any]:
-        """Return the residuals, with tied outputs in place of the outputs."""
-        known, pairs = (*self.inputs, *outputs), zip(self.residuals, self.roles, strict=True)
+    def residuals_with(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Return the residuals, with these inputs and outputs in place of those of the run."""
+        known, pairs = (*inputs, *outputs), zip(self.residuals, self.roles, strict=True)
         return [residual if role == OTHER else known[role] for residual, role in pairs]
+
+    def rule_with(self, specs: list[Spec | None]) -> "Rule":
+        """Return the rule, whose residuals have been lifted. The specs are those of the inputs."""
+        return Rule(self.pullback, self.template, self.roles, specs, self.is_opaque)
+
+
+class Rule(HoldsNoTensor):
+    """The rule of a run without its residuals. It holds no tensor.
+
+    Arguments:
+        pullback, template, roles, is_opaque: those of the run.
+        specs: for each input, the shape and dtype of its gradient.
+    """
+
+    __slots__ = ("is_opaque", "pullback", "roles", "specs", "template")
+
+    def __init__(
+        self,
+        pullback: "Pullback",
+        template: Any,
+        roles: Sequence[int],
+        specs: list[Spec | None],
+        is_opaque: bool,
+    ) -> None:
+        self.pullback, self.template, self.roles = pullback, template, roles
+        self.specs, self.is_opaque = specs, is_opaque
+
+    def held(self) -> list[Any]:
+        """Return what the rule can reach through objects: tensors, and iterators, which may hold tensors."""
+        if not self.is_opaque:
+            return []
+        return list(reachable_tensors(restore(self.template, [None] * len(self.roles)), _HELD))
+
+    def holds_more_than(self, before: Sequence[Any]) -> bool:
+        """Return whether the rule can reach a tensor through an object that `Call.held` did not return."""
+        return any([not any([held is other for other in before]) for held in self.held()])
+
+    def pull(
+        self,
+        residuals: Sequence[Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        transposed: bool = False,
+    ) -> Sequence[Any]:
+        """Call the rule with these residuals. A trace does not record it if it is only `transposed`."""
+        pullback = self.pullback.without_trace if transposed else self.pullback
+        inputs: list[Any] = [None] * len(self.specs)
+        for residual, role in zip(residuals, self.roles, strict=False):
+            if 0 <= role < len(inputs):
+                inputs[role] = residual
+        return pullback.pull(restore(self.template, residuals), upstream, needed, self.specs, inputs)
 
 
 class Pullback(HoldsNoTensor):
@@ -333,6 +390,7 @@ class Pullback(HoldsNoTensor):
         upstream: Sequence[Any],
         needed: Sequence[bool],
         specs: list[Spec | None],
+        inputs: Sequence[Any] = (),
     ) -> Sequence[Any]:
         """Call the rule and return the gradient of each input, None for zero or where it is not needed.
 
@@ -341,15 +399,15 @@ class Pullback(HoldsNoTensor):
             upstream: the upstream gradient of each output, None for an output without one.
             needed: for each input, whether its gradient is used.
             specs: for each input, the shape and dtype of its gradient.
+            inputs: each input, as far as the rule closes over it.
         """
-        scope: AbstractContextManager[Any]
+        scope: Any
         if _framework.is_reading_code():  # Dynamo enters no scope in a rule, and itself refuses assignments
             scope = contextlib.nullcontext()
-        elif type(rule) is RuleWithTensors:
-            scope = self.scope_of(rule)
         else:
-            scope = read_only = ReadOnly()
-            read_only.name = self.name
+            scope = self.scope_of(rule) if type(rule) is RuleWithTensors else ReadOnly()
+            scope.name = self.name
+            scope.rule_inputs = [x for x, spec in zip(inputs, specs, strict=False) if spec is not None]
         with scope:  # also while the answer is read, because lazy gradients may read variables
             answer = self._answer(rule, upstream)
             if answer is None:
@@ -431,6 +489,7 @@ class _PullbackInLayer(Pullback):
         upstream: Sequence[Any],
         needed: Sequence[bool],
         specs: list[Spec | None],
+        inputs: Sequence[Any] = (),
     ) -> Sequence[Any]:
         with restore_context(self.context):
-            return super().pull(rule, upstream, needed, specs)
+            return super().pull(rule, upstream, needed, specs, inputs)

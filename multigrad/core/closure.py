@@ -25,9 +25,7 @@ Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 originals."""
 
 
-def lift(
-    obj: Any, tensor_types: TypeSet, owner: Any = None, shared: bool = False
-) -> tuple[list[Any], Any, bool]:
+def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any], Any, bool]:
     """Return the tensors in a function, a template for `restore`, and whether the closure is opaque.
 
     The template is the function itself if it has no tensors.
@@ -36,10 +34,9 @@ def lift(
         obj: a function, partial, bound method or another callable.
         tensor_types: the types that count as tensors.
         owner: the function that returned `obj`. Containers and functions in its cells are not copied.
-        shared: whether other code uses `obj`. Its lists and dicts are then not copied.
     """
     if type(obj) is RuleWithTensors:
-        tensors, template, opaque = lift(obj.rule, tensor_types, owner, shared)
+        tensors, template, opaque = lift(obj.rule, tensor_types, owner)
         kept = [None if tensor_types[type(tensor)] else tensor for tensor in obj.tensors]
         template = _TemplateWithTensors(obj.bind, template, len(tensors), kept)
         found = [tensor for tensor in obj.tensors if tensor_types[type(tensor)]]
@@ -65,7 +62,7 @@ def lift(
                 break
         else:
             return tensors, (obj.__code__, obj.__globals__, kept) if tensors else obj, opaque
-    walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned_cell_ids(obj, set())), shared)
+    walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned_cell_ids(obj, set())))
     build = walk.builder(obj)
     return walk.tensors, obj if build is None else build, walk.opaque
 
@@ -192,17 +189,12 @@ _IN_PROGRESS = object()
 class _Walk:
     """Walks through an object and collects its tensors."""
 
-    __slots__ = (
-        "_assigned", "_builders", "_objects", "_of_owner", "_shared", "_tensor_types", "opaque", "tensors",
-    )  # fmt: skip
+    __slots__ = ("_assigned", "_builders", "_objects", "_of_owner", "_tensor_types", "opaque", "tensors")
 
-    def __init__(
-        self, tensor_types: TypeSet, of_owner: frozenset[int], assigned: frozenset[int], shared: bool
-    ) -> None:
+    def __init__(self, tensor_types: TypeSet, of_owner: frozenset[int], assigned: frozenset[int]) -> None:
         self.tensors: list[Any] = []
         self.opaque = False
         self._tensor_types, self._of_owner, self._assigned = tensor_types, of_owner, assigned
-        self._shared = shared
         self._builders: dict[int, Any] = {}  # by id, so that an object that occurs twice is copied once
         self._objects: list[Any] = []  # kept alive: another object could get the id of one that is freed
 
@@ -237,7 +229,7 @@ class _Walk:
             return
         for part in wrapped_functions(obj) or [obj]:
             if type(part) is types.FunctionType:
-                inner = _Walk(self._tensor_types, frozenset(), frozenset(), False)
+                inner = _Walk(self._tensor_types, frozenset(), frozenset())
                 inner._builders = dict.fromkeys(self._builders)
                 inner.builder(part)
                 self.opaque |= bool(inner.tensors) or inner.opaque
@@ -265,14 +257,10 @@ class _Walk:
             def build(tensors: Sequence[Any], made: dict[int, Any]) -> Any:
                 return make(_build_all(kept, builds, tensors, made))
 
-        if self._shared and isinstance(obj, (list, dict)):
-            self.opaque = True
-            del self.tensors[start:]
-            return None
         return build
 
     def _function(self, function: types.FunctionType) -> Build | None:
-        cells, start = function.__closure__ or (), len(self.tensors)
+        cells = function.__closure__ or ()
         builds: list[Any] = []
         for cell in cells:
             content = content_of(cell)
@@ -290,11 +278,6 @@ class _Walk:
         extras = [function.__defaults__, _items(function.__kwdefaults__), _items(attributes)]
         of_extras = [self.builder(part) for part in extras]
         if all([b is None or (type(b) is _Itself and b.key == key) for b in (*builds, *of_extras)]):
-            return None
-        # `functools.wraps` sets `__wrapped__`, and a framework may set a dunder attribute of its protocols.
-        if self._shared and not all([attribute.startswith("__") for attribute in attributes]):
-            self.opaque = True
-            del self.tensors[start:]
             return None
         code, scope, name = function.__code__, function.__globals__, function.__name__
         kept = [cell if build is None else None for cell, build in zip(cells, builds, strict=True)]

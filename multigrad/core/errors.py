@@ -63,6 +63,35 @@ def message(
     return "\n".join(map(_wrap_line, "\n".join(lines).split("\n")))
 
 
+def closed_over(name: str, path: str | None) -> str:
+    """Return the error for the gradient of a tensor that the output of an op uses and is not an argument.
+
+    `path` is where the function finds the tensor, such as "'scale'" or "'self'.scale", None if it is unknown.
+    """
+    return message(
+        name,
+        "the output depends on a differentiated tensor that is not an argument, so the rule does not return "
+        "its gradient",
+        required="each differentiated tensor that the function uses as an argument of the op",
+        got=path or "a tensor that the function reads from elsewhere",
+        fix="pass the tensor as an argument, or use ops.stop_gradient(tensor) if it is a constant; freeze a "
+        "module of another library, or pass its parameters",
+        see="general#closed-over-tensors",
+    )
+
+
+def held(name: str) -> str:
+    """Return the error for a rule that reaches a tensor through an object, where a derivative needs it."""
+    return message(
+        name,
+        "the rule reaches a tensor through an object, and this derivative may need the tensor",
+        required="a rule that closes over each tensor that its function computes or that is differentiated",
+        got="an object such as `self`, a deque or an iterator, that holds such a tensor",
+        fix="assign the tensor to a local name in the function, and let the rule close over this name",
+        see="general#tensors-on-objects",
+    )
+
+
 LONGEST_LINE = 120
 
 

@@ -8,7 +8,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
 from keras import ops
@@ -96,10 +96,14 @@ def reachable_tensors(
         if tensor_types[kind]:
             yield obj
             continue
+        if isinstance(obj, (types.BuiltinFunctionType, types.MethodWrapperType)):
+            obj, kind = obj.__self__, type(obj.__self__)  # of a bound method such as `dict.get`
         if ATOMS[kind] or isinstance(obj, _CONSTANTS) or id(obj) in seen:
             continue
         seen.add(id(obj))
-        if kind is types.FunctionType:
+        if isinstance(obj, (ValuesView, ItemsView)):
+            waiting += obj
+        elif kind is types.FunctionType:
             waiting += parts_of(obj)
             if with_globals and not _is_of_framework(obj.__globals__.get("__name__", "")):
                 waiting += map(obj.__globals__.get, obj.__code__.co_names)
@@ -107,6 +111,35 @@ def reachable_tensors(
             waiting += wrapped_functions(obj) or ()
         else:
             waiting += parts_of(obj)
+
+
+def path_to_tensor(
+    function: Any,
+    arguments: Iterable[tuple[str, Any]],
+    tensor_types: TypeSet,
+    is_wanted: Callable[[Any], bool],
+) -> str | None:
+    """Return where a function finds a tensor, such as "'scale'" or "'self'.factor", None if it is not found.
+
+    The search covers the names that the function uses, its arguments, and their items and attributes.
+    """
+    function = inspect.unwrap(getattr(function, "func", getattr(function, "__func__", function)))
+    places = list(arguments)
+    if isinstance(function, types.FunctionType):
+        code, scope = function.__code__, function.__globals__
+        cells = map(content_of, function.__closure__ or ())
+        places += zip(map(repr, code.co_freevars), cells, strict=True)
+        places += [(repr(name), scope[name]) for name in code.co_names if name in scope]
+    for name, obj in places:
+        items = (
+            obj if isinstance(obj, dict) else dict(enumerate(obj if isinstance(obj, (list, tuple)) else ()))
+        )
+        paths = {name: obj} | {f"{name}[{key!r}]": part for key, part in items.items()}
+        paths |= {f"{name}.{attribute}": part for attribute, part in getattr(obj, "__dict__", {}).items()}
+        for path, part in paths.items():
+            if tensor_types[type(part)] and is_wanted(part):
+                return path
+    return None
 
 
 def wrapped_functions(obj: Any) -> list[Any] | None:

@@ -25,10 +25,10 @@ class TypeSet(dict[type, bool]):
 
     def __init__(self, *bases: type) -> None:
         super().__init__({kind: issubclass(kind, bases) for kind in (*_COMMON_TYPES, *bases)})
-        self._bases = bases
+        self.bases = bases
 
     def __missing__(self, kind: type) -> bool:
-        member = issubclass(kind, self._bases)
+        member = issubclass(kind, self.bases)
         if member or not kind.__flags__ & _HEAP_TYPE:
             self[kind] = member
         return member

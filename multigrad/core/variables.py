@@ -74,6 +74,8 @@ class _Scope(keras.StatelessScope):
     values: Sequence[Any] = ()
     current: Any = _NO_VALUES
     """The values that variables have in this scope, by the ids of the variables."""
+    rule_inputs: Sequence[Any] | None = None
+    """In the scope of a rule, the differentiable inputs of the op, None for one that it does not use."""
     _losses: list[Any] | None = None
 
     __init__ = object.__init__
@@ -135,6 +137,11 @@ def in_scope() -> bool:
     """Return whether a `keras.StatelessScope` is active, in which variables may have other values."""
     with keras.StatelessScope(initialize_variables=False) as scope:
         return type(scope.original_scope) not in (type(None), ReadOnly)
+
+
+def inputs_of_outer_rule() -> Sequence[Any] | None:
+    """Return the inputs of the op whose rule calls the present op, None if no rule does."""
+    return getattr(vars(global_state.GLOBAL_STATE_TRACKER).get("stateless_scope"), "rule_inputs", None)
 
 
 def name_of_caller() -> str:
@@ -303,12 +310,6 @@ class Reads(_Scope):
             self.assigned = self.assigned or {}
             self.assigned[key] = variable, initial
         super().add_update(update)
-
-    def undo(self) -> None:
-        """Undo the assignments of variables, after the scope has ended."""
-        originals = dict(self._originals)
-        for key, (variable, initial) in dict(self.assigned).items():
-            super().add_update((variable, originals.get(key, initial)))
 
     def add_loss(self, loss: Any) -> None:
         raise TypeError(

@@ -72,10 +72,10 @@ class _RecordedCall(Call):
         run.pullback = _RecordedPullback(run.pullback, recorder)
         return run
 
-    def rerun(self, inputs: Sequence[Any], first: Pullback, f: Callable[..., Any] | None = None) -> Run:
+    def rerun(self, inputs: Sequence[Any], first: Pullback) -> Run:
         """Run the function again for a second derivative. Ops in it are not recorded a second time."""
         with enclose_run(self._recorder):
-            return super().rerun(inputs, first, f)
+            return super().rerun(inputs, first)
 
 
 class _RecordedPullback(Pullback):
@@ -96,10 +96,11 @@ class _RecordedPullback(Pullback):
         upstream: Sequence[Any],
         needed: Sequence[bool],
         specs: list[Spec | None],
+        inputs: Sequence[Any] = (),
     ) -> Sequence[Any]:
         """Run the rule and record its gradients."""
         with _set_enclosing(self._recorder):
-            gradients = self._back.pull(rule, upstream, needed, specs)
+            gradients = self._back.pull(rule, upstream, needed, specs, inputs)
         self._recorder.record_step(upstream, gradients)
         return gradients
 

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 
 from multigrad.backend.base import Call, Run
-from multigrad.backend.jax.primitives import Strip, tie
+from multigrad.backend.jax.primitives import Strip, TiedRule, tie
 from multigrad.backend.jax.private import current_trace, other_object, under_trace
-from multigrad.backend.jax.residuals import constants_of, pull_of, uses_intermediate
-from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, varying_alike
-from multigrad.core.closure import lift, restore
-from multigrad.core.errors import message
+from multigrad.backend.jax.residuals import constants_of, uses_intermediate
+from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, specs_of, varying_alike
+from multigrad.core.errors import closed_over, held, message
 from multigrad.core.reachable import reachable_tensors
 
 
@@ -24,30 +23,37 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     first = _FirstRun(call, varying_alike(list(tensors)))
     run, inputs, strip = first.run, first.inputs, first.strip
     outputs = as_arrays(run.outputs)
-    # Without a tracer, no derivative is being taken.
-    if not (any([FLOATING[x.dtype] for x in inputs]) and any_traced([*inputs, *outputs])):
+    if not any_traced([*inputs, *outputs]):  # no derivative is being taken
         return run.pullback.output.join(_without_gradient(inputs, outputs))
-    order = strip.order
+    order, is_open = strip.order, False
     if order > 1 and first.order <= 1:
         # The function read a weight of another derivative than those of its arguments.
         run = first.rerun()
     else:
         run.lift(call.f)
-    pull = pull_of(run, run.is_opaque and first.may_use_tracers(run))
-    if (order > 1 or strip.in_program) and uses_intermediate(
-        run, [*first.constants, *first.stripped_closure]
-    ):
-        strip.is_open = True
-        # The function runs again to get the tangents of outer derivatives. In eager code, the first run has
-        # none. In a program, it can lack those of the weights, which have an equation of `strip` each.
-        if order > 1 or any_traced(inputs[len(tensors) :]):
-            run = first.rerun_with_tangents()
-            pull = pull_of(run, run.is_opaque)
-    strip.traces, outputs = None, as_arrays(run.outputs)
-    # A residual from the closure is tied with its tangents, for the derivatives around the op.
-    closed_over = dict(zip(map(id, first.stripped_closure), first.closure, strict=True))
-    residuals = [closed_over.get(id(residual), residual) for residual in run.residuals]
-    return run.pullback.output.join(tie(call.name, outputs, inputs, residuals, run.roles, pull))
+    outputs, stores = as_arrays(run.outputs), False
+    if order > 1 or strip.in_program:
+        stores = run.rule_with([]).holds_more_than(first.held)
+        if stores and order > 1:
+            raise TypeError(held(call.name))
+        if uses_intermediate(run, first.constants):
+            strip.is_open, is_open = True, order <= 1
+            # The function runs again to get the tangents of outer derivatives. In eager code, the first run
+            # has none. In a program, it can lack those of weights, which have an equation of `strip` each.
+            if order > 1 or any_traced(inputs[len(tensors) :]):
+                run = first.rerun_with_tangents()
+            if is_open:
+                outputs = as_arrays(run.outputs)
+    strip.traces = None
+    may_close_over = any_traced(outputs)  # a concrete output depends on no tracer
+    rule = TiedRule(
+        run.rule_with(specs_of(run.inputs)),
+        closed_over_path=call.closed_over_path(_is_traced) if may_close_over else None,
+        is_open=is_open,
+        is_inner=call.answers_for_outer_rule(inputs),
+        stores=stores,
+    )
+    return run.pullback.output.join(tie(rule, outputs, inputs, run.residuals))
 
 
 class _FirstRun:
@@ -61,34 +67,30 @@ class _FirstRun:
     run: Run
     inputs: list[Any]
     """The inputs of the run, with their tangents."""
-    constants: Sequence[Any]
+    constants: Sequence[Any] = ()
     """The arrays that the function could reach before it ran, if a derivative of the gradient is taken."""
-    stripped_closure: Sequence[Any]
-    """The tracers that the function closes over, without tangents: the op has no gradient for them."""
+    held: Sequence[Any] = ()
+    """What it could reach then, as `Call.held` returns it."""
 
     def __init__(self, call: Call, tensors: list[Any]) -> None:
         self._call = call
-        self.closure, self._template, is_opaque = lift(call.f, TRACERS, shared=True)
         self.strip = Strip()
-        stripped = self._strip_inputs(tensors)
-        below, self.order = self.strip.trace_below, self.strip.order
-        self.constants = constants_of(call) if self.order > 1 or self.strip.in_program else ()
-        self._object_has_tracers = is_opaque and _reaches_more(call, self.closure)
-        if below is None or self.order > 1 or self._object_has_tracers or self.strip.in_program:
-            self._execute(tensors, stripped, None)
-            return
+        stripped = self.strip(tensors)
+        trace, self.order = self.strip.trace_below, self.strip.order
+        if self.order > 1 or self.strip.in_program:
+            trace = None
+            self._find_constants()
+        elif trace is not None and any(True for _ in reachable_tensors(call.f, TRACERS)):
+            trace = None  # a tracer that the function closes over can be used under its own trace alone
         try:
-            self._execute(tensors, stripped, below)
-        except jax.errors.UnexpectedTracerError:
-            # An object holds a tracer of a derivative, which can be used under the current trace alone.
-            self.strip, self._object_has_tracers = Strip(), True
-            self._execute(tensors, self._strip_inputs(tensors), None)
+            self._execute(tensors, stripped, trace)
+        except jax.errors.UnexpectedTracerError as error:
+            if trace is None:
+                raise
+            raise TypeError(closed_over(call.name, call.closed_over_path(_is_traced))) from error
 
-    def _strip_inputs(self, inputs: list[Any]) -> list[Any]:
-        """Return the inputs without tangents, from one equation with the tracers of the closure."""
-        stripped = self.strip([*inputs, *self.closure])
-        self.stripped_closure = stripped[len(inputs) :]
-        return stripped[: len(inputs)]
+    def _find_constants(self) -> None:
+        self.constants, self.held = constants_of(self._call), self._call.held()
 
     def _execute(self, tensors: list[Any], stripped: list[Any], trace: Any) -> None:
         """Run the function under a trace, the current one if it is None."""
@@ -99,30 +101,16 @@ class _FirstRun:
                 return self.strip(varying_alike([value, *tensors])[:1])[0]
 
         self.inputs = list(tensors)
-        f = restore(self._template, self.stripped_closure)
         with under_trace(trace):
-            self.run = self._call.run(
-                stripped, f=f, read_as=read_as, values=self.inputs, undo=trace is not None
-            )
+            self.run = self._call.run(stripped, read_as=read_as, values=self.inputs)
         self.inputs = varying_alike(self.inputs)
-
-    def may_use_tracers(self, run: Run) -> bool:
-        """Return whether an object that the rule uses may hold a traced array."""
-        mapped = None in (self.strip.traces or ())
-        known = [*run.inputs, *run.outputs, *self.stripped_closure]
-        return self._object_has_tracers or mapped or any_traced(known) or self._has_traced_attribute()
-
-    def _has_traced_attribute(self) -> bool:
-        """Return whether an argument such as `self` has a tracer as an attribute."""
-        attributes = [getattr(obj, "__dict__", {}) for obj in self._call.objects()]
-        return any([TRACERS[type(value)] for values in attributes for value in values.values()])
 
     def rerun(self) -> Run:
         """Run the function again on the inputs of the run, all in one equation of `strip`."""
         self.strip.traces = []
-        stripped = self._strip_inputs(self.inputs)
-        f = restore(self._template, self.stripped_closure)
-        return self._call.rerun(stripped, self.run.pullback, f)
+        if self.order <= 1:
+            self._find_constants()
+        return self._call.rerun(self.strip(self.inputs), self.run.pullback)
 
     def rerun_with_tangents(self) -> Run:
         """Run the function again, with the tangents of outer derivatives, which `strip` lets pass."""
@@ -132,34 +120,25 @@ class _FirstRun:
             raise _not_differentiable(self._call.name, error) from error
 
 
-def _reaches_more(call: Call, closure: Sequence[Any]) -> bool:
-    """Return whether the function closes over an object that holds tracers."""
-    known = set(map(id, closure))
-    return any([id(tracer) not in known for tracer in reachable_tensors(call.f, TRACERS)])
+def _is_traced(array: Any) -> bool:
+    return TRACERS[type(array)]
 
 
 def _without_gradient(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs without tangents. A tracer that the function reached has no gradient through it.
+    """Return the outputs, with another object for an output that is an input.
 
-    An output that is an input becomes another object. The rule of an outer op would take it for the input.
+    The rule of an outer op would take it for the input.
     """
-    results: list[Any] = []
-    for output in outputs:
-        if TRACERS[type(output)]:
-            results.append(jax.lax.stop_gradient(output))
-        elif FLOATING[output.dtype] and any([output is x for x in inputs]):
-            results.append(other_object(output))
-        else:
-            results.append(output)
-    return results
+    aliases = [FLOATING[output.dtype] and any([output is x for x in inputs]) for output in outputs]
+    return [other_object(o) if is_alias else o for o, is_alias in zip(outputs, aliases, strict=True)]
 
 
 def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
     return NotImplementedError(
         message(
             name,
-            "the rule uses an intermediate result of the function, or an object that may hold one, and the "
-            "function failed when it ran again to be differentiated",
+            "the rule uses an intermediate result of the function, which failed when it ran again to be "
+            "differentiated",
             required="for a derivative of the gradient, a function that can run again and that JAX can "
             "differentiate, or a rule that closes over inputs, outputs and constants only",
             got=f"{type(error).__name__}: {error}",

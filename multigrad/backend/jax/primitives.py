@@ -19,12 +19,13 @@ linear function, whose results JAX does not cache.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from multigrad.backend.base import Rule
 from multigrad.backend.jax.private import (
     ClosedJaxpr,
     Primitive,
@@ -40,7 +41,6 @@ from multigrad.backend.jax.private import (
     register_lowering,
     without_tangent,
 )
-from multigrad.backend.jax.residuals import Pull
 from multigrad.backend.jax.tensors import (
     FLOATING,
     TRACERS,
@@ -54,7 +54,7 @@ from multigrad.backend.jax.tensors import (
     varying_alike,
 )
 from multigrad.core.closure import OTHER
-from multigrad.core.errors import message
+from multigrad.core.errors import closed_over, held, message
 
 Linear = Callable[..., Sequence[Any]]
 """A linear function of residuals and tangents."""
@@ -205,24 +205,41 @@ class TiedRule:
     """How `pull` calls the rule of one call.
 
     Arguments:
-        name: the name of the op in messages.
-        pull: returns the gradients of the inputs for `(residuals, upstream, needed, transposed)`.
-        slots: the index of each residual among the operands of `tie`.
-        inputs: the number of inputs.
-        floating: for each output, whether it has a tangent.
+        rule: the rule.
+        closed_over_path: where the function may find a differentiated tensor other than its arguments.
+        is_open: whether the function is differentiated in derivatives of the gradient.
+        is_inner: whether the op is in a rule, and takes the inputs of the outer op.
+        stores: whether the function stores an array on an object that the rule can reach.
     """
 
-    __slots__ = ("__weakref__", "floating", "inputs", "name", "pull", "slots")
+    slots: Sequence[int]
+    """The index of each residual among the operands of `tie`, which sets this attribute and the following."""
+    inputs: int
+    """The number of inputs."""
+    floating: Sequence[bool]
+    """For each output, whether it has a tangent."""
+    has_ended = False
+    """Whether the call has ended. A derivative that is taken later is that of a program."""
 
     def __init__(
-        self,
-        name: str,
-        pull: Pull,
-        slots: Sequence[int],
-        inputs: int,
-        floating: Sequence[bool],
+        self, rule: Rule, closed_over_path: str | None, is_open: bool, is_inner: bool, stores: bool
     ) -> None:
-        self.name, self.pull, self.slots, self.inputs, self.floating = name, pull, slots, inputs, floating
+        self.rule, self.closed_over_path = rule, closed_over_path
+        self.is_open, self.is_inner, self.stores = is_open, is_inner, stores
+
+    @property
+    def name(self) -> str:
+        """The name of the op in messages."""
+        return self.rule.pullback.name
+
+    def pull(
+        self, residuals: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool
+    ) -> Sequence[Any]:
+        """Return the gradients of the inputs."""
+        try:
+            return self.rule.pull(residuals, upstream, needed, transposed)
+        except jax.errors.UnexpectedTracerError as error:
+            raise TypeError(held(self.name)) from error
 
     def gradients(
         self,
@@ -361,25 +378,12 @@ fancy_primitive_batchers[_pull_p] = _map_pull
 # ------------------------------------------------------------------ tie
 
 
-def tie(
-    name: str,
-    outputs: Sequence[Any],
-    inputs: Sequence[Any],
-    residuals: Sequence[Any],
-    roles: Sequence[int],
-    pull: Pull,
-) -> list[Any]:
-    """Return the outputs, whose derivative with respect to the inputs is the rule.
-
-    Arguments:
-        name: the name of the op in messages.
-        outputs, inputs, residuals, roles: those of the run, with tangents.
-        pull: calls the rule with the residuals.
-    """
+def tie(rule: TiedRule, outputs: Sequence[Any], inputs: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
+    """Return the outputs, whose derivative with respect to the inputs is the rule."""
     first_input, first_other = len(outputs), len(outputs) + len(inputs)
     slots: list[int] = []
     others: list[Any] = []
-    for residual, role in zip(residuals, roles, strict=True):
+    for residual, role in zip(residuals, rule.rule.roles, strict=True):
         if role == OTHER or not FLOATING[residual.dtype]:
             slots.append(first_other + len(others))
             others.append(residual)
@@ -388,23 +392,31 @@ def tie(
     # The op must not use a random key, because the function has used it. JAX can check that keys are used
     # once.
     inputs = [x if FLOATING[x.dtype] else np.zeros((), bool) for x in inputs]
-    rule = TiedRule(name, pull, slots, len(inputs), [FLOATING[o.dtype] for o in outputs])
+    rule.slots, rule.inputs, rule.floating = slots, len(inputs), [FLOATING[o.dtype] for o in outputs]
     operands = varying_alike([*outputs, *inputs, *others])
-    return as_arrays(_tie_p.bind(*operands, rule=rule, batch=(), end=_end())[: len(outputs)])
+    tied = _tie_p.bind(*operands, rule=rule, level=0, batch=(), end=_end())
+    rule.has_ended = True
+    return as_arrays(tied[: len(outputs)])
 
 
 _tie_p = _identity()
 
 
 def _linearize_tie(
-    nonzero: Sequence[bool], *operands: Any, rule: TiedRule, batch: Batch, end: Any
+    nonzero: Sequence[bool], *operands: Any, rule: TiedRule, level: int, batch: Batch, end: Any
 ) -> tuple[list[Any], Sequence[bool], Sequence[Any], Linear]:
     count, last = len(rule.floating), len(rule.floating) + rule.inputs
     needed = tuple(nonzero[count:last])
+    if rule.stores and any(needed) and (level or rule.has_ended):
+        raise TypeError(held(rule.name))
     # Tied again, for a derivative around this one.
-    results = _tie_p.bind(*operands, rule=rule, batch=batch, end=end)
+    results = _tie_p.bind(*operands, rule=rule, level=level + 1, batch=batch, end=end)
     zeros = _zeros(results)
-    if not any(needed):
+    # The inputs are stripped, so the tangent of an output is that of a tensor which is not an input. If the
+    # function is differentiated in later derivatives, these tangents cannot be told from those of the inputs.
+    is_checked = not rule.is_inner and (level == 0 or not rule.is_open)
+    closed_over = [i for i in range(count) if nonzero[i] and is_checked]
+    if not (any(needed) or closed_over):
         return results, [False] * len(results), (), lambda residuals, *tangents: zeros
     outputs = results[:count]
     residuals = [outputs[slot] if slot < count else operands[slot] for slot in rule.slots]
@@ -426,8 +438,10 @@ def _linearize_tie(
                 like=avals,
             )
         )
-        pairs = zip(zeros, rule.floating, strict=False)
-        return [*[next(pulled) if floating else zero for zero, floating in pairs], *zeros[count:]]
+        results = [next(pulled) if f else zero for zero, f in zip(zeros, rule.floating, strict=False)]
+        for i in closed_over:
+            results[i] += _closed_over_p.bind(tangents[i], name=rule.name, path=rule.closed_over_path)
+        return [*results, *zeros[count:]]
 
     has_tangent = [*rule.floating, *[False] * (len(results) - count)]
     return results, has_tangent, residuals, linear
@@ -440,20 +454,53 @@ def _map_tie(
     *,
     rule: TiedRule,
     batch: Batch,
-    end: Any,
+    **params: Any,
 ) -> tuple[list[Any], Sequence[int | None]]:
     """Map each output. An output that depends on no mapped input would get the sum of the upstream gradients
     over the batch."""
     if all([a is None for a in axes]):
-        return _tie_p.bind(*operands, rule=rule, batch=batch, end=end), axes
+        return _tie_p.bind(*operands, rule=rule, batch=batch, **params), axes
     arrays, firsts = move_axes_first(operands, axes)
     count = len(rule.floating)
     for i in range(count):
         if firsts[i] is None:
             arrays[i] = broadcast_along(axis, arrays[i], 0)
     firsts = (*[0] * count, *firsts[count:])
-    return _tie_p.bind(*arrays, rule=rule, batch=(*batch, (axis, firsts)), end=end), firsts
+    return _tie_p.bind(*arrays, rule=rule, batch=(*batch, (axis, firsts)), **params), firsts
 
 
 _differentiate(_tie_p, _linearize_tie)
 fancy_primitive_batchers[_tie_p] = _map_tie
+
+
+# ------------------------------------------------------------------ closed over
+
+# Returns the tangent of a tensor that is not an input of the op. Its transpose and its value raise an error.
+_closed_over_p = Primitive("multigrad_closed_over")
+
+
+def _raise_closed_over(*_: Any, name: str, path: str | None) -> NoReturn:
+    raise TypeError(closed_over(name, path))
+
+
+def _transpose_closed_over(cotangent: Any, tangent: Any, **params: Any) -> list[Any]:
+    return [cotangent] if type(cotangent) is Zero else _raise_closed_over(**params)
+
+
+def _differentiate_closed_over(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    (tangent,) = tangents
+    derivative = tangent if type(tangent) is Zero else _closed_over_p.bind(tangent, **params)
+    return _closed_over_p.bind(*primals, **params), derivative
+
+
+_closed_over_p.def_impl(_raise_closed_over)
+_closed_over_p.def_abstract_eval(lambda tangent, **params: tangent)
+register_lowering(_closed_over_p, lambda _, *operands, **params: _raise_closed_over(**params))
+primitive_jvps[_closed_over_p] = _differentiate_closed_over
+primitive_transposes[_closed_over_p] = _transpose_closed_over
+fancy_primitive_batchers[_closed_over_p] = lambda _, operands, axes, **params: (
+    _closed_over_p.bind(*operands, **params),
+    axes[0],
+)

@@ -219,15 +219,6 @@ def varying_axes(array: Any) -> frozenset[Any]:
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
 
 
-def without_constants(traced: Any) -> Any:
-    """Return a jaxpr without its constants, which `jax.core.eval_jaxpr` gets as arguments.
-
-    From JAX 0.11 on, a jaxpr holds its constants, which may be tracers. The attribute is not documented.
-    """
-    jaxpr = traced.jaxpr
-    return jaxpr.replace(consts=[]) if hasattr(jaxpr, "consts") else jaxpr
-
-
 # Compare the transformations that trace code in two places. (`jax.extend.core` from 0.9 on)
 trace_state = look_up(
     "jax.extend.core.get_opaque_trace_state", lambda: look_up("jax.core.get_opaque_trace_state")

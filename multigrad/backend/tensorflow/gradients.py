@@ -7,14 +7,12 @@ import keras
 import tensorflow as tf
 
 from multigrad.backend.tensorflow.maps import vmap
-from multigrad.backend.tensorflow.tapes import require_tapes
 from multigrad.core.keras_internals import stored_value
 
 
 def value_and_grad(
     function: Callable[..., tuple[Any, Any]], tensors: Sequence[Any], variables: Sequence[keras.Variable]
 ) -> tuple[tuple[Any, Any], list[Any]]:
-    require_tapes()
     # Copies, because the function may close over the same tensors.
     sources = [tf.identity(tensor) for tensor in tensors]
     stored = _stored_variables(variables)
@@ -55,7 +53,6 @@ def vjp(
     tensors: Sequence[Any],
     variables: Sequence[keras.Variable] = (),
 ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
-    require_tapes()
     sources = [tf.identity(tensor) for tensor in tensors]
     stored = _stored_variables(variables)
     with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from multigrad.backend.tensorflow.private import GRADIENT_KIND, push_forwardprop_state, stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
-from multigrad.core.closure import residuals_in
 from multigrad.core.errors import message
 
 _NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
@@ -86,7 +85,7 @@ class Carrier:
         others: the residuals that are neither outputs nor inputs.
     """
 
-    __slots__ = ("_first_other", "_input_count", "_name", "_operation", "_output_count", "outputs")
+    __slots__ = ("_input_count", "_name", "_operation", "_output_count", "outputs")
 
     def __init__(
         self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], others: Sequence[Any]
@@ -105,21 +104,14 @@ class Carrier:
         self.outputs = list(results[: len(outputs)])
         self._operation = results[0].op
         self._output_count, self._input_count = len(outputs), len(inputs)
-        self._first_other = len(outputs) + len(inputs) + len(guards)
 
-    def bind(
-        self, backward: Callable[..., Sequence[Any]], backward_of_copy: Callable[..., Sequence[Any]]
-    ) -> None:
-        """Register `backward`, which maps upstream gradients to gradients of the inputs, as the gradient.
-
-        `backward_of_copy` gets a copy of the operation before the upstream gradients.
-        """
+    def bind(self, backward: Callable[..., Sequence[Any]]) -> None:
+        """Register `backward`, which maps upstream gradients to gradients of the inputs, as the gradient."""
         before = [None] * self._output_count
         after = [None] * (len(self._operation.inputs) - self._output_count - self._input_count)
 
-        def gradient(copy: Any, *upstream: Any) -> Sequence[Any]:
-            gradients = backward(*upstream) if copy is None else backward_of_copy(copy, *upstream)
-            return [*before, *gradients, *after]
+        def gradient(*upstream: Any) -> Sequence[Any]:
+            return [*before, *backward(*upstream), *after]
 
         graph, kind = self._operation.graph, self._operation.get_attr(GRADIENT_KIND).decode()
         rules = getattr(graph, _RULES, None)
@@ -129,47 +121,20 @@ class Carrier:
         rules[kind] = gradient
         tf.RegisterGradient(kind)(functools.partial(_gradient, self._name, kind, weakref.ref(graph)))
 
-    def inputs_of(self, copy: Any) -> Sequence[Any]:
-        """Return the inputs of the call in the graph of a copy of the operation."""
-        return copy.inputs[self._output_count : self._output_count + self._input_count]
-
-    def residuals_of(self, copy: Any, others: Sequence[Any], roles: Sequence[int]) -> list[Any]:
-        """Return the residuals of the call in the graph of a copy of the operation."""
-        copies = iter(copy.inputs[self._first_other :])
-        copied = [next(copies) if _may_be_mapped(other) else _constant(other) for other in others]
-        return residuals_in(roles, (*self.inputs_of(copy), *copy.outputs), copied)
-
 
 def _may_be_mapped(tensor: Any) -> bool:
     """Return whether a tensor may depend on an element of `tf.vectorized_map`, which copies operations."""
     return not (hasattr(tensor, "numpy") or tensor.dtype == tf.resource or tensor.op.type == "Const")
 
 
-def _is_copied_within(copy: Any, graph: Any) -> bool:
-    """Return whether `graph` is a branch or a loop, and is copied within the function around it."""
-    function = graph
-    while is_nested(function):
-        function = function.outer_graph
-    return function is not graph and _encloses(function, copy)
-
-
-def _constant(tensor: Any) -> Any:
-    """Return a copy of a constant in the graph that is being built. A handle of a variable is not copied."""
-    return tensor if tensor.dtype == tf.resource else tf.constant(tf.get_static_value(tensor), tensor.dtype)
-
-
 @library_code
 def _gradient(name: str, kind: str, graph: Any, op: Any, *upstream: Any) -> Sequence[Any]:
-    """Return the gradient of the operation of this kind. `op` is None in a trace for a SavedModel.
-
-    Forward mode around a branch or a loop in a graph builds its gradient from a copy of its graph.
-    """
+    """Return the gradient of the operation of this kind. `op` is None in a trace for a SavedModel."""
     owner = graph()
-    copy = None if op is None or op.graph is owner else op
-    if owner is None or (copy is not None and not _is_copied_within(copy.graph, owner)):
+    if owner is None or (op is not None and op.graph is not owner):
         raise LookupError(_loss_text(name))
     with push_forwardprop_state():  # forward mode around a function builds its gradient
-        return getattr(owner, _RULES)[kind](copy, *upstream)
+        return getattr(owner, _RULES)[kind](*upstream)
 
 
 def _loss_text(name: str) -> str:
@@ -177,9 +142,9 @@ def _loss_text(name: str) -> str:
         name,
         "the rule was lost, because the operations of the call were copied",
         required="the original operations of the call, in their graph",
-        got="copies, for example by tf.vectorized_map, by an import, or by a SavedModel without gradients or "
-        "with an op in a rule",
+        got="copies, for example by tf.vectorized_map, by an import, by a SavedModel without gradients or "
+        "with an op in a rule, or by forward mode around a branch or a loop in a tf.function",
         fix="compute the gradient in the mapped function, save with experimental_custom_gradients=True, "
-        "which keeps the rules of first derivatives only, or call the op again instead of copying it",
+        "which keeps the rules of first derivatives only, use multigrad.jvp, or call the op again",
         see="tensorflow#vectorized-map",
     )

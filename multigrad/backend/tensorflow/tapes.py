@@ -2,13 +2,12 @@
 
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-import keras
 import tensorflow as tf
 
-from multigrad.backend.base import Call, Run
+from multigrad.backend.base import Call, Rule, Run
 from multigrad.backend.tensorflow.private import (
     HIGHER_ORDER,
     could_possibly_record,
@@ -19,38 +18,45 @@ from multigrad.backend.tensorflow.private import (
     record_operation_forwardprop_only,
     stop_recording,
 )
-from multigrad.backend.tensorflow.tensors import is_differentiable
-from multigrad.core.closure import restore
-from multigrad.core.errors import message
+from multigrad.backend.tensorflow.tensors import TENSORS, is_differentiable
+from multigrad.core.closure import OTHER
+from multigrad.core.errors import closed_over, held, message
 from multigrad.core.reachable import reachable_tensors
-from multigrad.core.type_sets import TypeSet
 
 
 def record_rule(
     name: str,
-    run: Run,
+    rule: Rule,
+    inputs: Sequence[Any],
     outputs: Sequence[Any],
     residuals: Sequence[Any],
     backward: Callable[..., Sequence[Any]],
     forward: Callable[..., Sequence[Any]],
     host_calls: Sequence[Any] | None,
+    marker: Any,
 ) -> None:
     """Record `backward` as the gradient of `outputs`, and the transpose of `forward` for forward mode.
 
     `forward` takes copies of the residuals before the upstream gradients. The tapes record first, because
-    forward mode runs the rule, which may use tensors in `outputs`. `host_calls` are the results of
-    `run_noting_host_calls`.
+    forward mode runs the rule, which may use tensors in `outputs`. `host_calls` and `marker`
+    are results of `run_function`.
     """
-    inputs = list(run.inputs)
-    record_operation_backprop_only(_TYPE, outputs, inputs, backward)
+    inputs = list(inputs)
+    if marker is None:
+        record_operation_backprop_only(_TYPE, outputs, inputs, backward)
+    else:
+        record_operation_backprop_only(
+            _TYPE, outputs, [*inputs, marker], lambda *upstream: [*backward(*upstream), tf.zeros(0)]
+        )
     if host_calls is None:
         return
     if host_calls:
-        _require_no_tangents(name, run, host_calls)
+        _require_no_tangents(name, rule, inputs, residuals, host_calls)
+    if rule.is_opaque and pack_tangents(inputs).tangents and pack_tangents(_held_tensors(rule)).tangents:
+        raise TypeError(held(name))
     calls: list[bool] = []
     # Not in `_on_copies`: an accumulator that calls it returns no tangents.
-    keeps_state = run.is_opaque and bool(pack_tangents(inputs).tangents) and _has_tangents_in_objects(run)
-    copied = functools.partial(_on_copies, name, keeps_state, forward, residuals, calls)
+    copied = functools.partial(_on_copies, forward, residuals, calls)
     record_operation_forwardprop_only(_TYPE, outputs, inputs, copied, None)
     if calls and tf.executing_eagerly():
         # A tape (TensorFlow 2.21) counts the uses of a tensor, and drops its record when the count is zero.
@@ -58,6 +64,53 @@ def record_rule(
         # The count then reaches zero when the tangent of the tensor is freed, although another derivative
         # uses the tensor. Keeping the tangents alive prevents this.
         _keep(inputs, backward, pack_tangents(residuals).tangents)
+
+
+def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any] | None, Any]:
+    """Run the function.
+
+    Returns:
+        the run, the results of `host_call` in it, and a tensor whose gradient raises an error if an output
+        depends on a differentiated tensor that is not an input, None if no output does.
+    """
+    watched = _watched_tensors(call) if may_record() else ()
+    if not watched:
+        return *_run_noting_host_calls(call, tensors), None
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(watched)
+        run, host_calls = _run_noting_host_calls(call, tensors)
+    with stop_recording():
+        gradients = tape.gradient([o for o in run.outputs if is_differentiable(o)], watched)
+        marker = tf.zeros(0)
+    used = [tensor for tensor, gradient in zip(watched, gradients, strict=True) if gradient is not None]
+    if not used or call.answers_for_outer_rule(run.inputs):
+        return run, host_calls, None
+    error = closed_over(call.name, call.closed_over_path(lambda found: any([found is t for t in used])))
+    if pack_tangents(used).tangents:
+        raise TypeError(error)
+    record_operation_backprop_only(_TYPE, [marker], used, functools.partial(_raise, error))
+    return run, host_calls, marker
+
+
+def _watched_tensors(call: Call) -> list[Any]:
+    """Return the tensors that the function can reach, other than its arguments, and that a tape watches."""
+    attributes = [value for obj in call.objects() for value in getattr(obj, "__dict__", {}).values()]
+    found = [*reachable_tensors(call.f, TENSORS), *[value for value in attributes if TENSORS[type(value)]]]
+    return [tensor for tensor in found if is_differentiable(tensor) and possible_gradient_types([tensor])]
+
+
+def _raise(error: str, *upstream: Any) -> NoReturn:
+    raise TypeError(error)
+
+
+def _held_tensors(rule: Rule) -> list[Any]:
+    return [tensor for tensor in rule.held() if TENSORS[type(tensor)]]
+
+
+def require_no_history(name: str, rule: Rule) -> None:
+    """Raise if a derivative of the gradient may need a tensor that the rule reaches through an object."""
+    if rule.is_opaque and may_record() and possible_gradient_types(_held_tensors(rule)):
+        raise TypeError(held(name))
 
 
 # The tensors that the function of the innermost op passed to host code: itself, and in calls of `host_call`.
@@ -73,7 +126,7 @@ def note_host_call(tensors: Sequence[Any]) -> None:
         frame[0].extend(tensors)
 
 
-def run_noting_host_calls(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any] | None]:
+def _run_noting_host_calls(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any] | None]:
     """Run the function. Also return the arguments of calls of `host_call` in it.
 
     They are None for a `host_call` in the function of another op. Forward mode does not record it: it would
@@ -92,13 +145,15 @@ def run_noting_host_calls(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequ
     return run, frame[1]
 
 
-def _require_no_tangents(name: str, run: Run, host_calls: Sequence[Any]) -> None:
+def _require_no_tangents(
+    name: str, rule: Rule, inputs: Sequence[Any], residuals: Sequence[Any], host_calls: Sequence[Any]
+) -> None:
     """Raise if another derivative may need the tangents of residuals that a host call may have computed."""
-    stored = any([isinstance(tensor, tf.Tensor) for tensor in _tensors_in_objects(run)])
-    may_need = stored or any(map(is_differentiable, run.others()))
+    others = [residual for residual, role in zip(residuals, rule.roles, strict=True) if role == OTHER]
+    may_need = _held_tensors(rule) or any(map(is_differentiable, others))
     if not (may_need and pack_tangents(list(host_calls)).tangents):
         return
-    if possible_gradient_types([*run.inputs, *host_calls]) == HIGHER_ORDER:
+    if possible_gradient_types([*inputs, *host_calls]) == HIGHER_ORDER:
         raise NotImplementedError(
             message(
                 name,
@@ -129,27 +184,15 @@ _TYPE = "Multigrad"
 
 
 def _on_copies(
-    name: str,
-    keeps_state: bool,
-    forward: Callable[..., Sequence[Any]],
-    residuals: Sequence[Any],
-    calls: list[bool],
-    *upstream: Any,
+    forward: Callable[..., Sequence[Any]], residuals: Sequence[Any], calls: list[bool], *upstream: Any
 ) -> Sequence[Any]:
     """Call `forward` on copies of the residuals, for forward mode. Append an item to `calls`.
 
     While an accumulator transposes the rule, tapes that began after it record nothing. In a new state of the
     accumulator, they record, so the rule can compute gradients. The accumulator then gets the results as one
-    operation. The copies have no tangents in the new state, so the accumulator records nothing else. The
-    state is kept for a rule that uses an object that holds tensors with tangents.
+    operation. The copies have no tangents in the new state, so the accumulator records nothing else.
     """
     calls.append(True)
-    if keeps_state:
-        token = _TRANSPOSED.set(name)
-        try:
-            return forward(residuals, *upstream)
-        finally:
-            _TRANSPOSED.reset(token)
     copies = [tf.identity(tensor) if is_differentiable(tensor) else tensor for tensor in residuals]
     sources = [tensor for tensor in upstream if is_differentiable(tensor)]
     with push_forwardprop_state(), tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -163,40 +206,6 @@ def _on_copies(
 
     record_operation_forwardprop_only(_TYPE, results, sources, transpose, None)
     return gradients
-
-
-_HELD = TypeSet(tf.Tensor, tf.Variable)
-
-
-def _tensors_in_objects(run: Run) -> Iterator[Any]:
-    """Yield the tensors and variables that the rule reaches through objects."""
-    without_residuals = restore(run.template, [None] * len(run.residuals))
-    return reachable_tensors(without_residuals, _HELD, (keras.Layer, keras.Variable, tf.Module))
-
-
-def _has_tangents_in_objects(run: Run) -> bool:
-    reached = _tensors_in_objects(run)
-    return bool(pack_tangents([t.handle if isinstance(t, tf.Variable) else t for t in reached]).tangents)
-
-
-# The name of the op whose rule an accumulator (TensorFlow 2.21) transposes without a new state.
-_TRANSPOSED: contextvars.ContextVar[str | None] = contextvars.ContextVar("transposed", default=None)
-
-
-def require_tapes() -> None:
-    """Raise where a gradient would be zero, because no tape records."""
-    name = _TRANSPOSED.get()
-    if name is not None:
-        raise NotImplementedError(
-            message(
-                name,
-                "in forward mode on TensorFlow, the rule computes a gradient and uses an object",
-                required="objects without tangents, or a rule that calls no gradient function",
-                got="a rule that computes a gradient, and an object that holds a tensor with a tangent",
-                fix="let the rule close over the tensor, or use multigrad.jvp or reverse mode",
-                see="tensorflow#forward-mode",
-            )
-        )
 
 
 def may_record(tensors: Sequence[Any] | None = None) -> bool:

@@ -9,7 +9,15 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from multigrad.backend.base import Call, Run
-from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse_compiled
+from multigrad.backend.torch.eager import (
+    apply_eagerly,
+    dense_floating,
+    mark_integers,
+    node_of,
+    nodes_from,
+    refuse,
+    refuse_compiled,
+)
 from multigrad.backend.torch.functorch import apply_transforming
 from multigrad.backend.torch.private import (
     base_of,
@@ -26,6 +34,7 @@ from multigrad.backend.torch.state import (
 )
 from multigrad.backend.torch.tensors import FLOATING, distinct, specs_of
 from multigrad.core.closure import restore
+from multigrad.core.errors import closed_over
 
 
 def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -61,16 +70,20 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         return call.output(tensors)
     recorded = IN_THREAD.recorded and torch.is_grad_enabled()
     if recorded:
-        run, outputs = _run_recorded(call, tensors)
-        recorded = _require_gradients(run.inputs)
+        run, outputs, markers = _run_recorded(call, tensors)
+        inputs = run.inputs
+        recorded = _require_gradients([*inputs, *markers])
     else:
-        with torch.no_grad():
-            run = call.run(tensors)
-            outputs = _without_aliases(run.inputs, run.outputs)
-    state = run.pullback, run.rule, specs_of(run.inputs), current_autocast(), recorded
+        inputs, markers = list(tensors), []
+        # On tensors without a history, so that a history of an output came by another way.
+        run = call.run([t.detach() for t in tensors], read_as=torch.Tensor.detach, values=inputs)
+        if _require_gradients(run.outputs):
+            return _apply_closed_over(call, tensors)
+        outputs = _without_aliases(run.inputs, run.outputs)
+    state = run.pullback, run.rule, specs_of(inputs), current_autocast(), recorded, len(outputs)
     # Dynamo enters no scope in a backward pass, and traces it here.
     with run.pullback.scope_of(run.rule), _enter_rule(), _allow_marks(outputs if recorded else ()):
-        tied = _InProgram.apply(state, *distinct(run.inputs), *outputs)
+        tied = _InProgram.apply(state, *distinct(inputs), *outputs, *markers)
     if recorded:  # the rule uses the outputs, and the caller may change its own in place
         tied = [output.clone() for output in tied]
     return run.pullback.output.join(tied)
@@ -81,19 +94,41 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _run_recorded(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Run, list[torch.Tensor]]:
-    """Run the function where its results may have a history, and return outputs that a node may replace."""
+def _run_recorded(
+    call: Call, tensors: Sequence[torch.Tensor]
+) -> tuple[Run, list[torch.Tensor], list[torch.Tensor]]:
+    """Run the function where its results may have a history.
+
+    Returns:
+        the run, outputs whose history a node may replace, and the tensors that `_markers` returns for them.
+    """
     computed = _Computed()
     with torch.enable_grad(), computed:
         run = call.run(tensors)
         outputs = _without_aliases(run.inputs, run.outputs)
-    if not _require_gradients(run.inputs):
-        return run, [output.detach() for output in outputs]
+        markers = _markers(closed_over(call.name, None), list(run.inputs), outputs)
+    if not _require_gradients([*run.inputs, *markers]):
+        return run, [output.detach() for output in outputs], []
     outputs = computed.copies_of_others(outputs)
     for output in outputs:
         if base_of(output) is output:
             output.detach_()  # a saved result of the function would be found changed
-    return run, outputs
+    return run, outputs, markers
+
+
+@torch.compiler.allow_in_graph
+def _markers(error: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an empty tensor for each output. Its derivative raises the error if the output depends on a
+    differentiated tensor other than the inputs."""
+    ends = {node_of(tensor) for tensor in inputs if tensor.requires_grad}
+    markers = []
+    for output in outputs:
+        marker = output.detach().flatten()[:0]
+        nodes = nodes_from([node_of(output)], ends) if output.requires_grad else set()
+        if any([node not in ends and not node.next_functions for node in nodes]):
+            marker = refuse(marker, error, output)
+        markers.append(marker)
+    return markers
 
 
 def _require_gradients(tensors: Sequence[torch.Tensor]) -> bool:
@@ -161,6 +196,14 @@ _apply_uncompiled = torch.compiler.disable(
 )
 
 
+# It raises an error in the backward pass, if that computes the gradient of the tensor.
+_apply_closed_over = torch.compiler.disable(
+    apply_eagerly,
+    reason="the output of an op of multigrad depends on a differentiated tensor that is not an argument of "
+    "the op, so the tensor has no gradient; pass it as an argument, or detach it",
+)
+
+
 class _InProgram(torch.autograd.Function):
     """A Function in a program. It keeps the rule itself: compiled code has no reference cycles.
 
@@ -172,8 +215,8 @@ class _InProgram(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         # `*args`: Dynamo (PyTorch 2.13) omits `ctx` if there is one parameter less than arguments.
         ctx.state, *tensors = args
-        _, _, specs, _, recorded = ctx.state
-        outputs = tensors[len(specs) :]
+        _, _, specs, _, recorded, count = ctx.state
+        outputs = tensors[len(specs) : len(specs) + count]  # followed by the results of `_markers`
         ctx.save_for_backward(*tensors[: len(specs)])  # not in the program, which does not use them
         if recorded:
             ctx.mark_dirty(*outputs)  # existing outputs get the node, also those in the rule
@@ -183,7 +226,7 @@ class _InProgram(torch.autograd.Function):
     @staticmethod
     @skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        pullback, rule, specs, autocast, recorded = ctx.state
+        pullback, rule, specs, autocast, recorded, _ = ctx.state
         needed = ctx.needs_input_grad[1 : 1 + len(specs)]
         recording = torch.is_grad_enabled()
         lacks_history = recording and not (recorded or is_dynamo_compiling())
@@ -193,7 +236,7 @@ class _InProgram(torch.autograd.Function):
             gradients = pullback.pull(rule, dense_floating(upstream), needed, specs)
         if lacks_history:
             gradients = refuse_compiled(gradients, ctx.saved_tensors)
-        return None, *gradients, *[None for _ in upstream]
+        return None, *gradients, *[None for _ in ctx.needs_input_grad[1 + len(specs) :]]
 
 
 def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
@@ -212,8 +255,8 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     if torch.is_grad_enabled() and _require_gradients(inputs):
         run.lift(call.f)
         # The copies of the outputs have the node, so that their derivative is the rule's.
-        rule = restore(run.template, run.residuals_with(copied))
-        state = run.pullback, rule, specs_of(inputs), current_autocast(), True
+        rule = restore(run.template, run.residuals_with(inputs, copied))
+        state = run.pullback, rule, specs_of(inputs), current_autocast(), True, len(copied)
         with hide_from_trace():
             _InProgram.apply(state, *inputs, *copied)
     return run.pullback.output.join(copied)

@@ -1,55 +1,68 @@
 """The `autograd.Function` of a call in eager code."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import is_grad_enabled
 
-from multigrad.backend.base import Call, Pullback, Run, Spec
+from multigrad.backend.base import Call, Pullback, Rule, Run
 from multigrad.backend.torch.private import base_of, direct_apply, is_autocast_anywhere, is_view, skip_frames
 from multigrad.backend.torch.state import (
     current_autocast,
     fork_random_state,
     is_unreadable,
     no_transforms,
+    outermost_derivative,
     restore_autocast,
     vmaps_of,
     without_wrappers,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
-from multigrad.core.closure import OTHER, lift, restore
-from multigrad.core.errors import message
+from multigrad.core.closure import OTHER, lift
+from multigrad.core.errors import closed_over, held, message
+
+
+def apply_eagerly(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    inputs = list(tensors)
+    if is_grad_enabled():
+        # On tensors without a history, so that a history of an output came by another way.
+        with outermost_derivative():
+            stripped = [t.detach() if t.requires_grad else t for t in tensors]
+            run = call.run(stripped, read_as=torch.Tensor.detach, values=inputs)
+        for tensor in (*inputs, *run.outputs):
+            if tensor.requires_grad:
+                return run.pullback.output.join(_tie(call, run, inputs))
+    else:
+        run = call.run(tensors)
+    # An output that is an input is copied as a view. The rule of an outer op would take it for the input.
+    outputs = [o.view_as(o) if any([o is t for t in run.inputs]) else o for o in run.outputs]
+    return run.pullback.output.join(outputs)
 
 
 class _NodeState(NamedTuple):
     """The state of a node that is not a saved tensor."""
 
-    pullback: Pullback
-    template: Any
-    """The rule without its residuals (see `core/closure.py`)."""
-    roles: Sequence[int]
-    """For each residual: an index among the inputs followed by the outputs, or `OTHER`."""
+    rule: Rule
     slots: Sequence[int] | None
     """For each residual the index of its saved tensor. None if no residual occurs twice."""
-    specs: list[Spec | None]
     autocast: Any
     call: Call | None
     """The call, whose function runs again for a second derivative. None if it need not run again."""
-    opaque: bool
-    """Whether the rule holds an object that may hold tensors."""
+    computed: bool
+    """Whether a residual is an intermediate result."""
     closed_over: Sequence[Any]
     """The nodes of residuals that were computed outside of the op with a history. They must stay alive."""
 
 
 class _Node(torch.autograd.Function):
-    """The node of a call, whose function has run without recording."""
+    """The node of a call, whose function has run on tensors without a history."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, run: Run, *inputs: torch.Tensor) -> Any:
-        run.lift(call.f)
-        outputs = _new_outputs(run)
-        residuals, closed_over, computed = _residuals_to_save(run, outputs)
+    def forward(ctx: Any, call: Any, run: Run, *tensors: torch.Tensor) -> Any:
+        inputs = tensors[: len(run.inputs)]  # the others carry the history of tensors that are not inputs
+        outputs = _new_outputs(run, inputs)
+        residuals, closed_over, computed = _residuals_to_save(call, run, inputs, outputs)
         slots = None
         if len(residuals) > 1:
             distinct = dict(zip(map(id, residuals), residuals, strict=True))
@@ -70,23 +83,14 @@ class _Node(torch.autograd.Function):
             ctx.save_for_backward(*residuals)
             ctx.anchors = _anchors([*inputs, *lift(call.f, TENSORS)[0]])
         autocast = current_autocast() if is_autocast_anywhere() else None
-        ctx.multigrad = _NodeState(
-            run.pullback,
-            run.template,
-            run.roles,
-            slots,
-            specs_of(inputs),
-            autocast,
-            call,
-            run.is_opaque,
-            closed_over,
-        )
+        rule = run.rule_with(specs_of(inputs))
+        ctx.multigrad = _NodeState(rule, slots, autocast, call, computed, closed_over)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
     @skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        pullback, template, roles, slots, specs, autocast, call, opaque, _ = ctx.multigrad
+        rule, slots, autocast, call, computed, _ = ctx.multigrad
         if (autocast or is_autocast_anywhere()) and autocast != current_autocast():
             with restore_autocast(autocast):
                 return _Node.backward(ctx, *upstream)
@@ -95,82 +99,93 @@ class _Node(torch.autograd.Function):
             saved = *[saved[slot] for slot in slots], *saved[max(slots) + 1 :]
         if len(upstream) > 1 or (upstream[0] is not None and upstream[0].is_sparse):
             upstream = dense_floating(upstream)
-        needed = ctx.needs_input_grad[2:]
+        end = 2 + len(rule.specs)
+        needed = ctx.needs_input_grad[2:end]
+        others = [None] * (len(ctx.needs_input_grad) - end)
         if call is None or not is_grad_enabled():
-            return None, None, *pullback.pull(restore(template, saved), upstream, needed, specs)
+            return None, None, *rule.pull(saved, upstream, needed), *others
         if not call.options.higher_order:
             with torch.no_grad():
-                gradients = pullback.pull(restore(template, saved), upstream, needed, specs)
+                gradients = rule.pull(saved, upstream, needed)
             error = _only_first_order(call)
             sources = [*ctx.anchors, *[t for t in (*saved, *upstream) if t is not None and t.requires_grad]]
-            return None, None, *[None if g is None else refuse(g, error, *sources) for g in gradients]
-        count = len(saved) - len(specs)
-        if opaque:
-            # Tensors that the rule reaches through an object have a history only if the function runs again,
-            # which may set other tensors on the object. So the gradients of the first rule are computed
-            # before, and compared with those of the second. Both draw the same random numbers.
-            with torch.no_grad(), fork_random_state(), call.rehearsal():
-                upstream_copies = _copies(upstream)
-                first_rule = restore(template, saved)
-                first = _copies(pullback.without_trace.pull(first_rule, upstream_copies, needed, specs))
-        with fork_random_state():
-            second = rerun(call, pullback, count, saved[count:])
-        residuals = with_history(saved[:count], second.residuals, roles)
-        require_alike(call, saved[:count], residuals)
-        if not opaque:
-            return None, None, *pullback.pull(restore(template, residuals), upstream, needed, specs)
-        gradients = pullback.pull(restore(second.template, residuals), upstream, needed, specs)
-        if not all(map(_alike, first, gradients)):
-            raise _not_the_same_rule(call)
-        return None, None, *gradients
+            gradients = [None if g is None else refuse(g, error, *sources) for g in gradients]
+            return None, None, *gradients, *others
+        count = len(saved) - len(rule.specs)
+        residuals = saved[:count]
+        before = rule.held()
+        if computed or before:
+            # Without intermediate results, the second run only shows which tensors the function stores.
+            inputs = saved[count:] if computed else [tensor.detach() for tensor in saved[count:]]
+            with fork_random_state():
+                second = rerun(call, rule.pullback, count, inputs)
+            if second.rule_with(rule.specs).holds_more_than(before):
+                raise TypeError(held(call.name))
+            if computed:
+                residuals = with_history(residuals, second.residuals, rule.roles)
+                require_alike(call, saved[:count], residuals)
+        return None, None, *rule.pull(residuals, upstream, needed), *others
 
 
 _apply = direct_apply(_Node)
 
 
-def tie(call: Call, run: Run) -> Sequence[torch.Tensor]:
-    """Return the outputs of a run, whose derivative with respect to its inputs is the rule."""
-    outputs = _apply(call, run, *run.inputs)
+def _tie(call: Call, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the outputs of a run, whose derivative with respect to its inputs is the rule.
+
+    `inputs` are those of the run, with their history. An output that has a history depends on another tensor.
+    """
+    run.lift(call.f)
+    others = [output for output in run.outputs if output.requires_grad]
+    if others and not call.answers_for_outer_rule(inputs):
+        error = closed_over(call.name, call.closed_over_path(lambda tensor: tensor.requires_grad))
+        others = [refuse(output.detach().flatten()[:0], error, output) for output in others]
+        inputs = [*inputs, *others]
+    outputs = _apply(call, run, *inputs)
     return outputs if type(outputs) is tuple else (outputs,)
 
 
-def _new_outputs(run: Run) -> list[torch.Tensor]:
+def _new_outputs(run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return new tensors for the outputs.
 
     They are new because the function may return a constant, an input, or one tensor twice. An alias of an
-    input stays a view, so that PyTorch handles in-place changes.
+    input becomes a view of the input with a history, so that PyTorch handles in-place changes.
     """
-    input_ids = set(map(id, run.inputs))
     outputs = []
     for output in run.outputs:
-        is_alias = is_view(output) or id(output) in input_ids
-        outputs.append(output.view_as(output) if is_alias else output.detach())
+        if is_view(output) or any([output is x for x in run.inputs]):
+            for stripped, x in zip(run.inputs, inputs, strict=True):
+                if base_of(output) is base_of(stripped) and output.dtype == x.dtype:
+                    output = x.as_strided(output.shape, output.stride(), output.storage_offset())
+                    break
+            else:
+                output = output.view_as(output)
+            outputs.append(output)
+        else:
+            outputs.append(output.detach())
     return outputs
 
 
 def _residuals_to_save(
-    run: Run, outputs: Sequence[torch.Tensor]
+    call: Call, run: Run, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], Sequence[Any], bool]:
-    """Put the new outputs in the residuals that are outputs.
+    """Return the residuals, with these inputs and outputs in place of those of the run.
 
     Returns:
-        the residuals, the nodes of those that were computed outside of the op with a history, and whether a
-        residual is an intermediate result.
+        the residuals, the nodes of those that have a history of their own, and whether a residual is an
+        intermediate result.
     """
-    residuals, count = run.residuals, len(run.inputs)
-    closed_over: tuple[Any, ...] = ()
+    residuals = run.residuals_with(inputs, outputs)
+    closed_over: list[Any] = []
     computed = False
-    for slot, role in enumerate(run.roles):
-        if 0 <= role < count:
+    for residual, role in zip(residuals, run.roles, strict=True):
+        if role != OTHER:
             continue
-        residual = residuals[slot]
         if residual.requires_grad and not is_view_without_node(residual):
-            closed_over = *closed_over, node_of(residual)
-            run.roles[slot] = OTHER  # an output that has a history of its own
-        elif role == OTHER:
-            computed = computed or FLOATING[residual.dtype]
-        else:
-            residuals[slot] = outputs[role - count]
+            closed_over.append(node_of(residual))
+            if any([residual is tensor for tensor in lift(call.f, TENSORS)[0]]):
+                continue  # computed outside of the op
+        computed = computed or FLOATING[residual.dtype]
     return residuals, closed_over, computed
 
 
@@ -205,11 +220,6 @@ def with_history(
     return [new if role == OTHER and new.requires_grad else old for old, new, role in chosen]
 
 
-def _copies(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return copies, because a rule or a second run may change tensors in place."""
-    return [None if tensor is None else tensor.clone() for tensor in tensors]
-
-
 def _only_first_order(call: Call) -> str:
     return message(
         call.name,
@@ -235,19 +245,6 @@ def _not_repeatable(call: Call) -> RuntimeError:
             required="a function that returns the same values for the same arguments",
             got="different outputs or residuals",
             fix="draw random numbers outside of the function, and pass them and other state as arguments",
-            see="pytorch#second-derivatives",
-        )
-    )
-
-
-def _not_the_same_rule(call: Call) -> RuntimeError:
-    return RuntimeError(
-        message(
-            call.name,
-            "the rule returned a different gradient when the function ran again for a second derivative",
-            required="the same gradient for the same arguments in each run",
-            got="a different gradient, from a rule that has state or uses an object whose state changed",
-            fix="close over tensors instead of objects, and pass random numbers and other state as arguments",
             see="pytorch#second-derivatives",
         )
     )
@@ -346,3 +343,14 @@ def _anchors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def node_of(tensor: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def nodes_from(nodes: list[Any], ends: Collection[Any] = ()) -> set[Any]:
+    """Return these nodes and the nodes on which they depend, but none beyond `ends`."""
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend([parent for parent, _ in node.next_functions if node not in ends])
+    return seen

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from operator import is_not
 from typing import Any, NoReturn
 
 import torch
@@ -11,9 +10,9 @@ from multigrad.backend.base import Call, Run
 from multigrad.backend.torch.eager import (
     dense_floating,
     mark_integers,
+    refuse,
     require_alike,
     rerun,
-    with_history,
 )
 from multigrad.backend.torch.private import (
     JVP,
@@ -30,94 +29,111 @@ from multigrad.backend.torch.state import (
     active_vmaps,
     current_autocast,
     is_empty,
-    is_of_inner_level,
+    outermost_derivative,
     restore_autocast,
     unwrap_ended,
     vmaps_of,
 )
 from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
-from multigrad.core.closure import residuals_in, restore
-from multigrad.core.errors import message
+from multigrad.core.closure import residuals_in
+from multigrad.core.errors import closed_over, held
 from multigrad.core.reachable import reachable_tensors
 
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """Run the function, and return its outputs from a Function whose derivative is the rule."""
-    used = list(_tensors_in_reach(call))  # before the function runs, which may store intermediate results
-    run = _run_stripped(call, tensors, used)
-    is_lazy = False
-    if _uses_intermediates(run, used) and not _needs_rule_alone(run, used):
-        is_lazy = not _needs_recording(run, used, run.inputs[len(tensors) :])
-        if not is_lazy:
-            run = call.rerun(run.inputs, run.pullback)  # on inputs with history
+    # Before the function runs, which may store intermediate results.
+    used, before = list(_tensors_in_reach(call)), call.held()
+    run, outputs, refused = _run_stripped(call, tensors, used)
     state, others = _FunctorchState(call, run), run.others()
-    if is_lazy:
-        others = _Intermediates.apply(state, *run.inputs, *others)
-    active = active_vmaps()
-    reached = reachable_tensors(run.rule, TENSORS) if run.is_opaque and active else ()
-    # A tensor that is mapped by a vmap that has ended counts as unmapped.
-    mapped = [tensor for tensor in reached if active >= set(vmaps_of(tensor)) > set()]
-    marks = [torch.zeros_like(tensor, dtype=torch.float32).sum() for tensor in mapped]
-    outputs = [output.detach() for output in run.outputs]
-    return run.pullback.output.join(_FunctorchNode.apply(state, *run.inputs, *outputs, *others, *marks))
+    has_one, keys = _has_one_derivative(run, used), [transform.key() for transform in transforms()]
+    is_mapped_inside = VMAP in keys[-1:] and set(keys) != {VMAP}
+    if not has_one or is_mapped_inside or any(map(_is_mapped, before)):
+        before = [part for part in before if not _is_mapped(part)]
+        if state.rule.holds_more_than(before):
+            raise TypeError(held(call.name))
+    is_computed = any([is_differentiable(other) and not _is_in(other, used) for other in others])
+    # A first derivative in forward mode needs no tangents of intermediate results. Those that the function
+    # recorded belong to a pullback, which is transposed.
+    is_alone = has_one and forward_level() >= 0 and not any([other.requires_grad for other in others])
+    if is_computed and not is_alone:
+        if _needs_recording(run, used, run.inputs[len(tensors) :]):
+            run = call.rerun(run.inputs, run.pullback)  # on inputs with history
+            others = run.others()
+        else:
+            others = _Intermediates.apply(state, *run.inputs, *others)
+    return run.pullback.output.join(_FunctorchNode.apply(state, *run.inputs, *outputs, *others, *refused))
 
 
-def _uses_intermediates(run: Run, used: Sequence[torch.Tensor]) -> bool:
-    """Return whether the rule uses results of the function that are not outputs, directly or in objects.
-
-    `used` are the tensors that the function could use before it ran. It may have stored further ones.
-    """
-    others = [other for other in run.others() if is_differentiable(other)]
-    return any([not _is_in(other, used) for other in others]) or _reaches_tensors_in_objects(run)
-
-
-def _needs_rule_alone(run: Run, used: Sequence[torch.Tensor]) -> bool:
-    """Return whether one derivative is taken, in forward mode. It needs no tangents of intermediate results.
+def _has_one_derivative(run: Run, used: Sequence[torch.Tensor]) -> bool:
+    """Return whether at most one derivative is taken around the call.
 
     `used` are the tensors that the function could use before it ran.
     """
-    if forward_level() < 0:
-        return False
-    if [transform.key() for transform in transforms() if transform.key() != VMAP] not in ([], [JVP]):
-        return False
-    # Those that the function recorded belong to a pullback, which is transposed.
-    kept = [*run.others(), *(_tensors_in_objects(run.rule, run.residuals) if run.is_opaque else ())]
-    if any([tensor.requires_grad for tensor in kept]):
+    keys = [transform.key() for transform in transforms() if transform.key() != VMAP]
+    if len(keys) + (forward_level() >= 0 and JVP not in keys) > 1:
         return False
     values = [torch.func.debug_unwrap(tensor, recurse=True) for tensor in (*run.inputs, *used)]
     return not (torch.is_grad_enabled() and any([value.requires_grad for value in values]))
 
 
+def _is_mapped(part: Any) -> bool:
+    """Return whether a vmap that is active maps a tensor."""
+    return TENSORS[type(part)] and not active_vmaps().isdisjoint(vmaps_of(part))
+
+
 def _needs_recording(run: Run, used: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> bool:
     """Return whether a derivative of intermediate results needs more than a second run on the inputs.
 
-    This is so if they are in objects, or depend on tensors with a history that the function closes over.
-    `weights` are values of variables, which are inputs.
+    This is so if they may depend on tensors with a history that are not inputs. `weights` are values of
+    variables, which are inputs.
     """
-    if _reaches_tensors_in_objects(run) or any([other.requires_grad for other in run.others()]):
+    if any([other.requires_grad for other in run.others()]):
         return True
     used = [*used, *[value for value in run.pullback.values_in_scopes() if TENSORS[type(value)]]]
     return any([_has_history(tensor) and not _is_in(tensor, weights) for tensor in used])
 
 
-def _reaches_tensors_in_objects(run: Run) -> bool:
-    return run.is_opaque and any(True for _ in _tensors_in_objects(run.rule, run.residuals))
-
-
-def _run_stripped(call: Call, tensors: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> Run:
+def _run_stripped(
+    call: Call, tensors: Sequence[torch.Tensor], used: Sequence[torch.Tensor]
+) -> tuple[Run, list[torch.Tensor], list[torch.Tensor]]:
     """Run the function on tensors without history, as a hand-written Function does.
 
-    If no vmap maps a tensor that the function can use, the tensors have no wrappers of transforms, so that
-    the function can use NumPy.
+    If no transform wraps a tensor that the function closes over, and no vmap maps an argument, the tensors
+    have no wrappers of transforms, so that the function can use NumPy.
+
+    Returns:
+        the run, its outputs without history, and empty tensors whose derivative raises an error: one for each
+        output that has a history, which came by another way than the arguments.
     """
-    stripped, context = tensors, contextlib.nullcontext()
-    if not (active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, [*tensors, *used])))):
-        stripped, context = [torch.func.debug_unwrap(t, recurse=True) for t in tensors], untransformed()
-    with torch.no_grad(), set_forward_mode(False), context:
-        run = call.run([tensor.detach() for tensor in stripped])
+    inputs, strip, context = list(tensors), torch.Tensor.detach, contextlib.nullcontext()
+    mapped = active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, tensors)))
+    if not (mapped or any(map(_is_wrapped, used))):
+        strip, context = _without_transforms, untransformed()
+    with torch.enable_grad(), context, outermost_derivative():
+        run = call.run(list(map(strip, tensors)), read_as=strip, values=inputs)
         run.lift(call.f)
-    run.inputs = [*tensors, *run.inputs[len(tensors) :]]
-    return run
+    run.inputs = inputs
+    outputs = [output.detach() for output in run.outputs]
+    tracked = [output for output in run.outputs if _is_tracked(output)]
+    if not tracked or call.answers_for_outer_rule(inputs):
+        return run, outputs, []
+    error = closed_over(call.name, call.closed_over_path(_is_tracked))
+    if any(map(_has_tangent, tracked)):
+        raise TypeError(error)
+    return run, outputs, [refuse(output.detach().flatten()[:0], error, output) for output in tracked]
+
+
+def _without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.func.debug_unwrap(tensor, recurse=True).detach()
+
+
+def _is_tracked(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a history or a tangent at any level of the transforms."""
+    inner = torch.func.debug_unwrap(tensor, recurse=False)
+    is_mapped = inner.ndim > tensor.ndim  # PyTorch (2.13) cannot unpack a dual number in a vmap
+    is_tracked = tensor.requires_grad or (not is_mapped and _has_tangent(tensor))
+    return is_tracked or (inner is not tensor and _is_tracked(inner))
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
@@ -165,26 +181,20 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
 class _FunctorchState:
     """The state of a call that is the same at every level of transforms."""
 
-    reruns = False
-    """Whether a derivative runs the function again, because of tensors in objects that the rule uses."""
-
     def __init__(self, call: Call, run: Run) -> None:
-        self.call, self.pullback = call, run.pullback
-        self.template, self.is_opaque, self.roles = run.template, run.is_opaque, run.roles
-        self.autocast, self.specs = current_autocast(), specs_of(run.inputs)
+        self.call, self.rule, self.autocast = call, run.rule_with(specs_of(run.inputs)), current_autocast()
         self.inputs, self.outputs = len(run.inputs), len(run.outputs)
 
     def residuals(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the residuals among the inputs, the outputs and the other residuals."""
-        return residuals_in(self.roles, saved, saved[self.inputs + self.outputs :])
+        return residuals_in(self.rule.roles, saved, saved[self.inputs + self.outputs :])
 
 
 class _FunctorchNode(torch.autograd.Function):
     """A Function in the form that transforms require.
 
-    Its arguments are the inputs, the outputs, the other residuals, and marks: zeros that are mapped like the
-    tensors that the rule reaches through objects. The outputs depend on the inputs by the rule, and on no
-    other argument.
+    Its arguments are the inputs, the outputs, the other residuals, and empty tensors whose derivative raises
+    an error. The outputs depend on the inputs by the rule, and on no other argument.
     """
 
     generate_vmap_rule = True
@@ -216,8 +226,7 @@ class _FunctorchNode(torch.autograd.Function):
                 pairs = zip(upstream, saved[state.inputs :], strict=False)
                 whole = [torch.zeros_like(output) if u is None else u for u, output in pairs]
                 needed = ctx.needs_input_grad[1 : 1 + state.inputs]
-                rule = _rule_of(state, saved)
-                gradients = state.pullback.pull(rule, dense_floating(whole), needed, state.specs)
+                gradients = state.rule.pull(state.residuals(saved), dense_floating(whole), needed)
         return None, *gradients, *[None] * (len(ctx.needs_input_grad) - 1 - state.inputs)
 
     @staticmethod
@@ -230,10 +239,10 @@ class _FunctorchNode(torch.autograd.Function):
         # would be zero. So enable it again.
         with set_forward_mode(True), restore_autocast(state.autocast):
             saved = list(map(_primal, ctx.saved_tensors))
-            rule = _rule_of(state, saved)
+            residuals = state.residuals(saved)
 
             def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:
-                gradients = state.pullback.without_trace.pull(rule, upstream, needed, state.specs)
+                gradients = state.rule.pull(residuals, upstream, needed, transposed=True)
                 triples = zip(gradients, saved, needed, strict=False)
                 return [torch.zeros_like(x) if g is None else g for g, x, need in triples if need]
 
@@ -312,7 +321,7 @@ def _pull_intermediates(
         new_inputs = list(inputs)
         for i, tensor in zip(argnums, tensors, strict=True):
             new_inputs[i] = tensor
-        second = rerun(state.call, state.pullback, len(state.roles), new_inputs).others()
+        second = rerun(state.call, state.rule.pullback, len(state.rule.roles), new_inputs).others()
         recorded = [i for i in wanted if second[i].requires_grad]
         require_alike(state.call, [first[i] for i in recorded], [second[i] for i in recorded])
         return [second[i] for i in wanted]
@@ -369,14 +378,6 @@ def _primal(tensor: torch.Tensor) -> torch.Tensor:
     return forward_ad.unpack_dual(tensor, level=0).primal
 
 
-def _tensors_in_objects(
-    rule: Callable[..., Any], residuals: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a rule reaches through objects. They are not among its residuals."""
-    residual_ids = set(map(id, residuals))
-    return (tensor for tensor in reachable_tensors(rule, TENSORS) if id(tensor) not in residual_ids)
-
-
 class _PrimalOfBatch(torch.autograd.Function):
     """The vmap rule of unpacking a dual number, which PyTorch (2.13) does not have."""
 
@@ -391,46 +392,3 @@ class _PrimalOfBatch(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: tuple[int, ...], tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         return _primal(tensor), dims[0]
-
-
-def _rule_of(state: _FunctorchState, saved: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """Return the rule with the saved residuals, or the rule of a second run.
-
-    A second run is needed in forward mode if the rule reaches tensors with tangents through objects.
-    """
-    residuals = state.residuals(saved)
-    rule = restore(state.template, residuals)
-    if not state.is_opaque:
-        return rule
-    reached = list(_tensors_in_objects(rule, residuals)) if forward_level() >= 0 else []
-    of_inner_level = any(map(is_of_inner_level, reached))
-    # Remembered, because a second run may set other tensors on the objects, which are not dual numbers.
-    state.reruns = state.reruns or of_inner_level or any(map(_has_tangent, reached))
-    if not state.reruns:
-        return rule
-    # Tensors that the rule reaches through an object belong to another level. A second run makes new ones.
-    inputs, outputs = saved[: state.inputs], saved[state.inputs : state.inputs + state.outputs]
-    second = rerun(state.call, state.pullback, len(residuals), inputs)
-    if of_inner_level and any(map(is_not, reached, _tensors_in_objects(rule, residuals))):
-        raise _replacement_error(state.call)
-    second_residuals = with_history(residuals, second.residuals, state.roles)
-    require_alike(state.call, [*outputs, *residuals], [*second.outputs, *second_residuals])
-    return restore(second.template, second_residuals)
-
-
-def _replacement_error(call: Call) -> NotImplementedError:
-    """Return the error for a second run that replaced a tensor of an inner derivative in an object.
-
-    The inner derivative would use the new tensor, which has no history there.
-    """
-    return NotImplementedError(
-        message(
-            call.name,
-            "the rule uses tensors of an inner derivative in an object, under forward mode",
-            required="a rule that closes over the tensors that it uses",
-            got="an object, such as `self`, that holds tensors of the inner derivative",
-            fix="let the rule close over the tensor, or take both derivatives in reverse mode, as "
-            "multigrad.hessian does",
-            see="pytorch#nested-forward-mode",
-        )
-    )

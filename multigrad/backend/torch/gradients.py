@@ -12,6 +12,7 @@ from multigrad.backend.torch import traced
 from multigrad.backend.torch.eager import (
     is_view_without_node,
     node_of,
+    nodes_from,
     refuse,
     refuse_compiled,
 )
@@ -333,22 +334,11 @@ def _refuse_in_programs(
     program saved with their history. A derivative of it with respect to other tensors would be zero.
     """
     nodes = [node_of(value) for value in values]
-    programs = [node for node in _nodes_from(nodes) if type(node).__name__ == COMPILED_NODE]
+    programs = [node for node in nodes_from(nodes) if type(node).__name__ == COMPILED_NODE]
     ends = set(map(node_of, inputs)) if programs else set()
-    if not ends & _nodes_from(list(programs)):
+    if not ends & nodes_from(list(programs)):
         return gradients
     return refuse_compiled(gradients, values)
-
-
-def _nodes_from(nodes: list[Any]) -> set[Any]:
-    """Return these nodes and the nodes on which they depend."""
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes.extend([parent for parent, _ in node.next_functions])
-    return seen
 
 
 @skip_frames

@@ -73,20 +73,6 @@ def is_unreadable(tensor: torch.Tensor) -> bool:
     return is_empty(tensor) or is_of_old_vmap(tensor)
 
 
-def is_of_inner_level(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is wrapped by a transform inside of the active ones.
-
-    In forward mode, an inner vmap may be active at the level of the transform around it.
-    """
-    active = {transform.level(): transform.key() == VMAP for transform in transforms()}
-    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
-        level = level_of(tensor)  # negative for a transform that has ended
-        if level > 0 and active.get(level) != (inner.ndim > tensor.ndim):
-            return True
-        tensor = inner
-    return False
-
-
 @contextlib.contextmanager
 def no_transforms() -> Iterator[None]:
     """Disable all transforms and modes, to compute with the tensors in wrappers."""
@@ -143,6 +129,17 @@ class _InThread(threading.local):
 
 
 IN_THREAD = _InThread()
+
+
+@contextlib.contextmanager
+def outermost_derivative() -> Iterator[None]:
+    """Let a gradient in the function of an op be an outermost one, because the function has no derivative."""
+    depth, IN_THREAD.depth = IN_THREAD.depth, 0
+    try:
+        yield
+    finally:
+        IN_THREAD.depth = depth
+
 
 WHOLE, IN_PIECES = "whole", "in pieces"
 """The modes of `multigrad.jit`: as one graph, and with graph breaks."""
