@@ -400,6 +400,16 @@ def mutants(session: nox.Session, backend: str) -> None:
 
 
 @nox.session(default=False)
+@nox.parametrize("backend", DIFFERENTIATING, ids=DIFFERENTIATING)
+def audit(session: nox.Session, backend: str) -> None:
+    """Audit the gradients of `keras.ops` on one backend, and store them; `-- hypot` prints those of an op."""
+    install(session, "--editable", ".", *REQUIREMENTS[backend])
+    environment = QUIET | {"KERAS_BACKEND": backend, "PYTHONPATH": "tests"}
+    environment |= COMPILE_FAST if backend == "jax" else {}
+    session.run("python", "-m", "audit", *session.posargs, env=environment)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The demo, on all three frameworks in one environment."""
     install(session, "--editable", ".[demo]", *FRAMEWORKS)

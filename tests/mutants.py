@@ -37,8 +37,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 BACKEND = keras.backend.backend()
 FOLDERS = ("core", f"backend/{BACKEND}", "calculus", "ops", "testing")
-# The cases of the audit are data, whose results only slow tests compare.
-DATA = ("arrays", "elementwise", "losses", "matrices", "networks", "structure")
 # JAX's fast tests include the session `package`.
 FAST = ("-m", "not slow" if BACKEND == "jax" else "not slow and not package")
 
@@ -162,7 +160,6 @@ def sample(count: int, seed: int) -> list[Mutant]:
     drawn = []
     for folder in FOLDERS:
         files = sorted((ROOT / "multigrad" / folder).rglob("*.py"))
-        files = [file for file in files if file.parent.name != "audit" or file.stem not in DATA]
         mutants = [mutant for file in files for mutant in File(str(file.relative_to(ROOT))).mutants()]
         random.Random(f"{BACKEND} {seed}").shuffle(mutants)
         drawn.append(mutants)

@@ -1,28 +1,24 @@
-"""The audit of `keras.ops`: its verdicts, its command, and the stored results."""
+"""The audit of `keras.ops`: its verdicts, and the stored results."""
 
 import importlib
-import json
 import types
 
 import keras
 import numpy as np
 import pytest
-import stored_audits
+from audit import page
+from audit.__main__ import main
+from audit.cases import Known, elementwise, whole
+from audit.elementwise import complex_number
+from audit.measure import audit_case, audit_cases
+from audit.rows import Row
+from audit.table import all_cases, cases_of
 from keras import ops
 from support import BACKEND
 
 import multigrad
-from multigrad.cli.main import main
 from multigrad.frameworks import DIFFERENTIATING
 from multigrad.ops.fixed import FAULTS
-from multigrad.testing import audit_gradients
-from multigrad.testing.audit.cases import Known, elementwise, whole
-from multigrad.testing.audit.elementwise import complex_number
-from multigrad.testing.audit.measure import audit_case, audit_cases
-from multigrad.testing.audit.report import Audit
-from multigrad.testing.audit.rows import FAULTS as FAULTY
-from multigrad.testing.audit.rows import Row
-from multigrad.testing.audit.table import all_cases, cases_of
 
 # The page gives the reason for each.
 NOT_FIXED = {"eigh", "svd", "i0", "lu_factor", "ctc_loss", "dot_product_attention", "segment_prod"}
@@ -162,12 +158,12 @@ def test_every_op_is_in_the_table_or_in_the_list(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", stored_audits.MODULES)
+@pytest.mark.parametrize("module", page.MODULES)
 def test_the_rows_are_the_stored_ones(module):
     imported = importlib.import_module(module)
     rows = audit_cases(cases_of(imported, module), imported)
-    versions, count, stored = stored_audits.load(module, BACKEND)
-    assert stored_audits.changes(stored, rows) == {}, versions
+    versions, count, stored = page.load(module, BACKEND)
+    assert page.changes(stored, rows) == {}, versions
     assert len(rows) == count
 
 
@@ -179,8 +175,8 @@ def test_an_op_that_keras_lacks_has_no_cases():
 def test_a_changed_row_is_named():
     stored = [Row("hypot", "0, 0", 1, "NaN", "nan", "0"), Row("abs", "0", 1, "convention", "0", "0")]
     found = [Row("hypot", "0, 0", 1, "right", "0", "0"), *stored[1:], Row("sin", "0", 2, "wrong", "1", "0")]
-    assert stored_audits.changes(stored, stored) == {}
-    assert stored_audits.changes(stored, found) == {
+    assert page.changes(stored, stored) == {}
+    assert page.changes(stored, found) == {
         ("hypot", "0, 0", 1): ("NaN", "right"),
         ("sin", "0", 2): ("right", "wrong"),
     }
@@ -190,13 +186,11 @@ def test_a_changed_row_is_named():
 @pytest.mark.parametrize("backend", DIFFERENTIATING)
 def test_what_multigrad_returns(backend):
     """In the stored results, only the named ops have faults, and no op is replaced without a reason."""
-    ours = stored_audits.load("multigrad.ops", backend)[2]
+    ours = page.load("multigrad.ops", backend)[2]
     notable = {row.op for row in ours if row.verdict not in ("right", "convention")}
     assert notable <= NOT_FIXED | ({"abs", "absolute"} if backend == "jax" else set())
     theirs = {
-        row.op
-        for row in stored_audits.load("keras.ops", backend)[2]
-        if row.verdict not in ("right", "convention")
+        row.op for row in page.load("keras.ops", backend)[2] if row.verdict not in ("right", "convention")
     }
     assert theirs - NOT_FIXED - {"abs", "absolute"} <= {op for op in FAULTS if backend in FAULTS[op]}
     assert {op for op in FAULTS if backend in FAULTS[op]} <= theirs
@@ -204,8 +198,8 @@ def test_what_multigrad_returns(backend):
 
 @pytest.mark.package
 def test_the_page_contains_the_stored_results():
-    _, _, generated = stored_audits.PAGE.read_text(encoding="utf-8").partition(stored_audits.MARKER)
-    assert generated == "\n" + stored_audits.table()
+    _, _, generated = page.PAGE.read_text(encoding="utf-8").partition(page.MARKER)
+    assert generated == "\n" + page.table()
 
 
 def test_a_formula_replaces_the_values_of_the_op():
@@ -233,31 +227,9 @@ def test_a_complex_output_is_compared_with_differences():
     assert [row.verdict for row in audit_case(case, keras.ops)] == ["right"]
 
 
-@pytest.mark.slow
-def test_the_command(capsys):
-    assert main(["audit", "--op", "square", "--backend", BACKEND, "--format", "json"]) == 0
-    audit = Audit.from_json(capsys.readouterr().out)
-    assert {row.verdict for row in audit.rows[BACKEND]} == {"right"}
-    assert audit.versions[BACKEND]["keras"] == keras.__version__
-
-
-def test_the_command_refuses_an_unknown_op(capsys):
-    assert main(["audit", "--op", "nothing"]) == 2
-    assert "'nothing'" in capsys.readouterr().err
-
-
-def test_the_tables():
-    rows = [Row("hypot", "0 | 0", 1, "NaN", "nan", "0"), Row("sin", "0", 1, "right", "1", "1")]
-    audit = Audit("keras.ops", {"jax": {}}, {"jax": rows})
-    assert audit.faults == [("jax", rows[0])]
-    assert "| `hypot` | 0 \\| 0 | 1 | jax | NaN | nan | 0 |" in audit.to_markdown()
-    assert "hypot  0 | 0  1      jax      NaN" in audit.to_text()
-    assert Audit.from_json(audit.to_json()) == audit
-    assert json.loads(audit.to_json())["module"] == "keras.ops"
-    assert set(FAULTY) == {"wrong", "NaN", "error"}
-
-
-@pytest.mark.parametrize("options", [{"module": "numpy"}, {"ops": ["nothing"]}, {"backends": ["numpy"]}])
-def test_invalid_arguments(options):
-    with pytest.raises(ValueError, match="audit_gradients"):
-        audit_gradients(**options)
+def test_the_rows_of_an_op_are_printed(capsys):
+    main(["sparsemax"])
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert {row[0] for row in rows} == {"keras.ops", "multigrad.ops", "keras.activations"}
+    assert {row[1] for row in rows} == {"sparsemax"}
+    assert ["keras.ops", "sparsemax", "regular", "1", "right"] in [row[:5] for row in rows]

@@ -13,7 +13,6 @@ from multigrad import grad, op_custom_gradient, vjp
 from multigrad.core.context import current_context
 from multigrad.core.keras_internals import (
     global_state,
-    narrow_dtypes,
     set_stored_value,
     stored_dtype,
     stored_value,
@@ -209,7 +208,6 @@ def test_the_private_names_of_keras_exist():
     with keras.StatelessScope():
         created = keras.Variable(lambda shape, dtype: ops.ones(shape, dtype), shape=(2,))
         assert stored_value(created) is None
-    assert "float64" in narrow_dtypes()
 
 
 def test_a_scope_is_active_as_a_scope_of_keras():

@@ -343,11 +343,6 @@ class Backend(abc.ABC):
         return contextlib.nullcontext()
 
     @staticmethod
-    def quickest(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-        """Return the function, compiled if this takes less time in this number of calls with one shape."""
-        return function
-
-    @staticmethod
     def without_compilation() -> AbstractContextManager[Any]:
         """Return a context in which compiled functions run eagerly, on concrete tensors."""
         return contextlib.nullcontext()

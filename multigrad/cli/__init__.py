@@ -1,6 +1,5 @@
-"""The command line: `multigrad doctor`, `multigrad explain`, `multigrad demo` and `multigrad audit`.
+"""The command line: `multigrad doctor`, `multigrad explain` and `multigrad demo`.
 
 Each command has a module or a package here, and `main` parses the arguments. These modules import neither
-Keras nor a framework, except for the experiments of the demo, which run in processes of their own, and
-for `audit`.
+Keras nor a framework, except for the experiments of the demo, which run in processes of their own.
 """

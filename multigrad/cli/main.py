@@ -45,11 +45,6 @@ def _run(options: argparse.Namespace) -> int:
         from multigrad.cli.demo.command import demo
 
         return demo(options.backend)
-    if options.command == "audit":
-        # Imported here because it needs Keras, which `doctor` must not require.
-        from multigrad.cli.audit import audit
-
-        return audit(options.module, options.format, options.op, options.backend)
     if options.command == "explain":
         return explain(" ".join(options.words))
     return doctor()
@@ -74,26 +69,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         choices=DIFFERENTIATING,
         help=f"run this backend only: {', '.join(DIFFERENTIATING)}",
-    )
-    audit_parser = commands.add_parser(
-        "audit",
-        help="compare the gradients of keras.ops with formulas and finite differences at special points",
-        description="Compare the first and second derivatives of keras.ops, or of multigrad.ops, with "
-        "formulas and finite differences at special points, in one process per backend. Exit with status 1 "
-        "if a derivative is wrong, NaN or an error.",
-    )
-    audit_parser.add_argument("--op", metavar="NAME", nargs="+", default=[], help="audit these ops only")
-    audit_parser.add_argument(
-        "--backend", metavar="NAME", choices=DIFFERENTIATING, help="audit this backend only"
-    )
-    audit_parser.add_argument(
-        "--module",
-        choices=("keras.ops", "multigrad.ops"),
-        default="keras.ops",
-        help="the module to audit (default: keras.ops)",
-    )
-    audit_parser.add_argument(
-        "--format", choices=("terminal", "markdown", "json"), default="terminal", help="default: terminal"
     )
     explain_parser = commands.add_parser(
         "explain",

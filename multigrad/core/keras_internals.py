@@ -23,16 +23,6 @@ set_mask = look_up("keras.src.backend.common.masking.set_keras_mask")
 look_up("keras.Variable._direct_assign")
 
 
-def narrow_dtypes() -> dict[str, str]:
-    """Return the table by which Keras narrows the 64-bit result of a type promotion.
-
-    The audit of `keras.ops` empties it, because values in float32 are too coarse for differences. It is
-    looked up there, so that a Keras without it only stops the audit.
-    """
-    table: dict[str, str] = look_up("keras.src.backend.common.dtypes.BIT64_TO_BIT32_DTYPE")
-    return table
-
-
 # Functions in Python, because Dynamo (PyTorch 2.13) does not trace an `operator.attrgetter`.
 
 

@@ -1,13 +1,11 @@
 """Functions that check gradients, for the tests of rules.
 
 `check_gradients` compares a rule with the central differences of its function. `compare_backends` compares
-the installed backends with each other. `audit_gradients` compares the gradients of `keras.ops` with formulas
-and finite differences. `multigrad` does not import this package.
+the installed backends with each other. `multigrad` does not import this package.
 """
 
 from multigrad import backend as _backend  # noqa: F401  checks the environment before Keras is imported
-from multigrad.testing.audit import audit_gradients
 from multigrad.testing.comparison import compare_backends
 from multigrad.testing.gradient_check import check_gradients
 
-__all__ = ["audit_gradients", "check_gradients", "compare_backends"]
+__all__ = ["check_gradients", "compare_backends"]

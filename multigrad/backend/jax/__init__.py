@@ -51,7 +51,6 @@ class JaxBackend(Backend):
     is_constant = staticmethod(is_constant)
     assign = staticmethod(tensors.assign)
     wide = staticmethod(tensors.wide)
-    quickest = staticmethod(gradients.quickest)
     without_compilation = staticmethod(gradients.without_compilation)
 
 

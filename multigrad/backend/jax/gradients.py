@@ -61,11 +61,6 @@ def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function)
 
 
-def quickest(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    # Otherwise JAX compiles each operation, for each shape, in a program of its own.
-    return jax.jit(function)
-
-
 def without_compilation() -> contextlib.AbstractContextManager[Any]:
     return jax.disable_jit()
 

@@ -56,7 +56,6 @@ class TensorFlowBackend(Backend):
     update_wrapper = staticmethod(programs.update_wrapper)
     as_tensor = staticmethod(tensors.as_tensor)
     sizes = staticmethod(tensors.sizes)
-    quickest = staticmethod(programs.quickest)
     without_compilation = staticmethod(programs.without_compilation)
 
 

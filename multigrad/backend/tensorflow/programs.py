@@ -117,10 +117,5 @@ def _eagerly() -> Iterator[None]:
 _EAGERLY = Shared(_eagerly)  # because TensorFlow has one switch for all threads
 
 
-def quickest(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    # Tracing takes the time of about 30 eager calls.
-    return tf.function(function, autograph=False) if calls > 30 else function
-
-
 def without_compilation() -> contextlib.AbstractContextManager[Any]:
     return _EAGERLY

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from multigrad.testing.audit.cases import MATRIX, RANK_ONE, ROW, SINGULAR, SPREAD, SQUARE, Case, whole
+from audit.cases import MATRIX, RANK_ONE, ROW, SINGULAR, SPREAD, SQUARE, Case, whole
 
 
 def matrix_cases() -> list[Case]:

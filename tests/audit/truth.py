@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multigrad.testing.audit.cases import Case
+from audit.cases import Case
 
 _FIRST_STEP, _SECOND_STEP = 1e-4, 1e-3
 _SMOOTH = 1e-4

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from multigrad.testing.audit.cases import ROW, Call, Case, elementwise, passing, weights, whole
-from multigrad.testing.audit.elementwise import USUAL, activations, choices
-from multigrad.testing.audit.networks import LABELS, LOGITS, SEQUENCE, along_an_axis, ctc_formula
+from audit.cases import ROW, Call, Case, elementwise, passing, weights, whole
+from audit.elementwise import USUAL, activations, choices
+from audit.networks import LABELS, LOGITS, SEQUENCE, along_an_axis, ctc_formula
 
 EPSILON = 1e-7
 W0 = weights(1)[0]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from multigrad.testing.audit.cases import IMAGE, MATRIX, ROW, Call, Case, passing, weights, whole
+from audit.cases import IMAGE, MATRIX, ROW, Call, Case, passing, weights, whole
 
 W = weights(4)
 LABELS = np.array([[1, 2]], "int32")

@@ -7,8 +7,8 @@ cannot find: a convention where the function has no derivative, and infinite der
 import math
 from typing import Any
 
+from audit.cases import Call, Case, Known, elementwise, passing
 from multigrad.ops.dtypes import dtype_of
-from multigrad.testing.audit.cases import Call, Case, Known, elementwise, passing
 
 INF = math.inf
 USUAL = (0.0, 1.0, -1.0, 0.5, -2.0, 30.0, -30.0)

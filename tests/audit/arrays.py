@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from multigrad.testing.audit.cases import MATRIX, ROW, SQUARE, TIES, Case, passing, weights, whole
+from audit.cases import MATRIX, ROW, SQUARE, TIES, Case, passing, weights, whole
 
 W = weights(4)
 

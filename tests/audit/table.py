@@ -3,13 +3,13 @@
 from operator import attrgetter
 from types import ModuleType
 
-from multigrad.testing.audit.arrays import array_cases
-from multigrad.testing.audit.cases import Case
-from multigrad.testing.audit.elementwise import elementwise_cases
-from multigrad.testing.audit.losses import activation_cases, loss_cases
-from multigrad.testing.audit.matrices import matrix_cases
-from multigrad.testing.audit.networks import network_cases
-from multigrad.testing.audit.structure import structure_cases
+from audit.arrays import array_cases
+from audit.cases import Case
+from audit.elementwise import elementwise_cases
+from audit.losses import activation_cases, loss_cases
+from audit.matrices import matrix_cases
+from audit.networks import network_cases
+from audit.structure import structure_cases
 
 
 def all_cases(module: str) -> list[Case]:

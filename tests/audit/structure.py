@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from multigrad.testing.audit.cases import MATRIX, ROW, Call, Case, weights, whole
-from multigrad.testing.audit.elementwise import complex_number
+from audit.cases import MATRIX, ROW, Call, Case, weights, whole
+from audit.elementwise import complex_number
 
 W = weights(4)
 
