@@ -164,7 +164,7 @@ def tests(session: nox.Session, backend: str) -> None:
     """
     groups, extras = ["test"], ""
     if backend in DIFFERENTIATING:
-        groups, extras = ["test", "notebooks"], "[demo,plot]"
+        groups, extras = ["test", "notebooks", "demo"], "[plot]"
     install(session, *GROUPS(PYPROJECT, *groups), "--editable", f".{extras}", *REQUIREMENTS[backend])
     run_pytest(session, backend, COMPILE_FAST if backend == "jax" else {})
 
@@ -349,7 +349,7 @@ def tfp(session: nox.Session) -> None:
     session.run("pytest", "tests/test_documentation.py", *options, env=environment)
 
 
-# The demo only reports a missing framework. In these sessions, a missing framework must be an error.
+# In these sessions, a missing framework must be an error.
 ALL_INSTALLED = (
     "from multigrad.frameworks import DIFFERENTIATING, is_installed; "
     "missing = [name for name in DIFFERENTIATING if not is_installed(name)]; "
@@ -412,9 +412,9 @@ def audit(session: nox.Session, backend: str) -> None:
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The demo, on all three frameworks in one environment."""
-    install(session, "--editable", ".[demo]", *FRAMEWORKS)
+    install(session, *GROUPS(PYPROJECT, "demo"), "--editable", ".", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
-    session.run("python", "-m", "multigrad", "demo", *session.posargs)
+    session.run("python", "examples/demo", *session.posargs)
 
 
 @nox.session(default=False)

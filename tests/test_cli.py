@@ -14,7 +14,6 @@ import pytest
 from markdown import ROOT
 
 import multigrad
-import multigrad.cli.demo.command
 from multigrad import frameworks
 from multigrad.cli import doctor, explain
 from multigrad.cli.main import main
@@ -286,45 +285,9 @@ def test_version(capsys):
     [
         ([], "required: COMMAND"),
         (["dance"], "'dance'"),
-        (["demo", "--backend", "theano"], "invalid choice: 'theano'"),
-        (["demo", "--backend", "numpy"], "invalid choice: 'numpy'"),
     ],
 )
 def test_invalid_arguments(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)
     assert said in capsys.readouterr().err
-
-
-def test_demo_on_a_backend_that_is_not_installed(monkeypatch, capsys):
-    monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: backend != "jax")
-    assert main(["demo", "--backend", "jax"]) == 1
-    assert "jax (pip install jax)" in capsys.readouterr().err
-
-
-def test_demo_without_any_backend(monkeypatch, capsys):
-    monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: False)
-    assert main(["demo"]) == 1
-    said = capsys.readouterr().err
-    assert "no backend is installed" in said
-    assert all(f"pip install {name}" in said for name in frameworks.DIFFERENTIATING)
-
-
-def test_demo_without_scikit_learn(monkeypatch, capsys):
-    monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: True)
-    monkeypatch.setattr(multigrad.cli.demo.command, "find_spec", lambda module: None)
-    assert main(["demo"]) == 1
-    assert "pip install scikit-learn" in capsys.readouterr().err
-
-
-def test_demo_shows_the_output_of_a_failed_process(monkeypatch, capfd):
-    # On NumPy, the process starts as on any backend, and fails when it computes the first gradient, or when
-    # it imports JAX, if that is missing.
-    monkeypatch.setattr(multigrad.cli.demo.command, "DIFFERENTIATING", ("numpy",))
-    monkeypatch.setattr(multigrad.cli.demo.command, "is_installed", lambda backend: True)
-    monkeypatch.setattr(multigrad.cli.demo.command, "find_spec", lambda module: object())
-    assert main(["demo"]) == 1
-    printed = capfd.readouterr()
-    assert "Traceback" in printed.err
-    assert "WRONG  numpy: the process failed with exit status 1" in printed.out
-    assert "as expected on" not in printed.out

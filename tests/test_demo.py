@@ -1,15 +1,18 @@
 """The experiments of the demo on the active backend, and the check of their results."""
 
 import math
+import subprocess
+import sys
 
+import experiments
 import keras
 import numpy as np
 import pytest
 from keras import ops
+from report import SECTIONS, find_problems, print_table
+from support import EXAMPLES
 
 import multigrad
-from multigrad.cli.demo import experiments
-from multigrad.cli.demo.report import SECTIONS, find_problems, print_table
 
 pytestmark = pytest.mark.package
 
@@ -129,3 +132,12 @@ def test_the_table_truncates_nothing(capsys):
     assert "…" not in printed
     assert printed.count("123464") == 3
     assert printed.count("✗") == 3
+
+
+def test_the_demo_fails_if_a_process_does():
+    # The NumPy backend has no gradients, and imports JAX, which may be missing.
+    command = [sys.executable, str(EXAMPLES / "demo"), "numpy"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "numpy: starting" in done.stdout
+    assert "as expected" not in done.stdout

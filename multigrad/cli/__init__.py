@@ -1,5 +1,4 @@
-"""The command line: `multigrad doctor`, `multigrad explain` and `multigrad demo`.
+"""The command line: `multigrad doctor` and `multigrad explain`.
 
-Each command has a module or a package here, and `main` parses the arguments. These modules import neither
-Keras nor a framework, except for the experiments of the demo, which run in processes of their own.
+Each command has a module here, and `main` parses the arguments. They import neither Keras nor a framework.
 """

@@ -1,4 +1,4 @@
-"""The `multigrad` command. Neither Keras nor a framework is imported until a command needs it."""
+"""The `multigrad` command. It imports neither Keras nor a framework."""
 
 import argparse
 import os
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import multigrad
 from multigrad.cli.doctor import doctor
 from multigrad.cli.explain import explain
-from multigrad.frameworks import DIFFERENTIATING
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,23 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        status = _run(options)
+        status = explain(" ".join(options.words)) if options.command == "explain" else doctor()
         sys.stdout.flush()
     except BrokenPipeError:  # `multigrad explain | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         return 1
     return status
-
-
-def _run(options: argparse.Namespace) -> int:
-    if options.command == "demo":
-        # Imported here because it needs rich, which `doctor` must not require.
-        from multigrad.cli.demo.command import demo
-
-        return demo(options.backend)
-    if options.command == "explain":
-        return explain(" ".join(options.words))
-    return doctor()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,19 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"multigrad {multigrad.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    demo_parser = commands.add_parser(
-        "demo",
-        help="run the same custom gradients on each installed backend and compare the results",
-        description="Run three experiments on each installed backend, in one process per backend: "
-        "log1pexp at 100, a chain of squares, and a digit classifier with 3-bit activations. "
-        "Exit with status 1 if a result is wrong.",
-    )
-    demo_parser.add_argument(
-        "--backend",
-        metavar="NAME",
-        choices=DIFFERENTIATING,
-        help=f"run this backend only: {', '.join(DIFFERENTIATING)}",
-    )
     explain_parser = commands.add_parser(
         "explain",
         help="print the section of the documentation that an error names, or that has these words",
