@@ -1,7 +1,7 @@
 """`str(trace)`: the first NaN or Inf, a table with one row per step, and warnings."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from rich.console import Console
@@ -18,31 +18,30 @@ def format_table(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> st
     """Format the steps in their order, then the calls that received no gradient, then all flags."""
     if not calls:
         return "No op was called in this trace. trace_gradients(model) records layers, too."
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column(COLUMNS[0])
-    for column in COLUMNS[1:]:
-        table.add_column(column, justify="right")
-    calls_with_gradient = {id(step.call) for step in steps}
-    for step in steps:
-        _add_rows(table, step.call, step)
-    for call in calls:
-        if id(call) not in calls_with_gradient:
-            _add_rows(table, call, None)
+    with_gradient = {step.call for step in steps}
+    pairs: list[tuple[CallRecord, StepRecord | None]] = [(step.call, step) for step in steps]
+    pairs += [(call, None) for call in calls if call not in with_gradient]
+    table = render(COLUMNS, [row for call, step in pairs for row in _rows(call, step)])
     first = diagnose(calls, steps)
     flags = list(flag_lines(calls, steps))
-    return "\n".join([*first, *([""] if first else []), render(table), *([""] if flags else []), *flags])
+    return "\n".join([*first, *([""] if first else []), table, *([""] if flags else []), *flags])
 
 
-def render(table: Table) -> str:
-    """Return a table as text, without spaces at the ends of lines."""
+def render(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as text. The first column is aligned on the left, and the others on the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if table.columns else "left")
+    for row in rows:
+        table.add_row(*row)
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_jupyter=False)
     console.print(table)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def _add_rows(table: Table, call: CallRecord, step: StepRecord | None) -> None:
-    """Add a row for each pair of an input and an output, and at least one row."""
+def _rows(call: CallRecord, step: StepRecord | None) -> Iterator[Sequence[str]]:
+    """Yield a row for each pair of an input and an output, and at least one row."""
     title = call.title if call.within is None else f"{call.title}, in {call.within}"
     pairs = list(zip_longest(call.inputs, call.outputs)) or [(None, None)]
     for row, (input_path, output_path) in enumerate(pairs):
@@ -58,7 +57,7 @@ def _add_rows(table: Table, call: CallRecord, step: StepRecord | None) -> None:
             )
         elif row == 0:
             gradients = ("no gradient", "", "")
-        table.add_row(title if row == 0 else "", x, y, *gradients)
+        yield title if row == 0 else "", x, y, *gradients
 
 
 def _cell(values: Values, path: str | None, with_path: bool = False) -> str:
