@@ -578,7 +578,10 @@ def test_the_table_and_the_heat_map():
     assert f"{norm:.4g}" in logger.table(step=0).splitlines()[3].split()
     axes = logger.plot().axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "last"]
-    np.testing.assert_allclose(axes.images[0].get_array()[0, 0], np.log10(norm), rtol=1e-6)
+    np.testing.assert_allclose(axes.images[0].get_array()[0, 0], norm, rtol=1e-6)
+    low, high = axes.images[0].get_clim()
+    assert low <= norm <= high
+    assert high >= 10.0 * low
     assert len(logger.plot(of="gradients", statistic="zeros").axes[0].get_yticklabels()) == 4
 
 

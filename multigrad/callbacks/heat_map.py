@@ -1,7 +1,7 @@
 """`GradientLogger.plot`: a heat map of one statistic, layers by steps."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +47,8 @@ def draw(records: Sequence[GradientRecord], of: str, statistic: str) -> "Figure"
         )
         raise ValueError(text)
     plt = import_pyplot("GradientLogger.plot")
+    from matplotlib.colors import LogNorm, Normalize
+
     values, is_bad = _grid(records, names, of, statistic)
     height = _ROW_HEIGHT * max(len(names), 4) + 1.0
     margin = _CHARACTER * max(map(len, names)) + 0.2
@@ -54,12 +56,13 @@ def draw(records: Sequence[GradientRecord], of: str, statistic: str) -> "Figure"
     axes = figure.add_subplot()
     is_share = statistic in ("zeros", "nans", "infinities")
     colormap = plt.get_cmap(_COLORMAP).with_extremes(bad=_MISSING)
-    shown = values if is_share else _logarithm(values)
-    limits = (0.0, 1.0) if is_share else _limits(shown)
-    image = axes.imshow(
-        np.ma.masked_invalid(shown), aspect="auto", interpolation="nearest", cmap=colormap,
-        vmin=limits[0], vmax=limits[1],
-    )  # fmt: skip
+    norm: Any = Normalize(0.0, 1.0)
+    if not is_share:
+        positive = values[values > 0]
+        low = positive.min() if positive.size else 1.0
+        norm = LogNorm(low, np.max(positive, initial=10.0 * low))  # at least a factor of ten
+    shown = np.ma.masked_invalid(values)
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=colormap, norm=norm)
     rows, columns = np.nonzero(is_bad)
     axes.scatter(columns, rows, marker="x", color=_RED, linewidths=2)
     if not is_share:
@@ -71,11 +74,7 @@ def draw(records: Sequence[GradientRecord], of: str, statistic: str) -> "Figure"
     axes.set_xlabel("step")
     name = {"norm": "Norm", "largest": "Largest absolute value"}.get(statistic, f"Fraction of {statistic}")
     axes.set_title(f"{name} of the {_TITLES[of]}", color=_INK, fontsize=11, loc="left")
-    bar = figure.colorbar(image, ax=axes)
-    if not is_share:
-        powers = np.arange(np.ceil(limits[0]), np.floor(limits[1]) + 1)
-        powers = powers[:: len(powers) // 8 + 1]
-        bar.set_ticks(powers, labels=[f"1e{power:.0f}" for power in powers])
+    figure.colorbar(image, ax=axes)
     return figure
 
 
@@ -90,14 +89,3 @@ def _grid(
                 values[row, column] = getattr(statistics, statistic)
                 is_bad[row, column] = not statistics.is_finite
     return values, is_bad
-
-
-def _logarithm(values: np.ndarray) -> np.ndarray:
-    return np.log10(values, where=values > 0, out=np.full_like(values, np.nan))
-
-
-def _limits(logarithms: np.ndarray) -> tuple[float, float]:
-    """Return the range of the colours, which is at least a factor of ten."""
-    finite = logarithms[np.isfinite(logarithms)]
-    low = float(finite.min()) if finite.size else 0.0
-    return low, max(low + 1.0, float(finite.max()) if finite.size else 0.0)
