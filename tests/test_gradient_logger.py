@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from keras import layers, ops
 from logged_models import BATCH, eager_tensors, targets
 from support import BACKEND, numpy, slow_on
 
-from multigrad import op_custom_gradient, value_and_grad
+from multigrad import op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.callbacks import GradientLogger
 from multigrad.callbacks.records import TENSORS, GradientRecord, GradientStatistics, diagnose
 from multigrad.core import keras_internals
@@ -562,6 +563,38 @@ def test_statistics_of_extreme_numbers(values):
     counts = [(x == 0).sum(), np.isnan(x).sum(), np.isinf(x).sum(), len(x)]
     wanted = [np.linalg.norm(finite), abs(finite).max(), *counts]
     np.testing.assert_allclose(numpy(statistics(ops.convert_to_tensor(x))), wanted, rtol=1e-6)
+
+
+def test_a_trace_in_another_thread_that_ends_during_a_recorded_step():
+    """Both replace a method of Keras, which is restored after the last of them."""
+    opened, ending, ended = (threading.Event() for _ in range(3))
+
+    class Ending(keras.layers.Layer):
+        def call(self, x):
+            if opened.is_set():
+                ending.set()
+                assert ended.wait(60)
+            return x
+
+    last = layers.Dense(1, name="last")
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2, name="first"), Ending(name="ending"), last])
+    model.compile("sgd", "mse", run_eagerly=True)
+
+    def trace():
+        with trace_gradients(model):
+            opened.set()
+            ending.wait(60)
+        ended.set()
+
+    def begin(batch, logs):
+        threading.Thread(target=trace).start()
+        assert opened.wait(60)
+
+    before, logger = keras.Operation.__call__, GradientLogger(every=1)
+    begins = keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
+    fit(model, np.ones((BATCH, 2), "float32"), np.ones((BATCH, 1), "float32"), begins, logger)
+    assert list(logger.records[0].outputs) == ["first", "ending", "last"]
+    assert keras.Operation.__call__ is before
 
 
 def test_the_table_and_the_heat_map():

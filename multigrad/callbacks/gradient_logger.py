@@ -15,8 +15,9 @@ from multigrad import backend
 from multigrad.backend.training import Training
 from multigrad.callbacks.records import GradientRecord, diagnose, read
 from multigrad.callbacks.table import format_record
-from multigrad.callbacks.taps import Taps, tapping_layers, taps_here, use_taps
+from multigrad.callbacks.taps import Taps, use_taps
 from multigrad.core.errors import describe, message, unusable
+from multigrad.tracing.layers import TAPS, hooking_layers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -216,7 +217,7 @@ class GradientLogger(keras.callbacks.Callback):
         if self._plain is not None and model.train_function is self._plain:
             return
         self._plain = model.train_function
-        training = backend.active.training(model, taps_here)
+        training = backend.active.training(model, TAPS.get)
         own = "train_step" not in vars(model) and type(model).train_step is keras.Model.train_step
 
         def step(*args: Any) -> Any:
@@ -231,7 +232,7 @@ class GradientLogger(keras.callbacks.Callback):
         assert training is not None
         self._target.train_function = self._plain  # first, so that nothing is left if the step raises
         state = training.state(args) if self.restore_weights else None
-        with tapping_layers:
+        with hooking_layers:
             entry, result = training.run(self._tapped, args)
         with self._lock:
             self._pending.append((self._step, entry))

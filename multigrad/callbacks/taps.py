@@ -1,12 +1,11 @@
 """Taps: ops on the outputs of layers that compute statistics of the gradient in a training step.
 
 A tap returns its input, and its rule returns the upstream gradient, so taps do not change the results of a
-step. `tapping_layers` replaces `keras.Operation.__call__` while a step with taps runs.
+step. While a step with taps runs, `hooking_layers` passes the calls of layers to them.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import keras
@@ -16,27 +15,20 @@ from multigrad import backend
 from multigrad.core.errors import message
 from multigrad.core.keras_internals import get_mask, set_mask
 from multigrad.core.op import op_custom_gradient
-from multigrad.core.process_wide import Shared
+from multigrad.tracing.layers import TAPS
 
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 """Layers that call their inner layers in a loop. These are skipped on every backend."""
-
-_TAPS: ContextVar["Taps | None"] = ContextVar("taps of the training step", default=None)
-
-
-def taps_here() -> "Taps | None":
-    """Return the taps of the step that this thread runs or traces."""
-    return _TAPS.get()
 
 
 @contextlib.contextmanager
 def use_taps(taps: "Taps") -> Iterator[None]:
     """Set the taps of the step that this thread runs or traces."""
-    token = _TAPS.set(taps)
+    token = TAPS.set(taps)
     try:
         yield
     finally:
-        _TAPS.reset(token)
+        TAPS.reset(token)
 
 
 def statistics(x: Any) -> Any:
@@ -203,24 +195,3 @@ def _has_gradient(leaf: Any) -> bool:
         return False
     is_floating = keras.backend.is_float_dtype(keras.backend.standardize_dtype(leaf.dtype))
     return is_floating and 0 not in (backend.active.sizes(leaf.shape) or ())
-
-
-@contextlib.contextmanager
-def _tap_layers() -> Iterator[None]:
-    call = keras.Operation.__call__
-
-    def call_with_tap(self: Any, *args: Any, **kwargs: Any) -> Any:
-        taps = _TAPS.get()
-        if taps is None or not isinstance(self, keras.Layer):
-            return call(self, *args, **kwargs)
-        return taps.call(self, lambda: call(self, *args, **kwargs))
-
-    keras.Operation.__call__ = call_with_tap
-    try:
-        yield
-    finally:
-        keras.Operation.__call__ = call
-
-
-tapping_layers = Shared(_tap_layers)
-"""Taps the layers of each step with taps in this context. It replaces the method for all threads."""

@@ -1,6 +1,6 @@
-"""Record calls of layers while a trace of a model is open.
+"""Record calls of layers while a trace of a model is open, and pass them to the taps of a `GradientLogger`.
 
-`recording_layers` replaces two methods of Keras: `keras.Operation.__call__`, through which Keras calls the
+`hooking_layers` replaces two methods of Keras: `keras.Operation.__call__`, through which Keras calls the
 `call` of every layer, and `keras.Layer.stateless_call`, through which `fit` calls the model on JAX. The
 outputs of a traced layer pass an identity op, whose rule records the gradient, before Keras adds a mask.
 No layer is changed, and outside of the context the methods of Keras are restored.
@@ -24,6 +24,9 @@ from multigrad.tracing.recording import OPEN_TRACES, CallRecorder, enclose_run, 
 
 _LAYER: ContextVar[keras.Layer | None] = ContextVar("traced layer", default=None)
 """The innermost layer whose call is running."""
+
+TAPS: ContextVar[Any] = ContextVar("taps of the training step", default=None)
+"""The `Taps` of the step that this thread runs or traces. Its method `call` runs the call of a layer."""
 
 
 class TracedLayers:
@@ -71,13 +74,18 @@ class TracedLayers:
 
 
 @contextlib.contextmanager
-def _record_layers() -> Iterator[None]:
+def _hook_layers() -> Iterator[None]:
     call, stateless_call = keras.Operation.__call__, keras.Layer.stateless_call
 
-    def call_recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, keras.Layer):
             return call(self, *args, **kwargs)
-        return _record_call(self, args, kwargs, lambda: (call(self, *args, **kwargs),))[0]
+
+        def run() -> Any:
+            return _record_call(self, args, kwargs, lambda: (call(self, *args, **kwargs),))[0]
+
+        taps = TAPS.get()
+        return run() if taps is None else taps.call(self, run)
 
     def stateless_call_recorded(
         self: Any, variables: Any, state: Any, *args: Any, return_losses: bool = False, **kwargs: Any
@@ -87,7 +95,7 @@ def _record_layers() -> Iterator[None]:
 
         return _record_call(self, args, kwargs, run)
 
-    keras.Operation.__call__ = call_recorded
+    keras.Operation.__call__ = call_hooked
     keras.Layer.stateless_call = stateless_call_recorded
     try:
         yield
@@ -120,8 +128,8 @@ def _record_call(
     return (outputs if recorder.has_run else _record(recorder, layer, args, kwargs, outputs), *others)
 
 
-recording_layers = Shared(_record_layers)
-"""Records calls of layers while any thread is in this context. It replaces the methods for all threads."""
+hooking_layers = Shared(_hook_layers)
+"""Records and taps calls of layers while any thread is in this context. It replaces the methods for all."""
 
 
 def _is_symbolic(args: Any, kwargs: Any) -> bool:

@@ -193,7 +193,7 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
                 fix="open the trace around the call of the compiled function",
             )
         )
-    from multigrad.tracing.layers import TracedLayers, recording_layers
+    from multigrad.tracing.layers import TracedLayers, hooking_layers
 
     trace = Trace(exploding, TracedLayers(layers) if layers else None)
     token = OPEN_TRACES.set((*OPEN_TRACES.get(), trace))
@@ -202,7 +202,7 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
             contexts.enter_context(backend.active.without_compilation())
             contexts.enter_context(recording)
             if layers:
-                contexts.enter_context(recording_layers)
+                contexts.enter_context(hooking_layers)
             yield trace
     finally:
         trace.open = False
