@@ -8,25 +8,22 @@ import sys
 _ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 
-def run_on(
-    backend: str, module: str, *arguments: str, capture: bool = False
-) -> subprocess.CompletedProcess[str]:
+def run_on(backend: str, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module in a new process on a backend.
 
     ```python
     from multigrad.processes import run_on
 
-    process = run_on("jax", "multigrad", "doctor", capture=True)
+    process = run_on("jax", "multigrad", "doctor")
     ```
 
     Arguments:
         backend: the backend of Keras in the process.
         module, arguments: the module, as after `python -m`, and its command-line arguments.
-        capture: whether to capture stdout and stderr. If not, the process inherits those of the caller.
 
     Returns:
-        The completed process. Its return code is not checked.
+        The completed process, with stdout and stderr as text. Its return code is not checked.
     """
     environment = _ENVIRONMENT | os.environ | {"KERAS_BACKEND": backend}
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, env=environment, capture_output=capture, text=True, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

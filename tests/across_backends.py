@@ -28,7 +28,7 @@ WHAT = ["values", "gradients", "second gradients"]
 
 def measured(backend: str, source: Path, answers: Path) -> list[list[tuple[list[str], np.ndarray]]]:
     """Return, for the values and the gradients of each program, the dtypes and shapes, and all numbers."""
-    done = run_on(backend, "across_backends", str(source), str(answers), capture=True)
+    done = run_on(backend, "across_backends", str(source), str(answers))
     assert done.returncode == 0, f"{backend}: {done.stderr}"
     return pickle.loads(answers.read_bytes())
 

@@ -892,6 +892,6 @@ def test_the_command_that_checks_a_file(factor, status, said, tmp_path):
         f"fn = multigrad.op_custom_gradient(lambda x: (x**2, lambda u: u * {factor} * x))\n"
         "args = (np.array([1.0, 2.0]),)\n"
     )
-    done = run_on(BACKEND, "multigrad.testing", "check", str(path), capture=True)
+    done = run_on(BACKEND, "multigrad.testing", "check", str(path))
     assert done.returncode == status, done.stderr
     assert said in done.stdout + done.stderr

@@ -151,7 +151,7 @@ def measure(backend: str, source: Path, folder: Path) -> Measurement:
         RuntimeError: if the process fails.
     """
     result = folder / f"{backend}.npz"
-    process = run_on(backend, "multigrad.testing", "measure", str(source), str(result), capture=True)
+    process = run_on(backend, "multigrad.testing", "measure", str(source), str(result))
     if process.returncode:
         raise RuntimeError(
             message(
