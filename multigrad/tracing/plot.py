@@ -83,15 +83,14 @@ def draw_trace(
     above = sum(_height(text) for text in texts) + 0.1
     figure = plt.figure(figsize=(left + right + 0.2, height + above + 0.2))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-left - 0.1, right + 0.1), ylim=(-height - 0.1, above + 0.1))
+    axes.set_axis_off()
     y = above
     for text in texts:
         color = _RED if text.startswith(("Forward", "Backward")) else _GREY
         axes.text(-left, y, text, va="top", color=color, fontsize=_FONT)
         y -= _height(text)
-    axes.set_axis_off()
-    header: dict[str, Any] = {"color": _GREY, "fontsize": _BOLD_FONT, "va": "top"}
-    axes.text(_VALUES_X, 0, "values ↓", ha="right", **header)
-    axes.text(_GRADIENTS_X, 0, "gradients ↑", ha="left", **header)
+    for x, text, side in ((_VALUES_X, "values ↓", "right"), (_GRADIENTS_X, "gradients ↑", "left")):
+        axes.text(x, 0, text, color=_GREY, fontsize=_BOLD_FONT, va="top", ha=side)
     _draw_links(axes, links, gap, plt.get_cmap(_COLORMAP))
     for i, call in enumerate(drawn):
         top = -_HEADER_HEIGHT - gap - i * (_BOX_HEIGHT + gap)
@@ -164,11 +163,7 @@ def _links(
     """
     compact = len(calls) >= _MANY
     bad_value, bad_gradient = marked
-    ends: list[tuple[CallRecord | None, StepRecord | None]] = [
-        (None, None),
-        *zip(calls, steps, strict=True),
-        (None, None),
-    ]
+    ends = [(None, None), *zip(calls, steps, strict=True), (None, None)]
     links = []
     for (above, step_above), (below, step_below) in itertools.pairwise(ends):
         values = [above.outputs if above else None, below.inputs if below else None]
@@ -176,38 +171,27 @@ def _links(
             (step_below.downstream or None) if step_below else None,  # a layer has none
             step_above.upstream if step_above else None,
         ]
-        arrives = below is not None and below.number == bad_value and bool(_has_bad_value(below.inputs))
-        leaves = above is not None and above.number == bad_value and not _has_bad_value(above.inputs)
-        gradient = above is not None and above.number == bad_gradient
-        links.append(_link(values, gradients, compact, arrives or leaves, gradient))
+        present = [end for end in gradients if end is not None]
+        has_gradient = any(array is not None for end in present for array in end.values())
+        arrives = below is not None and below.number == bad_value and not _is_finite(below.inputs)
+        leaves = above is not None and above.number == bad_value and _is_finite(above.inputs)
+        link = _Link(
+            _text(values, compact),
+            _text(gradients, compact, upward=True),
+            # The upstream gradient of the call above belongs to the chain. Downstream also has parameters.
+            (largest_magnitude(present[-1]) or 0.0) if has_gradient else None,
+            all(map(_is_finite, present)),
+            arrives or leaves,
+            above is not None and above.number == bad_gradient,
+            _are_joined(values),
+            _are_joined(gradients),
+        )
+        links.append(link)
     return links
 
 
-def _has_bad_value(values: Values) -> bool:
-    return any(array is not None and not np.isfinite(array).all() for array in values.values())
-
-
-def _link(
-    values: Sequence[Values | None],
-    gradients: Sequence[Values | None],
-    compact: bool,
-    marks_value: bool,
-    marks_gradient: bool,
-) -> _Link:
-    """Return the link for values from above to below, and gradients from below to above."""
-    present = [end for end in gradients if end is not None]
-    arrays = [array for end in present for array in end.values() if array is not None]
-    return _Link(
-        _text(values, compact),
-        _text(gradients, compact, upward=True),
-        # The upstream gradient of the call above belongs to the chain. Downstream also has parameters.
-        (largest_magnitude(present[-1]) or 0.0) if arrays else None,
-        all([bool(np.isfinite(array).all()) for array in arrays]),
-        marks_value,
-        marks_gradient,
-        _are_joined(values),
-        _are_joined(gradients),
-    )
+def _is_finite(values: Values) -> bool:
+    return all(array is None or np.isfinite(array).all() for array in values.values())
 
 
 def _are_joined(ends: Sequence[Values | None]) -> bool:
@@ -244,68 +228,41 @@ def _draw_links(axes: "Axes", links: Sequence[_Link], gap: float, colormap: Any)
         top = -_HEADER_HEIGHT - i * (_BOX_HEIGHT + gap) - 0.04
         bottom = top - gap + 0.08
         middle = 0.5 * (top + bottom)
-        value_color = _RED if link.marks_value else _GREY
-        width = _MAX_WIDTH / 2 if link.marks_value else _VALUE_WIDTH
-        _draw_arrow(axes, _VALUES_X, top, bottom, value_color, width, link.values_joined)
-        axes.text(
-            _VALUES_X - 0.15,
-            middle,
-            link.value_text,
-            ha="right",
-            va="center",
-            color=_RED if link.marks_value else _INK,
-            fontsize=_FONT,
-            weight="bold" if link.marks_value else "normal",
-        )
+        color, width, ink = (_RED, _MAX_WIDTH / 2, _RED) if link.marks_value else (_GREY, _VALUE_WIDTH, _INK)
+        _draw_arrow(axes, _VALUES_X, top, bottom, color, width, link.values_joined)
+        _describe(axes, _VALUES_X - 0.15, middle, link.value_text, "right", ink, link.marks_value)
         if link.magnitude is None:
             continue
-        color, width, text_color = _GREY, _MIN_WIDTH, _INK  # a gradient of zeros
+        color, width, ink = _GREY, _MIN_WIDTH, _INK  # a gradient of zeros
         if not link.is_finite:
-            color, width, text_color = _RED, _MAX_WIDTH / 2, _RED
+            color, width, ink = _RED, _MAX_WIDTH / 2, _RED
         elif link.magnitude:
             share = (math.log10(link.magnitude) - low) / (high - low)
             color, width = colormap(0.1 + 0.8 * share), _MIN_WIDTH + share * (_MAX_WIDTH - _MIN_WIDTH)
         _draw_arrow(axes, _GRADIENTS_X, bottom, top, color, width, link.gradients_joined)
-        axes.text(
-            _GRADIENTS_X + 0.3,
-            middle,
-            link.gradient_text,
-            ha="left",
-            va="center",
-            color=text_color,
-            fontsize=_FONT,
-            weight="bold" if link.marks_gradient else "normal",
-        )
+        _describe(axes, _GRADIENTS_X + 0.3, middle, link.gradient_text, "left", ink, link.marks_gradient)
         if link.marks_gradient:
-            axes.plot(
-                [_GRADIENTS_X + 0.02], [middle], marker="o", markersize=12, mfc="white", mec=_RED, mew=2
-            )
+            axes.plot(_GRADIENTS_X + 0.02, middle, marker="o", markersize=12, mfc="white", mec=_RED, mew=2)
+
+
+def _describe(axes: "Axes", x: float, y: float, text: str, side: str, color: str, is_bold: bool) -> None:
+    weight = "bold" if is_bold else "normal"
+    axes.text(x, y, text, ha=side, va="center", color=color, fontsize=_FONT, weight=weight)
 
 
 def _draw_arrow(
     axes: "Axes", x: float, start: float, end: float, color: Any, width: float, joined: bool
 ) -> None:
     """Draw a vertical arrow, with a gap if its ends are not joined."""
-    from matplotlib.patches import FancyArrow, Rectangle
+    from matplotlib.patches import Rectangle
 
     length = end - start
-    head_length = min(0.12 + width, 0.32)
     if not joined:
         axes.add_patch(Rectangle((x - width / 2, start), width, 0.35 * length, color=color, linewidth=0))
         start += 0.48 * length
-    arrow = FancyArrow(
-        x,
-        start,
-        0,
-        end - start,
-        width=width,
-        head_width=1.6 * width + 0.1,
-        head_length=head_length,
-        length_includes_head=True,
-        color=color,
-        linewidth=0,
-    )
-    axes.add_patch(arrow)
+    head = {"head_width": 1.6 * width + 0.1, "head_length": min(0.12 + width, 0.32)}
+    form = {"width": width, "length_includes_head": True, "color": color, "linewidth": 0}
+    axes.arrow(x, start, 0, end - start, **head, **form)
 
 
 def _draw_call(
@@ -314,15 +271,8 @@ def _draw_call(
     """Draw the box of a call, its scalar derivative on the right and its flags on the left."""
     from matplotlib.patches import FancyBboxPatch
 
-    box = FancyBboxPatch(
-        (-half_box, top - _BOX_HEIGHT),
-        2 * half_box,
-        _BOX_HEIGHT,
-        boxstyle="round,pad=0,rounding_size=0.08",
-        facecolor=_BOX,
-        edgecolor=_RED if flags else _INK,
-        linewidth=1.2,
-    )
+    box = FancyBboxPatch((-half_box, top - _BOX_HEIGHT), 2 * half_box, _BOX_HEIGHT, facecolor=_BOX, lw=1.2)
+    box.set(boxstyle="round,pad=0,rounding_size=0.08", edgecolor=_RED if flags else _INK)
     axes.add_patch(box)
     middle = top - _BOX_HEIGHT / 2
     axes.text(0, middle, title, ha="center", va="center", color=_INK, fontsize=_BOLD_FONT, weight="bold")
