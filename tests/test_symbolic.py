@@ -404,3 +404,56 @@ def test_a_weight_that_the_function_reads(mode):
     model = keras.Model(x, op(x) + 0.0 * layer(x))
     # The mean of x is 2, and the output of the layer has no influence.
     assert step(model, **mode) == 1 + 3 * 2
+
+
+def weighed(weight):
+    @op_custom_gradient
+    def op(x):
+        return x * weight, lambda u, variables: (u * 5.0, [ops.reshape(-3.0 * ops.sum(u * x), (1, 1))])
+
+    return op
+
+
+def weighed_method(weight):
+    class Weighed:
+        @op_custom_gradient
+        def op(self, x):
+            return x * weight, lambda u, variables: (u * 5.0, [u * 3.0])
+
+    return Weighed().op
+
+
+def weighed_argument(weight):
+    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * 5.0, u * 3.0)))
+    return lambda x: op(x, weight)
+
+
+@pytest.mark.parametrize("mode", FIT_MODES[:2])
+@pytest.mark.parametrize("make", [weighed, weighed_method, weighed_argument])
+def test_a_weight_that_no_layer_of_the_model_owns_raises_in_fit(make, mode):
+    weight = keras.Variable([[2.0]], name="factor")
+    x = keras.Input((1,))
+    model = keras.Model(x, make(weight)(keras.layers.Dense(1)(x)))
+    assert model.predict(ONES[:, :1], verbose=0).shape == (2, 1)
+    with pytest.raises(TypeError, match=r"'factor'(.|\n)*write a keras\.Layer"):
+        step(model, **mode)
+
+
+def test_a_weight_of_an_outer_model():
+    layer = dense()
+    layer.build((None, 1))
+    x = keras.Input((1,))
+    inner = keras.Model(x, weighed(layer.kernel)(x))
+    outer = keras.Model(x, inner(x) + 0.0 * layer(x))
+    assert step(outer) == 1 + 3 * 2
+    with pytest.raises(TypeError, match=r"write a keras\.Layer"):
+        step(inner)
+
+
+def test_a_clone_does_not_train_the_weight_of_another_model():
+    layer = dense()
+    x = keras.Input((1,))
+    y = layer(x)
+    clone = keras.models.clone_model(keras.Model(x, weighed(layer.kernel)(y)))
+    with pytest.raises(TypeError, match=r"write a keras\.Layer"):
+        step(clone)

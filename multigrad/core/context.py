@@ -39,6 +39,11 @@ def current_context() -> Context | None:
     return Context(call, {name: state.get(name) for name in _SCOPES})
 
 
+def outermost_layer() -> Any:
+    """Return the outermost layer whose call runs here, None outside of layers."""
+    return getattr(global_state.get_global_attribute(_CALL), "entry_layer", None)
+
+
 @contextlib.contextmanager
 def restore_context(context: Context | None) -> Iterator[None]:
     """Restore a state for a while. None leaves the present state unchanged."""

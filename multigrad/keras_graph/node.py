@@ -10,9 +10,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from multigrad.core.context import outermost_layer
 from multigrad.core.errors import describe, message
 from multigrad.core.signature import signature_of
 from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
+from multigrad.core.variables import Reads
 from multigrad.keras_graph import registry
 from multigrad.keras_graph.saving import Unsaved, decode, encode
 
@@ -142,17 +144,49 @@ class CustomGradient(keras.Operation):
 
     output_layout: Layout | None = None
     """The layout of the op's output. It is set by the first call."""
+    _variables: Sequence[keras.Variable] = ()
+    """The trainable variables that the op reads or gets as arguments. They are set by the first call."""
 
     def __init__(self, application: Application, name: str | None = None) -> None:
         super().__init__(name or _unique(registry.identifier(application.name)))
         self.application = application
 
-    def call(self, *tensors: Any) -> list[Any]:
+    _call_context_args = frozenset(["training"])  # Functional (Keras 3.12 to 3.15) passes these to `call`
+
+    def call(self, *tensors: Any, training: bool | None = None) -> list[Any]:
         """Return the flat tensors of the op's output."""
-        outputs, layout = split(self.application(tensors))
-        if self.output_layout is None:
-            self.output_layout = layout
-        return list(outputs)
+        if self.output_layout is None:  # on placeholders
+            with Reads() as scope:
+                outputs, self.output_layout = split(self.application(tensors))
+            self._variables = scope.variables
+            return list(outputs)
+        if training and self._variables:
+            self._require_trained()
+        return list(split(self.application(tensors))[0])
+
+    def _require_trained(self) -> None:
+        """Raise TypeError for a trainable variable that the model in training does not own.
+
+        On JAX, the model is the state of a scope, which `fit` makes. Otherwise it is the outermost layer.
+        """
+        with keras.StatelessScope(initialize_variables=False) as innermost:
+            scope, model = innermost.original_scope, outermost_layer()
+        if scope is None and model is None:
+            return
+        owned = set(map(id, () if model is None else model.variables))
+        for variable in self._variables:
+            in_scope = scope is not None and scope.get_current_value(variable) is not None
+            if variable.trainable and not (in_scope or id(variable) in owned):
+                raise TypeError(
+                    message(
+                        self.application.name,
+                        "the op is called on a keras.Input, and its model does not train its variable",
+                        required="a variable that a layer of the model owns",
+                        got=f"variable {variable.path!r}, which the model does not own",
+                        fix="write a keras.Layer that creates the variable and calls the op",
+                        see="general#weight-without-a-layer",
+                    )
+                )
 
     def compute_output_spec(self, *tensors: Any) -> Any:
         """Return the specs of the outputs. Keras runs the op on placeholders to infer them."""
