@@ -15,6 +15,7 @@ from multigrad.calculus.flat_function import DifferentiatedCall, DifferentiatedF
 from multigrad.calculus.flat_structure import FlatStructure
 from multigrad.calculus.validation import require_real, require_scalar
 from multigrad.core.errors import describe, message
+from multigrad.core.process_wide import FORWARD_MODE
 from multigrad.core.signature import name_of
 
 
@@ -185,8 +186,8 @@ def jvp(
 
     The product is computed as the transpose of `vjp`, which costs two reverse passes in addition to `f`. An
     op is therefore differentiated by its rule. The rule must be linear in its upstream gradient, as every
-    vector-Jacobian product is. `multigrad.testing.check_gradients` checks this. A rule that is not linear,
-    such as a rule that clips its upstream gradient, is linearized at an upstream gradient of ones.
+    vector-Jacobian product is. `multigrad.testing.check_gradients` checks this. A rule that is not linear is
+    linearized at an upstream gradient of ones.
 
     Arguments:
         f: a function as for `vjp`.
@@ -220,12 +221,16 @@ def jvp(
                     fix="call jvp(f, (x,), (tangent,))",
                 )
             )
-    inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux)
-    directions = inputs.flatten_matching(name, "the tangents", tuple(tangents))
-    # The pullback is linear, so its transpose is the same at any upstream gradient.
-    ones = [ops.ones_like(tensor) for tensor in output.differentiable]
-    _, transpose = backend.active.vjp(lambda *upstream: (pullback(upstream), None), ones)
-    tangent = transpose(directions)
+    FORWARD_MODE.append(None)
+    try:
+        inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux)  # a program may run its rules here
+        directions = inputs.flatten_matching(name, "the tangents", tuple(tangents))
+        # The pullback is linear, so its transpose is the same at any upstream gradient.
+        ones = [ops.ones_like(tensor) for tensor in output.differentiable]
+        _, transpose = backend.active.vjp(lambda *upstream: (pullback(upstream), None), ones)
+        tangent = transpose(directions)
+    finally:
+        FORWARD_MODE.pop()
     return output.unflatten(output.differentiable), output.unflatten_with_none(tangent), *aux
 
 

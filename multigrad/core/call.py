@@ -30,6 +30,7 @@ from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift, resto
 from multigrad.core.context import Context, current_context, restore_context
 from multigrad.core.errors import describe, message
 from multigrad.core.expected_gradients import Structured
+from multigrad.core.process_wide import FORWARD_MODE
 from multigrad.core.reachable import path_to_tensor, reachable_tensors
 from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
 from multigrad.core.signature import Binding
@@ -309,13 +310,19 @@ class Rule(HoldsNoTensor):
         needed: Sequence[bool],
         transposed: bool = False,
     ) -> Sequence[Any]:
-        """Call the rule with these residuals. A trace does not record it if it is only `transposed`."""
-        pullback = self.pullback.without_trace if transposed else self.pullback
+        """Call the rule with these residuals. A trace does not record a call for forward mode."""
         inputs: list[Any] = [None] * len(self.specs)
         for residual, role in zip(residuals, self.roles, strict=False):
             if 0 <= role < len(inputs):
                 inputs[role] = residual
-        return pullback.pull(restore(self.template, residuals), upstream, needed, self.specs, inputs)
+        rule = restore(self.template, residuals)
+        if not transposed:
+            return self.pullback.pull(rule, upstream, needed, self.specs, inputs)
+        FORWARD_MODE.append(None)
+        try:
+            return self.pullback.without_trace.pull(rule, upstream, needed, self.specs, inputs)
+        finally:
+            FORWARD_MODE.pop()
 
 
 class Pullback(HoldsNoTensor):

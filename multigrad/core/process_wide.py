@@ -1,9 +1,12 @@
-"""A context manager that several threads share."""
+"""State that several threads share."""
 
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+
+FORWARD_MODE: list[None] = []
+"""Has an item for each rule that is being transposed. PyTorch may run the rule in another thread."""
 
 
 class Shared:

@@ -1,13 +1,16 @@
 """Ops that return their input unchanged, and change its gradient."""
 
+import warnings
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
 from multigrad import backend
 from multigrad.core.errors import describe, message, shape_text, unusable
 from multigrad.core.op import op_custom_gradient
+from multigrad.core.process_wide import FORWARD_MODE
 from multigrad.ops.arguments import Pair, Tensor, check_axes, is_number, tensor_of, with_python_numbers
 from multigrad.ops.dtypes import cast, dtype_of, wide_dtype
 
@@ -152,10 +155,11 @@ def clip_gradient(
 
     Returns:
         `x`. For an upstream gradient `u`, the gradient is `clip(u, -value, value)`, or
-        `u * min(1, norm / |u|)`. It is not linear in `u`, so forward mode is wrong. With a
-        `keras.optimizers.LossScaleOptimizer`, `u` is the gradient of the scaled loss.
+        `u * min(1, norm / |u|)`. With a `keras.optimizers.LossScaleOptimizer`, `u` is the gradient of the
+        scaled loss, so there is a warning under the policy "mixed_float16".
 
     Raises:
+        NotImplementedError: in forward mode, because the gradient is not linear in `u`.
         TypeError: if `x` is complex.
         ValueError: unless exactly one of `value` and `norm` is given and positive; if `x` does not have the
             axes.
@@ -170,9 +174,37 @@ def clip_gradient(
     if dtype_of(x).startswith("complex"):
         required, fix = "a real floating dtype", "clip the gradients of the real and imaginary parts"
         raise unusable(TypeError, "clip_gradient", "x", required=required, got=x, fix=fix)
-    if norm is None:
-        return x, lambda upstream: _clip_value(upstream, cast(bound, dtype_of(upstream)))
-    return x, lambda upstream: _clip_norm(upstream, bound, axis)
+    if keras.config.dtype_policy().name == "mixed_float16":
+        warnings.warn(_LOSS_SCALING, stacklevel=1)  # Python shows a warning once for each line of code
+
+    def rule(upstream: Any) -> Any:
+        if FORWARD_MODE:
+            raise NotImplementedError(_FORWARD_MODE)
+        if norm is not None:
+            return _clip_norm(upstream, bound, axis)
+        limit = cast(bound, dtype_of(upstream))
+        return ops.clip(upstream, -limit, limit)
+
+    return x, rule
+
+
+_FORWARD_MODE = message(
+    "clip_gradient",
+    "forward mode transposes the rule, which is not linear",
+    required="reverse mode, such as grad, vjp or jacobian",
+    got="forward mode, such as jvp",
+    fix="use reverse mode, or call clip_gradient outside of the function that is differentiated",
+    see="general#nonlinear-rules",
+)
+
+_LOSS_SCALING = message(
+    "clip_gradient",
+    "under this policy, `fit` scales the loss by 32,768 at first, and the scaled gradient is clipped",
+    required="a gradient of the loss itself",
+    got="the policy 'mixed_float16'",
+    fix="use the policy 'mixed_bfloat16', or compile the model with auto_scale_loss=False",
+    see="general#thresholds-with-loss-scaling",
+)
 
 
 def clip_bound(value: float | None, norm: float | None) -> float:
@@ -189,10 +221,6 @@ def clip_bound(value: float | None, norm: float | None) -> float:
             )
         )
     return given[0]
-
-
-def _clip_value(x: Any, bound: Any) -> Any:
-    return ops.clip(x, -bound, bound)
 
 
 def _clip_norm(x: Any, norm: float, axis: Any) -> Any:

@@ -1,11 +1,13 @@
 """Ops that return their input and change its gradient, against their definitions."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
 from support import BACKEND, array, close, compiled, compiled_by_xla, numpy
 
-from multigrad import grad, ops
+from multigrad import grad, jit, jvp, layers, ops
 
 X = np.float32([1.0, -2.0, 3.0])
 WEIGHTS = np.float32([3.0, 0.0, -4.0])  # the upstream gradient, with norm 5
@@ -167,6 +169,40 @@ def test_a_small_factor_in_half_precision(op, dtype):
     loss = grad(lambda x: ops.sum(op(x, 1.5e-8) * array(32768.0, dtype=dtype)))
     found = abs(numpy(ops.cast(loss(array(2.0, dtype=dtype)), "float32")))
     np.testing.assert_allclose(found, 1.5e-8 * 32768.0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+def test_clipping_warns_once_where_the_loss_is_scaled(wrap):
+    clip = wrap(lambda x: ops.clip_gradient(x, value=1.0))
+    before = keras.config.dtype_policy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", UserWarning)
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        try:
+            clip(array(1.0))
+            assert not caught
+            keras.config.set_dtype_policy("mixed_float16")
+            for _ in range(2):
+                layers.GradientClip(norm=1.0)(array(1.0))
+                clip(array(1.0, 2.0))
+        finally:
+            keras.config.set_dtype_policy(before)
+    (warning,) = caught
+    assert "general#thresholds-with-loss-scaling" in str(warning.message)
+
+
+@pytest.mark.parametrize("bound", ["value", "norm"])
+def test_clipping_raises_in_forward_mode(bound):
+    """The derivative of the gradient in reverse mode needs no transpose."""
+
+    def clipped(x):
+        return 3.0 * ops.clip_gradient(x, **{bound: 1.0}) ** 2
+
+    for f in (clipped, grad(clipped), jit(clipped)):
+        with pytest.raises(NotImplementedError, match="clip_gradient: forward mode"):
+            jvp(f, (array(2.0),), (array(1.0),))
+    close(grad(grad(clipped))(array(0.1)), array(1.0))
+    close(grad(clipped)(array(2.0)), array(1.0))
 
 
 def test_clipping_an_infinite_gradient_is_nan():

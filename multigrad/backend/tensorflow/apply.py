@@ -52,7 +52,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
             return pull(captured, upstreams)
 
     def forward(residuals: Sequence[Any], *upstreams: Any) -> Sequence[Any]:
-        return pull(residuals, upstreams, transposed=eager)
+        return pull(residuals, upstreams, transposed=True)
 
     if carrier is not None:
         carrier.bind(backward)
