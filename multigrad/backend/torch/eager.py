@@ -18,7 +18,7 @@ from multigrad.backend.torch.state import (
     vmaps_of,
     without_wrappers,
 )
-from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, specs_of
+from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, require_unchanged, specs_of
 from multigrad.core.closure import OTHER, lift
 from multigrad.core.errors import closed_over, held, message
 
@@ -89,6 +89,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @skip_frames
+    @require_unchanged
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         rule, slots, autocast, call, computed, _ = ctx.multigrad
         if (autocast or is_autocast_anywhere()) and autocast != current_autocast():

@@ -34,7 +34,7 @@ from multigrad.backend.torch.state import (
     unwrap_ended,
     vmaps_of,
 )
-from multigrad.backend.torch.tensors import TENSORS, is_differentiable, specs_of
+from multigrad.backend.torch.tensors import TENSORS, is_differentiable, require_unchanged, specs_of
 from multigrad.core.closure import residuals_in
 from multigrad.core.errors import closed_over, held
 from multigrad.core.reachable import reachable_tensors
@@ -217,6 +217,7 @@ class _FunctorchNode(torch.autograd.Function):
 
     @staticmethod
     @skip_frames
+    @require_unchanged
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         state = ctx.state
         gradients: Sequence[torch.Tensor | None] = [None] * state.inputs

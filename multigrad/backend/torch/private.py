@@ -66,6 +66,15 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+# The number of changes of a tensor in place. PyTorch's notes on autograd describe it.
+look_up("torch.Tensor._version")
+
+
+def version_of(tensor: torch.Tensor | None) -> int | None:
+    """Return how often a tensor was changed in place. PyTorch does not count it in inference mode."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
 # Return the tensors and other leaves of the structures that a function of PyTorch gets or returns.
 tree_leaves = look_up("torch.utils._pytree.tree_leaves")
 # Return whether a tensor is fake.

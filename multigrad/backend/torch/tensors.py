@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from multigrad.backend.base import F, Operation, Spec
-from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves
+from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves, version_of
 from multigrad.backend.torch.state import is_compiling, is_transforming
+from multigrad.core.errors import message
 from multigrad.core.reachable import assigned_cells
 from multigrad.core.type_sets import TypeSet
 
@@ -45,6 +46,32 @@ def _code_for(code: types.CodeType, wrapped: types.CodeType) -> types.CodeType:
     """Return a copy of the code, the same one for functions that are defined again and again."""
     return code.replace()
 
+
+def require_unchanged(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the `backward` of a Function raise if the rule changed an upstream gradient in place.
+
+    PyTorch passes the same tensor to the other operations that use the output.
+    """
+
+    def checked(ctx: Any, *upstream: torch.Tensor | None) -> Any:
+        versions = [*map(version_of, upstream)]
+        gradients = backward(ctx, *upstream)
+        if [*map(version_of, upstream)] != versions:
+            state = getattr(ctx, "multigrad", None) or ctx.state
+            raise RuntimeError(_CHANGED_UPSTREAM.replace("an op", state.rule.pullback.name, 1))
+        return gradients
+
+    return checked
+
+
+_CHANGED_UPSTREAM = message(
+    "an op",
+    "the rule changed its upstream gradient in place",
+    required="a rule that leaves the upstream gradient unchanged, which other operations use, too",
+    got="a change in place, such as upstream.mul_(2.0)",
+    fix="use the out-of-place operation, such as upstream * 2.0",
+    see="pytorch#in-place",
+)
 
 is_reading_code = torch.compiler.is_dynamo_compiling
 

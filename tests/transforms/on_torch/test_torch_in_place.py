@@ -1,5 +1,6 @@
 """In-place modification of a result, of an argument, and of residuals: right, or an error."""
 
+import keras
 import pytest
 import torch
 from cases import each_of
@@ -122,3 +123,33 @@ def test_a_function_that_changes_its_argument_raises(change):
         vjp(lambda z: change(z) ** 3, y)
     close(y, X)
     close(grad(lambda z: (change(z * 1.0) ** 3).sum())(y), grad(lambda z: (change(z.clone()) ** 3).sum())(X))
+
+
+def tripled(x):
+    return op_custom_gradient(lambda x: (x * 2.0, lambda u: u.mul_(3.0)))(x)
+
+
+class Tripled:
+    weight = keras.Variable(1.0)
+
+    @op_custom_gradient
+    def of(self, x):
+        return x * 2.0, lambda u: (u[:1].mul_(3.0), u)[1]
+
+    @op_custom_gradient
+    def weighed(self, x):
+        return x * self.weight, lambda u, variables: (u.add_(1.0), [None])
+
+
+IN_PLACE = {"function": tripled, "method": Tripled().of, "weight": Tripled().weighed}
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_rule_that_changes_its_upstream_gradient(op, order):
+    """The other term of the sum gets the same upstream gradient."""
+    x, _ = leaves()
+    with pytest.raises(RuntimeError, match=r"the rule changed its upstream gradient(.|\n)*upstream \* 2\.0"):
+        torch.autograd.grad(((op(x) + x) * V).sum() ** 2, x, create_graph=order == 2)
+    with pytest.raises(RuntimeError, match="the rule changed its upstream gradient"):
+        torch.func.grad(lambda x: ((op(x) + x) * V).sum() ** 2)(x)
