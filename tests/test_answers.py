@@ -648,6 +648,19 @@ def test_a_tensor_for_an_argument_without_a_gradient_raises(where, number, entry
         where(grad(lambda x: op(number, x)))(array(3.0))
 
 
+@pytest.mark.parametrize("where", [lambda f: f, compiled])
+def test_an_integer_gradient_of_an_integer_tensor_is_discarded(where):
+    for make in (
+        lambda n, x: lambda u: (ops.zeros_like(n), u * 7.0),
+        lambda n, x: lambda *args, upstream: [args[0] + 1, upstream * 7.0],
+    ):
+        op = op_custom_gradient(lambda n, x, make=make: (x * ops.cast(n, x.dtype), make(n, x)))
+        n = array([1, 2], dtype="int32")
+        close(where(grad(lambda x, op=op, n=n: ops.sum(op(n, x))))(array(3.0, 4.0)), array(7.0, 7.0))
+    nested = op_custom_gradient(lambda pair: (pair[0] * 2.0, lambda u: ((u * 7.0, pair[1]),)))
+    close(grad(lambda x: nested((x, array(1, dtype="int32"))))(3.0), array(7.0))
+
+
 @pytest.mark.parametrize(("kind", "factors"), [(dict, (5.0, 7.0)), (collections.OrderedDict, (7.0, 5.0))])
 def test_flat_answers_have_the_order_of_sorted_keys_or_of_an_ordered_dict(kind, factors):
     op = op_custom_gradient(lambda d, y: (d["a"] * d["b"] * y, lambda u: (u * 5.0, u * 7.0, u * 3.0)))

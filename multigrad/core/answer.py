@@ -7,6 +7,7 @@ and dtype of the argument, and None for zero.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 from keras import tree
 
@@ -199,7 +200,7 @@ class _Reader(ExpectedGradients):
         is_tensor = type(template) is Slot
         if self.specs[template] is None if is_tensor else not self.is_differentiable(template):
             is_zero = _is_zero(entry)
-            if not (is_zero or _holds_numbers(template)):
+            if not (is_zero or _holds_numbers(template) or (is_tensor and _is_integer(entry))):
                 raise AnswerMismatch(path, "None or 0, because it has no gradient", entry)
             reading.is_certain &= is_zero
         # Dynamo (PyTorch 2.13) cannot trace `callable` of a dict or list.
@@ -298,6 +299,11 @@ def _is_zero(entry: Any) -> bool:
         if not (leaf is None or is_float0 or (isinstance(leaf, (int, float, complex)) and leaf == 0)):
             return False
     return True
+
+
+def _is_integer(entry: Any) -> bool:
+    """Return whether an entry is an integer tensor, which can only belong to an integer argument."""
+    return bool(_TENSORS[type(entry)]) and keras.backend.is_int_dtype(entry.dtype)
 
 
 def _holds_numbers(template: Any) -> bool:

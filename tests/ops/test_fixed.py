@@ -297,3 +297,15 @@ def _call(op, x):
 def test_a_list_of_tensors_is_refused():
     with pytest.raises(TypeError, match="'x1'"):
         EVERY["hypot"]([array(1.0), array(2.0)], array([1.0, 1.0]))
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_the_norm_of_all_elements_of_a_tensor_of_rank_3(keepdims):
+    """On TensorFlow, `keras.ops.norm` raises an error."""
+    x = array([[[3.0, 0.0]], [[0.0, 4.0]]])
+    value, slope = multigrad.value_and_grad(
+        lambda x: keras.ops.sum(multigrad.ops.norm(x, keepdims=keepdims))
+    )(x)
+    close((value, slope), (array(5.0), array([[[0.6, 0.0]], [[0.0, 0.8]]])))
+    assert tuple(multigrad.ops.norm(x, keepdims=keepdims).shape) == ((1, 1, 1) if keepdims else ())
+    assert multigrad.ops.norm(keras.Input((2, 3))).shape == ()

@@ -135,6 +135,10 @@ def _layer_normalization(
 
 
 def norm(x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Tensor:  # noqa: A002
+    rank = len(getattr(x, "shape", ()))
+    if ord is None and axis is None and rank > 2:  # Keras (3.15) raises on TensorFlow
+        y = norm(ops.reshape(x, (-1,)))
+        return ops.reshape(y, (1,) * rank) if keepdims else y
     if is_complex(x) or _order_of(x, ord, axis) is None:
         return ops.norm(x, ord=ord, axis=axis, keepdims=keepdims)
     return _norm(x, ord=to_python(ord), axis=axis, keepdims=keepdims)
