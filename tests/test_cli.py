@@ -67,11 +67,13 @@ def test_the_import_test_can_fail():
 
 
 def test_doctor_prints_how_to_install_missing_backends(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "is_installed", lambda backend: backend != "torch")
+    monkeypatch.setattr(doctor, "is_installed", lambda backend: backend not in ("torch", "numpy"))
+    monkeypatch.setattr(doctor, "is_importable", lambda module: module != "torch")
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     assert doctor.doctor() == 1
     printed = capsys.readouterr().out
     assert "torch       missing: pip install torch; supported: 2.12 or newer" in printed
+    assert f"numpy       {metadata.version('numpy')}, incomplete: pip install" in printed
     assert "torch is not installed" in printed.splitlines()[-1]
 
 

@@ -40,7 +40,8 @@ def doctor() -> int:
     _print_row("Keras", keras + _support_text("keras", backend))
     print()
     for name in _BACKENDS:
-        status = version_of(name) if is_installed(name) else f"missing: {how_to_add(name)}"
+        status = f"{version_of(name)}, incomplete" if is_importable(name) else "missing"
+        status = version_of(name) if is_installed(name) else f"{status}: {how_to_add(name)}"
         _print_row(name, status + _support_text(name, backend))
     print()
     _print_row("active", f"{backend}, from {origin}")

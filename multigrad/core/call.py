@@ -28,11 +28,21 @@ from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
 from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift, restore
 from multigrad.core.context import Context, current_context, restore_context
-from multigrad.core.errors import describe, message
-from multigrad.core.expected_gradients import Structured
+from multigrad.core.errors import describe, message, shape_text
+from multigrad.core.expected_gradients import Structured, slot_paths
 from multigrad.core.process_wide import FORWARD_MODE
 from multigrad.core.reachable import path_to_tensor, reachable_tensors
-from multigrad.core.rule import FLAT, HYBRID, WHOLE, arguments_for, form_of, gets_variables, is_plain
+from multigrad.core.rule import (
+    FLAT,
+    HYBRID,
+    KEYWORD,
+    WHOLE,
+    arguments_for,
+    flat_form,
+    form_of,
+    gets_variables,
+    is_plain,
+)
 from multigrad.core.signature import Binding
 from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout, Refused, split
 from multigrad.core.type_sets import HoldsNoTensor, TypeSet
@@ -416,7 +426,7 @@ class Pullback(HoldsNoTensor):
             scope.name = self.name
             scope.rule_inputs = [x for x, spec in zip(inputs, specs, strict=False) if spec is not None]
         with scope:  # also while the answer is read, because lazy gradients may read variables
-            answer = self._answer(rule, upstream)
+            answer = self._answer(rule, upstream, specs)
             if answer is None:
                 raise self._no_answer()
             structured = (upstream, specs) if len(upstream) > 1 and self.form != FLAT else None
@@ -424,7 +434,7 @@ class Pullback(HoldsNoTensor):
                 return self._read_with_variables(answer, needed, specs, structured)
             return read(self.name, self.arguments, self.binding, answer, specs, needed, structured)
 
-    def _answer(self, rule: Callable[..., Any], upstream: Sequence[Any]) -> Any:
+    def _answer(self, rule: Callable[..., Any], upstream: Sequence[Any], specs: Sequence[Spec | None]) -> Any:
         """Call the rule in its form."""
         try:
             if self.is_plain:
@@ -435,7 +445,21 @@ class Pullback(HoldsNoTensor):
             return rule(structured) if self.form == WHOLE else rule(upstream=structured)
         except Exception as error:
             error.add_note(f"raised in the rule of {self.name}")
+            error.add_note(self._shapes(upstream, specs))
+            if self.form in (WHOLE, KEYWORD) and len(upstream) > 1:
+                error.add_note(f"the op has {len(upstream)} outputs: write {flat_form(len(upstream))}")
+            if "numpy" in str(error):
+                error.add_note("NumPy cannot read a traced tensor: call it by multigrad.ops.host_call")
             raise
+
+    def _shapes(self, upstream: Sequence[Any], specs: Sequence[Spec | None]) -> str:
+        """Return the shapes of the upstream gradients, and of the inputs that have a gradient."""
+        named = zip(self.binding.names(), self.arguments.template, strict=True)
+        paths = [path for path, _ in sorted(slot_paths(named), key=lambda pair: pair[1])]
+        names = [*paths, *self.variables.names()]
+        shapes = [f"{n}: {shape_text(s[0])}" for n, s in zip(names, specs, strict=True) if s is not None]
+        shapes += [f"upstream: {shape_text(u.shape)}" for u in upstream if u is not None]
+        return f"with the shapes {', '.join(shapes)}"
 
     def _read_with_variables(
         self, answer: Any, needed: Sequence[bool], specs: list[Spec | None], structured: Structured | None

@@ -169,8 +169,9 @@ class ExpectedGradients:
                 "the rule returned the wrong number of gradients",
                 required="; or ".join(required),
                 got=_summary(answer),
-                fix="return a tuple of gradients, with None for a zero gradient"
-                + (self._one_by_one() if isinstance(answer, (tuple, list)) else ""),
+                fix=f"return as many gradients as required, with None for a zero gradient{self._one_by_one()}"
+                if isinstance(answer, (tuple, list))
+                else "return a tuple of gradients, with None for a zero gradient",
             )
         )
 

@@ -144,14 +144,14 @@ def op_custom_gradient(
     options = Options(higher_order)
     if isinstance(f, (staticmethod, classmethod)):
         return type(f)(op_custom_gradient(f.__func__, name=name, **options._asdict()))
-    if not callable(f):
+    if isinstance(f, type) or not callable(f):
         raise TypeError(
             message(
                 "op_custom_gradient",
                 "the argument is not a function",
                 required="a function that returns `output, rule`",
                 got=describe(f),
-                fix="write @op_custom_gradient above the function",
+                fix="write @op_custom_gradient above the function, or above a method of the class",
             )
         )
     if name is not None and not isinstance(name, str):

@@ -11,15 +11,6 @@ from multigrad import backend
 from multigrad.core.errors import OpError, describe, message
 from multigrad.core.signature import POSITIONAL, Binding, name_of
 
-FORMS = (
-    "rule(upstream), with one positional parameter of any name; "
-    "rule(u1, ..., uN) or rule(*us), with one upstream gradient per tensor in the output; "
-    "rule(*, upstream), keyword-only; "
-    "rule(*args, upstream), rule(*args, upstream=None) or rule(x, y, *, upstream), with the op's own "
-    "positional arguments; "
-    "any of them with a further parameter `variables`"
-)
-
 # The forms: how a rule is called with the upstream gradient `U`, which has the structure of the output.
 WHOLE = "rule(U)"
 FLAT = "rule(*flat U)"
@@ -222,24 +213,23 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
         message(
             op,
             "the rule has an unsupported signature",
-            required=FORMS,
-            got=f"{name_of(rule)}{inspect.signature(rule)}, for {outputs} tensor(s) in the output and "
-            f"{binding.passed} positional argument(s)",
-            fix=f"{_did_you_mean(rule)}write the rule in one of these forms. "
-            f"{_example(rule, binding, outputs)}",
+            required=_example(rule, binding, outputs),
+            got=f"{name_of(rule)}{inspect.signature(rule)}",
+            fix=f"{_did_you_mean(rule)}write the rule in this form, or in another one of the page",
+            see="rules#forms",
         )
     )
 
 
 def _example(rule: Any, binding: Binding, outputs: int) -> str:
-    """Return the end of a fix: the form that fits the op, and the reason."""
+    """Return the form that fits the op, and the reason."""
     if "upstream" in inspect.signature(rule).parameters:
         own = binding.signature.positional[: binding.passed]
         names = ", ".join([*own, "*" if len(own) == binding.passed else "*args", "upstream"])
-        return f"The op has {binding.passed} positional argument(s): write rule({names})"
+        return f"rule({names}), because the op has {binding.passed} positional argument(s)"
     if outputs > 1:
-        return f"The output has {outputs} tensors: write {flat_form(outputs)}"
-    return "The output is one tensor: write rule(upstream)"
+        return f"{flat_form(outputs)}, because the output has {outputs} tensors"
+    return "rule(upstream), because the output is one tensor"
 
 
 def flat_form(outputs: int) -> str:

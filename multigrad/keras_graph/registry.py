@@ -97,7 +97,7 @@ def without_name(name: str) -> NotImplementedError:
             name,
             "an op without a registered name cannot be saved in a model, or copied from its config",
             required="a name of the form 'package>name'",
-            got=repr(name),
+            got=f"{name!r}, which is only used in messages",
             fix=f"define it with @op_custom_gradient(name='my_package>{identifier(name)}')",
             see="general#ops-without-a-name",
         )
