@@ -6,6 +6,8 @@ saved model is never loaded with a different one.
 
 import functools
 import importlib
+import itertools
+import operator
 import re
 import threading
 import types
@@ -17,13 +19,11 @@ import keras
 
 from multigrad.backend.base import Options
 from multigrad.core.errors import describe, message
-from multigrad.core.reachable import assigned_cells
 from multigrad.core.signature import name_of
 from multigrad.core.type_sets import HoldsNoTensor
 
 Op = Callable[..., Any]
 
-_PLAIN = (bool, int, str, bytes)
 _LOCK = threading.RLock()  # reentrant, because the module of an op can define another one
 
 
@@ -167,8 +167,8 @@ def _name_taken(name: str, registered: Any, f: Op) -> ValueError:
     new = _innermost(f)
     functions = type(new) is type(old) is types.FunctionType
     if functions and new.__code__ == old.__code__ and new.__globals__ is old.__globals__:
-        problem = "the name is registered for the same function with other values in its closure or defaults"
-        fix = "pass these values as arguments, or omit the name"
+        problem = "the name is registered for the same function, with a closure, or other defaults or options"
+        fix = "pass the values that the function closes over as arguments, or omit the name"
     else:
         problem = "the name is registered for another object"
         fix = "rename one of them; only a `def` at the top level of its module can be defined again"
@@ -205,53 +205,12 @@ def _is_version(old: Op, new: Op) -> bool:
     return functions and names[0] == names[1] and "<" not in new.__qualname__
 
 
-def _is_same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Return whether two objects always behave the same: equal code with the same objects.
-
-    Mutable objects are the same only if they are identical.
-    """
-    kind = type(a)
-    if a is b or (id(a), id(b)) in seen:
-        return True
-    if kind is not type(b):
-        return False
-    seen |= {(id(a), id(b))}  # a function may occur in its own closure
-    if kind in _PLAIN:
-        return bool(a == b)
-    if kind in (float, complex):
-        return repr(a) == repr(b)  # 0.0 differs from -0.0, and NaN equals NaN
-    if kind in (tuple, Options, _Definition):
-        return len(a) == len(b) and all(_is_same(x, y, seen) for x, y in zip(a, b, strict=True))
-    if kind is functools.partial:
-        parts = (a.func, a.args), (b.func, b.args)
-        return _is_same(*parts, seen) and _items_same(a.keywords, b.keywords, seen)
-    if kind is types.MethodType:
-        return _is_same((a.__func__, a.__self__), (b.__func__, b.__self__), seen)
-    if kind is types.FunctionType:
-        return _functions_same(a, b, seen)
-    return issubclass(kind, HoldsNoTensor)  # a part of an op, whose function is compared
-
-
-def _functions_same(a: Any, b: Any, seen: frozenset[tuple[int, int]]) -> bool:
-    if a.__code__ != b.__code__ or a.__globals__ is not b.__globals__:
-        return False
-    assigned = assigned_cells(a.__code__)
-    for index, cells in enumerate(zip(a.__closure__ or (), b.__closure__ or (), strict=True)):
-        if cells[0] is not cells[1] and (index in assigned or not _cells_same(*cells, seen)):
-            return False
-    return (
-        _is_same(a.__defaults__, b.__defaults__, seen)
-        and _items_same(a.__kwdefaults__ or {}, b.__kwdefaults__ or {}, seen)
-        and _items_same(a.__dict__, b.__dict__, seen)
-    )
-
-
-def _cells_same(a: types.CellType, b: types.CellType, seen: frozenset[tuple[int, int]]) -> bool:
-    try:
-        return _is_same(a.cell_contents, b.cell_contents, seen)
-    except ValueError:  # an empty cell, which may be set to any object
-        return False
-
-
-def _items_same(a: dict[str, Any], b: dict[str, Any], seen: frozenset[tuple[int, int]]) -> bool:
-    return a.keys() == b.keys() and all(_is_same(a[key], b[key], seen) for key in a)
+def _is_same(old: _Definition, new: _Definition) -> bool:
+    """Return whether two definitions are one function, or have the same code and defaults and no closure."""
+    f, g = old.f, new.f
+    if f is g or type(f) is not types.FunctionType or type(g) is not types.FunctionType:
+        return f is g and old.options == new.options
+    parts = [[*(h.__defaults__ or ()), *itertools.chain(*(h.__kwdefaults__ or {}).items())] for h in (f, g)]
+    same_defaults = len(parts[0]) == len(parts[1]) and all(map(operator.is_, *parts))
+    same_code = f.__code__ == g.__code__ and f.__globals__ is g.__globals__ and not f.__closure__
+    return same_code and same_defaults and old.options == new.options
