@@ -17,7 +17,7 @@ A call has one life on every framework. This file has the steps that are the sam
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,7 +31,7 @@ from multigrad.core.context import Context, current_context, restore_context
 from multigrad.core.errors import describe, message, shape_text
 from multigrad.core.expected_gradients import Structured, slot_paths
 from multigrad.core.process_wide import FORWARD_MODE
-from multigrad.core.reachable import path_to_tensor, reachable_tensors
+from multigrad.core.reachable import UNREADABLE, path_to_tensor, reachable_tensors
 from multigrad.core.rule import (
     FLAT,
     HYBRID,
@@ -57,12 +57,11 @@ from multigrad.core.variables import (
     inputs_of_outer_rule,
     pin_variables,
     scope_of_rule,
-    values_in_scopes,
 )
 
 _framework = backend.active
 _TENSORS = _framework.TENSORS
-_HELD = TypeSet(*_TENSORS.bases, Iterator)
+_HELD = TypeSet(*_TENSORS.bases, *UNREADABLE)
 _Reads = _framework.extend_reads(Reads)
 
 
@@ -391,10 +390,6 @@ class Pullback(HoldsNoTensor):
         if type(rule) is not RuleWithTensors:
             return contextlib.nullcontext()
         return scope_of_rule(self.name, self.variables, rule.tensors, self.outer_scope)
-
-    def values_in_scopes(self) -> list[Any]:
-        """Return the values that variables have in each `keras.StatelessScope` around the call."""
-        return values_in_scopes(self.outer_scope)
 
     @property
     def without_trace(self) -> "Pullback":

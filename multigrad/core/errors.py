@@ -87,7 +87,8 @@ def held(name: str) -> str:
         "the rule reaches a tensor through an object, and this derivative may need the tensor",
         required="a rule that closes over each tensor that its function computes or that is differentiated",
         got="an object such as `self`, a deque or an iterator, that holds such a tensor",
-        fix="assign the tensor to a local name in the function, and let the rule close over this name",
+        fix="assign the tensor to a local name in the function, and let the rule close over this name; call "
+        "`vjp` of a framework in the rule, in place of a pullback from the function",
         see="general#tensors-on-objects",
     )
 

@@ -20,6 +20,9 @@ _CONTAINERS = dict, types.MappingProxyType, list, tuple, set, frozenset, collect
 _ITERATORS = Iterator, ValuesView, ItemsView
 _CONSTANTS = types.BuiltinFunctionType, types.MethodDescriptorType, types.ModuleType, type
 
+UNREADABLE: list[type] = [Iterator]
+"""Types whose objects may hold tensors that cannot be found. A backend adds those of its framework."""
+
 
 def content_of(cell: types.CellType) -> Any:
     """Return the content of a cell, None if the cell is empty."""
@@ -77,7 +80,6 @@ def reachable_tensors(
     tensor_types: TypeSet,
     through: tuple[type, ...] = (),
     seen: set[int] | None = None,
-    with_globals: bool = False,
 ) -> Iterator[Any]:
     """Yield the tensors that can be reached from `obj`, usually a function.
 
@@ -86,7 +88,6 @@ def reachable_tensors(
         tensor_types: the types that count as tensors.
         through: the classes of a framework whose objects are searched.
         seen: the ids of objects that have been searched.
-        with_globals: whether to search the globals that a function names.
     """
     seen = set() if seen is None else seen
     waiting = [obj]
@@ -97,7 +98,8 @@ def reachable_tensors(
             yield obj
             continue
         if isinstance(obj, (types.BuiltinFunctionType, types.MethodWrapperType)):
-            obj, kind = obj.__self__, type(obj.__self__)  # of a bound method such as `dict.get`
+            waiting.append(obj.__self__)  # of a bound method such as `dict.get`
+            continue
         if ATOMS[kind] or isinstance(obj, _CONSTANTS) or id(obj) in seen:
             continue
         seen.add(id(obj))
@@ -105,8 +107,6 @@ def reachable_tensors(
             waiting += obj
         elif kind is types.FunctionType:
             waiting += parts_of(obj)
-            if with_globals and not _is_of_framework(obj.__globals__.get("__name__", "")):
-                waiting += map(obj.__globals__.get, obj.__code__.co_names)
         elif _is_foreign(kind) and not isinstance(obj, (*_CONTAINERS, *through)):
             waiting += wrapped_functions(obj) or ()
         else:

@@ -154,16 +154,6 @@ def name_of_caller() -> str:
         return getattr(present.original_scope, "name", "") if isinstance(present, _Scope) else ""
 
 
-def values_in_scopes(scope: keras.StatelessScope | None) -> list[Any]:
-    """Return the values that variables have in a scope and in the scopes around it."""
-    values: list[Any] = []
-    while scope is not None:
-        values += getattr(scope, "current", {}).values()  # scopes of this package
-        values += getattr(scope, "state_mapping", {}).values()  # scopes of Keras
-        scope = scope.original_scope
-    return values
-
-
 @contextlib.contextmanager
 def _no_scope() -> Iterator[None]:
     """Deactivate all scopes for a while.

@@ -26,7 +26,13 @@ def vjp(
     function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
 ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
     outputs, pull, aux = jax.vjp(function, *tensors, has_aux=True)
-    return (outputs, aux), lambda upstream: conjugate(pull(conjugate(upstream)))
+    # A rule that closes over the result closes over its arrays directly.
+    arrays, structure = jax.tree_util.tree_flatten(pull)
+
+    def transpose(upstream: Sequence[Any]) -> Sequence[Any]:
+        return conjugate(jax.tree_util.tree_unflatten(structure, arrays)(conjugate(upstream)))
+
+    return (outputs, aux), transpose
 
 
 def jacobian(

@@ -219,6 +219,10 @@ def varying_axes(array: Any) -> frozenset[Any]:
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma
 
 
+# The class of the function that `jax.vjp` returns, which holds arrays (0.10 to 0.12), and its class before.
+VJP = look_up("jax._src.api.VJP", lambda: look_up("jax.tree_util.Partial"))
+
+
 # Compare the transformations that trace code in two places. (`jax.extend.core` from 0.9 on)
 trace_state = look_up(
     "jax.extend.core.get_opaque_trace_state", lambda: look_up("jax.core.get_opaque_trace_state")

@@ -12,6 +12,7 @@ import numpy as np
 from multigrad.backend.base import Spec
 from multigrad.backend.jax.private import (
     CONCRETE_ARRAY,
+    VJP,
     WithoutTangent,
     enable_x64,
     pcast,
@@ -20,6 +21,7 @@ from multigrad.backend.jax.private import (
 )
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import stored_value
+from multigrad.core.reachable import UNREADABLE
 from multigrad.core.type_sets import ATOMS, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
@@ -39,6 +41,7 @@ ATOMS.update(
         True,
     )
 )
+UNREADABLE.append(VJP)
 NUMBERS = TypeSet(bool, int, float, complex, np.ndarray, np.generic)
 
 

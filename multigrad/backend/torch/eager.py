@@ -179,14 +179,17 @@ def _residuals_to_save(
     residuals = run.residuals_with(inputs, outputs)
     closed_over: list[Any] = []
     computed = False
-    for residual, role in zip(residuals, run.roles, strict=True):
-        if role != OTHER:
+    for slot, role in enumerate(run.roles):
+        if 0 <= role < len(inputs):
             continue
+        residual = run.residuals[slot]
         if residual.requires_grad and not is_view_without_node(residual):
+            # Also if it is an output, the rule keeps the residual with its own history.
+            residuals[slot], run.roles[slot] = residual, OTHER
             closed_over.append(node_of(residual))
-            if any([residual is tensor for tensor in lift(call.f, TENSORS)[0]]):
-                continue  # computed outside of the op
-        computed = computed or FLOATING[residual.dtype]
+            computed = computed or not any([residual is tensor for tensor in lift(call.f, TENSORS)[0]])
+        elif role == OTHER:
+            computed = computed or FLOATING[residual.dtype]
     return residuals, closed_over, computed
 
 

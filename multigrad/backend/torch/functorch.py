@@ -48,16 +48,18 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     state, others = _FunctorchState(call, run), run.others()
     has_one, keys = _has_one_derivative(run, used), [transform.key() for transform in transforms()]
     is_mapped_inside = VMAP in keys[-1:] and set(keys) != {VMAP}
-    if not has_one or is_mapped_inside or any(map(_is_mapped, before)):
+    if not has_one or is_mapped_inside or forward_level() >= 0 or any(map(_is_mapped, before)):
         before = [part for part in before if not _is_mapped(part)]
         if state.rule.holds_more_than(before):
             raise TypeError(held(call.name))
     is_computed = any([is_differentiable(other) and not _is_in(other, used) for other in others])
     # A first derivative in forward mode needs no tangents of intermediate results. Those that the function
     # recorded belong to a pullback, which is transposed.
-    is_alone = has_one and forward_level() >= 0 and not any([other.requires_grad for other in others])
+    is_alone = has_one and forward_level() >= 0 and not any(map(_is_tracked, others))
     if is_computed and not is_alone:
-        if _needs_recording(run, used, run.inputs[len(tensors) :]):
+        if any(map(_is_tracked, others)) or any(
+            map(_is_wrapped, used)
+        ):  # they also depend on tensors that the function closes over
             run = call.rerun(run.inputs, run.pullback)  # on inputs with history
             others = run.others()
         else:
@@ -80,18 +82,6 @@ def _has_one_derivative(run: Run, used: Sequence[torch.Tensor]) -> bool:
 def _is_mapped(part: Any) -> bool:
     """Return whether a vmap that is active maps a tensor."""
     return TENSORS[type(part)] and not active_vmaps().isdisjoint(vmaps_of(part))
-
-
-def _needs_recording(run: Run, used: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> bool:
-    """Return whether a derivative of intermediate results needs more than a second run on the inputs.
-
-    This is so if they may depend on tensors with a history that are not inputs. `weights` are values of
-    variables, which are inputs.
-    """
-    if any([other.requires_grad for other in run.others()]):
-        return True
-    used = [*used, *[value for value in run.pullback.values_in_scopes() if TENSORS[type(value)]]]
-    return any([_has_history(tensor) and not _is_in(tensor, weights) for tensor in used])
 
 
 def _run_stripped(
@@ -140,10 +130,6 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     return any([tensor is other for other in tensors])
 
 
-def _has_history(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad or _is_wrapped(tensor) or _has_tangent(tensor)
-
-
 def _has_tangent(tensor: torch.Tensor) -> bool:
     return forward_level() >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None
 
@@ -166,12 +152,9 @@ def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _tensors_in_reach(call: Call, with_objects: bool = True) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the function can use, apart from the tensors among its arguments.
-
-    They include globals that the function names, because a gradient penalty may use global weights.
-    """
+    """Yield the tensors that the function can use, apart from the tensors among its arguments."""
     for root in (call.f, *(call.objects() if with_objects else ())):
-        yield from reachable_tensors(root, TENSORS, (torch.nn.Module,), with_globals=True)
+        yield from reachable_tensors(root, TENSORS, (torch.nn.Module,))
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:

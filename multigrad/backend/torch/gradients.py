@@ -1,6 +1,5 @@
 """Gradients of functions."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -373,11 +372,9 @@ def _more_nodes(node: Any, reached: set[int]) -> list[Any]:
     if call is None:
         return list(closed_over)
     roots = call.f, *call.objects()
-    # With globals, because a gradient penalty may use global weights.
-    search = functools.partial(
-        reachable_tensors, tensor_types=_LEAVES, through=(torch.nn.Module,), seen=reached, with_globals=True
-    )
-    leaves = [leaf for root in roots for leaf in search(root)]
+    leaves = [
+        leaf for root in roots for leaf in reachable_tensors(root, _LEAVES, (torch.nn.Module,), reached)
+    ]
     tensors = [leaf.value if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
     with_nodes = [t for t in tensors if t.requires_grad and not is_view_without_node(t)]
     return [*closed_over, *map(node_of, with_nodes)]
