@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from keras import ops
 from rules import LINEAR
-from support import array, close, compiled, numpy
+from support import BACKEND, array, close, compiled, numpy
 
 from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 
 pytestmark = pytest.mark.every_case
 
 ONES = np.ones(2, "float32")
+seven = op_custom_gradient(lambda x: (x * 1.0, lambda upstream: upstream * 7.0))
 
 
 def test_a_value_and_its_gradient():
@@ -123,6 +124,29 @@ def test_a_duplicate_argnum_raises(of, argnums):
         of(lambda x, y: x**3 * y, argnums)(2.0, 3.0)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: 3.0,
+        lambda y: np.float32(3.0),
+        lambda y: np.ones(()),
+        lambda y: np.mean(ONES if BACKEND == "jax" else numpy(y)),
+    ],
+)
+@pytest.mark.parametrize("of", [grad, value_and_grad])
+def test_a_loss_that_is_not_a_tensor_raises(of, loss):
+    """The gradient would be zero."""
+    w, dense = keras.Variable(2.0), keras.layers.Dense(1)
+    dense.build((None, 2))
+    with pytest.raises(TypeError, match="compute the loss with keras.ops"):
+        of(lambda x: loss(seven(x)))(ONES)
+    with pytest.raises(TypeError, match="compute the loss with keras.ops"):
+        of(lambda x: loss(x * w), variables=[w])(ONES)
+    with pytest.raises(TypeError, match="compute the loss with keras.ops"):
+        of(lambda x: (loss(dense(x)), x), has_aux=True)(np.ones((1, 2), "float32"))
+    close(grad(lambda x: ops.sum(seven(x)))(ONES), 7.0 * ONES)
+
+
 @pytest.mark.parametrize("output", [None, {"a": 1.0}, (1.0,), "text"])
 def test_arguments_without_tensors(output):
     with pytest.raises(TypeError, match="must be a real scalar") as error:
@@ -131,21 +155,32 @@ def test_arguments_without_tensors(output):
     assert f"got: {got}" in str(error.value)
 
 
+@pytest.mark.parametrize("of", [grad, value_and_grad, jacobian, hessian])
+def test_empty_variables_raise_without_argnums(of):
+    """The trainable variables of a model that is not built are an empty list."""
+    model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+    for argnums in (None, ()):
+        with pytest.raises(ValueError, match="build the model"):
+            of(lambda x: ops.sum(seven(model(x))), argnums, variables=model.trainable_variables)
+    model.build((1, 2))
+    gradients = grad(lambda x: ops.sum(seven(model(x))), variables=model.trainable_variables)(ONES[None])
+    close(gradients, [array([[7.0], [7.0]]), array([7.0])])
+
+
 def test_empty_argnums_and_variables():
-    """The trainable variables of a frozen model are an empty list."""
-    value, gradients = value_and_grad(lambda x: x**2, variables=[])(3.0)
-    close(value, array(9.0))
-    assert gradients == []
-    assert grad(lambda x: x**2, ())(3.0) == ()
+    value, gradients = value_and_grad(seven, 0, variables=[])(3.0)
+    close(value, array(3.0))
+    close(gradients, (array(7.0), []))
+    assert grad(lambda x: x**2, ())(array(3.0)) == ()
 
 
 def test_empty_variables_in_a_function_with_weights():
     """The gradient of the weights is not computed."""
     w = keras.Variable([2.0, 3.0])
     x = array(1.0, 1.0)
-    value, gradients = value_and_grad(lambda x: ops.sum(x * w), variables=[])(x)
+    value, gradients = value_and_grad(lambda x: ops.sum(x * w), ())(x)
     close(value, array(5.0))
-    assert gradients == []
+    assert gradients == ()
     assert grad(lambda weights, x: ops.sum(x * w))({}, x) == {}
     output, pullback = vjp(lambda: w * 1.0)
     close(output, array(2.0, 3.0))

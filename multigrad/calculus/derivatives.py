@@ -56,7 +56,8 @@ def grad(
 
     Raises:
         TypeError: if an argument or variable to differentiate with respect to contains anything but floating
-            and complex tensors, or if `f` does not return a real scalar.
+            and complex tensors, or if `f` does not return the tensor of a real scalar.
+        ValueError: if `variables` is empty, as for a model that is not built, and `argnums` is not passed.
         NotImplementedError: on the NumPy and OpenVINO backends.
 
     References:
@@ -103,7 +104,7 @@ def value_and_grad(
         with `has_aux`.
 
     Raises:
-        TypeError, NotImplementedError: as for `grad`.
+        TypeError, ValueError, NotImplementedError: as for `grad`.
 
     References:
         See `grad`.
@@ -280,7 +281,7 @@ def jacobian(
         argument.
 
     Raises:
-        TypeError: as for `grad`, and for a complex argument or output.
+        TypeError, ValueError: as for `grad`, and for a complex argument or output.
         NotImplementedError: on the NumPy and OpenVINO backends.
 
     References:
@@ -331,7 +332,7 @@ def hessian(
         replaced by the Jacobian of that tensor.
 
     Raises:
-        TypeError, NotImplementedError: as for `jacobian`.
+        TypeError, ValueError, NotImplementedError: as for `jacobian`.
 
     References:
         See `jacobian`, which is applied twice.

@@ -79,6 +79,17 @@ class DifferentiatedFunction:
         self.has_argnums = argnums is not None
         sequence = argnums if isinstance(argnums, Sequence) else () if argnums is None else (argnums,)
         self.argnums = [as_index(self.name, argnum) for argnum in sequence]
+        if self.variables == [] and not self.argnums:
+            raise ValueError(
+                message(
+                    self.name,
+                    "there is nothing to differentiate with respect to",
+                    argument="'variables'",
+                    required="at least one variable, or argnums",
+                    got="an empty list",
+                    fix="build the model before you list its variables, and check that it is not frozen",
+                )
+            )
 
 
 class DifferentiatedCall(FlatFunction):

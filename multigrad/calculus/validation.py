@@ -14,22 +14,25 @@ from multigrad.core.variables import in_scope
 
 
 def require_scalar(name: str, value: Any) -> Any:
-    """Return the output of a function as a tensor. Raise if it is not a real scalar."""
-    got = describe(value)
-    if holds_numbers(value) or isinstance(value, int):
-        tensor = backend.active.as_tensor(value)
-        dtype = keras.backend.standardize_dtype(tensor.dtype)
-        if tuple(ops.shape(tensor)) == () and dtype.startswith(("float", "bfloat")):
-            return tensor
-        got = describe(tensor)
+    """Return the output of a function as a tensor. Raise if it is not the tensor of a real scalar."""
+    fix = (
+        "reduce the output, for example with ops.sum or ops.mean, use multigrad.jacobian, or set has_aux for a "
+        "pair of a loss and something else"
+    )
+    if backend.active.TENSORS[type(value)] or isinstance(value, keras.Variable):
+        value = backend.active.as_tensor(value)
+        dtype = keras.backend.standardize_dtype(value.dtype)
+        if tuple(ops.shape(value)) == () and dtype.startswith(("float", "bfloat")):
+            return value
+    elif isinstance(value, (int, float, complex)) or backend.active.CONVERTIBLE[type(value)]:
+        fix = "compute the loss with keras.ops, without float(), NumPy or model.predict"
     raise TypeError(
         message(
             name,
             "the output must be a real scalar to have a gradient",
-            required="a floating value of shape ()",
-            got=got,
-            fix="reduce the output, for example with ops.sum or ops.mean, use multigrad.jacobian, or set "
-            "has_aux for a pair of a loss and something else",
+            required="a floating tensor of shape ()",
+            got=describe(value),
+            fix=fix,
         )
     )
 
