@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from keras import ops
 from rules import LINEAR
-from support import BACKEND, array, close, compiled, numpy
+from support import BACKEND, array, close, compiled, compiled_with_variables, numpy
 
 from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 
@@ -138,11 +138,11 @@ def test_a_loss_that_is_not_a_tensor_raises(of, loss):
     """The gradient would be zero."""
     w, dense = keras.Variable(2.0), keras.layers.Dense(1)
     dense.build((None, 2))
-    with pytest.raises(TypeError, match="compute the loss with keras.ops"):
+    with pytest.raises(TypeError, match="compute the loss with"):
         of(lambda x: loss(seven(x)))(ONES)
-    with pytest.raises(TypeError, match="compute the loss with keras.ops"):
+    with pytest.raises(TypeError, match="compute the loss with"):
         of(lambda x: loss(x * w), variables=[w])(ONES)
-    with pytest.raises(TypeError, match="compute the loss with keras.ops"):
+    with pytest.raises(TypeError, match="compute the loss with"):
         of(lambda x: (loss(dense(x)), x), has_aux=True)(np.ones((1, 2), "float32"))
     close(grad(lambda x: ops.sum(seven(x)))(ONES), 7.0 * ONES)
 
@@ -352,6 +352,38 @@ def test_an_assigned_variable_in_a_rule():
         return x * scale, lambda u: 7.0 * u * scale
 
     close(grad(lambda x: ops.sum(op(x)))(array(1.0, 2.0)), array(14.0, 14.0))
+
+
+def test_vjp_and_jvp_with_respect_to_variables():
+    w, count = keras.Variable(ONES * 2.0), keras.Variable(0.0, trainable=False)
+
+    def f(x):
+        count.assign_add(1.0)
+        return seven(x) * w
+
+    for run in (lambda f: f, compiled_with_variables):
+        x, along = array(1.0, 3.0), array(1.0, 10.0)
+        (y, pulled) = run(lambda x: (lambda y, pull: (y, pull(along)))(*vjp(f, x, variables=[w])))(x)
+        close((y, pulled), (2.0 * x, ((14.0 * along,), [x * along])))
+        close(run(lambda: vjp(lambda: f(x), variables=[w])[1](along))(), [x * along])
+        close(run(lambda: jvp(f, [x], ((along,), [ONES]), variables=[w]))(), (2.0 * x, 14.0 * along + x))
+        close(run(lambda: jvp(lambda: f(x), (), (along,), variables=[w]))(), (2.0 * x, x * along))
+        close(run(lambda: jvp(f, (x,), ((None,), [ONES]), variables=[w])[1])(), x)
+    assert numpy(count) >= 9.0
+    with pytest.raises(TypeError, match="the structures differ"):
+        jvp(f, (x,), (along,), variables=[w])
+    with pytest.raises(ValueError, match="nothing to differentiate"):
+        vjp(lambda: f(x), variables=[])
+
+
+def test_a_hessian_vector_product_of_the_loss_of_a_layer():
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    dense.build((None, 2))
+    loss = lambda x: ops.sum(seven(dense(x)) ** 3)  # noqa: E731
+    x, along = array([[1.0, 2.0]]), array([[1.0], [0.5]])
+    weights = dense.trainable_variables
+    product = jvp(grad(loss, variables=weights), (x,), ((None,), [along]), variables=weights)[1]
+    close(product, [6.0 * 3.0 * 7.0 * 7.0 * 2.0 * ops.transpose(x)])  # 6 y 7 (7 x . along) x
 
 
 def test_assignments_persist():

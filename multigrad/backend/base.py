@@ -112,12 +112,14 @@ class Backend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def vjp(
-        function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+        function: Callable[..., tuple[Sequence[Any], Any]],
+        tensors: Sequence[Any],
+        variables: Sequence[keras.Variable] = (),
     ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
         """Return `(outputs, aux)` of `function(*tensors)` and its vector-Jacobian product.
 
         The product maps gradients of the outputs to gradients of the tensors. It can be called several times,
-        and differentiated.
+        and differentiated. `variables` is as for `value_and_grad`.
         """
 
     @staticmethod

@@ -32,7 +32,7 @@ class ForwardOnlyBackend(Backend):
         raise _no_gradients()
 
     @staticmethod
-    def vjp(function: Callable[..., Any], tensors: Sequence[Any]) -> NoReturn:
+    def vjp(function: Callable[..., Any], tensors: Sequence[Any], variables: Sequence[Any] = ()) -> NoReturn:
         raise _no_gradients()
 
     @staticmethod

@@ -127,7 +127,12 @@ def value_and_grad(
     return backend.active.update_wrapper(value_and_gradient, f)
 
 
-def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
+def vjp(
+    f: Callable[..., Any],
+    *primals: Any,
+    has_aux: bool = False,
+    variables: Sequence[keras.Variable] | None = None,
+) -> tuple[Any, ...]:
     """Compute the output of a function and its vector-Jacobian product (reverse mode).
 
     ```python
@@ -144,26 +149,29 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
             them. It may return any nested structure. Values that it assigns to variables persist.
         primals: the arguments of `f`. It is differentiated with respect to all of them.
         has_aux: whether `f` returns a pair `(output, aux)`. Only the output is differentiated.
+        variables: Keras Variables that `f` reads and that it is also differentiated with respect to.
 
     Returns:
         `(output, pullback)`, or `(output, pullback, aux)` with `has_aux`. `pullback` takes the upstream
-        gradient in the structure of the output and returns a tuple with the gradient of each primal. It can
-        be called repeatedly. In the upstream gradient None stands for zero, and entries for outputs without
-        a gradient (integers, strings, None) are ignored.
+        gradient in the structure of the output and returns a tuple with the gradient of each primal. With
+        `variables`, it returns the list of their gradients; with both, `(gradients, gradients_of_variables)`.
+        It can be called repeatedly. In the upstream gradient None stands for zero, and entries for outputs
+        without a gradient (integers, strings, None) are ignored.
 
     Raises:
         TypeError: if a primal contains anything but floating and complex tensors, or if the structure of the
             upstream gradient differs from the structure of the output.
-        ValueError: if the shape of an upstream gradient differs from the shape of its output.
+        ValueError: if the shape of an upstream gradient differs from the shape of its output, or if
+            `variables` is empty and there are no primals.
         NotImplementedError: on the NumPy and OpenVINO backends.
 
     References:
         See `grad`.
     """
     name = name_of(f)
-    inputs, output, flat_pullback, *aux = _flat_vjp(f, primals, has_aux)
+    inputs, output, flat_pullback, *aux = _flat_vjp(f, primals, has_aux, variables)
 
-    def pullback(upstream: Any) -> tuple[Any, ...]:
+    def pullback(upstream: Any) -> Any:
         flat_upstream = output.flatten_matching(name, "the upstream gradient", upstream)
         return inputs.unflatten(flat_pullback(flat_upstream))
 
@@ -171,11 +179,16 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 
 
 def jvp(
-    f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
+    f: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    has_aux: bool = False,
+    variables: Sequence[keras.Variable] | None = None,
 ) -> tuple[Any, ...]:
     """Compute the output of a function and its Jacobian-vector product (forward mode).
 
     ```python
+    import keras
     from keras import ops
     import multigrad
 
@@ -183,6 +196,10 @@ def jvp(
     print(multigrad.jvp(lambda x: x**3, (x,), (direction,)))  # [1., 8.], [3., 6.]
     second = multigrad.grad(lambda x: multigrad.jvp(lambda x: x**3, (x,), (1.0,))[1])
     print(second(2.0))  # 12.0
+
+    w = keras.Variable([1.0, 2.0])  # a Hessian-vector product of a loss of weights
+    gradient = multigrad.grad(lambda: ops.sum(w**3), variables=[w])
+    print(multigrad.jvp(gradient, (), [direction], variables=[w])[1][0])  # [6., 6.]
     ```
 
     The product is computed as the transpose of `vjp`, which costs two reverse passes in addition to `f`. An
@@ -194,8 +211,10 @@ def jvp(
         f: a function as for `vjp`.
         primals: a tuple or list of the arguments of `f`. It is differentiated with respect to all of them.
         tangents: a tuple or list with one tangent for each primal, in its structure and shapes. None stands
-            for zero.
+            for zero. With `variables`, it is a list with one tangent for each variable; with both,
+            `(tangents, tangents_of_variables)`.
         has_aux: whether `f` returns a pair `(output, aux)`. Only the output is differentiated.
+        variables: Keras Variables that `f` reads and that it is also differentiated with respect to.
 
     Returns:
         `(output, tangent)`, or `(output, tangent, aux)` with `has_aux`. The tangent has the structure of
@@ -204,7 +223,8 @@ def jvp(
     Raises:
         TypeError: if a primal contains anything but floating and complex tensors, or if the structure of the
             tangents differs from the structure of the primals.
-        ValueError: if a tangent has another shape than its primal.
+        ValueError: if a tangent has another shape than its primal, or if `variables` is empty and there are
+            no primals.
         NotImplementedError: on the NumPy and OpenVINO backends.
 
     References:
@@ -224,8 +244,9 @@ def jvp(
             )
     FORWARD_MODE.append(None)
     try:
-        inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux)  # a program may run its rules here
-        directions = inputs.flatten_matching(name, "the tangents", tuple(tangents))
+        inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux, variables)  # a program may run its rules
+        container = tuple if primals or variables is None else list
+        directions = inputs.flatten_matching(name, "the tangents", container(tangents))
         # The pullback is linear, so its transpose is the same at any upstream gradient.
         ones = [ops.ones_like(tensor) for tensor in output.differentiable]
         _, transpose = backend.active.vjp(lambda *upstream: (pullback(upstream), None), ones)
@@ -235,9 +256,15 @@ def jvp(
     return output.unflatten(output.differentiable), output.unflatten_with_none(tangent), *aux
 
 
-def _flat_vjp(f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> tuple[Any, ...]:
+def _flat_vjp(
+    f: Callable[..., Any],
+    primals: Sequence[Any],
+    has_aux: bool,
+    variables: Sequence[keras.Variable] | None,
+) -> tuple[Any, ...]:
     """Return the primals and output as `FlatStructure`s, the flat pullback, and the aux if there is one."""
-    function = DifferentiatedFunction(f, range(len(primals)), None)
+    argnums = range(len(primals)) if primals or variables is None else None
+    function = DifferentiatedFunction(f, argnums, variables)
     flat_f = DifferentiatedCall(function, primals, {}, has_aux)
     outputs: list[FlatStructure] = []
 
@@ -247,11 +274,12 @@ def _flat_vjp(f: Callable[..., Any], primals: Sequence[Any], has_aux: bool) -> t
         outputs[:] = [structure]
         return structure.differentiable, (structure.others, auxiliary)
 
-    (differentiable, (others, (aux, assigned))), pullback = backend.active.vjp(flat, flat_f.primals)
+    result, pullback = backend.active.vjp(flat, flat_f.primals, function.variables or ())
+    differentiable, (others, (aux, assigned)) = result
     flat_f.assign(assigned)
     output = outputs[0]
     output.differentiable, output.others = differentiable, others
-    inputs = FlatStructure(tuple(flat_f.unflatten_arguments(flat_f.primals)))
+    inputs = FlatStructure(flat_f.unflatten(flat_f.primals))
     return (inputs, output, pullback, aux) if has_aux else (inputs, output, pullback)
 
 

@@ -16,8 +16,8 @@ from multigrad.core.variables import in_scope
 def require_scalar(name: str, value: Any) -> Any:
     """Return the output of a function as a tensor. Raise if it is not the tensor of a real scalar."""
     fix = (
-        "reduce the output, for example with ops.sum or ops.mean, use multigrad.jacobian, or set has_aux for a "
-        "pair of a loss and something else"
+        "reduce the output, for example with ops.sum or ops.mean, use multigrad.jacobian, or set has_aux for "
+        "a pair of a loss and something else"
     )
     if backend.active.TENSORS[type(value)] or isinstance(value, keras.Variable):
         value = backend.active.as_tensor(value)

@@ -23,7 +23,7 @@ def value_and_grad(
 
 
 def vjp(
-    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any]
+    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any], variables: Sequence[Any] = ()
 ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
     outputs, pull, aux = jax.vjp(function, *tensors, has_aux=True)
     # A rule that closes over the result closes over its arrays directly.

@@ -75,12 +75,11 @@ def _value_and_grad_by_backward_pass(
         gradients = _backward(value, inputs, create_graph=recorded, materialize_grads=True)
         if recorded:
             gradients = _refuse_in_programs(gradients, inputs, [value])
-        results = [value, *gradients]
         if not recorded:
-            results = [tensor.detach() for tensor in results]
+            value, gradients = value.detach(), [gradient.detach() for gradient in gradients]
             if recording and weights:
-                results = _refuse_unrecorded(results, weights)
-        return (results[0], aux), results[1:]
+                gradients = _refuse_unrecorded(gradients, weights)
+        return (value, aux), list(gradients)
     finally:
         IN_THREAD.depth = depth
         _mark_ended(inputs)
@@ -88,10 +87,10 @@ def _value_and_grad_by_backward_pass(
 
 @skip_frames
 def _refuse_unrecorded(
-    results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the results. Differentiating them with respect to the weights raises an error."""
-    return [refuse(tensor, _UNRECORDED, *weights) for tensor in results]
+    """Return the gradients. Differentiating them with respect to the weights raises an error."""
+    return [refuse(tensor, _UNRECORDED, *weights) for tensor in gradients]
 
 
 _REASON = "a later piece may need the history of this derivative, which is in no graph"
@@ -100,22 +99,26 @@ _break_graph = torch.compiler.disable(_value_and_grad_by_backward_pass, recursiv
 
 @skip_frame
 def vjp(
-    function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]],
+    tensors: Sequence[torch.Tensor],
+    variables: Sequence[Any] = (),
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
     if _is_in_program():
         if IN_THREAD.mode == IN_PIECES:  # the pullback may be called in another piece, without the history
-            return _break_graph_vjp(function, tensors)
+            return _break_graph_vjp(function, tensors, variables)
         return traced.vjp(function, tensors)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(lambda *inputs: _outputs_as_list(*function(*inputs)))
         outputs, transpose, aux = torch.func.vjp(tensor_function, *tensors, has_aux=True)
         return (outputs, with_aux(aux)), lambda upstream: transpose(list(upstream))
-    return _vjp_by_backward_pass(function, tensors)
+    return _vjp_by_backward_pass(function, tensors, variables)
 
 
 @skip_frame
 def _vjp_by_backward_pass(
-    function: Callable[..., tuple[Sequence[torch.Tensor], Any]], tensors: Sequence[torch.Tensor]
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]],
+    tensors: Sequence[torch.Tensor],
+    variables: Sequence[Any],
 ) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]:
     """Return the outputs and their pullback, which a backward pass computes."""
     depth = IN_THREAD.depth
@@ -127,7 +130,8 @@ def _vjp_by_backward_pass(
     finally:
         IN_THREAD.depth = depth
         _mark_ended(inputs)
-    depends = any([_depends_on_others(output, inputs) for output in recorded])
+    weights = [tensor for tensor in tensors[len(tensors) - len(variables) :] if tensor.requires_grad]
+    depends = any([_depends_on_others(output, [*inputs, *weights]) for output in recorded])
     keep_graph = torch.is_grad_enabled() and (depth > 0 or depends)
     outputs = recorded if keep_graph else [output.detach() for output in recorded]
 
@@ -147,7 +151,9 @@ def _vjp_by_backward_pass(
             create_graph=again,
             materialize_grads=True,
         )
-        return _refuse_in_programs(gradients, inputs, values) if again else gradients
+        if again:
+            return _refuse_in_programs(gradients, inputs, values)
+        return _refuse_unrecorded(gradients, weights) if weights and torch.is_grad_enabled() else gradients
 
     breaks_graph = IN_THREAD.mode == IN_PIECES
     return (outputs, aux), torch.compiler.disable(pull, reason=_REASON) if breaks_graph else pull
@@ -163,7 +169,7 @@ def jacobian(
     variables: Sequence[Any],
 ) -> tuple[Any, list[list[torch.Tensor]]]:
     in_graph = _is_in_program() and traced.is_differentiated()
-    (outputs, aux), pull = (traced.vjp if in_graph else vjp)(function, tensors)
+    (outputs, aux), pull = traced.vjp(function, tensors) if in_graph else vjp(function, tensors, variables)
     zeros = [torch.zeros_like(output) for output in outputs]
     rows = []
     for index, output in enumerate(outputs):
