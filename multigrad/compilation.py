@@ -9,12 +9,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
+import keras
 import numpy as np
 
 from multigrad import backend
 from multigrad.core.conversions import arrays_to_tensors
 from multigrad.core.errors import message, require_function
 from multigrad.core.signature import name_of, signature_of
+from multigrad.core.variables import Uses
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,9 +67,9 @@ def jit(
 
     - JAX: `jax.jit`. Variables are found when `f` is traced, so `f` runs two or three times in its first
       call. Each variable that it reads becomes an input, and each one that it assigns an output. Layers and
-      optimizers may be built in this call. Arrays, Python numbers and nested structures of them are traced.
-      Other arguments, such as `self`, strings or a Keras Variable, are static. A static argument needs a
-      hash, and is kept alive with the compiled function.
+      optimizers may be built in this call. Arrays of any framework, Python numbers and nested structures of
+      them are traced. Other arguments, such as `self`, strings or a Keras Variable, are static. A static
+      argument needs a hash, and is kept alive with the compiled function.
     - TensorFlow: `tf.function`, with `autograph=False` unless you pass another value. Python numbers and
       other objects are static.
     - PyTorch: `torch.compile`. Inductor, its default compiler, takes a minute for a training step.
@@ -75,10 +77,9 @@ def jit(
       Inductor's.
     - NumPy and OpenVINO: `f` runs uncompiled.
 
-    `f` is traced again for new structures, shapes, dtypes and static values, as in each framework. Other
-    Python objects that `f` uses, such as globals or the attributes of a layer, are constants of the trace. So
-    call `multigrad.jit` again after `layer.trainable = False`: on TensorFlow and JAX, a function that is
-    compiled already keeps training the layer.
+    `f` is traced again for new structures, shapes, dtypes and static values, as in each framework, and if a
+    variable that it uses is frozen or unfrozen. Other Python objects that `f` uses, such as globals or the
+    attributes of a layer, are constants of the trace.
 
     Arguments:
         f: a function of tensors, NumPy arrays, numbers, static objects and nested structures of them. It
@@ -112,14 +113,30 @@ def jit(
         signature = signature_of(f)
         _require_parameters(name_of(f), signature.inspected.parameters, names)
         positions = {name: position for position, name in enumerate(signature.positional)}
-    compiled = backend.active.jit(f, name_of(f), {name: positions.get(name) for name in names}, options)
+    static = {name: positions.get(name) for name in names}
 
+    def compile_now() -> tuple[dict[int, tuple[keras.Variable, bool]], Callable[..., Any]]:
+        """Return the compiled function, and which variables it uses and whether they were trainable."""
+        uses: dict[int, tuple[keras.Variable, bool]] = {}
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with Uses(uses):
+                return f(*args, **kwargs)
+
+        function = traced if backend.active.TRACES_ONCE else f
+        return uses, backend.active.jit(function, name_of(f), static, options)
+
+    programs = [compile_now()]
     converts = backend.active.FOREIGN[np.ndarray]  # the other compilers convert arrays themselves
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if converts and not backend.active.is_reading_code():
             args, kwargs = arrays_to_tensors((args, kwargs))
-        return compiled(*args, **kwargs)
+        for uses, compiled in programs:
+            if all([variable.trainable == before for variable, before in uses.values()]):
+                return compiled(*args, **kwargs)
+        programs.append(compile_now())
+        return programs[-1][1](*args, **kwargs)
 
     return backend.active.update_wrapper(run, f)
 

@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 from support import BACKEND, array, close, numpy
 
-from multigrad import grad, jit, jvp, op_custom_gradient, trace_gradients, value_and_grad
+from multigrad import grad, jit, jvp, op_custom_gradient, trace_gradients, value_and_grad, vmap
 
 # Inductor takes several seconds per program.
 FAST = {"backend": "eager"} if BACKEND == "torch" else {}
@@ -94,6 +94,30 @@ def test_a_training_step_equals_fit():
     losses = [float(numpy(step(ours.x, ours.y))) for _ in range(10)]
     np.testing.assert_allclose(losses, history.history["loss"], rtol=1e-4)
     assert losses[-1] < losses[0]
+
+
+def test_a_step_is_traced_again_when_a_weight_is_frozen():
+    layers = [keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2)]
+    layers[0].build((1, 2)), layers[1].build((1, 1))
+    traces, x = [], array([[1.0, 2.0]])
+
+    @compiled
+    def step(x):
+        traces.append(1)
+        weights = [weight for layer in layers for weight in layer.trainable_variables]
+        gradients = grad(lambda: ops.sum(seven(x @ layers[0].kernel) @ layers[1].kernel), variables=weights)()
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.assign_sub(gradient)
+
+    first, second = np.ones((2, 1), "float32"), np.ones((1, 1), "float32")
+    for frozen in (None, 0, None, 1):
+        for index, layer in enumerate(layers):
+            layer.trainable = index != frozen
+        step(x)
+        of_first, of_second = 7.0 * numpy(x).T @ second, numpy(x) @ first
+        first, second = first - of_first * (frozen != 0), second - of_second * (frozen != 1)
+        close([layer.kernel.value for layer in layers], [first, second])
+    assert BACKEND == "torch" or len(traces) <= {"jax": 6, "tensorflow": 3}[BACKEND]
 
 
 def test_seed_generators_advance():
@@ -188,6 +212,44 @@ def test_structures_keywords_and_numbers():
     assert got["none"] is None
     close(got["y"], [array(12.0), array(2, dtype="int32")])
     close(f({"a": np.float32(3.0), "b": (np.int32(1),)})["y"][0], array(6.0))
+
+
+class Foreign:
+    """An array that no framework knows."""
+
+    def __init__(self, values):
+        self.values = np.array(values, "float32")
+
+    def __array__(self, dtype=None, copy=None):
+        if len(self.values) > 2:
+            raise BufferError("on another device")
+        return self.values
+
+
+def test_arrays_of_other_frameworks_are_converted():
+    """Not static objects, which are known by their identity: one that changed in place would be stale."""
+    traces, batch = [], Foreign([1.0, 2.0])
+
+    @compiled
+    def f(x, y):
+        traces.append(1)
+        return grad(lambda x: ops.sum(seven(x) * y["y"]))(x)
+
+    close(f(batch, {"y": Foreign([3.0, 5.0])}), array(21.0, 35.0))
+    traces_before, batch.values[0] = len(traces), 4.0
+    close(f(Foreign([1.0, 1.0]), {"y": batch}), array(28.0, 14.0))
+    assert BACKEND == "torch" or len(traces) == traces_before
+    close(grad(lambda x: ops.sum(seven(x)))(batch), array(7.0, 7.0))
+    close(grad(lambda x, y: ops.sum(seven(x) * y))(ops.ones(2), batch), array(28.0, 14.0))
+    close(vmap(grad(seven))(batch), array(7.0, 7.0))
+    close(vmap(lambda x, y: seven(x) * y, (0, None))(ops.ones(1), batch), array([[4.0, 2.0]]))
+    close(jvp(seven, (batch,), (batch,)), (array(4.0, 2.0), array(28.0, 14.0)))
+    output = seven({"x": [batch]}["x"][0])
+    batch.values[0] = 9.0
+    close(output, array(4.0, 2.0))
+    for program in (seven, grad(lambda x: ops.sum(seven(x))), vmap(seven), lambda x: f(x, {"y": batch})):
+        with pytest.raises(TypeError, match=r"(?s)cannot be converted.*fix: pass a NumPy array"):
+            program(Foreign([1.0, 2.0, 3.0]))
 
 
 @pytest.mark.forward

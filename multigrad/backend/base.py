@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 from multigrad.backend.training import Taps, Training
-from multigrad.core.errors import message
+from multigrad.core.errors import describe, message
 from multigrad.core.type_sets import TypeSet
 
 if TYPE_CHECKING:  # at run time, these modules import the backend
@@ -61,6 +61,22 @@ DEPENDS_ON_ELEMENT = message(
 """The error of `vmap` for a result that must be the same for all elements, and is not."""
 
 
+def to_numpy(value: Any) -> np.ndarray:
+    """Return a copy of an array of another framework, which may change in place."""
+    try:
+        return np.array(value)
+    except Exception as error:
+        raise TypeError(
+            message(
+                "multigrad",
+                "an array of another framework cannot be converted to a tensor",
+                required="an array that NumPy can read",
+                got=describe(value),
+                fix="pass a NumPy array, such as x.detach().float().cpu().numpy() for a PyTorch tensor",
+            )
+        ) from error
+
+
 class Options(NamedTuple):
     """The options of `op_custom_gradient`."""
 
@@ -81,8 +97,11 @@ class Backend(abc.ABC):
     CONVERTIBLE: ClassVar[TypeSet] = TypeSet(keras.Variable, np.ndarray, np.generic)
     """Other types that are converted to a dense tensor: arrays and variables."""
 
-    FOREIGN: ClassVar[TypeSet] = TypeSet()
-    """Array types that must be converted before they meet a tensor that has a gradient."""
+    FOREIGN: ClassVar[TypeSet]
+    """Array types that must be converted before they meet a tensor: those of other frameworks."""
+
+    TRACES_ONCE: ClassVar[bool] = False
+    """Whether `jit` does not notice that a variable is frozen after the trace."""
 
     HAS_DEVICES: ClassVar[bool] = False
     """Whether a gradient must be on the device of its tensor. TensorFlow and JAX take it from any device."""

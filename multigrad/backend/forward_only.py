@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from multigrad.backend.base import DEPENDS_ON_ELEMENT, Backend, Call, HostFunction, Spec, TensorSpec
-from multigrad.core.type_sets import TypeSet
+from multigrad.core.type_sets import ForeignArrays, TypeSet
 from multigrad.frameworks import DIFFERENTIATING
 
 
@@ -19,6 +19,7 @@ class ForwardOnlyBackend(Backend):
 
     # NumPy arrays, or a class of Keras without a public name.
     TENSORS = TypeSet(type(keras.ops.convert_to_tensor(0.0)))
+    FOREIGN = ForeignArrays(type(keras.ops.convert_to_tensor(0.0)), np.ndarray)
 
     @staticmethod
     def apply(call: Call, tensors: Sequence[Any]) -> Any:

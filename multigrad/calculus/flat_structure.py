@@ -8,7 +8,7 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.calculus.validation import holds_numbers, is_complex
 from multigrad.core.errors import describe, message, shape_text
-from multigrad.core.structure import Slot, children, leaves_of, outline, split
+from multigrad.core.structure import Slot, children, leaves_of, outline, split, to_tensor
 
 
 class FlatStructure:
@@ -99,7 +99,7 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
                 fix=f"pass a tensor of shape {shape_text(tensor.shape)}",
             )
         )
-    converted = backend.active.as_tensor(leaf)
+    converted = to_tensor(leaf)
     if is_complex(converted) and not is_complex(tensor):
         raise TypeError(
             message(

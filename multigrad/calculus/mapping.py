@@ -16,7 +16,17 @@ from multigrad import backend
 from multigrad.core.conversions import arrays_to_tensors, number_to_tensor
 from multigrad.core.errors import describe, message, require_function, unusable
 from multigrad.core.signature import name_of
-from multigrad.core.structure import Layout, Slot, children, leaves_of, outline, rebuild, split
+from multigrad.core.structure import (
+    Layout,
+    Slot,
+    children,
+    is_converted_type,
+    leaves_of,
+    outline,
+    rebuild,
+    split,
+    to_tensor,
+)
 from multigrad.core.variables import Pinned
 
 Axes = int | None | Sequence[Any] | Mapping[Any, Any]
@@ -230,9 +240,8 @@ def _unusable_axes(name: str, argument: str, got: Any) -> Exception:
 
 def _as_tensor(name: str, leaf: Any) -> Any:
     """Return a leaf of a mapped argument as a tensor."""
-    kind, framework = type(leaf), backend.active
-    if framework.TENSORS[kind] or framework.CONVERTIBLE[kind]:
-        return framework.as_tensor(leaf)
+    if backend.active.TENSORS[type(leaf)] or is_converted_type(type(leaf)):
+        return to_tensor(leaf)
     raise TypeError(
         message(
             name,
@@ -247,11 +256,10 @@ def _as_tensor(name: str, leaf: Any) -> Any:
 
 def _as_result(name: str, leaf: Any) -> Any:
     """Return a leaf of the output as a tensor or None."""
-    kind, framework = type(leaf), backend.active
-    if leaf is None or framework.TENSORS[kind]:
+    if leaf is None or backend.active.TENSORS[type(leaf)]:
         return leaf
-    if framework.CONVERTIBLE[kind] or isinstance(leaf, (int, float, complex)):
-        return framework.as_tensor(number_to_tensor(leaf))
+    if is_converted_type(type(leaf)) or isinstance(leaf, (int, float, complex)):
+        return to_tensor(number_to_tensor(leaf))
     raise TypeError(
         message(
             name,

@@ -10,6 +10,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.core.conversions import number_to_tensor
 from multigrad.core.errors import describe, message
+from multigrad.core.structure import is_converted_type, to_tensor
 from multigrad.core.variables import in_scope
 
 
@@ -24,7 +25,7 @@ def require_scalar(name: str, value: Any) -> Any:
         dtype = keras.backend.standardize_dtype(value.dtype)
         if tuple(ops.shape(value)) == () and dtype.startswith(("float", "bfloat")):
             return value
-    elif isinstance(value, (int, float, complex)) or backend.active.CONVERTIBLE[type(value)]:
+    elif isinstance(value, (int, float, complex)) or is_converted_type(type(value)):
         fix = "compute the loss with keras.ops, without float(), NumPy or model.predict"
     raise TypeError(
         message(
@@ -174,7 +175,7 @@ def _resolve_position(name: str, argnum: int, count: int) -> int:
 def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
     """Return a leaf of an argument as a floating or complex tensor."""
     if holds_numbers(leaf):
-        tensor = backend.active.as_tensor(number_to_tensor(leaf))
+        tensor = to_tensor(number_to_tensor(leaf))
         if keras.backend.standardize_dtype(tensor.dtype).startswith(("float", "bfloat", "complex")):
             return tensor
     raise TypeError(
@@ -191,8 +192,8 @@ def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
 
 def holds_numbers(leaf: Any) -> bool:
     """Return whether a leaf is a tensor, an array, or a Python float or complex number."""
-    kind, framework = type(leaf), backend.active
-    return framework.TENSORS[kind] or framework.CONVERTIBLE[kind] or isinstance(leaf, (float, complex))
+    kind = type(leaf)
+    return backend.active.TENSORS[kind] or is_converted_type(kind) or isinstance(leaf, (float, complex))
 
 
 def is_complex(tensor: Any) -> bool:

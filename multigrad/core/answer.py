@@ -15,7 +15,7 @@ from multigrad import backend
 from multigrad.backend.base import Spec
 from multigrad.core.expected_gradients import AnswerMismatch, ExpectedGradients, Structured, slot_paths
 from multigrad.core.signature import Binding
-from multigrad.core.structure import Layout, Slot, children, outline
+from multigrad.core.structure import Layout, Slot, children, is_converted_type, outline, to_tensor
 from multigrad.core.variables import Variables
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
@@ -271,8 +271,8 @@ class _Reader(ExpectedGradients):
     def _to_tensor(self, index: int, gradient: Any) -> Any:
         if isinstance(gradient, (int, float, complex)):
             gradient = np.asarray(gradient)  # in double precision, until it is cast
-        if backend.active.CONVERTIBLE[type(gradient)]:
-            return backend.active.as_tensor(gradient)
+        if is_converted_type(type(gradient)):
+            return to_tensor(gradient)
         raise self.not_a_gradient(index, gradient)
 
 

@@ -8,7 +8,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.core.reachable import may_hold_tensors
-from multigrad.core.structure import NON_NUMERIC, leaves_of, rebuild
+from multigrad.core.structure import NON_NUMERIC, is_converted_type, leaves_of, rebuild, to_tensor
 
 
 def numbers_to_tensors(args: tuple[Any, ...], others: Any) -> tuple[Any, ...]:
@@ -32,8 +32,8 @@ _NUMBERS = float, complex
 
 
 def _may_hold_tensors(leaf: Any) -> bool:
-    kind, framework = type(leaf), backend.active
-    return framework.TENSORS[kind] or framework.CONVERTIBLE[kind] or may_hold_tensors(leaf)
+    kind = type(leaf)
+    return backend.active.TENSORS[kind] or is_converted_type(kind) or may_hold_tensors(leaf)
 
 
 def number_to_tensor(leaf: Any) -> Any:
@@ -47,17 +47,19 @@ def number_to_tensor(leaf: Any) -> Any:
 
 
 def arrays_to_tensors(structure: Any) -> Any:
-    """Return the structure with floating NumPy arrays as tensors.
+    """Return the structure with floating NumPy arrays and arrays of other frameworks as tensors.
 
-    Integer arrays, such as indices, are converted only if the framework cannot combine them with recorded
-    tensors (PyTorch). NumPy scalars and other leaves are returned unchanged.
+    Integer NumPy arrays, such as indices, are converted only if the framework cannot combine them with
+    recorded tensors (PyTorch). NumPy scalars and other leaves are returned unchanged.
     """
     if not any(_is_converted(leaf) for leaf in leaves_of(structure)):
         return structure
-    return rebuild(structure, lambda leaf: backend.active.as_tensor(leaf) if _is_converted(leaf) else leaf)
+    return rebuild(structure, lambda leaf: to_tensor(leaf) if _is_converted(leaf) else leaf)
 
 
 def _is_converted(leaf: Any) -> bool:
-    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind in NON_NUMERIC or leaf.dtype.names is not None:
+    if not isinstance(leaf, np.ndarray):
+        return backend.active.FOREIGN[type(leaf)]
+    if leaf.dtype.kind in NON_NUMERIC or leaf.dtype.names is not None:
         return False  # JAX's float0 is a structured dtype
     return leaf.dtype.kind not in "biu" or backend.active.FOREIGN[type(leaf)]

@@ -15,6 +15,7 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
+from multigrad.backend.base import to_numpy
 from multigrad.core.errors import OpError, message
 from multigrad.core.reachable import may_hold_tensors
 
@@ -40,7 +41,7 @@ def _kind(leaf: Any) -> int:
             kind = _TENSOR
         elif issubclass(cls, keras.KerasTensor):
             kind = _SYMBOLIC
-        elif backend.active.CONVERTIBLE[cls]:
+        elif is_converted_type(cls):
             kind = _CONVERTED
         elif backend.active.STAND_INS[cls]:
             kind = _STAND_IN
@@ -55,6 +56,18 @@ def _kind(leaf: Any) -> int:
         else:
             _STATIC_CLASSES.add(cls)
     return kind
+
+
+def is_converted_type(kind: type) -> bool:
+    """Return whether objects of a type are converted to tensors: arrays of any framework, and variables."""
+    return backend.active.CONVERTIBLE[kind] or backend.active.FOREIGN[kind]
+
+
+def to_tensor(value: Any) -> Any:
+    """Return a number, a variable or an array of any framework as a tensor."""
+    if backend.active.FOREIGN[type(value)] and not isinstance(value, np.ndarray):
+        value = to_numpy(value)
+    return backend.active.as_tensor(value)
 
 
 class Slot(int):
@@ -373,7 +386,7 @@ def _split(part: Any, tensors: list[Any], search_objects: bool) -> Any:
     if kind == _CONVERTED:
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in NON_NUMERIC:
             return part
-        tensors.append(backend.active.as_tensor(part))
+        tensors.append(to_tensor(part))
         return Slot(len(tensors) - 1)
     raise (Symbolic if kind == _SYMBOLIC else Refused)(part, *_REFUSALS[kind])
 
@@ -466,7 +479,7 @@ def children(template: Any) -> Mapping[Any, Any]:
 
 def outline(structure: Any) -> str:
     """Return a short text for a structure or template: `{'a': tensor, 'b': [tensor]}`."""
-    if type(structure) is Slot or _TENSORS[type(structure)] or backend.active.CONVERTIBLE[type(structure)]:
+    if type(structure) is Slot or _TENSORS[type(structure)] or is_converted_type(type(structure)):
         return "tensor"
     if not isinstance(structure, (Mapping, tuple, list)):
         return type(structure).__name__ if tree.is_nested(structure) else repr(structure)

@@ -4,6 +4,7 @@ import enum
 import itertools
 import types
 
+import keras
 import numpy as np
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was defined in Python, and can be freed
@@ -24,14 +25,27 @@ class TypeSet(dict[type, bool]):
     """
 
     def __init__(self, *bases: type) -> None:
-        super().__init__({kind: issubclass(kind, bases) for kind in (*_COMMON_TYPES, *bases)})
         self.bases = bases
+        super().__init__({kind: self._includes(kind) for kind in (*_COMMON_TYPES, *bases)})
+
+    def _includes(self, kind: type) -> bool:
+        return issubclass(kind, self.bases)
 
     def __missing__(self, kind: type) -> bool:
-        member = issubclass(kind, self.bases)
+        member = self._includes(kind)
         if member or not kind.__flags__ & _HEAP_TYPE:
             self[kind] = member
         return member
+
+
+class ForeignArrays(TypeSet):
+    """The types of arrays, by DLPack or `__array__`, that are not subclasses of some base classes."""
+
+    def _includes(self, kind: type) -> bool:
+        is_array = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
+        return is_array and not issubclass(
+            kind, (*self.bases, keras.Variable, keras.KerasTensor, np.generic)
+        )
 
 
 class HoldsNoTensor:

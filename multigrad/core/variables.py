@@ -171,6 +171,17 @@ def _no_scope() -> Iterator[None]:
             scope.original_scope = active
 
 
+class Uses(_Scope):
+    """A scope that records the variables that a function reads, and whether they are trainable."""
+
+    def __init__(self, trainable: dict[int, tuple[keras.Variable, bool]]) -> None:
+        self._trainable = trainable
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        self._trainable.setdefault(id(variable), (variable, variable.trainable))
+        return self._outer_value(variable)
+
+
 class Reads(_Scope):
     """A scope that records the variables that a function reads and assigns, with their values.
 

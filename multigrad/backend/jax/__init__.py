@@ -30,6 +30,8 @@ class JaxBackend(Backend):
     """The implementation for JAX."""
 
     TENSORS = tensors.TENSORS
+    FOREIGN = tensors.FOREIGN
+    TRACES_ONCE = True
     apply = staticmethod(apply)
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)

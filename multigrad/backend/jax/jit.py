@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from multigrad.backend.base import to_numpy
 from multigrad.backend.jax.private import is_in_jit
-from multigrad.backend.jax.tensors import NUMBERS, TENSORS, any_traced, assign, is_compiling
+from multigrad.backend.jax.tensors import FOREIGN, NUMBERS, TENSORS, any_traced, assign, is_compiling
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import set_stored_value, stored_value
 
@@ -70,6 +71,8 @@ class _CompiledFunction:
         for index, leaf in enumerate(leaves):
             if TENSORS[type(leaf)] or NUMBERS[type(leaf)]:
                 traced.append(leaf)
+            elif FOREIGN[type(leaf)]:
+                traced.append(to_numpy(leaf))
             else:
                 static.append((index, leaf if type(leaf) is _Static else _Static(leaf)))
         key = structure, tuple(static)

@@ -22,9 +22,10 @@ from multigrad.backend.jax.private import (
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import stored_value
 from multigrad.core.reachable import UNREADABLE
-from multigrad.core.type_sets import ATOMS, TypeSet
+from multigrad.core.type_sets import ATOMS, ForeignArrays, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
+FOREIGN = ForeignArrays(jax.Array, jax.core.Tracer, np.ndarray)
 TRACERS = TypeSet(jax.core.Tracer)
 TRACERS[CONCRETE_ARRAY] = False  # cached: the class of most arrays, which is defined in Python
 # Classes of JAX whose objects have attributes and hold no tensor.

@@ -31,6 +31,8 @@ class TensorFlowBackend(Backend):
 
     TENSORS = tensors.TENSORS
     CONVERTIBLE = tensors.CONVERTIBLE
+    FOREIGN = tensors.FOREIGN
+    TRACES_ONCE = True
     apply = staticmethod(apply)
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)

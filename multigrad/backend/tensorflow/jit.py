@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from multigrad.backend.base import to_numpy
 from multigrad.backend.tensorflow.tapes import may_record
+from multigrad.backend.tensorflow.tensors import FOREIGN
 
 
 def jit(
@@ -24,6 +26,9 @@ def jit(
     usual, recorded = tf.function(trace, **options), tf.function(trace, **options)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tf.nest.map_structure(
+            lambda leaf: to_numpy(leaf) if FOREIGN[type(leaf)] else leaf, (args, kwargs)
+        )
         if marks and may_record():
             return recorded(*args, **kwargs)
         result = usual(*args, **kwargs)

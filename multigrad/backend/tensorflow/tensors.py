@@ -8,10 +8,11 @@ import numpy as np
 import tensorflow as tf
 
 from multigrad.backend.base import F, Spec
-from multigrad.core.type_sets import TypeSet
+from multigrad.core.type_sets import ForeignArrays, TypeSet
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)
+FOREIGN = ForeignArrays(tf.Tensor, tf.Variable, np.ndarray)
 
 
 def library_code(function: F) -> F:

@@ -14,10 +14,10 @@ from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_
 from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.core.errors import message
 from multigrad.core.reachable import assigned_cells
-from multigrad.core.type_sets import TypeSet
+from multigrad.core.type_sets import ForeignArrays, TypeSet
 
 TENSORS = TypeSet(torch.Tensor)
-FOREIGN = TypeSet(np.ndarray)
+FOREIGN = ForeignArrays(torch.Tensor)
 STAND_INS = TypeSet(torch.fx.Proxy)
 
 
