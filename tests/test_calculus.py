@@ -9,7 +9,7 @@ from keras import ops
 from rules import LINEAR
 from support import BACKEND, array, close, compiled, compiled_with_variables, numpy
 
-from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
+from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, value_and_grad, vjp, vmap
 
 pytestmark = pytest.mark.every_case
 
@@ -384,6 +384,42 @@ def test_a_hessian_vector_product_of_the_loss_of_a_layer():
     weights = dense.trainable_variables
     product = jvp(grad(loss, variables=weights), (x,), ((None,), [along]), variables=weights)[1]
     close(product, [6.0 * 3.0 * 7.0 * 7.0 * 2.0 * ops.transpose(x)])  # 6 y 7 (7 x . along) x
+
+
+@pytest.mark.parametrize("run", [lambda f: f, compiled_with_variables], ids=["eager", "compiled"])
+def test_state_that_a_loop_changes(run):
+    """The state of a loop: random numbers and counters. JAX cannot carry it, and names the variable."""
+    w, count = keras.Variable(2.0), keras.Variable(0.0, trainable=False, name="count")
+    seed = keras.random.SeedGenerator(3)
+
+    def draw():
+        count.assign_add(1.0)
+        return keras.random.uniform((), seed=seed)
+
+    def f(x):
+        first = draw()
+        last, noises = ops.scan(lambda carry, _: (seven(carry) * w, draw()), x, length=3)
+        return last, (first, noises, draw(), count * 1.0)
+
+    step = run(value_and_grad(f, 0, has_aux=True, variables=[w]))
+    pulled = run(lambda x: vjp(f, x, has_aux=True, variables=[w])[1](1.0))
+    if BACKEND == "jax":
+        before = numpy(seed.state)
+        for program in (step, pulled, jit(f), run(lambda x: vmap(f)(ops.reshape(x, (1,))))):
+            with pytest.raises(TypeError, match=r"^count: a variable is assigned in a loop"):
+                program(array(1.0))
+        assert (numpy(seed.state) == before).all()
+        assert numpy(count) == 0.0
+        return
+    drawn = []
+    for calls in (1, 2):
+        (value, (first, noises, last, counted)), gradients = step(array(1.0))
+        close((value, counted), (array(8.0), array(5.0 * calls)))
+        close(gradients, (array(8.0 * 7.0**3), [array(4.0 + 14.0 * (2.0 + 14.0))]))
+        drawn += [float(numpy(first)), *numpy(noises).tolist(), float(numpy(last))]
+    assert len(set(drawn)) == 10
+    close(pulled(array(1.0)), ((array(8.0 * 7.0**3),), [array(4.0 + 14.0 * (2.0 + 14.0))]))
+    close(count.value, array(15.0))
 
 
 def test_assignments_persist():

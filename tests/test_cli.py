@@ -180,7 +180,6 @@ def test_explain_lists_the_sections_of_all_pages(capsys):
         ("GAN", ["second-derivatives#gradient-penalty"]),
         ("WGANs", ["second-derivatives#gradient-penalty"]),
         ("PINN", ["second-derivatives#u-xx"]),
-        ("freeze", ["general#frozen-after-compilation", "compile#compile-a-training-step"]),
         ("x64", ["faq#how-do-i-compute-in-float64", "keras#double-precision"]),
     ],
 )

@@ -342,7 +342,7 @@ class Backend(abc.ABC):
 
     @staticmethod
     def assign(variable: keras.Variable, value: Any) -> None:
-        """Assign to a variable outside of every `keras.StatelessScope`."""
+        """Assign a value that a derivative, a map or a program returned to a variable."""
         variable.assign(value)
 
     @staticmethod

@@ -150,7 +150,7 @@ class DifferentiatedCall(FlatFunction):
     def assign(self, values: Sequence[Any]) -> None:
         """Assign values to the variables that the user's function assigned to."""
         for variable, value in zip(self._assigned_variables, values, strict=True):
-            variable.assign(value)
+            backend.active.assign(variable, value)
 
     def unflatten_arguments(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the differentiated arguments with other leaves."""
@@ -170,7 +170,7 @@ class DifferentiatedCall(FlatFunction):
 class _DifferentiatedVariables(Pinned):
     """The scope in which the user's function reads the primals instead of the values of its variables."""
 
-    stored_values_fit = True
+    stored_values_fit = is_lasting = True
 
     def __init__(self, name: str, variables: Sequence[keras.Variable], tensors: Sequence[Any]) -> None:
         super().__init__(variables, tensors, name=name)

@@ -168,7 +168,7 @@ class _MappedFunction:
             for axis in self._axes
         ]
         for variable, value in zip(self._variables, next_shared, strict=True):
-            variable.assign(value)
+            backend.active.assign(variable, value)
         return self._layout.join(tensors)
 
     def _move_axis(self, tensor: Any, axis: int) -> Any:

@@ -125,7 +125,8 @@ class _Scope(keras.StatelessScope):
     def _outer_value(self, variable: keras.Variable) -> Any:
         """Return the value of a variable around this scope. None means that Keras reads its stored value."""
         if self.original_scope is not None:
-            return self.original_scope.get_current_value(variable)
+            value = self.original_scope.get_current_value(variable)
+            return None if value is stored_value(variable) else value
         if stored_value(variable) is None:
             # It was created in this scope. Keras initializes it when an outermost scope ends.
             with _no_scope(), keras.StatelessScope():
@@ -179,7 +180,8 @@ class Uses(_Scope):
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         self._trainable.setdefault(id(variable), (variable, variable.trainable))
-        return self._outer_value(variable)
+        value = self._outer_value(variable)
+        return stored_value(variable) if value is None else value  # Keras passes it to a regularizer
 
 
 class Reads(_Scope):
@@ -339,6 +341,8 @@ class Pinned(_Scope):
 
     stored_values_fit = False
     """Whether a trainable variable may also be read from where the framework stores it, with its gradient."""
+    is_lasting = False
+    """Whether the values that are assigned in the scope outlast it."""
 
     def __init__(
         self,

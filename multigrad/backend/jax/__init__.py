@@ -52,6 +52,7 @@ class JaxBackend(Backend):
     jit = staticmethod(jit)
     is_constant = staticmethod(is_constant)
     assign = staticmethod(tensors.assign)
+    extend_pinned = staticmethod(tensors.extend_pinned)
     wide = staticmethod(tensors.wide)
     without_compilation = staticmethod(gradients.without_compilation)
 

@@ -16,7 +16,16 @@ import keras
 
 from multigrad.backend.base import to_numpy
 from multigrad.backend.jax.private import is_in_jit
-from multigrad.backend.jax.tensors import FOREIGN, NUMBERS, TENSORS, any_traced, assign, is_compiling
+from multigrad.backend.jax.tensors import (
+    FOREIGN,
+    NUMBERS,
+    TENSORS,
+    any_traced,
+    assign,
+    is_compiling,
+    require_not_ended,
+    scope_here,
+)
 from multigrad.core.errors import describe, message
 from multigrad.core.keras_internals import set_stored_value, stored_value
 
@@ -202,7 +211,7 @@ class _Program:
         self._donating = jax.jit(stateless, donate_argnums=0, **options)
 
     def __call__(self, arrays: Sequence[Any], donate: bool) -> Any:
-        around = _scope_here()
+        around = scope_here()
         old = [_current(variable, around) for variable in self._assigned]
         old = [_strong(value) if value.weak_type else value for value in old]
         constant = [_current(variable, around) for variable in self._read]
@@ -216,10 +225,7 @@ class _Program:
                 set_stored_value(variable, value)
             return output
         for variable, value in zip(self._assigned, new, strict=True):
-            if around is None:
-                assign(variable, value)
-            else:
-                variable.assign(value)
+            assign(variable, value)
         return output
 
     def _run(self, old: Sequence[Any], constant: Sequence[Any], arrays: Sequence[Any]) -> Any:
@@ -229,7 +235,10 @@ class _Program:
             output = self._flat(arrays)
         if scope.others or not {*map(id, self._assigned)}.issuperset(scope.assigned):
             raise _OtherVariables(scope.others.values(), scope.assigned.values())
-        return output, [scope.current[id(variable)] for variable in self._assigned]
+        new = [scope.current[id(variable)] for variable in self._assigned]
+        for variable, value in zip(self._assigned, new, strict=True):
+            require_not_ended(variable, value)
+        return output, new
 
     def with_variables(
         self, read: Iterable[keras.Variable], assigned: Iterable[keras.Variable]
@@ -237,7 +246,7 @@ class _Program:
         """Return the program of the same function that has these variables, too."""
         outputs = {id(v): v for v in (*self._assigned, *assigned)}
         inputs = {id(v): v for v in (*self._read, *read) if id(v) not in outputs}
-        if _scope_here() is None:
+        if scope_here() is None:
             self._initialize([*outputs.values(), *inputs.values()])
         return _Program(self._name, self._flat, self._options, [*outputs.values()], [*inputs.values()])
 
@@ -276,6 +285,8 @@ class _VariableScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> Any:
         key = id(variable)
         if key in self.current:
+            if key in self.assigned:
+                require_not_ended(variable, self.current[key])
             return self.current[key]
         self.others[key] = variable
         return _current(variable, self.original_scope)
@@ -283,11 +294,6 @@ class _VariableScope(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
         self.assigned[id(variable)], self.current[id(variable)] = variable, value
-
-
-def _scope_here() -> keras.StatelessScope | None:
-    with keras.StatelessScope(initialize_variables=False) as scope:
-        return scope.original_scope
 
 
 def _current(variable: keras.Variable, scope: keras.StatelessScope | None) -> Any:

@@ -138,6 +138,19 @@ def is_in_jit() -> bool:
     return True
 
 
+def has_ended(tracer: Any) -> bool:
+    """Return whether the trace of a tracer has ended, such as that of a loop.
+
+    JAX raises an error only when such a tracer is used.
+    """
+    trace = current_trace()
+    while trace is not tracer._trace:
+        if not hasattr(trace, "parent_trace"):
+            return True
+        trace = trace.parent_trace
+    return False
+
+
 # The table of the linearizations of primitives, and the rule that JAX uses for a primitive without an entry
 # (0.10 to 0.12). Without the table, JAX derives linearizations from the jvp, in ten times the time.
 _primitive_linearizations = look_up("jax._src.interpreters.ad.primitive_linearizations", lambda: None)

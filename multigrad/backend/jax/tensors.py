@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from multigrad.backend.base import Spec
+from multigrad.backend.base import S, Spec
 from multigrad.backend.jax.private import (
     CONCRETE_ARRAY,
     VJP,
     WithoutTangent,
     enable_x64,
+    has_ended,
     pcast,
     trace_state,
     varying_axes,
@@ -62,10 +63,47 @@ FLOATING = _Subtypes(jnp.inexact)
 COMPLEX = _Subtypes(jnp.complexfloating)
 
 
+def require_not_ended(variable: keras.Variable, value: Any) -> None:
+    """Raise if the loop or the like that computed the value of a variable has ended."""
+    if isinstance(value, jax.core.Tracer) and has_ended(value):
+        raise TypeError(
+            message(
+                variable.path,
+                "a variable is assigned in a loop, whose traced value cannot leave it",
+                required="variables, such as the state of a keras.random.SeedGenerator, that are assigned "
+                "outside of jax.lax.scan, jax.vmap, jax.checkpoint and similar functions",
+                got=f"a traced {describe(value)}",
+                fix="draw the random numbers before the loop, carry the value through the loop, or pass "
+                "unroll=True to the RNN",
+                see="jax#assign-outside-stateless",
+            )
+        )
+
+
+def extend_pinned(pinned: S) -> S:
+    """Return the subclass of `Pinned` that does not return a value from a loop that has ended."""
+
+    def get_current_value(self: Any, variable: keras.Variable) -> Any:
+        value = pinned.get_current_value(self, variable)
+        if id(variable) in self.assigned:
+            require_not_ended(variable, value)
+        return value
+
+    extended: Any = type(pinned.__name__, (pinned,), {"get_current_value": get_current_value})
+    return extended
+
+
+def scope_here() -> keras.StatelessScope | None:
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        return scope.original_scope
+
+
 def assign(variable: keras.Variable, value: Any) -> None:
     if isinstance(value, WithoutTangent):
         value = value.primal
-    if isinstance(value, jax.core.Tracer) and not isinstance(stored_value(variable), jax.core.Tracer):
+    require_not_ended(variable, value)
+    leaks = isinstance(value, jax.core.Tracer) and not isinstance(stored_value(variable), jax.core.Tracer)
+    if leaks and scope_here() is None:
         raise TypeError(
             message(
                 variable.path,

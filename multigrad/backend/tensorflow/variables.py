@@ -129,18 +129,35 @@ class _PinnedInGraph(_Pinned):
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         if is_within(self._graph):
+            if self.is_lasting and graph_here() is not self._graph:
+                self._store_state(variable)
             return super().get_current_value(variable)
         value = self._outer_value(variable)
         self._require_stored(variable, value)
         return value
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        if is_within(self._graph):
+        variable = update[0]
+        is_inside = is_within(self._graph)
+        if is_inside and (graph_here() is self._graph or not self.is_lasting):
             super().add_update(update)
-        elif id(update[0]) in self.current:
-            raise self._other_value_error(update[0], "assigned")
-        else:
-            self._pass_on(update)
+            return
+        if is_inside:
+            self._store_state(variable)
+        if id(variable) in self.current:
+            raise self._other_value_error(variable, "assigned")
+        self._pass_on(update)
+
+    def _store_state(self, variable: keras.Variable) -> None:
+        """Assign the value of a variable that is not differentiated before a loop or branch uses it.
+
+        The loop reads and assigns the variable of TensorFlow in each step. A value in this scope would be the
+        same in each step.
+        """
+        if id(variable) in self.assigned and not variable.trainable:
+            with tf.init_scope() if self._graph is None else self._graph.as_default():
+                self._pass_on(self.assigned.pop(id(variable)))
+            del self.current[id(variable)]
 
     def _require_stored(self, variable: keras.Variable, outer_value: Any) -> None:
         """Raise if the variable may have another value in this scope than TensorFlow stores."""
