@@ -39,7 +39,16 @@ variable = keras.Variable(2.0, name="variable")
 complex_x = np.ones(2, "complex64")
 PAIR = np.ones((2, 3), "float32")
 
+
+class Foreign:
+    """An array of another framework."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("Can't call numpy()")
+
+
 DERIVATIVES = [
+    Row("pass a NumPy array", lambda: grad(total)(Foreign()), lambda: grad(total)(X), THREE),
     Row("pass the function itself", lambda: grad(total(X)), lambda: grad(total)(X), THREE),
     Row("call jvp(f, (x,), (tangent,))", lambda: jvp(tripled, 2.0, 1.0), lambda: jvp(tripled, (2.0,), (1.0,)),
         (4.0, 3.0)),

@@ -84,7 +84,22 @@ def host(dtype):
     return grad(op)(1.0)
 
 
+def drawn(inside):
+    seed = keras.random.SeedGenerator(1)
+
+    def f(x):
+        noise = None if inside else keras.random.uniform((2,), seed=seed) * 0.0
+
+        def step(carry, noise):
+            return total(carry) + (keras.random.uniform((), seed=seed) if inside else noise), None
+
+        return jax.lax.scan(step, x, noise, 2)[0]
+
+    return grad(f)(1.0)
+
+
 ROWS = [
+    Row("draw the random numbers before the loop", lambda: drawn(True), lambda: drawn(False), 9.0),
     Row("use static_argnames for static arguments", lambda: jit(scaled, static_argnums=1),
         lambda: jit(grad(scaled), static_argnames="n")(array(X), n=(2.0,)), 6.0 * X),
     Row("pass a tuple for a list", lambda: jit(scaled, static_argnames="n")(array(X), [2.0]),
