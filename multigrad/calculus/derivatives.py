@@ -244,7 +244,7 @@ def jvp(
             )
     FORWARD_MODE.append(None)
     try:
-        inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux, variables)  # a program may run its rules
+        inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux, variables)  # a program may run rules
         container = tuple if primals or variables is None else list
         directions = inputs.flatten_matching(name, "the tangents", container(tangents))
         # The pullback is linear, so its transpose is the same at any upstream gradient.
