@@ -12,7 +12,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.calculus.flat_function import DifferentiatedCall, DifferentiatedFunction
-from multigrad.calculus.flat_structure import FlatStructure
+from multigrad.calculus.flat_structure import FlatStructure, flatten
 from multigrad.calculus.validation import require_real, require_scalar
 from multigrad.core.errors import describe, message
 from multigrad.core.process_wide import FORWARD_MODE
@@ -270,16 +270,15 @@ def _flat_vjp(
 
     def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
         output, auxiliary = flat_f(*tensors)
-        structure = FlatStructure(output)  # a separate line: AutoGraph (TensorFlow 2.21) cannot read `:=`
+        structure = flatten(output)  # a separate line: AutoGraph (TensorFlow 2.21) cannot read `:=`
         outputs[:] = [structure]
         return structure.differentiable, (structure.others, auxiliary)
 
     result, pullback = backend.active.vjp(flat, flat_f.primals, function.variables or ())
     differentiable, (others, (aux, assigned)) = result
     flat_f.assign(assigned)
-    output = outputs[0]
-    output.differentiable, output.others = differentiable, others
-    inputs = FlatStructure(flat_f.unflatten(flat_f.primals))
+    output = outputs[0]._replace(differentiable=differentiable, others=others)
+    inputs = flatten(flat_f.unflatten(flat_f.primals))
     return (inputs, output, pullback, aux) if has_aux else (inputs, output, pullback)
 
 
@@ -324,7 +323,7 @@ def jacobian(
 
         def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
             output, auxiliary = flat_f(*tensors)
-            structure = FlatStructure(output)
+            structure = flatten(output)
             outputs[:] = [structure]
             require_real(function.name, structure.differentiable)
             return structure.differentiable, auxiliary

@@ -1,29 +1,29 @@
 """A nested structure as flat tensors: the arguments and the output of a function that is differentiated."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops, tree
 
 from multigrad import backend
 from multigrad.calculus.validation import holds_numbers, is_complex
 from multigrad.core.errors import describe, message, shape_text
-from multigrad.core.structure import Slot, children, leaves_of, outline, split, to_tensor
+from multigrad.core.structure import Layout, Slot, children, leaves_of, outline, split, to_tensor
 
 
-class FlatStructure:
+class FlatStructure(NamedTuple):
     """A nested structure whose tensors are sorted by whether they can have a gradient.
 
-    `differentiable` holds the floating and complex tensors, and `others` all other tensors. Static leaves are
-    part of the structure.
+    It is a tuple, so that a rule that closes over a pullback closes over its tensors directly. Static leaves
+    are part of the layout.
     """
 
-    def __init__(self, structure: Any) -> None:
-        tensors, self.layout = split(structure)
-        self.is_differentiable = [backend.active.is_differentiable(tensor) for tensor in tensors]
-        pairs = list(zip(tensors, self.is_differentiable, strict=True))
-        self.differentiable: Sequence[Any] = [tensor for tensor, is_one in pairs if is_one]
-        self.others: Sequence[Any] = [tensor for tensor, is_one in pairs if not is_one]
+    layout: Layout
+    is_differentiable: Sequence[bool]
+    differentiable: Sequence[Any]
+    """The floating and complex tensors."""
+    others: Sequence[Any]
+    """All other tensors."""
 
     @property
     def tensors(self) -> list[Any]:
@@ -68,6 +68,14 @@ class FlatStructure:
             _convert_like(name, argument, tensor, leaves[index])
             for index, tensor in enumerate(self.differentiable)
         ]
+
+
+def flatten(structure: Any) -> FlatStructure:
+    tensors, layout = split(structure)
+    is_differentiable = [backend.active.is_differentiable(tensor) for tensor in tensors]
+    pairs = list(zip(tensors, is_differentiable, strict=True))
+    differentiable = [tensor for tensor, is_one in pairs if is_one]
+    return FlatStructure(layout, is_differentiable, differentiable, [t for t, is_one in pairs if not is_one])
 
 
 def _match_slots(template: Any, structure: Any) -> Iterator[tuple[int, Any]]:

@@ -43,9 +43,7 @@ class ForeignArrays(TypeSet):
 
     def _includes(self, kind: type) -> bool:
         is_array = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
-        return is_array and not issubclass(
-            kind, (*self.bases, keras.Variable, keras.KerasTensor, np.generic)
-        )
+        return is_array and not issubclass(kind, (*self.bases, keras.Variable, keras.KerasTensor, np.generic))
 
 
 class HoldsNoTensor:

@@ -10,7 +10,7 @@ from keras import ops, tree
 
 from multigrad import backend
 from multigrad.calculus.flat_function import FlatFunction
-from multigrad.calculus.flat_structure import FlatStructure
+from multigrad.calculus.flat_structure import FlatStructure, flatten
 from multigrad.core.errors import describe, distinct_names, message
 from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.signature import name_of, signature_of
@@ -115,7 +115,7 @@ class CheckedFunction(FlatFunction):
         return list(outputs)
 
     def _differentiable_outputs(self, *args: Any) -> Sequence[Any]:
-        return FlatStructure(self._fn(*args)).differentiable
+        return flatten(self._fn(*args)).differentiable
 
     def compile(self) -> Callable[..., list[Any]]:
         """Return the same function, compiled by the framework."""
@@ -149,7 +149,7 @@ class CheckedFunction(FlatFunction):
 
     def _flatten(self, structure: Any, named: Sequence[tuple[str, Any]]) -> FlatStructure:
         try:
-            return FlatStructure(structure)
+            return flatten(structure)
         except Refused as refused:
             raise refused.error(self.name, named) from None
 

@@ -29,6 +29,7 @@ from multigrad.backend.torch.state import (
     active_vmaps,
     current_autocast,
     is_empty,
+    is_of_ended_transform,
     outermost_derivative,
     restore_autocast,
     unwrap_ended,
@@ -50,7 +51,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     is_mapped_inside = VMAP in keys[-1:] and set(keys) != {VMAP}
     if not has_one or is_mapped_inside or forward_level() >= 0 or any(map(_is_mapped, before)):
         before = [part for part in before if not _is_mapped(part)]
-        if state.rule.holds_more_than(before):
+        if state.rule.holds_more_than(before) or any(map(is_of_ended_transform, others)):
             raise TypeError(held(call.name))
     is_computed = any([is_differentiable(other) and not _is_in(other, used) for other in others])
     # A first derivative in forward mode needs no tangents of intermediate results. Those that the function
@@ -62,6 +63,8 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         ):  # they also depend on tensors that the function closes over
             run = call.rerun(run.inputs, run.pullback)  # on inputs with history
             others = run.others()
+            if any(map(is_of_ended_transform, others)):
+                raise TypeError(held(call.name))
         else:
             others = _Intermediates.apply(state, *run.inputs, *others)
     return run.pullback.output.join(_FunctorchNode.apply(state, *run.inputs, *outputs, *others, *refused))

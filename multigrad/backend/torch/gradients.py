@@ -133,7 +133,8 @@ def _vjp_by_backward_pass(
     weights = [tensor for tensor in tensors[len(tensors) - len(variables) :] if tensor.requires_grad]
     depends = any([_depends_on_others(output, [*inputs, *weights]) for output in recorded])
     keep_graph = torch.is_grad_enabled() and (depth > 0 or depends)
-    outputs = recorded if keep_graph else [output.detach() for output in recorded]
+    # A new list in both cases, so that a rule that closes over the pullback has the same residuals again.
+    outputs = [output if keep_graph else output.detach() for output in recorded]
 
     def pull(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         pairs = [(output, u) for output, u in zip(recorded, upstream, strict=True) if output.requires_grad]

@@ -73,6 +73,15 @@ def is_unreadable(tensor: torch.Tensor) -> bool:
     return is_empty(tensor) or is_of_old_vmap(tensor)
 
 
+def is_of_ended_transform(tensor: torch.Tensor) -> bool:
+    """Return whether a transform that has ended wraps a tensor, as in a pullback of `torch.func.vjp`."""
+    while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
+        if level_of(tensor) < 0:
+            return True
+        tensor = inner
+    return False
+
+
 @contextlib.contextmanager
 def no_transforms() -> Iterator[None]:
     """Disable all transforms and modes, to compute with the tensors in wrappers."""
