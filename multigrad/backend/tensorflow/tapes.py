@@ -109,7 +109,10 @@ def _held_tensors(rule: Rule) -> list[Any]:
 
 def require_no_history(name: str, rule: Rule) -> None:
     """Raise if a derivative of the gradient may need a tensor that the rule reaches through an object."""
-    if rule.is_opaque and may_record() and possible_gradient_types(_held_tensors(rule)):
+    if not (rule.is_opaque and may_record()):
+        return
+    tensors = _held_tensors(rule)
+    if possible_gradient_types(tensors) or len(tensors) < len(rule.held()):  # an iterator may hold a tensor
         raise TypeError(held(name))
 
 
