@@ -51,7 +51,7 @@ def linear(count: int = 100_000) -> Problem:
 
     ways = {
         f"multigrad, {solver}": lambda scale, solver=solver: linear_solve(product, b, scale, solver=solver)
-        for solver in ("cg", "gmres", "bicgstab")
+        for solver in ("cg", "gmres")
     }
     if HAS_PEERS:
         lineax = importlib.import_module("lineax")
@@ -79,7 +79,7 @@ def diffusion(count: int = 100_000) -> Problem:
         f"multigrad, {solver}": lambda scale, solver=solver: implicit_root(
             residual, ops.zeros(count), scale, linear_solver=solver
         )
-        for solver in ("cg", "gmres", "bicgstab")
+        for solver in ("cg", "gmres")
     }
     if HAS_PEERS:
         lineax, optimistix = map(importlib.import_module, ("lineax", "optimistix"))

@@ -331,6 +331,11 @@ class Backend(abc.ABC):
         return tuple(keras.ops.while_loop(condition, body, tuple(carry), maximum_iterations=limit))
 
     @staticmethod
+    def solve(matrices: Any, right: Any) -> Any:
+        """Return the solutions of linear equations, without gradients: NaN or Inf for a singular matrix."""
+        return keras.ops.solve(matrices, right)
+
+    @staticmethod
     def as_tensor(value: Any) -> Any:
         """Return a dense tensor with the value of an array, a number or a variable."""
         return keras.ops.convert_to_tensor(value)

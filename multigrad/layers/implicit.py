@@ -35,7 +35,8 @@ class FixedPoint(keras.layers.Layer):
         cell: a layer or model that is called with a list of `z` and the inputs, and returns the next `z`. It
             must be a contraction, and deterministic: without dropout or batch statistics.
         shape: the shape of `z`, without the batch dimension. The default is the shape of the inputs.
-        tolerance: the largest change of `z` in the last call, as in `multigrad.ops.fixed_point`.
+        tolerance: the largest change of an example of `z` in its last call, as in
+            `multigrad.ops.fixed_point` with `batched=True`.
         max_iterations: the largest number of calls of the cell, and of iterations in the backward pass.
 
     Input and output:
@@ -105,6 +106,7 @@ class FixedPoint(keras.layers.Layer):
             inputs * 1,  # drops the mask, which the cell would get on some backends, although `z` has none
             tolerance=self.tolerance,
             max_iterations=self.max_iterations,
+            batched=True,
         )
         return ops.cast(z, self.compute_dtype)
 

@@ -11,12 +11,15 @@ This is an equation of the same kind. It is linear in `w`, and its parameters ar
 same op solves it, and its solution can be differentiated again, to any order.
 
 `implicit_equations` defines the equations and the op, `implicit_solvers` the solvers, and `linear_solvers`
-those of linear equations without a dense matrix.
+those of linear equations.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from keras import ops
+
+from multigrad import backend
 from multigrad.backend.base import Options
 from multigrad.calculus.derivatives import grad
 from multigrad.core.errors import require_function
@@ -27,13 +30,21 @@ from multigrad.ops.implicit_equations import solution
 from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, check_options
 
 
-def _save_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function, which calls an op but is not an op itself, for saved models."""
-    return lambda f: registry.register(name, f, Options(higher_order=True), lambda: f)
+def _solver_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls an op, but is not an op itself, as a node of models that can be saved."""
+    name = f"multigrad>{function.__name__}"
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except Symbolic:
+            return node.apply(op, name, args, options)
+
+    op = with_python_numbers("tolerance", "max_iterations")(backend.active.update_wrapper(call, function))
+    return registry.register(name, function, Options(higher_order=True), lambda: op)
 
 
-@with_python_numbers("tolerance", "max_iterations")
-@_save_as("multigrad>fixed_point")
+@_solver_op
 def fixed_point(
     f: Callable[..., Any],
     z0: Any,
@@ -41,6 +52,7 @@ def fixed_point(
     tolerance: float | None = None,
     max_iterations: int = 1000,
     on_failure: str = "raise",
+    batched: bool = False,
 ) -> Any:
     """Return the fixed point `z = f(z, *args)`, differentiated by the implicit function theorem.
 
@@ -70,13 +82,16 @@ def fixed_point(
             example in a layer, and the tensors that it closes over, have gradients, too.
         tolerance: the largest change of `z` in the last iteration, for each of its tensors: the largest
             absolute element of the change, relative to the largest absolute element of `z`, or to the largest
-            one in any iteration if that is less than 1. So the elements of a batch share the tolerance of the
-            largest one. The same holds for `w`. The default is `eps ** 0.75` of the dtype, 6e-6 in float32.
-            If each step is shorter than the previous one by a factor of `r`, the error is at most
-            `1 / (1 - r)` times the last step.
+            one in any iteration if that is less than 1. Without `batched`, the elements of a batch share the
+            tolerance of the largest one. The same holds for `w`. The default is `eps ** 0.75` of the dtype,
+            6e-6 in float32. If each step is shorter than the previous one by a factor of `r`, the error is at
+            most `1 / (1 - r)` times the last step.
         max_iterations: the largest number of calls of `f`, and of iterations for `w`.
         on_failure: "raise", or "nan" for a result of NaN if `z` has not converged, and for gradients of NaN
             if `w` has not.
+        batched: whether the first axis of `z0` is a batch, in which the result of `f` for an example depends
+            on the `z` of that example alone. Each example is then an equation of its own: it has its own
+            tolerance, and stops when it has converged. With "nan", only examples that fail are NaN.
 
     Returns:
         The fixed point, with the structure, shapes and dtypes of `z0`. For an upstream gradient `v`, the
@@ -103,15 +118,10 @@ def fixed_point(
     name = "fixed_point"
     require_function(name, "f", f)
     check_options(name, tolerance, max_iterations, on_failure)
-    try:
-        return solution(FixedPointIteration(name, tolerance, max_iterations, on_failure), f, z0, args)
-    except Symbolic:
-        options = {"tolerance": tolerance, "max_iterations": max_iterations, "on_failure": on_failure}
-        return node.apply(fixed_point, f"multigrad>{name}", (f, z0, *args), options)
+    return solution(FixedPointIteration(name, tolerance, max_iterations, on_failure, batched), f, z0, args)
 
 
-@with_python_numbers("tolerance", "max_iterations")
-@_save_as("multigrad>implicit_root")
+@_solver_op
 def implicit_root(
     f: Callable[..., Any],
     z0: Any,
@@ -121,6 +131,7 @@ def implicit_root(
     tolerance: float | None = None,
     max_iterations: int = 50,
     on_failure: str = "raise",
+    batched: bool = False,
 ) -> Any:
     """Return a root `z` of `f(z, *args) = 0`, differentiated by the implicit function theorem.
 
@@ -138,7 +149,8 @@ def implicit_root(
     The gradient is the gradient of the root, and not of the iterations, which are not kept in memory. The
     backward pass solves the adjoint equation `J^T w = -v`, for the upstream gradient `v` and the Jacobian `J`
     of `f` with respect to `z`. For at most 1,000 unknowns, `J` is computed as a dense matrix. Otherwise it is
-    used in products alone, so that the memory grows linearly with the number of unknowns.
+    used in products alone, so that the memory grows linearly with the number of unknowns. With `batched`,
+    each example has a small matrix.
 
     Arguments:
         f: a function of `z` and the `args` that returns the residuals, with the structure, shapes and dtypes
@@ -149,20 +161,21 @@ def implicit_root(
             closes over, have gradients, too.
         solver: a function of `f`, `z0` and the `args` that returns the root, as tensors, or as numbers and
             arrays, which are cast to the dtype of `z0`. It can be any code that runs where `implicit_root` is
-            called. It is not differentiated. The default is Newton's method.
+            called. In `fit`, `jit` and `vmap`, it calls SciPy by `host_call`. It is not differentiated. The
+            default is Newton's method.
         linear_solver: the method for the steps of Newton's method and for the adjoint equation: "dense" for a
-            dense matrix, "gmres" for any matrix, "bicgstab" for any matrix with less memory, and "cg" for a
-            symmetric and definite one. The default is "dense" for at most 1,000 unknowns, and "gmres"
-            otherwise. The last three compute products with `J` by `multigrad.jvp` and `vjp`, at most 1,000
-            for a solution. They need real numbers.
+            dense matrix, "gmres" for any matrix, and "cg" for a symmetric and definite one. The default is
+            "dense" for at most 1,000 unknowns, and "gmres" for more, or if a graph of TensorFlow does not
+            know their number. The last two compute products with `J` by `multigrad.jvp` and `vjp`, at most
+            1,000 for a solution. All need real numbers.
         tolerance: for Newton's method, the largest last step, as for `fixed_point`. For a `solver`, the
             largest value of `f` at the root, relative to its value at `z0` or to 1, whichever is larger. The
             default is `eps ** 0.75` of the dtype, 6e-6 in float32, and `eps ** 0.5` for a `solver`, 3e-4 in
-            float32. For "gmres", "bicgstab" and "cg", also the largest norm of the residual of a linear
-            equation, relative to its right side.
+            float32. For the adjoint equation, as for `linear_solve`.
         max_iterations: the largest number of steps of Newton's method.
         on_failure: "raise", or "nan" for a result of NaN if no root is found, and for gradients of NaN if the
             adjoint equation is not solved.
+        batched: as for `fixed_point`. The linear equations are solved for each example, too.
 
     Returns:
         The root, with the structure, shapes and dtypes of `z0`. For an upstream gradient `v`, the gradient
@@ -170,11 +183,10 @@ def implicit_root(
         zero. Higher derivatives and tensors that `f` closes over are handled as by `fixed_point`.
 
     Raises:
-        RuntimeError: if no root is found within the tolerance, or if `J` is singular. PyTorch and TensorFlow
-            raise their own errors for a singular `J`. Code in `jit` or `vmap` cannot raise an error:
-            there, the result and its gradient are NaN.
+        RuntimeError: if no root is found within the tolerance, if `J` is singular, or if the `solver` fails
+            in a compiled function or `vmap`, where it gets tensors without values. Code in `jit` or `vmap`
+            cannot raise the others: there, the result and its gradient are NaN.
         TypeError, ValueError: as for `fixed_point`, and for complex numbers.
-        ValueError: on TensorFlow, if a size of `z0` is unknown until the graph runs.
         NotImplementedError: on the NumPy and OpenVINO backends, without a `solver`.
 
     References:
@@ -186,22 +198,11 @@ def implicit_root(
     if solver is not None:
         require_function(name, "solver", solver)
     check_options(name, tolerance, max_iterations, on_failure, linear_solver)
-    newton = Newton(name, tolerance, max_iterations, linear_solver, on_failure)
-    try:
-        return solution(newton, f, z0, args, solver)
-    except Symbolic:
-        options = {
-            "solver": solver,
-            "linear_solver": linear_solver,
-            "tolerance": tolerance,
-            "max_iterations": max_iterations,
-            "on_failure": on_failure,
-        }
-        return node.apply(implicit_root, f"multigrad>{name}", (f, z0, *args), options)
+    newton = Newton(name, tolerance, max_iterations, on_failure, batched, linear_solver)
+    return solution(newton, f, z0, args, solver)
 
 
-@with_python_numbers("tolerance", "max_iterations")
-@_save_as("multigrad>linear_solve")
+@_solver_op
 def linear_solve(
     matvec: Callable[..., Any],
     b: Any,
@@ -210,6 +211,7 @@ def linear_solve(
     tolerance: float | None = None,
     max_iterations: int = 1000,
     on_failure: str = "raise",
+    batched: bool = False,
 ) -> Any:
     """Solve `matvec(x, *args) = b` for `x`, for a linear map that is given as a function.
 
@@ -235,47 +237,38 @@ def linear_solve(
         args: tensors or nested structures of tensors, with respect to which the solution is differentiated,
             and any other objects that `matvec` takes. The trainable variables that it reads, and the tensors
             that it closes over, have gradients, too.
-        solver: "dense" for a dense matrix, "gmres" for any matrix, "bicgstab" for any matrix with less
-            memory, and "cg" for a symmetric and definite one. The default is "dense" for at most 1,000
-            unknowns, and "gmres" otherwise, which keeps 60 vectors of the size of `b`.
+        solver: "dense" for a dense matrix, "gmres" for any matrix, and "cg" for a symmetric and definite one.
+            The default is as for `implicit_root`. "gmres" keeps 60 vectors of the size of `b`.
         tolerance: the largest norm of the residual `matvec(x) - b`, relative to the norm of `b`. The default
-            is `eps ** 0.75` of the dtype, 6e-6 in float32. For "dense", as for `implicit_root`.
+            is `eps ** 0.75` of the dtype, 6e-6 in float32. For "dense", the largest norm of a correction of
+            `x`, relative to the norm of `x`, and by default `eps ** 0.5`, 3e-4 in float32.
         max_iterations: the largest number of products with the matrix.
         on_failure: "raise", or "nan" for a result of NaN if the tolerance is not reached.
+        batched: as for `fixed_point`: a matrix for each example.
 
     Returns:
         `x`, with the structure, shapes and dtypes of `b`.
 
     Raises:
-        RuntimeError: if the tolerance is not reached after `max_iterations`. Compiled code cannot raise an
-            error: there, the result and its gradient are NaN.
+        RuntimeError: if the tolerance is not reached after `max_iterations`, or not approached any more, if
+            the matrix is singular, or if `matvec` is not linear. Compiled code cannot raise an error: there,
+            the result and its gradient are NaN.
         TypeError, ValueError: as for `implicit_root`.
         NotImplementedError: on the NumPy and OpenVINO backends, with `solver="dense"`.
 
     References:
         [Saad and Schultz 1986, GMRES](https://doi.org/10.1137/0907058), in the form of
         [Jiranek and Rozloznik 2010](https://doi.org/10.1007/s11075-009-9300-z);
-        [van der Vorst 1992, Bi-CGSTAB](https://doi.org/10.1137/0913035);
         [Hestenes and Stiefel 1952](https://doi.org/10.6028/jres.049.044).
     """
     name = "linear_solve"
     require_function(name, "matvec", matvec)
     check_options(name, tolerance, max_iterations, on_failure, solver, "solver")
-    linear = Linear(name, solver, tolerance, max_iterations, on_failure, "x")
-    try:
-        return solution(linear, matvec, b, (b, *args), is_linear=True)
-    except Symbolic:
-        options = {
-            "solver": solver,
-            "tolerance": tolerance,
-            "max_iterations": max_iterations,
-            "on_failure": on_failure,
-        }
-        return node.apply(linear_solve, f"multigrad>{name}", (matvec, b, *args), options)
+    linear = Linear(name, tolerance, max_iterations, on_failure, batched, solver, "x")
+    return solution(linear, matvec, b, (b, *args), is_linear=True)
 
 
-@with_python_numbers("tolerance", "max_iterations")
-@_save_as("multigrad>implicit_argmin")
+@_solver_op
 def implicit_argmin(
     f: Callable[..., Any],
     x0: Any,
@@ -285,6 +278,7 @@ def implicit_argmin(
     tolerance: float | None = None,
     max_iterations: int = 50,
     on_failure: str = "raise",
+    batched: bool = False,
 ) -> Any:
     """Return the `x` at which a function is smallest, differentiated through its optimality condition.
 
@@ -312,6 +306,7 @@ def implicit_argmin(
             For another function, it may find a maximum or a saddle point.
         linear_solver, tolerance, max_iterations, on_failure: as for `implicit_root`. The Hessian at a minimum
             is symmetric, so "cg" can be used.
+        batched: as for `fixed_point`. `f` returns a vector, with a value for each example.
 
     Returns:
         The minimizing `x`, with the structure, shapes and dtypes of `x0`. Its gradient with respect to `x0`
@@ -328,20 +323,11 @@ def implicit_argmin(
     if solver is not None:
         require_function(name, "solver", solver)
     check_options(name, tolerance, max_iterations, on_failure, linear_solver)
-    newton = Newton(name, tolerance, max_iterations, linear_solver, on_failure)
+    newton = Newton(name, tolerance, max_iterations, on_failure, batched, linear_solver, "x")
     minimizer = None if solver is None else lambda _, *start_and_args: solver(f, *start_and_args)
+    total = (lambda *x_and_args: ops.sum(f(*x_and_args))) if batched else f
 
     def slope(x: Any, *parameters: Any) -> Any:  # not `grad(f)`, an object that hides what `f` closes over
-        return grad(f)(x, *parameters)
+        return grad(total)(x, *parameters)
 
-    try:
-        return solution(newton, slope, x0, args, minimizer)
-    except Symbolic:
-        options = {
-            "solver": solver,
-            "linear_solver": linear_solver,
-            "tolerance": tolerance,
-            "max_iterations": max_iterations,
-            "on_failure": on_failure,
-        }
-        return node.apply(implicit_argmin, f"multigrad>{name}", (f, x0, *args), options)
+    return solution(newton, slope, x0, args, minimizer)

@@ -1,5 +1,7 @@
 """Equations of flat tensors, and the op that ties a solution to the parameters of its equation."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,14 +12,17 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.calculus.derivatives import vjp
 from multigrad.core.closure import lift, restore
-from multigrad.core.errors import describe, message
+from multigrad.core.errors import describe, message, unusable
 from multigrad.core.op import op_custom_gradient
 from multigrad.core.structure import Layout, split
 from multigrad.core.type_sets import HoldsNoTensor
 from multigrad.core.variables import Pinned, Reads
+from multigrad.ops.arguments import shapes_may_match
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.implicit_solvers import Newton, Solver, UserSolver, argument_names
+from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, argument_names
 from multigrad.ops.linear_solvers import Affine, Map, Tensors
+
+Solver = FixedPointIteration | Linear | Newton
 
 _NUMBERS = (int, float, np.ndarray, np.generic)
 
@@ -35,12 +40,13 @@ def solution(
 
     With `is_linear`, `f` is a linear map, and its value at the solution is the first of the `args`.
     """
-    start, layout = _initial_guess(solver.name, z0)
+    start, layout = _initial_guess(solver.name, z0, solver.batched)
     equation = (_LinearEquation if is_linear else _UserEquation)(solver, f, layout, args)
     parameters = equation.parameters_at(start)
     if user_solver is not None:
         assert isinstance(solver, Newton)
-        equation.solver = UserSolver(solver, lambda: equation.solve_by(user_solver, parameters, start))
+        by_user = functools.partial(equation.solve_by, user_solver, parameters, start)
+        equation.solver = dataclasses.replace(solver, by_user=by_user)
     solved, hidden = equation.solve(parameters, start)
     return layout.join(_tie(equation if equation.opaque else _Sealed(equation), solved, parameters, hidden))
 
@@ -116,9 +122,11 @@ class _Equation:
         `hidden` depends only on the tensors that the function reaches through objects. The framework finds
         them, by recording one call of the map. It is None if there are no such tensors.
         """
-        constants = [ops.stop_gradient(x) for x in parameters]
-        step = self.at(constants)
-        solved = self.solver.solve(step, [ops.stop_gradient(x) for x in start])
+        step = self.at([ops.stop_gradient(x) for x in parameters])
+        solved = [ops.stop_gradient(x) for x in start]
+        is_empty = all(0 in tuple(x.shape) for x in start)
+        if not (is_empty or _is_shape_inference()):
+            solved = list(self.solver.solve(step, solved))
         return solved, list(step(solved)) if self.opaque else None
 
     def pull(self, z: Tensors, parameters: Tensors, w: Tensors) -> list[Any]:
@@ -204,9 +212,15 @@ class _UserEquation(_Equation):
 
     def solve_by(self, user_solver: Callable[..., Any], parameters: Tensors, z: Tensors) -> Any:
         """Return the flat result of a user's solver for constant parameters."""
-        f, args, values = self.parts([ops.stop_gradient(x) for x in parameters])
-        with Pinned(self.variables, values):
-            returned = user_solver(f, self.z.join(z), *args)
+        constants = [ops.stop_gradient(x) for x in parameters]
+        f, args, values = self.parts(constants)
+        try:
+            with Pinned(self.variables, values):
+                returned = user_solver(f, self.z.join(z), *args)
+        except Exception as error:
+            if all([backend.active.concrete(x) is not None for x in (*z, *constants)]):
+                raise
+            raise self._needs_host_call(error) from error
         self._check_structure(z, returned, "solver")
         returned = tree.map_structure(
             lambda x, like: ops.convert_to_tensor(x, dtype_of(like)) if isinstance(x, _NUMBERS) else x,
@@ -215,6 +229,18 @@ class _UserEquation(_Equation):
         )
         self._check_tensors(z, returned, "solver")
         return split(returned)[0]
+
+    def _needs_host_call(self, error: Exception) -> RuntimeError:
+        return RuntimeError(
+            message(
+                self.solver.name,
+                "the solver failed on tensors that have no values, in a compiled function or vmap",
+                argument="'solver'",
+                required="Keras ops, or NumPy code that multigrad.ops.host_call calls",
+                got=f"{type(error).__name__}: {error}",
+                fix="call the NumPy code as host_call(g, z0, *args, output=z0), with a function g of arrays",
+            )
+        )
 
     def _assigns_error(self, assigned: Sequence[keras.Variable]) -> TypeError:
         return TypeError(
@@ -246,7 +272,7 @@ class _UserEquation(_Equation):
             texts = describe(result), describe(like)
             if dtype_of(like) != dtype_of(result):
                 raise self._differs(TypeError, argument, "dtype", *texts)
-            if tuple(like.shape) != tuple(result.shape):
+            if not shapes_may_match(tuple(like.shape), tuple(result.shape)):
                 raise self._differs(ValueError, argument, "shape", *texts)
 
     def _differs(
@@ -282,16 +308,27 @@ class _LinearEquation(_UserEquation):
         return Affine(super().at(parameters[:-count]), [-x for x in parameters[-count:]])
 
 
-def _initial_guess(name: str, z0: Any) -> tuple[Tensors, Layout]:
+def _is_shape_inference() -> bool:
+    """Return whether Keras infers shapes and dtypes, with arbitrary values."""
+    with keras.SymbolicScope() as scope:
+        return scope.original_scope is not None
+
+
+def _initial_guess(name: str, z0: Any, batched: bool) -> tuple[Tensors, Layout]:
     """Return the tensors of `z0`, without a gradient, and their layout."""
     numbers = tree.map_structure(
         lambda leaf: backend.active.as_tensor(leaf) if type(leaf) is float else leaf, z0
     )
     tensors, layout = split(numbers)
     inexact = [dtype_of(x).startswith(("float", "bfloat", "complex")) for x in tensors]
-    if tensors and all(inexact) and not layout.static_leaves():
-        return [ops.stop_gradient(x) for x in tensors], layout
     argument = argument_names(name)[1]
+    if tensors and all(inexact) and not layout.static_leaves():
+        if batched and not all(
+            [shapes_may_match(tuple(tensors[0].shape)[:1], tuple(x.shape)[:1] or (0,)) for x in tensors]
+        ):
+            required, fix = "tensors with one first axis, the batch", "add the axis, or omit batched=True"
+            raise unusable(ValueError, name, argument, required=required, got=z0, fix=fix)
+        return [ops.stop_gradient(x) for x in tensors], layout
     raise TypeError(
         message(
             name,

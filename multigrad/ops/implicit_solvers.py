@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
-import keras
 from keras import ops
 
-from multigrad import backend
-from multigrad.calculus.derivatives import jacobian, vjp
+from multigrad.calculus.derivatives import vjp
 from multigrad.core.errors import message, unusable
 from multigrad.ops.arguments import is_integer, is_number
 from multigrad.ops.dtypes import dtype_of
@@ -16,21 +15,23 @@ from multigrad.ops.linear_solvers import (
     METHODS,
     Affine,
     Map,
+    Settings,
     Tensors,
+    as_rows,
     flatten,
-    solve_by_products,
+    inverse_at,
+    nan_unless,
+    raise_for,
+    repeat,
+    solve_linear,
     unflatten,
 )
 
 _ADJOINT = "w, the solution of the adjoint equation,"
 """The name of the adjoint in messages."""
 
-_SMALL = 1000
-"""The largest number of unknowns for which the default is a dense matrix."""
-
 _PRODUCTS = 1000
 """The largest number of products with a matrix for one step of Newton's method, or for an adjoint."""
-
 
 _ARGUMENTS = {"linear_solve": ("matvec", "b"), "implicit_argmin": ("f", "x0")}
 
@@ -40,128 +41,77 @@ def argument_names(op: str) -> tuple[str, str]:
     return _ARGUMENTS.get(op, ("f", "z0"))
 
 
-class Solver(Protocol):
-    """Solves an equation. `name` is the name of the op in messages."""
+class FixedPointIteration(Settings):
+    """Finds a fixed point by applying the map repeatedly."""
 
-    name: str
-
-    def adjoint(self) -> "Solver":
+    def adjoint(self) -> "FixedPointIteration":
         """Return the solver of the adjoint equation."""
-        ...
+        return replace(self, unknown=_ADJOINT)
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
         """Return the solution of an equation, starting from `z`."""
-        ...
-
-
-class FixedPointIteration:
-    """Finds a fixed point by applying the map repeatedly."""
-
-    def __init__(
-        self,
-        name: str,
-        tolerance: float | None,
-        max_iterations: int,
-        on_failure: str = "raise",
-        unknown: str = "z",
-    ) -> None:
-        self.name, self.tolerance, self.max_iterations = name, tolerance, max_iterations
-        self.on_failure, self.unknown = on_failure, unknown
-
-    def adjoint(self) -> "FixedPointIteration":
-        return FixedPointIteration(self.name, self.tolerance, self.max_iterations, self.on_failure, _ADJOINT)
-
-    def solve(self, equation: Map, z: Tensors) -> Tensors:
         return _iterate(self, equation, z)
 
 
-class Linear:
-    """Solves a linear equation, an `Affine` map whose value is zero at the solution.
-
-    Arguments:
-        name, unknown: the name of the op and of the solution, for messages.
-        method: the name of a linear solver, or None to choose one by the number of unknowns.
-        tolerance: the largest residual, relative to the right side of the equation. With a dense matrix, the
-            largest last correction.
-        max_iterations: the largest number of products with the matrix.
-        on_failure: "raise" or "nan".
-    """
-
-    def __init__(
-        self,
-        name: str,
-        method: str | None,
-        tolerance: float | None,
-        max_iterations: int,
-        on_failure: str,
-        unknown: str = _ADJOINT,
-    ) -> None:
-        self.name, self.method, self.tolerance = name, method, tolerance
-        self.max_iterations, self.on_failure, self.unknown = max_iterations, on_failure, unknown
+class Linear(Settings):
+    """Solves a linear equation, an `Affine` map whose value is zero at the solution."""
 
     def adjoint(self) -> "Linear":
-        return Linear(self.name, self.method, self.tolerance, self.max_iterations, self.on_failure)
+        return replace(self, unknown=_ADJOINT)
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
         assert isinstance(equation, Affine)
-        if self.method_for(z) != "dense":
-            return self.by_products(equation.product, [-x for x in equation.offset])
-        matrix = _matrix(equation, z)
-        return _iterate(self, lambda z: _minus(z, _dense_solution(matrix, equation(z))), z)
-
-    def method_for(self, z: Tensors) -> str:
-        """Return the method for a solution `z`."""
-        for x in z:
-            if None in tuple(x.shape):
-                fix = "fix the batch size, as in keras.Input(..., batch_size=8)"
-                required = "a static shape, for a linear solver"
-                start = argument_names(self.name)[1]
-                raise unusable(ValueError, self.name, start, required=required, got=x, fix=fix)
-        sizes = [math.prod(x.shape) for x in z]
-        # On JAX, sizes that are unknown in a `keras.Input` are symbols, which cannot be compared.
-        is_small = not all([isinstance(size, int) for size in sizes]) or sum(sizes) <= _SMALL
-        return self.method or ("dense" if is_small else "gmres")
-
-    def by_products(self, product: Map, right: Tensors) -> Tensors:
-        if _is_shape_inference():
-            return right
-        tolerance = self.tolerance or _eps(right) ** 0.75
-        return solve_by_products(self, self.method_for(right), product, right, tolerance)
+        return solve_linear(self, equation.product, [-x for x in equation.offset])
 
 
-class Newton:
-    """Finds a root by Newton's method, whose steps a linear solver computes."""
+@dataclass(frozen=True)
+class Newton(Settings):
+    """Finds a root by Newton's method, whose steps a linear solver computes.
 
-    unknown = "z"
+    Arguments:
+        by_user: a function that returns the root, which is checked, instead of Newton's method.
+    """
 
-    def __init__(
-        self,
-        name: str,
-        tolerance: float | None,
-        max_iterations: int,
-        linear_solver: str | None = None,
-        on_failure: str = "raise",
-    ) -> None:
-        self.name, self.tolerance, self.max_iterations = name, tolerance, max_iterations
-        self.linear_solver, self.on_failure = linear_solver, on_failure
+    by_user: Callable[[], Tensors] | None = None
 
     def adjoint(self) -> Linear:
-        return self.linear(_ADJOINT, self.tolerance)
-
-    def linear(self, unknown: str, tolerance: float | None) -> Linear:
-        """Return the solver of a linear equation for `unknown`."""
-        return Linear(self.name, self.linear_solver, tolerance, _PRODUCTS, self.on_failure, unknown)
+        # The tolerance for a user's solver is not that of linear equations.
+        return self._linear(_ADJOINT, None if self.by_user else self.tolerance)
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
-        linear = self.linear("a step of Newton's method", self.tolerance)
-        dense = linear.method_for(z) == "dense"
+        if self.by_user is not None:
+            return self._checked(equation, z, [ops.stop_gradient(x) for x in self.by_user()])
+        linear = self._linear("a step of Newton's method", self.tolerance)
+        is_dense = linear.method_for(z) == "dense"
 
         def step(z: Tensors) -> Tensors:
-            if dense:
-                return _minus(z, _dense_solution(_matrix(equation, z), equation(z)))
-            return _minus(z, linear.by_products(_product(equation, z), equation(z)))
+            value = equation(z)
+            if is_dense:
+                inverse = inverse_at(equation, z, self.batched)
+                moves = unflatten(inverse(flatten(value, self.batched)), z, self.batched)
+            else:
+                moves = solve_linear(linear, _product(equation, z), value)
+            return [x - move for x, move in zip(z, moves, strict=True)]
 
         return _iterate(self, step, z)
+
+    def _linear(self, unknown: str, tolerance: float | None) -> Linear:
+        return Linear(self.name, tolerance, _PRODUCTS, self.on_failure, self.batched, self.method, unknown)
+
+    def _checked(self, equation: Map, z: Tensors, solved: Tensors) -> Tensors:
+        """Return the result of a user's solver, with NaN or an error where it is not a root."""
+        tolerance = self.tolerance_for(z, 0.5)
+        scales = [ops.maximum(self._largest(x), 1.0) for x in equation(z)]
+        residual = _maximum(
+            [self._largest(x) / scale for x, scale in zip(equation(solved), scales, strict=True)]
+        )
+        if self.on_failure == "raise":
+            raise_for(residual <= tolerance, residual, lambda *got: _not_a_root(self, tolerance, *got))
+        rows = [nan_unless(residual <= tolerance, as_rows(x, self.batched)) for x in solved]
+        return [ops.reshape(row, ops.shape(x)) for row, x in zip(rows, solved, strict=True)]
+
+    def _largest(self, x: Any) -> Any:
+        return _max_abs(as_rows(x, self.batched))
 
 
 def _product(equation: Map, z: Tensors) -> Map:
@@ -171,148 +121,99 @@ def _product(equation: Map, z: Tensors) -> Map:
     return lambda direction: list(transpose(list(direction)))
 
 
-def _minus(z: Tensors, moves: Tensors) -> Tensors:
-    return [x - move for x, move in zip(z, moves, strict=True)]
+def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Tensors:
+    """Repeat a step until it is within the tolerance. A row that is, or that is NaN, no longer changes."""
+    tolerance, limit, count = solver.tolerance_for(z), solver.max_iterations, len(z)
 
+    def restored(rows: Tensors) -> Tensors:
+        # The cast is for NumPy, where `ops.where` (Keras 3.15) returns float32 for float64.
+        pairs = zip(rows, z, strict=True)
+        return [ops.cast(ops.reshape(x, ops.shape(like)), dtype_of(like)) for x, like in pairs]
 
-def _dense_solution(matrix: Any, right: Tensors) -> Tensors:
-    """Return the solution of `matrix @ x = right`."""
-    column = ops.cast(flatten(right)[:, None], matrix.dtype)
-    return unflatten(ops.solve(matrix, column)[:, 0], right)
-
-
-def _matrix(equation: Map, z: Tensors) -> Any:
-    """Return the Jacobian of an equation: a row per element of its value, a column per element of `z`.
-
-    It is in float32 for half precision, in which no backend solves linear systems.
-    """
-    blocks = jacobian(lambda *z: list(equation(z)), range(len(z)))(*z)
-    sizes = [math.prod(x.shape) for x in z]
-    rows = [
-        ops.concatenate([ops.reshape(x, (m, n)) for x, n in zip(row, sizes, strict=True)], axis=1)
-        for row, m in zip(blocks, sizes, strict=True)
-    ]
-    matrix = ops.concatenate(rows, axis=0)
-    return ops.cast(matrix, "float32") if "16" in dtype_of(matrix) else matrix
-
-
-class UserSolver:
-    """Finds a root by the solver of a user, and checks it."""
-
-    def __init__(self, newton: Newton, call: Callable[[], Tensors]) -> None:
-        self.name, self.newton, self.call = newton.name, newton, call
-
-    def adjoint(self) -> Linear:
-        return self.newton.linear(_ADJOINT, None)  # the tolerance is that of the user's solver
-
-    def solve(self, equation: Map, z: Tensors) -> Tensors:
-        solved = [ops.stop_gradient(x) for x in self.call()]
-        if _is_shape_inference():
-            return solved
-        tolerance = self.newton.tolerance or _eps(z) ** 0.5
-        scales = [ops.maximum(_max_abs(x), 1.0) for x in equation(z)]
-        residuals = [_max_abs(x) / scale for x, scale in zip(equation(solved), scales, strict=True)]
-        largest = ops.max(ops.stack(residuals))
-        value = _concrete(largest)
-        if value is None:
-            return [ops.where(largest <= tolerance, x, ops.full_like(x, float("nan"))) for x in solved]
-        if not value <= tolerance and self.newton.on_failure == "nan":
-            return [ops.full_like(x, float("nan")) for x in solved]
-        if not value <= tolerance:
-            raise RuntimeError(
-                message(
-                    self.newton.name,
-                    "the result of the solver is not a root",
-                    argument="'solver'",
-                    required=f"f(z) of at most {tolerance:.3g}, relative to the larger of f(z0) and 1",
-                    got=f"f(z) of {value:.3g}",
-                    fix="run the solver for more iterations, or pass a larger tolerance",
-                )
-            )
-        return solved
-
-
-def _iterate(solver: FixedPointIteration | Linear | Newton, step: Map, z: Tensors) -> Tensors:
-    """Repeat a step until it is within the tolerance. In compiled code, return NaN if it never is."""
-    count = len(z)
-    tolerance = solver.tolerance or _eps(z) ** 0.75
+    def more(*carry: Any) -> Any:
+        return ops.logical_and(ops.any(carry[-2] > tolerance), carry[-1] < limit)
 
     def body(*carry: Any) -> tuple[Any, ...]:
-        z, sizes = carry[:count], carry[count:-1]
-        new = [ops.stop_gradient(x) for x in step(z)]
+        rows, sizes, length, iterations = carry[:count], carry[count:-2], *carry[-2:]
+        active = length > tolerance
+        new = [as_rows(x, solver.batched, like) for x, like in zip(step(restored(rows)), z, strict=True)]
+        if solver.batched:  # otherwise, the loop ends
+            new = [ops.where(active, x, old) for x, old in zip(new, rows, strict=True)]
         sizes = tuple([ops.maximum(size, _max_abs(x)) for size, x in zip(sizes, new, strict=True)])
-        moved = [_max_abs(x - old) for x, old in zip(new, z, strict=True)]
+        moved = [_max_abs(x - old) for x, old in zip(new, rows, strict=True)]
         # Steps are relative to the current `z`, because a large initial `z` would make all later steps look
         # short. A solution of zero has no scale, so the scale is at least the largest `z` of any iteration,
         # up to 1.
         scales = [
             ops.maximum(_max_abs(x), ops.minimum(size, 1.0)) for x, size in zip(new, sizes, strict=True)
         ]
-        lengths = [ops.where(m > 0.0, m / s, m) for m, s in zip(moved, scales, strict=True)]  # NaN stays NaN
-        return *new, *sizes, ops.max(ops.stack(lengths))
+        lengths = [m / ops.where(s > 0.0, s, 1.0) for m, s in zip(moved, scales, strict=True)]
+        return *new, *sizes, ops.where(active, _maximum(lengths), length), iterations + 1
 
-    carry = body(*z, *[ops.zeros_like(_max_abs(x)) for x in z], None)
-    if _is_shape_inference():
-        return carry[:count]
-    length = _concrete(carry[-1])
-    if length is None:
-        limit = solver.max_iterations - 1
-        # The condition is also false for NaN, so a NaN ends the loop and is returned.
-        carry = tuple(backend.active.while_loop(lambda *c: c[-1] > tolerance, body, carry, limit))
-        converged = carry[-1] <= tolerance
-        return [ops.where(converged, x, ops.full_like(x, float("nan"))) for x in carry[:count]]
-    iterations = 1
-    while length > tolerance and iterations < solver.max_iterations:
-        carry, iterations = body(*carry), iterations + 1
-        length = _concrete(carry[-1])
-    if length <= tolerance:
-        return carry[:count]
+    rows = [as_rows(x, solver.batched) for x in z]
+    sizes = [ops.zeros_like(_max_abs(x)) for x in rows]
+    length = ops.full_like(_maximum(sizes), math.inf)
+    carry = repeat(more, body, (*rows, *sizes, length, ops.convert_to_tensor(0, "int32")), limit)
+    length, iterations = carry[-2:]
     if solver.on_failure == "raise":
-        raise _not_converged(solver, tolerance, length, iterations)
-    return [ops.full_like(x, float("nan")) for x in carry[:count]]
-
-
-def _concrete(tensor: Any) -> Any:
-    """Return a scalar tensor as a Python float, or None if it is traced."""
-    value = backend.active.concrete(tensor)
-    return None if value is None else float(value)
-
-
-_EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-_EPS["complex128"] = _EPS["float64"]
-
-
-def _eps(tensors: Tensors) -> float:
-    return max(_EPS.get(dtype_of(x), _EPS["float32"]) for x in tensors)
+        raise_for(
+            length <= tolerance,
+            length,
+            lambda *got: _not_converged(solver, tolerance, int(iterations), *got),
+        )
+    return restored([nan_unless(length <= tolerance, x) for x in carry[:count]])
 
 
 def _max_abs(x: Any) -> Any:
-    """Return the largest absolute value, as a scalar tensor of float32 or float64."""
+    """Return the largest absolute value of each row, as float32 or float64."""
     wide = "float64" if dtype_of(x) in ("float64", "complex128") else "float32"
-    if 0 in tuple(x.shape):
-        return ops.zeros((), wide)
+    if x.shape[-1] == 0:
+        return ops.zeros((*ops.shape(x)[:-1], 1), wide)
     size = ops.abs(x) if dtype_of(x).startswith("complex") else x
     # Not the maximum of `ops.abs`: OpenVINO 2026.4 returns negative numbers for abs(0.5 * (z + a / z) - z).
-    return ops.cast(ops.maximum(ops.max(size), -ops.min(size)), wide)
+    largest = ops.maximum(ops.max(size, axis=-1, keepdims=True), -ops.min(size, axis=-1, keepdims=True))
+    return ops.cast(largest, wide)
 
 
-def _is_shape_inference() -> bool:
-    """Return whether Keras infers shapes and dtypes, with arbitrary values."""
-    with keras.SymbolicScope() as scope:
-        return scope.original_scope is not None
+def _maximum(sizes: Tensors) -> Any:
+    """Return the largest of the sizes of several tensors, for each row."""
+    return ops.max(
+        ops.concatenate([ops.cast(size, "float32") for size in sizes], axis=-1), axis=-1, keepdims=True
+    )
 
 
 def _not_converged(
-    solver: FixedPointIteration | Linear | Newton, tolerance: float, length: float, iterations: int
+    solver: FixedPointIteration | Newton, tolerance: float, iterations: int, length: float, where: str
 ) -> RuntimeError:
+    problem = f"{solver.unknown} did not converge"
+    fix = "start closer to the solution, or allow more iterations or a larger tolerance"
+    if isinstance(solver, FixedPointIteration):
+        fix = f"make the function a contraction, {fix}"
+    elif math.isnan(length):
+        problem = f"{solver.unknown} did not converge, because the matrix of derivatives is singular, or NaN"
+        fix = "start where the matrix has an inverse and the function is finite"
     return RuntimeError(
         message(
             solver.name,
-            f"{solver.unknown} did not converge",
+            problem,
             required=f"a last step of at most {tolerance:.3g}, relative to the largest element",
-            got=f"a last step of {length:.3g}, after {iterations} iterations",
-            fix="make the function a contraction, start closer to the solution, or allow more iterations or "
-            "a larger tolerance",
+            got=f"a last step of {length:.3g}, after {iterations} iterations{where}",
+            fix=fix,
+        )
+    )
+
+
+def _not_a_root(solver: Newton, tolerance: float, residual: float, where: str) -> RuntimeError:
+    is_root = solver.unknown == "z"
+    value = "f(z)" if is_root else "the derivative of f"
+    return RuntimeError(
+        message(
+            solver.name,
+            f"the result of the solver is not a {'root' if is_root else 'minimum'}",
+            argument="'solver'",
+            required=f"{value} of at most {tolerance:.3g}, relative to the larger of its start and 1",
+            got=f"{value} of {residual:.3g}{where}",
+            fix="run the solver for more iterations, or pass a larger tolerance",
         )
     )
 

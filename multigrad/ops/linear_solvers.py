@@ -1,17 +1,20 @@
-"""Solvers of linear equations that need only products with the matrix, for `implicit_solvers`.
+"""Solvers of linear equations: by a dense matrix, or by products with it alone.
 
-Tensors are flattened to one vector. The loops run in Python in eager code, and by a loop of the backend in
-compiled code. The solvers of the frameworks are not used: that of JAX does not say whether it has converged,
-that of TensorFlow is conjugate gradients alone, and PyTorch has none.
+The unknowns of an equation are a vector, or the rows of a matrix: one row for each example of a batch. A row
+that is solved, or that cannot be solved, no longer changes. The loops run in Python in eager code, and by
+a loop of the backend in compiled code. The solvers of the frameworks are not used: that of JAX does not say
+whether it has converged, that of TensorFlow is conjugate gradients alone, and PyTorch has none.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from keras import ops
 
 from multigrad import backend
+from multigrad.calculus.derivatives import jacobian
 from multigrad.core.errors import describe, message
 from multigrad.ops.dtypes import dtype_of
 
@@ -19,8 +22,20 @@ Tensors = Sequence[Any]
 Map = Callable[[Tensors], Tensors]
 Product = Callable[[Any], Any]
 
+METHODS = ("dense", "gmres", "cg")
+"""The names of the linear solvers."""
+
+_SMALL = 1000
+"""The largest number of unknowns for which the default is a dense matrix."""
+
 _BASIS = 30
 """The number of steps of GMRES before a restart. It keeps two vectors per step."""
+
+_PROGRESS = 0.99
+"""A row is given up after a cycle that multiplies its residual by more than this."""
+
+_EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+_EPS["complex128"] = _EPS["float64"]
 
 
 class Affine:
@@ -33,217 +48,297 @@ class Affine:
         return [a + b for a, b in zip(self.product(x), self.offset, strict=True)]
 
 
-class Settings(Protocol):
-    """What a solution needs beside its equation: names for messages, a limit, and what happens beyond it."""
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a solver needs beside its equation.
+
+    Arguments:
+        name: the name of the op, for messages.
+        tolerance: the largest last step or residual. None is a power of the dtype's precision.
+        max_iterations: the largest number of steps, or of products with the matrix.
+        on_failure: "raise" or "nan".
+        batched: whether the first axis of each tensor is a batch of separate equations.
+        method: the name of a linear solver, or None to choose one by the number of unknowns.
+        unknown: the name of the solution, for messages.
+    """
 
     name: str
-    unknown: str
+    tolerance: float | None
     max_iterations: int
     on_failure: str
+    batched: bool
+    method: str | None = None
+    unknown: str = "z"
 
+    def tolerance_for(self, z: Tensors, power: float = 0.75) -> float:
+        """Return the tolerance for a solution `z`."""
+        return self.tolerance or max(_EPS.get(dtype_of(x), _EPS["float32"]) for x in z) ** power
 
-def solve_by_products(
-    settings: Settings, method: str, product: Map, right: Tensors, tolerance: float
-) -> Tensors:
-    """Return the solution `x` of `product(x) = right`, whose residual is at most the tolerance times `right`.
-
-    The residual is computed from `x` itself at the end of each cycle of the method, not from its recursion.
-    The right side is scaled to a norm of 1, so that its square is not out of range.
-    """
-    for x in right:
-        if "complex" in dtype_of(x):
-            raise TypeError(
-                message(
-                    settings.name,
-                    "a linear solver that uses products alone cannot solve a complex equation",
-                    required="real numbers",
-                    got=describe(x),
-                    fix="solve for the real and imaginary parts",
+    def method_for(self, z: Tensors) -> str:
+        """Return the linear solver for a solution `z`. The number of unknowns may not be known."""
+        for x in z:
+            if "complex" in dtype_of(x):
+                raise TypeError(
+                    message(
+                        self.name,
+                        "a linear solver cannot solve a complex equation",
+                        required="real numbers",
+                        got=describe(x),
+                        fix="solve for the real and imaginary parts",
+                    )
                 )
-            )
-    if not sum(map(_size, right)):
-        return right
-    unscaled = flatten(right)
+        size = sum(_size(x, self.batched) for x in z)
+        return self.method or ("dense" if isinstance(size, int) and size <= _SMALL else "gmres")
+
+
+def solve_linear(settings: Settings, product: Map, right: Tensors) -> Tensors:
+    """Return the solution `x` of `product(x) = right`.
+
+    The norm of its residual is at most the tolerance times the norm of `right`. It is computed from `x`
+    itself at the end of each cycle of the method, not from its recursion. With a dense matrix, both sides are
+    first multiplied by its inverse, so that the residual is a correction of `x`. The right side is scaled to
+    a norm of 1, so that its square is not out of range.
+    """
+    batched, limit, method = settings.batched, settings.max_iterations, settings.method_for(right)
+    tolerance = settings.tolerance_for(right, 0.5 if method == "dense" else 0.75)
+    condition = inverse_at(product, right, batched) if method == "dense" else lambda x: x
+    unscaled = condition(flatten(right, batched))
     size = _norm(unscaled)
     scale = ops.where(size > 0.0, size, 1.0)
     b = unscaled / scale
 
     def flat_product(x: Any) -> Any:
-        return flatten(product(unflatten(x, right)))
+        return condition(flatten(product(unflatten(x, right, batched)), batched, right))
 
-    threshold, limit = ops.full_like(size, tolerance), settings.max_iterations
-    cycle = _CYCLES[method]
+    threshold = ops.full_like(size, tolerance)
 
-    def more(x: Any, residual: Any, length: Any, count: Any) -> Any:
-        return ops.logical_and(length > threshold, count < limit)
+    def more(x: Any, residual: Any, length: Any, active: Any, count: Any) -> Any:
+        return ops.logical_and(ops.any(active), count < limit)
 
-    def refine(x: Any, residual: Any, length: Any, count: Any) -> tuple[Any, ...]:
-        change, count = cycle(flat_product, residual, threshold, count, limit)
+    def refine(x: Any, residual: Any, length: Any, active: Any, count: Any) -> tuple[Any, ...]:
+        change, count = _CYCLES[method](flat_product, residual, threshold, count, limit)
         x = x + change
         residual = b - flat_product(x)
-        return x, residual, _norm(residual), count + 1
+        new = ops.where(active, _norm(residual), length)
+        active = ops.logical_and(new > threshold, new < _PROGRESS * length)
+        return x, ops.where(active, residual, 0.0), new, active, count + 1
 
-    start = ops.zeros_like(b), b, _norm(b), ops.convert_to_tensor(0, "int32")
-    x, _, length, count = _repeat(more, refine, start, limit)
-    solution = unflatten(x * size, right)
-    # The loop solved the scaled equation. If the map is not linear, `x` may not solve the original one.
-    error = _norm(flatten(product(solution)) - unscaled) / scale
-    is_solved = ops.logical_and(length <= threshold, error <= 2.0 * threshold)
-    if settings.on_failure == "raise" and _is_false(is_solved):
-        if _is_false(length <= threshold):
-            raise _not_solved(settings, method, tolerance, length, count)
-        raise _not_linear(settings, tolerance, error)
-    return [ops.where(is_solved, x, ops.full_like(x, float("nan"))) for x in solution]
+    length = _norm(b)
+    start = ops.zeros_like(b), b, length, length > threshold, ops.convert_to_tensor(0, "int32")
+    x, _, length, _, count = repeat(more, refine, start, limit)
+    # The loop solved the scaled equation. If the map is linear, the original one has the same residual.
+    error = _norm(flat_product(x * size) - unscaled) / scale
+    converged = length <= threshold
+    linear = ops.logical_not(ops.abs(error - length) > threshold + 0.5 * length)  # NaN is not a sign of it
+    if settings.on_failure == "raise":
+        raise_for(linear, error, lambda *got: _not_linear(settings, tolerance, *got))
+        raise_for(converged, length, lambda *got: _not_solved(settings, method, tolerance, int(count), *got))
+    solved = ops.logical_and(converged, linear)
+    return unflatten(nan_unless(solved, x * size), right, batched)
+
+
+def inverse_at(equation: Map, z: Tensors, batched: bool) -> Product:
+    """Return the product with the inverse of an equation's Jacobian. A row with a singular one is NaN or Inf.
+
+    The Jacobian of the sum of all rows holds that of each row, because the rows do not depend on each other.
+    It is in float32 for half precision, in which no backend solves linear systems.
+    """
+
+    def total(x: Any) -> Any:
+        value = flatten(equation(unflatten(x, z, batched)), batched, z)
+        return ops.sum(value, axis=0) if batched else value
+
+    matrix = jacobian(total)(flatten(z, batched))
+    if batched:
+        matrix = ops.transpose(matrix, (1, 0, 2))
+    return lambda right: backend.active.solve(matrix, right[..., None])[..., 0]
+
+
+def _correction(product: Product, b: Any, threshold: Any, count: Any, limit: int) -> tuple[Any, Any]:
+    """Return the residual itself, because it is multiplied by the inverse of the matrix."""
+    return b, count
 
 
 def _conjugate_gradients(product: Product, b: Any, threshold: Any, count: Any, limit: int) -> tuple[Any, Any]:
     """Hestenes and Stiefel 1952. The matrix is symmetric and positive or negative definite."""
 
-    def more(x: Any, r: Any, p: Any, squared: Any, count: Any) -> Any:
-        return ops.logical_and(ops.sqrt(squared) > threshold, count < limit)
+    last = ops.minimum(limit, count + 2 * ops.shape(b)[-1] + 10)  # exact numbers take as many as the unknowns
 
-    def body(x: Any, r: Any, p: Any, squared: Any, count: Any) -> tuple[Any, ...]:
+    def more(x: Any, r: Any, p: Any, squared: Any, active: Any, count: Any) -> Any:
+        return ops.logical_and(ops.any(active), count < last)
+
+    def body(x: Any, r: Any, p: Any, squared: Any, active: Any, count: Any) -> tuple[Any, ...]:
         q = product(p)
-        step = squared / ops.sum(p * q)
+        curvature = _dot(p, q)
+        active = ops.logical_and(active, curvature != 0.0)
+        step = ops.where(active, squared, 0.0) / ops.where(active, curvature, 1.0)
         x, r = x + step * p, r - step * q
-        new = ops.sum(r * r)
-        return x, r, r + new / squared * p, new, count + 1
+        new = _dot(r, r)
+        active = ops.logical_and(active, ops.sqrt(new) > threshold)
+        p = r + new / ops.where(active, squared, 1.0) * p
+        return x, r, ops.where(active, p, 0.0), new, active, count + 1
 
-    x, _, _, _, count = _repeat(more, body, (ops.zeros_like(b), b, b, ops.sum(b * b), count), limit)
-    return x, count
-
-
-def _stabilized_biconjugate_gradients(
-    product: Product, b: Any, threshold: Any, count: Any, limit: int
-) -> tuple[Any, Any]:
-    """van der Vorst 1992."""
-
-    def more(x: Any, r: Any, p: Any, rho: Any, count: Any) -> Any:
-        return ops.logical_and(_norm(r) > threshold, count < limit)
-
-    def body(x: Any, r: Any, p: Any, rho: Any, count: Any) -> tuple[Any, ...]:
-        v = product(p)
-        alpha = rho / ops.sum(b * v)
-        half = r - alpha * v
-        t = product(half)
-        squared = ops.sum(t * t)
-        omega = ops.where(squared > 0.0, ops.sum(t * half) / ops.where(squared > 0.0, squared, 1.0), 0.0)
-        x, r = x + alpha * p + omega * half, half - omega * t
-        new = ops.sum(b * r)
-        beta = ops.where(omega == 0.0, 0.0, new / rho * alpha / ops.where(omega == 0.0, 1.0, omega))
-        return x, r, r + beta * (p - omega * v), new, count + 2
-
-    x, _, _, _, count = _repeat(more, body, (ops.zeros_like(b), b, b, ops.sum(b * b), count), limit)
+    squared = _dot(b, b)
+    start = ops.zeros_like(b), b, b, squared, ops.sqrt(squared) > threshold, count
+    x, *_, count = repeat(more, body, start, limit)
     return x, count
 
 
 def _minimal_residuals(product: Product, b: Any, threshold: Any, count: Any, limit: int) -> tuple[Any, Any]:
     """One cycle of GMRES, in the form that keeps the products: Jiranek and Rozloznik 2010.
 
-    `images` has orthonormal rows, the products of the rows of `basis`. The next direction is the residual if
+    `images` has orthonormal vectors, the products of those of `basis`. The next direction is the residual if
     the last step made it shorter, and otherwise the last image: the residual alone would break down, for
     example for a rotation by 90 degrees.
     """
-    rows = min(_BASIS, _size(b))
+    size = ops.shape(b)[-1]
+    steps = min(_BASIS, size) if isinstance(size, int) else _BASIS
+    last = ops.minimum(steps, size)
 
-    def more(x: Any, r: Any, p: Any, basis: Any, images: Any, row: Any) -> Any:
-        return ops.logical_and(_norm(r) > threshold, ops.logical_and(row < rows, count + row < limit))
+    def more(x: Any, r: Any, p: Any, basis: Any, images: Any, step: Any) -> Any:
+        return ops.logical_and(
+            ops.any(_norm(r) > threshold), ops.logical_and(step < last, count + step < limit)
+        )
 
-    def body(x: Any, r: Any, p: Any, basis: Any, images: Any, row: Any) -> tuple[Any, ...]:
+    def body(x: Any, r: Any, p: Any, basis: Any, images: Any, step: Any) -> tuple[Any, ...]:
         q = product(p)
         for _ in range(2):  # the second time removes what rounding has left
-            along = ops.matmul(images, q)
-            q, p = q - ops.matmul(along, images), p - ops.matmul(along, basis)
-        length = _norm(q)
-        p, q = p / length, q / length
-        before, step = _norm(r), ops.sum(q * r)
-        x, r = x + step * p, r - step * q
+            along = ops.swapaxes(ops.matmul(images, q[..., None]), -1, -2)
+            q, p = q - ops.matmul(along, images)[..., 0, :], p - ops.matmul(along, basis)[..., 0, :]
+        length, before = _norm(q), _norm(r)
+        active = ops.logical_and(before > threshold, length > 0.0)
+        length = ops.where(active, length, 1.0)
+        p, q = ops.where(active, p / length, 0.0), ops.where(active, q / length, 0.0)
+        move = _dot(q, r)
+        x, r = x + move * p, r - move * q
         after = _norm(r)
-        place = ops.cast(ops.arange(rows) == row, b.dtype)[:, None]
+        place = ops.cast(ops.arange(steps) == step, b.dtype)[:, None]
         following = ops.where(after < 0.9 * before, r / ops.where(after > 0.0, after, 1.0), q)
-        return x, r, following, basis + place * p, images + place * q, row + 1
+        return x, r, following, basis + place * p[..., None, :], images + place * q[..., None, :], step + 1
 
-    empty = ops.zeros((rows, _size(b)), b.dtype)
-    start = ops.zeros_like(b), b, b / _norm(b), empty, empty, ops.zeros_like(count)
-    x, _, _, _, _, row = _repeat(more, body, start, rows)
-    return x, count + row
+    length = _norm(b)
+    empty = ops.zeros((steps, 1), b.dtype) + ops.zeros_like(b)[..., None, :]
+    start = (
+        ops.zeros_like(b),
+        b,
+        b / ops.where(length > 0.0, length, 1.0),
+        empty,
+        empty,
+        ops.zeros_like(count),
+    )
+    x, *_, step = repeat(more, body, start, steps)
+    return x, count + step
 
 
-_CYCLES = {
-    "gmres": _minimal_residuals,
-    "bicgstab": _stabilized_biconjugate_gradients,
-    "cg": _conjugate_gradients,
-}
-METHODS = ("dense", *_CYCLES)
-"""The names of the linear solvers."""
+_CYCLES = {"dense": _correction, "gmres": _minimal_residuals, "cg": _conjugate_gradients}
 
 
-def _repeat(
+def repeat(
     more: Callable[..., Any], body: Callable[..., Any], carry: tuple[Any, ...], limit: int
 ) -> tuple[Any, ...]:
     """Repeat `body` while `more` holds, in Python as long as its value is known.
 
     In a `vmap`, the value is known until the carry depends on a mapped tensor.
     """
+
+    def step(*carry: Any) -> tuple[Any, ...]:
+        return tuple([ops.stop_gradient(x) for x in body(*carry)])
+
     value = backend.active.concrete(more(*carry))
     while value:
-        carry = tuple([ops.stop_gradient(x) for x in body(*carry)])
+        carry = step(*carry)
         value = backend.active.concrete(more(*carry))
-    return carry if value is not None else tuple(backend.active.while_loop(more, body, carry, limit))
+    return carry if value is not None else tuple(backend.active.while_loop(more, step, carry, limit))
 
 
-def _is_false(condition: Any) -> bool:
-    value = backend.active.concrete(condition)
-    return value is not None and not value
+def raise_for(passed: Any, lengths: Any, error: Callable[[float, str], Exception]) -> None:
+    """Raise the error for the first row that has not passed, unless the rows are traced.
+
+    `error` gets the length of the row, and a text that names the row if there are several.
+    """
+    rows, values = backend.active.concrete(passed), backend.active.concrete(lengths)
+    if rows is None or values is None or rows.all():
+        return
+    row = int(rows.argmin())
+    raise error(float(values.flat[row]), f", in example {row} of {len(rows)}" if rows.ndim > 1 else "")
 
 
-def flatten(tensors: Tensors) -> Any:
-    """Return the tensors as one vector of float32 or float64."""
+def nan_unless(passed: Any, rows: Any) -> Any:
+    """Return the rows that have passed, and NaN for the others. Compute no NaN if all have passed."""
+    return rows + 0.0 / ops.cast(passed, dtype_of(rows))
+
+
+def flatten(tensors: Tensors, batched: bool, like: Tensors | None = None) -> Any:
+    """Return the tensors as one vector or matrix of float32 or float64, with their elements side by side."""
+    like = like or tensors
     wide = "float64" if any(dtype_of(x) == "float64" for x in tensors) else "float32"
-    return ops.concatenate([ops.cast(ops.reshape(x, (-1,)), wide) for x in tensors])
+    pairs = zip(tensors, like, strict=True)
+    return ops.concatenate([ops.cast(as_rows(x, batched, shaped), wide) for x, shaped in pairs], axis=-1)
 
 
-def unflatten(vector: Any, like: Tensors) -> Tensors:
-    """Return a vector as tensors with the shapes and dtypes of others."""
+def unflatten(rows: Any, like: Tensors, batched: bool) -> Tensors:
+    """Return a vector or matrix as tensors with the shapes and dtypes of others."""
     parts, start = [], 0
     for x in like:
-        part = vector[start : start + _size(x)]
-        parts.append(ops.cast(ops.reshape(part, x.shape), dtype_of(x)))
-        start += _size(x)
+        end = start + _size(x, batched)
+        parts.append(ops.cast(ops.reshape(rows[..., start:end], ops.shape(x)), dtype_of(x)))
+        start = end
     return parts
 
 
-def _size(tensor: Any) -> int:
-    return math.prod(tuple(tensor.shape))
+def as_rows(x: Any, batched: bool, like: Any = None) -> Any:
+    """Return a tensor as a vector, or as a matrix with a row for each example if batched.
+
+    `like` is a tensor of its shape: TensorFlow (2.21) does not know the rank of second derivatives in a loop.
+    """
+    like = x if like is None else like
+    return ops.reshape(x, (*ops.shape(like)[: 1 if batched else 0], _size(like, batched)))
+
+
+def _size(x: Any, batched: bool) -> Any:
+    """Return the number of elements, of each example if batched: an integer, or a tensor if it is unknown."""
+    return math.prod(ops.shape(x)[1 if batched else 0 :])
+
+
+def _dot(x: Any, y: Any) -> Any:
+    return ops.sum(x * y, axis=-1, keepdims=True)
 
 
 def _norm(x: Any) -> Any:
-    """Return the Euclidean norm, also of numbers whose squares are out of range."""
-    largest = ops.maximum(ops.max(x), -ops.min(x))  # not of `ops.abs`, see `_max_abs` of `implicit_solvers`
+    """Return the Euclidean norm of each row, also of numbers whose squares are out of range."""
+    # Not of `ops.abs`, see `_max_abs` of `implicit_solvers`.
+    largest = ops.maximum(ops.max(x, axis=-1, keepdims=True), -ops.min(x, axis=-1, keepdims=True))
     scale = ops.where(largest > 0.0, largest, 1.0)
-    return scale * ops.sqrt(ops.sum(ops.square(x / scale)))
+    return scale * ops.sqrt(ops.sum(ops.square(x / scale), axis=-1, keepdims=True))
 
 
-def _not_solved(settings: Settings, method: str, tolerance: float, residual: Any, count: Any) -> RuntimeError:
-    return RuntimeError(
-        message(
-            settings.name,
-            f"{settings.unknown} did not converge",
-            required=f"a residual of norm {tolerance:.3g} or less, relative to the right side",
-            got=f"a residual of norm {float(residual):.3g}, after {int(count)} products of {method}",
-            fix="scale the equations so that the matrix is closer to the identity, choose another linear "
-            "solver (cg needs a symmetric matrix), or allow a larger tolerance",
+def _not_solved(
+    settings: Settings, method: str, tolerance: float, count: int, residual: float, where: str
+) -> RuntimeError:
+    if method == "dense":
+        problem = f"the matrix of the equation for {settings.unknown} is singular or ill-conditioned"
+        required = f"a linear equation that the inverse of its matrix solves, within {tolerance:.3g}"
+        got = f"a correction of {residual:.3g}{where}"
+        fix = "add equations or a multiple of the identity, so that there is one solution, use float64, or "
+        fix += "allow a larger tolerance"
+    else:
+        problem = f"{settings.unknown} did not converge"
+        required = f"a residual of norm {tolerance:.3g} or less, relative to the right side"
+        got = f"a residual of norm {residual:.3g}, after {count} products of {method}{where}"
+        fix = (
+            "scale the equations so that the matrix is closer to the identity, choose another linear solver "
         )
-    )
+        fix += "(cg needs a symmetric matrix), or allow a larger tolerance"
+    return RuntimeError(message(settings.name, problem, required=required, got=got, fix=fix))
 
 
-def _not_linear(settings: Settings, tolerance: float, residual: Any) -> RuntimeError:
+def _not_linear(settings: Settings, tolerance: float, residual: float, where: str) -> RuntimeError:
     return RuntimeError(
         message(
             settings.name,
             "the function is not linear",
-            required=f"matvec(x) - b of norm {2.0 * tolerance:.3g} or less, relative to b",
-            got=f"{float(residual):.3g}, though x solves the equation for b / norm(b)",
+            required=f"matvec(x) - b of norm {tolerance:.3g} or less, as for b / norm(b), relative to b",
+            got=f"{residual:.3g}{where}",
             fix="return zero for x = 0 and twice the result for twice x, or use implicit_root",
         )
     )

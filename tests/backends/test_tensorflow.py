@@ -19,7 +19,7 @@ from multigrad import ops as shelf
 from multigrad.backend.tensorflow.private import GRADIENT_KIND
 from multigrad.calculus import derivatives as calculus
 from multigrad.keras_graph.saving import Unsaved, decode, encode
-from multigrad.ops import implicit_root
+from multigrad.ops import implicit_root, linear_solve
 
 X = tf.constant([1.0, 2.0])
 
@@ -949,17 +949,36 @@ def test_autograph_can_read_the_calculus(function):
     assert callable(tf.autograph.to_graph(function))
 
 
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_root_of_an_unknown_size_raises(batch_size):
-    def model():
-        x = keras.Input((3,), batch_size=batch_size)
-        return keras.Model(x, implicit_root(lambda z, x: z**3 + z - x, ops.zeros_like(x), x))
+@pytest.mark.parametrize(
+    ("is_linear", "options"),
+    [
+        (True, {"batched": True}),
+        *[
+            pytest.param(is_linear, options, marks=pytest.mark.slow)
+            for is_linear in (True, False)
+            for options in (
+                {},
+                {"linear_solver": "dense"},
+                {"batched": not is_linear, "linear_solver": "gmres"},
+            )
+        ],
+    ],
+)
+def test_an_equation_of_an_unknown_size(is_linear, options):
+    """The last batch is smaller than the others, or empty."""
 
-    if batch_size is None:
-        with pytest.raises(ValueError, match=r"a static shape(.|\n)*fix"):
-            model()
-    else:
-        close(model()(2.0 * ops.ones((2, 3))), ops.ones((2, 3)))
+    @tf.function(input_signature=[tf.TensorSpec((None, 2))])
+    def gradient(x):
+        if is_linear:
+            solver = {"batched": options.get("batched", False), "solver": options.get("linear_solver")}
+            solve = lambda x: linear_solve(lambda z, x: x * z, tf.ones_like(x), x, **solver)  # noqa: E731
+        else:
+            solve = lambda x: implicit_root(lambda z, x: 1.0 / z - x, tf.ones_like(x), x, **options)  # noqa: E731
+        return grad(lambda x: ops.sum(solve(x)))(x)
+
+    for count in (3, 1, 0):
+        x = tf.fill((count, 2), 1.25)
+        close(gradient(x), -1.0 / x**2, 1e-4)
 
 
 def forward_over_reverse(f, x):

@@ -224,6 +224,11 @@ SOLVERS = [
         lambda: root(f=lambda z, x: 2.0 * z + 1.0 - x), 0.5, RuntimeError),
     Row("solve for the real and imaginary parts", lambda: equation(b=X * 1j, solver="gmres"),
         lambda: equation(b=X, solver="gmres"), 0.5 * X),
+    Row("add the axis, or omit batched=True", lambda: solved(batched=True),
+        lambda: ops.fixed_point(halved, 0.0 * X, X, batched=True), 2.0 * X, ValueError),
+    Row("start where the matrix has an inverse", lambda: root(z0=0.0), lambda: root(), 0.25, RuntimeError),
+    Row("use float64, or allow a larger tolerance", lambda: equation(lambda x: 0.0 * x),
+        lambda: equation(), 0.5 * X, RuntimeError),
     Row("pass the tensor as an argument", lambda: second(True), lambda: second(False), 4.0, RuntimeError),
 ]  # fmt: skip
 
@@ -235,7 +240,7 @@ def test_the_fixes_of_errors_of_solvers():
     check(
         SOLVERS,
         [f"ops/{name}.py" for name in modules],
-        {"method_for": "on TensorFlow only, where Keras adds its own text"},
+        {"_needs_host_call": "in compiled functions and vmap only"},
     )
 
 

@@ -10,8 +10,8 @@ from counts import saved
 from keras import ops
 from support import BACKEND, array, close, compiled, compiled_with_variables, numpy, slow_on
 
-from multigrad import grad, jvp
-from multigrad.ops import fixed_point, implicit_root
+from multigrad import grad, jvp, vmap
+from multigrad.ops import fixed_point, host_call, implicit_root
 from multigrad.testing import check_gradients
 
 RANDOM = np.random.default_rng(0)
@@ -394,7 +394,7 @@ def saved_step(z, x):
 
 def test_saving_a_functional_model(tmp_path):
     x = keras.Input((3,))
-    model = keras.Model(x, fixed_point(saved_step, x, x, tolerance=1e-5))
+    model = keras.Model(x, fixed_point(saved_step, x, x, tolerance=1e-5, batched=True))
     assert model.output_shape == (None, 3)
     model.save(tmp_path / "model.keras")
     data = array([[1.0, 1.2, 0.5]])
@@ -489,6 +489,43 @@ def test_a_solver_without_a_root_raises():
     if BACKEND in ("jax", "tensorflow"):
         f = compiled(lambda a: implicit_root(cubic, ops.ones_like(a), a, solver=lambda f, z, a: z))
         assert np.isnan(numpy(f(array(8.0))))
+
+
+def test_a_solver_of_numpy_in_a_compiled_function():
+    """It gets tensors without values there. The error says how to call it."""
+
+    def root(a, solver):
+        return implicit_root(cubic, ops.ones_like(a), a, solver=solver)
+
+    def by_host_call(f, z0, a):
+        return host_call(lambda z0, a: np.cbrt(a), z0, a, output=z0)
+
+    close(compiled(grad(lambda a: root(a, by_host_call)))(array(8.0)), array(1.0 / 12.0))
+    direct = lambda a: root(a, lambda f, z0, a: np.cbrt(float(a)))  # noqa: E731
+    close(direct(array(8.0)), array(2.0))
+    with pytest.raises(RuntimeError, match=r"implicit_root: the solver failed(.|\n)*host_call"):
+        compiled(vmap(direct))(array([8.0, 1.0]))
+
+
+class Root(keras.layers.Layer):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def call(self, a):
+        return implicit_root(lambda z, a: z**3 + z - a, ops.zeros_like(a), a, **self.options)
+
+
+@slow_on("jax", "tensorflow")
+@pytest.mark.parametrize("options", [{}, {"batched": True}], ids=["one equation", "batched"])
+def test_training_with_a_smaller_last_batch(options):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Root(**options)])
+    model.compile("sgd", "mse")
+    x = np.ones((10, 3), "float32")
+    (loss,) = model.fit(x, x[:, :2], batch_size=8, verbose=0).history["loss"]
+    assert np.isfinite(loss)
+    z = numpy(model(array(x[:1])))
+    close(array(z**3 + z), model.layers[0](array(x[:1])), 1e-4)
 
 
 # ------------------------------------------------------------------------------------ optimal transport

@@ -37,6 +37,7 @@ class TensorFlowBackend(Backend):
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)
     jacobian = staticmethod(gradients.jacobian)
+    solve = staticmethod(gradients.solve)
     vmap = staticmethod(maps.vmap)
     is_differentiable = staticmethod(tensors.is_differentiable)
     specs_of = staticmethod(tensors.specs_of)

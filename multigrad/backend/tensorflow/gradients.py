@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from multigrad.backend.tensorflow.maps import vmap
@@ -88,6 +89,17 @@ def jacobian(
         shapes = [tf.concat([shape, _shape(tensor)], 0) for tensor in tensors]
         rows.append([tf.reshape(g, shape) for g, shape in zip(gradients, shapes, strict=True)])
     return aux, rows
+
+
+def solve(matrices: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    # `tf.linalg.solve` (2.21) raises an error for all matrices if one is singular, and XLA has no
+    # determinants. A column that depends on those before it has a diagonal element of zero, up to rounding.
+    q, r = tf.linalg.qr(matrices)
+    diagonal, tiny = tf.abs(tf.linalg.diag_part(r)), 8.0 * np.finfo(r.dtype.as_numpy_dtype).eps
+    regular = tf.reduce_all(diagonal > tiny * tf.norm(r, axis=-2), axis=-1)[..., None, None]
+    r = tf.where(regular, r, tf.linalg.diag(tf.ones_like(diagonal)))
+    solved = tf.linalg.triangular_solve(r, tf.matmul(q, right, transpose_a=True), lower=False)
+    return tf.where(regular, solved, np.nan)
 
 
 def _shape(tensor: Any) -> Any:

@@ -64,7 +64,7 @@ def _with_equal_counts(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     text = "the mapped axes must have the same size"
     same = [tf.debugging.assert_equal(tf.shape(other)[0], count, text) for other in tensors[1:]]
     with tf.control_dependencies(same):
-        return [tf.reshape(tensor, (count, *tensor.shape[1:])) for tensor in tensors]
+        return [tf.reshape(x, tf.concat([[count], tf.shape(x)[1:]], 0)) for x in tensors]
 
 
 def _spec(tensor: Any) -> tf.TensorSpec:

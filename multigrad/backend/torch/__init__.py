@@ -39,6 +39,7 @@ class TorchBackend(Backend):
     jacobian = staticmethod(gradients.jacobian)
     vmap = staticmethod(gradients.vmap)
     while_loop = staticmethod(gradients.while_loop)
+    solve = staticmethod(gradients.solve)
     is_differentiable = staticmethod(tensors.is_differentiable)
     specs_of = staticmethod(tensors.specs_of)
     conform = staticmethod(tensors.conform)

@@ -212,6 +212,12 @@ def while_loop(
     return carry
 
 
+def solve(matrices: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    # `torch.linalg.solve` raises an error for all matrices if one is singular.
+    solved, info = torch.linalg.solve_ex(matrices, right)
+    return torch.where(info[..., None, None] == 0, solved, torch.nan)
+
+
 @skip_frame
 def _is_in_program() -> bool:
     """Return whether Dynamo traces a function of `multigrad.jit`, outside of transforms."""
