@@ -239,6 +239,39 @@ def test_a_second_fit_compiles_nothing():
     assert Counting.runs > before + uncompiled
 
 
+@NOT_ON_TORCH
+def test_a_last_execution_of_fewer_steps():
+    case, logger = made(logged_models.dense, steps_per_execution=2, **QUICK), GradientLogger(every=1)
+    x = case.x[: 3 * BATCH]
+    fit(case.model, x, targets(x), logger, epochs=2)
+    assert [record.step for record in logger.records] == [1, 2, 4, 5]
+
+
+def test_two_loggers():
+    """They record steps of their own and the same step."""
+    alone, one, other = GradientLogger(every=2), GradientLogger(every=2), GradientLogger(every=np.int64(3))
+    for loggers in ([alone], [one, other]):
+        case = made(logged_models.dense, **QUICK)
+        fit(case.model, case.x[: 3 * BATCH], targets(case.x)[: 3 * BATCH], *loggers, epochs=2)
+    assert [record.step for record in one.records] == [0, 2, 4]
+    assert [record.step for record in other.records] == [0, 3]
+    assert one.records == alone.records
+    assert other.records[0] == one.records[0]
+
+
+def test_two_loggers_of_which_the_second_restores_the_weights():
+    case = made(lambda: unstable(nan_forward, None), **QUICK)
+    x = case.x.copy()
+    x[0] = 1e4
+    start = [numpy(variable).copy() for variable in case.model.variables]
+    loggers = GradientLogger(every=1), GradientLogger(every=1, stop_on_nan=True, restore_weights=True)
+    fit(case.model, x, targets(case.x), *loggers)
+    assert [logger.diagnosis is None for logger in loggers] == [True, False]
+    assert [len(logger.records) for logger in loggers] == [1, 1]
+    for variable, wanted in zip(case.model.variables, start, strict=True):
+        np.testing.assert_array_equal(numpy(variable), wanted)
+
+
 class Failing(layers.Layer):
     """A layer that raises in training if `Failing.fails` is set."""
 
@@ -652,9 +685,6 @@ def test_models_that_cannot_be_recorded(monkeypatch):
     fix = r"fix: pass a new GradientLogger\(every=7\) to the `fit` of each model"
     with pytest.raises(ValueError, match=rf"GradientLogger: (.|\n)*{name}(.|\n)*{fix}"):
         fit(clone, x, y, logger)
-    with pytest.raises(ValueError, match="two loggers record the same step"):
-        fit(case.model, x, y, GradientLogger(), GradientLogger())
-    fit(case.model, x, y)
     monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
     with pytest.raises(ValueError, match="models of Flax NNX cannot be recorded"):
         fit(case.model, x, y, GradientLogger())

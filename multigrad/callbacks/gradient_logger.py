@@ -17,6 +17,7 @@ from multigrad.callbacks.records import GradientRecord, diagnose, read
 from multigrad.callbacks.table import format_record
 from multigrad.callbacks.taps import Taps, use_taps
 from multigrad.core.errors import describe, message, unusable
+from multigrad.ops.arguments import to_python
 from multigrad.tracing.layers import TAPS, hooking_layers
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class GradientLogger(keras.callbacks.Callback):
 
     Arguments:
         every: record each step whose number is a multiple of this. With `steps_per_execution`, the record is
-            that of the last step that runs together with it.
+            that of the last step that runs together with it. If `fit` does not know the number of batches, as
+            for a generator, the last execution counts as a full one.
         stop_on_nan: whether to stop training after a recorded step with NaN or Inf, and to print where it
             began. The attribute `diagnosis` holds this line. An overflow that a `LossScaleOptimizer` handles
             does not count.
@@ -75,6 +77,7 @@ class GradientLogger(keras.callbacks.Callback):
 
     def __init__(self, every: int = 100, stop_on_nan: bool = False, restore_weights: bool = False) -> None:
         super().__init__()
+        every = to_python(every)
         if type(every) is not int or every < 1:
             required, fix = "an integer of at least 1", "pass a number of steps, such as every=100"
             raise unusable(ValueError, "GradientLogger", "every", required=required, got=every, fix=fix)
@@ -93,6 +96,7 @@ class GradientLogger(keras.callbacks.Callback):
         self._target: Any = None
         self._plain: Callable[..., Any] | None = None
         self._training: Training | None = None
+        self._followers: list[GradientLogger] = []  # the other loggers that record the next step
         self._epoch_start = self._next = self._step = self._batch = 0
         self._good_state: Any = None
 
@@ -174,6 +178,7 @@ class GradientLogger(keras.callbacks.Callback):
         owner = getattr(model.train_function, "__self__", None)
         if isinstance(owner, GradientLogger):
             model.train_function = owner._plain
+        self._followers.clear()
         self._good_state = self.diagnosis = None
         self._epoch_start = self._next
         self._prepare(model)
@@ -186,10 +191,16 @@ class GradientLogger(keras.callbacks.Callback):
         """Swap the training function, if this step is to be recorded. Keras calls this method."""
         model = self._target
         step, count = self._epoch_start + batch, model.steps_per_execution
+        steps = (self.params or {}).get("steps")  # None if `fit` does not know the number of batches
+        count = count if steps is None else min(count, steps - batch)
         self._next = step + count
         if -(-step // self.every) * self.every >= step + count:
             return
         self._step, self._batch = step + count - 1, batch
+        owner = getattr(model.train_function, "__self__", None)
+        if isinstance(owner, GradientLogger):
+            owner._followers.append(self)
+            return
         if model.train_function is not self._plain:  # compiled anew by another callback
             self._prepare(self.model)
         model.train_function = self._run
@@ -211,9 +222,6 @@ class GradientLogger(keras.callbacks.Callback):
 
     def _prepare(self, model: Any) -> None:
         """Make the training function with taps for the present one."""
-        if isinstance(getattr(model.train_function, "__self__", None), GradientLogger):
-            fix = "pass one logger to `fit`"
-            raise _not_recordable("two loggers record the same step", "one logger", "another one", fix)
         if self._plain is not None and model.train_function is self._plain:
             return
         self._plain = model.train_function
@@ -230,14 +238,18 @@ class GradientLogger(keras.callbacks.Callback):
         """Run a step that is recorded, as `fit` calls its training function."""
         training = self._training
         assert training is not None
-        self._target.train_function = self._plain  # first, so that nothing is left if the step raises
-        state = training.state(args) if self.restore_weights else None
+        # First, so that nothing is left if the step raises.
+        self._target.train_function, loggers, self._followers = self._plain, [self, *self._followers], []
+        state = training.state(args) if any(logger.restore_weights for logger in loggers) else None
         with hooking_layers:
             entry, result = training.run(self._tapped, args)
-        with self._lock:
-            self._pending.append((self._step, entry))
-            self._unlogged[self._batch] = self._step
-        return self._stop_on_nan(training, result, state) if self.stop_on_nan else result
+        for logger in loggers:
+            with logger._lock:
+                logger._pending.append((logger._step, entry))
+                logger._unlogged[logger._batch] = logger._step
+            if logger.stop_on_nan:
+                result = logger._stop_on_nan(training, result, state if logger.restore_weights else None)
+        return result
 
     def _stop_on_nan(self, training: Training, result: Any, state: Any) -> Any:
         """Return the result of a step, or restore the state from before it, if it has NaN or Inf."""
