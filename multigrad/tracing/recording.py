@@ -21,6 +21,7 @@ from multigrad.core.call import Call, Pullback, Run
 from multigrad.core.errors import distinct_names
 from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.process_wide import Shared
+from multigrad.core.type_sets import HoldsNoTensor
 from multigrad.tracing.records import CallRecord, Values
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def recorder_here(op: str, layer: str = "", traces: Sequence["Trace"] | None = N
     return enclosing.recorder_of(op, layer, traces) if enclosing else CallRecorder(op, None, layer, traces)
 
 
-class CallRecorder:
+class CallRecorder(HoldsNoTensor):
     """Adds one call of an op, and the steps of its rule, to the traces that are open at the call.
 
     It holds no tensors, because tensors may be traced: `backend.active.observe` delivers their values, once
