@@ -162,6 +162,46 @@ def test_one_array_in_two_places():
     close(grad(lambda xs: ops.sum(vmap(product)(xs, xs)))(XS), 8.0 * XS)
 
 
+class Offset(keras.layers.Layer):
+    """A layer whose op reads its weight. Its rule returns false gradients."""
+
+    def build(self, shape):
+        self.w = self.add_weight((3,), "ones")
+
+    @op_custom_gradient
+    def call(self, x):
+        return x + self.w, lambda upstream, variables: (5.0 * upstream, [3.0 * upstream])
+
+
+EMPTY = XS[:0]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jit(f, **OPTIONS)], ids=["eager", "jit"])
+def test_no_elements(wrap):
+    layer = Offset()
+    layer.build((3,))
+    loss = lambda x, y: (2.0 * ops.sum(layer(cube(x))) - y) ** 2  # noqa: E731
+    ys = EMPTY[:, 0]
+    close(wrap(vmap(cube, out_axes=1))(EMPTY), ops.transpose(EMPTY))
+    close(wrap(vmap(multigrad.value_and_grad(loss)))(EMPTY, ys), (ys, EMPTY))
+    close(wrap(vmap(grad(loss, variables=[layer.w])))(EMPTY, ys), [EMPTY])
+    close(wrap(grad(lambda xs, ys: ops.sum(vmap(loss)(xs, ys))))(EMPTY, ys), EMPTY)
+    close(wrap(grad(lambda w: ops.sum(vmap(product, (0, None))(EMPTY, w))))(W), 0.0 * W)
+    close(wrap(vmap(vmap(cube)))(EMPTY[:, None]), EMPTY[:, None])
+    close(wrap(vmap(vmap(cube)))(XS[:, :0]), XS[:, :0])
+
+
+@pytest.mark.forward
+def test_no_elements_of_other_dtypes():
+    """A mapped integer is a valid index, and a result that is the same for all elements has its value."""
+    index, flag = ops.convert_to_tensor(np.zeros(0, "int32")), ops.convert_to_tensor(np.zeros(0, "bool"))
+    taken, once = vmap(lambda i, b: (ops.where(b, ops.take(W, i), 0.0), cube(W)), out_axes=(0, None))(
+        index, flag
+    )
+    assert taken.shape == (0,)
+    close(once, W**3)
+
+
 def test_one_element():
     """On TensorFlow, a map of one element is not vectorized."""
     rows = XS[:1]
@@ -222,6 +262,19 @@ B = ops.reshape(ops.arange(10.0, 18.0), (4, 2))
 def test_axes(in_axes, out_axes, wanted):
     b = ops.transpose(B) if in_axes in (0, (0, 0)) else B
     close(vmap(joined, in_axes, out_axes)(A, b), wanted)
+
+
+@pytest.mark.forward
+def test_axes_of_nested_maps():
+    x = ops.reshape(ops.arange(24.0), (2, 3, 4))
+    close(vmap(vmap(cube, in_axes=1))(x), ops.transpose(x, (0, 2, 1)) ** 3)
+    close(vmap(vmap(cube, out_axes=1), out_axes=-1)(x), ops.transpose(x, (2, 1, 0)) ** 3)
+
+
+def test_gradients_of_nested_maps():
+    x = ops.reshape(ops.arange(24.0), (2, 3, 4))
+    f = vmap(vmap(cube, in_axes=1, out_axes=1), in_axes=2, out_axes=1)
+    close(grad(lambda x: ops.sum(f(x) * ops.transpose(x, (0, 2, 1))))(x), 7.0 * x**3 + x**3)
 
 
 @pytest.mark.forward
@@ -355,11 +408,37 @@ def test_assignments_and_random_numbers():
     assert float(counter.numpy()) == 3.0
 
 
-def test_an_assignment_of_a_mapped_value_raises():
-    last = keras.Variable(0.0, trainable=False)
-    with pytest.raises(ValueError, match=r"None|depends on a mapped argument"):
-        vmap(lambda x: last.assign(ops.sum(x)))(XS)
-    assert float(last.numpy()) == 0.0
+class Assigning(keras.layers.Layer):
+    """A layer that assigns a mapped value, and another value."""
+
+    def build(self, shape):
+        self.last = self.add_weight((), "zeros", trainable=False, name="last")
+        self.count = self.add_weight((), "zeros", trainable=False, name="count")
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        self.last.assign(ops.sum(x))
+        return cube(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, vmap], ids=["one", "nested"])
+@pytest.mark.parametrize("rows", [XS, XS[:1]], ids=["two elements", "one element"])
+def test_an_assignment_of_a_mapped_value_raises(rows, wrap):
+    layer = Assigning(name="assigning")
+    layer.build((3,))
+    with pytest.raises(
+        ValueError, match=r"depends on a mapped argument(.|\n)*got: .*'assigning/last'"
+    ) as error:
+        wrap(vmap(layer))(rows if wrap is not vmap else rows[None])
+    assert "assigning/count" not in str(error.value)
+    assert float(layer.last.numpy()) == float(layer.count.numpy()) == 0.0
+
+
+def test_the_statistics_of_a_layer_in_training():
+    layer = keras.layers.BatchNormalization(name="norm")
+    layer.build((None, 3))
+    with pytest.raises(ValueError, match="'norm/moving_mean', the variable 'norm/moving_variance'"):
+        vmap(lambda x: layer(x, training=True))(XS[:, None])
 
 
 # ------------------------------------------------------------------------------------- the shelf

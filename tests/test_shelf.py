@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import BACKEND, DIFFERENTIATES, array, close, compiled, native_jvp, numpy, slow_on
 
-from multigrad import grad, layers, ops
+from multigrad import grad, hessian, jacobian, jvp, layers, ops, vmap
 from multigrad.testing import check_gradients
 
 
@@ -297,6 +297,47 @@ def test_forward_mode(name, wrap):
         return
     pushed, pulled = forward(x, along), slope(name, call)(x)
     close(ops.sum(pushed * array(weights_of(name))), ops.sum(pulled * along), 1e-4)
+
+
+def with_labels_for_rows(name):
+    """Return the op or layer, for any number of rows."""
+    if name != "linear_cross_entropy":
+        return ROWS[name].call
+    return lambda x: ops.linear_cross_entropy(x, array(KERNEL), ops.zeros(x.shape[:1], "int32"))
+
+
+SPECTRAL = {
+    "spectral_function",
+    "safe_eigh",
+    "safe_svd",
+}  # of the rows together, see tests/ops/test_spectral.py
+OF_ROWS = [name for name in ROWS if name not in SPECTRAL and ROWS[name].slope is not RuntimeError]
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_no_rows(name):
+    f, x, shape = with_labels_for_rows(name), array(X[:0]), (0, *ROWS[name].value(X).shape[1:])
+    of_sum = lambda x: ops.sum(ops.cast(f(x), "float32"))  # noqa: E731
+    assert tuple(f(x).shape) == shape
+    assert tuple(grad(of_sum)(x).shape) == (0, 3)
+    assert tuple(grad(lambda x: ops.sum(grad(of_sum)(x) ** 2))(x).shape) == (0, 3)
+    assert tuple(jvp(f, (x,), (x,))[1].shape) == shape
+    assert tuple(jacobian(f)(x).shape) == (*shape, 0, 3)
+    assert tuple(hessian(of_sum)(x).shape) == (0, 3, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=slow_on("jax", "tensorflow")) if n in COSTLY else n for n in ROWS]
+)
+def test_maps_of_no_elements_and_of_one(name):
+    row, one = ROWS[name], array(X[None])
+    of_sum = lambda x: ops.sum(ops.cast(row.call(x), "float32"))  # noqa: E731
+    close(vmap(row.call)(one)[0], row.call(one[0]))
+    assert tuple(vmap(row.call)(one[:0]).shape) == (0, *row.value(X).shape)
+    if row.slope is not RuntimeError:
+        close(vmap(grad(of_sum))(one)[0], grad(of_sum)(one[0]))
+        assert tuple(vmap(grad(of_sum))(one[:0]).shape) == (0, 2, 3)
+        assert tuple(grad(lambda xs: ops.sum(vmap(of_sum)(xs)))(one[:0]).shape) == (0, 2, 3)
 
 
 # Layers have their own dtypes, see tests/layers.

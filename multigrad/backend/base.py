@@ -51,14 +51,15 @@ TensorSpec = tuple[Sequence[int | None], str]
 """The shape and dtype of a tensor, in Keras's terms. None is a dimension that a graph does not know."""
 
 
-DEPENDS_ON_ELEMENT = message(
-    "vmap",
-    "a result that is the same for all elements depends on a mapped argument",
-    required="out_axes of None only for such results, and no assignment of a mapped value to a variable",
-    got="a value that depends on an element",
-    fix="return the value, with an axis in out_axes",
-)
-"""The error of `vmap` for a result that must be the same for all elements, and is not."""
+def dependence_error(name: str, got: str) -> str:
+    """Return the error of `vmap` for a value that must be the same for all elements, and is not."""
+    return message(
+        name,
+        "a value that must be the same for all elements depends on a mapped argument",
+        required="out_axes of None only for such results, and no assignment of a mapped value to a variable",
+        got=got,
+        fix="return the value, with an axis in out_axes, and assign to variables outside of vmap",
+    )
 
 
 def to_numpy(value: Any) -> np.ndarray:
@@ -198,6 +199,12 @@ class Backend(abc.ABC):
         may call back once per element of a batch or per step of a loop.
         """
 
+    @classmethod
+    def watch(cls, callback: Callable[..., None], tensor: Any) -> Any:
+        """Return the tensor, and `observe` it in each program, which raises if it cannot call back."""
+        cls.observe(callback, [tensor])
+        return tensor
+
     @staticmethod
     @abc.abstractmethod
     def may_record(tensors: Sequence[Any] | None = None) -> bool:
@@ -235,6 +242,14 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def training(model: Any, taps_here: Callable[[], Taps | None]) -> Training:
         """Return the training step of a compiled model, with the taps that `taps_here` returns."""
+
+    @staticmethod
+    def depends_on_element(result: Any, elements: Sequence[Any]) -> bool:
+        """Return whether a result of a function in `vmap` depends on its arguments, the elements.
+
+        The answer is False where only `vmap` can tell.
+        """
+        return False
 
     @staticmethod
     def trace_level() -> Hashable:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
-from multigrad.backend.base import DEPENDS_ON_ELEMENT, Backend, Call, HostFunction, Spec, TensorSpec
+from multigrad.backend.base import Backend, Call, HostFunction, Spec, TensorSpec, dependence_error
 from multigrad.core.type_sets import ForeignArrays, TypeSet
 from multigrad.frameworks import DIFFERENTIATING
 
@@ -51,7 +51,7 @@ class ForwardOnlyBackend(Backend):
         once = [keras.ops.convert_to_numpy(results[0]) for results in shared]
         for result, others in zip(once, shared, strict=True):
             if not all(np.array_equal(result, keras.ops.convert_to_numpy(x), equal_nan=True) for x in others):
-                raise ValueError(DEPENDS_ON_ELEMENT)
+                raise ValueError(dependence_error("vmap", "different values"))
         return [keras.ops.stack(results) for results in stacked], [results[0] for results in shared]
 
     @staticmethod

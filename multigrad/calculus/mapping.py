@@ -13,6 +13,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
+from multigrad.backend.base import dependence_error
 from multigrad.core.conversions import arrays_to_tensors, number_to_tensor
 from multigrad.core.errors import describe, message, require_function, unusable
 from multigrad.core.signature import name_of
@@ -57,7 +58,8 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callab
     - NumPy and OpenVINO: a loop.
 
     `vmap` can be nested, compiled and differentiated. Each element gets the same random numbers, and the seed
-    generator advances once. For different numbers, draw them outside, and map over them.
+    generator advances once. For different numbers, draw them outside, and map over them. For zero elements,
+    `f` runs on one element, of the numbers 0.5 or 0, and the results are empty.
 
     Arguments:
         f: a function of tensors, NumPy arrays, Keras Variables and nested structures of them. It gets one
@@ -94,8 +96,11 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callab
     def map_elements(*args: Any, **kwargs: Any) -> Any:
         function = _MappedFunction(name, f, out_axes)
         function.bind(_axes_of_arguments(name, in_axes, args), args, kwargs)
-        stacked, shared = backend.active.vmap(function, function.tensors)
-        return function.join(stacked, shared)
+        # PyTorch (2.13) and TensorFlow (2.21) cannot map no elements.
+        is_empty = any(0 in shape[:1] for shape in _shapes_of(function.tensors))
+        tensors = list(map(_one_element, function.tensors)) if is_empty else function.tensors
+        stacked, shared = backend.active.vmap(function, tensors)
+        return function.join([result[:0] for result in stacked] if is_empty else stacked, shared)
 
     return backend.active.update_wrapper(map_elements, f)
 
@@ -158,7 +163,17 @@ class _MappedFunction:
         self._variables = [variable for variable, _ in assigned]
         stacked = [tensor for axis, tensor in zip(self._axes, tensors, strict=True) if axis is not None]
         shared = [tensor for axis, tensor in zip(self._axes, tensors, strict=True) if axis is None]
-        return stacked, shared + [backend.active.as_tensor(value) for _, value in assigned]
+        shared += [backend.active.as_tensor(value) for _, value in assigned]
+        self._require_independent(shared, elements)
+        return stacked, shared
+
+    def _require_independent(self, shared: Sequence[Any], elements: Sequence[Any]) -> None:
+        """Raise if a result that is returned once, or a value that is assigned, depends on an element."""
+        names = [f"the variable {variable.path!r}" for variable in self._variables]
+        names = [*["a result with out_axes of None"] * (len(shared) - len(names)), *names]
+        pairs = zip(names, shared, strict=True)
+        if mapped := [name for name, value in pairs if backend.active.depends_on_element(value, elements)]:
+            raise ValueError(dependence_error(self._name, ", ".join(mapped)))
 
     def join(self, stacked: Sequence[Any], shared: Sequence[Any]) -> Any:
         """Return the output with these results, and assign to variables."""
@@ -176,7 +191,22 @@ class _MappedFunction:
 
 
 def _move(tensor: Any, source: int, destination: int) -> Any:
-    return tensor if source == destination else ops.moveaxis(tensor, source, destination)
+    if source == destination:
+        return tensor
+    if backend.active.sizes(tensor.shape) is None:
+        return ops.moveaxis(tensor, source, destination)
+    # Not `ops.moveaxis`, which PyTorch (2.13) cannot map.
+    axes = [axis for axis in range(len(tensor.shape)) if axis != source]
+    return ops.transpose(tensor, [*axes[:destination], source, *axes[destination:]])
+
+
+def _one_element(tensor: Any) -> Any:
+    """Return a tensor with one element in place of no elements.
+
+    It contains 0.5, which few functions refuse, and in integers 0, a valid index.
+    """
+    element = ops.cast(ops.full((1, *tensor.shape[1:]), 0.5), tensor.dtype)
+    return ops.concatenate([tensor, element])
 
 
 def _axes_of_arguments(name: str, in_axes: Axes, args: tuple[Any, ...]) -> list[int | None]:
@@ -303,10 +333,15 @@ def _none_is_mapped(name: str) -> ValueError:
     )
 
 
+def _shapes_of(tensors: Sequence[Any]) -> list[tuple[int | None, ...]]:
+    """Return the shapes of the tensors whose rank is known."""
+    shapes = [backend.active.sizes(tensor.shape) for tensor in tensors]
+    return [shape for shape in shapes if shape is not None]
+
+
 def _require_equal_sizes(name: str, tensors: Sequence[Any]) -> None:
     """Raise if the known sizes of the first axes differ."""
-    shapes = [backend.active.sizes(tensor.shape) for tensor in tensors]
-    sizes = {shape[0] for shape in shapes if shape is not None and shape[0] is not None}
+    sizes = {shape[0] for shape in _shapes_of(tensors) if shape[0] is not None}
     if len(sizes) > 1:
         raise ValueError(
             message(

@@ -289,7 +289,7 @@ def _prevention_text(reason: str, upstream: Any) -> str:
 
 @op_custom_gradient(name="multigrad>print_gradient")
 def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
-    """Return `x`, and print a summary of its gradient, in eager code, and on JAX in compiled code.
+    """Return `x`, and print a summary of its gradient, in eager and compiled code.
 
     ```python
     from multigrad import grad, ops
@@ -309,6 +309,8 @@ def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
 
     Raises:
         TypeError: if `x` is not a tensor.
+        Exception: in code that TensorFlow's XLA compiles, which cannot call Python. The error names the node
+            `callback_cannot_run_with_jit_compile`. `torch.compile` breaks the graph.
 
     References:
         `torch.Tensor.register_hook`.
@@ -316,13 +318,10 @@ def print_gradient(x: Tensor, label: str = "gradient") -> Pair:
 
     def show(u: Any) -> None:
         u = u.astype(np.result_type(u.dtype, "float32"))  # NumPy 1 cannot format the mean of bfloat16
-        print(f"{label}: shape {u.shape}, mean {u.mean():.6g}, largest {abs(u).max(initial=0.0):.6g}")
+        mean = u.sum() / max(1, u.size)
+        print(f"{label}: shape {u.shape}, mean {mean:.6g}, largest {abs(u).max(initial=0.0):.6g}")
 
-    def rule(upstream: Any) -> Any:
-        backend.active.observe(show, [upstream])
-        return upstream
-
-    return tensor_of("print_gradient", "x", x), rule
+    return tensor_of("print_gradient", "x", x), lambda upstream: backend.active.watch(show, upstream)
 
 
 def broadcastable(op: str, argument: str, factor: Any, x: Any) -> Any:

@@ -350,7 +350,7 @@ def _skew(x: Any) -> Any:
 
 def _inverse(gaps: Any, values: Any) -> Any:
     """Return `1 / gaps`, and zero where they vanish in comparison with the largest value."""
-    largest = ops.max(ops.abs(values), axis=-1, keepdims=True)
+    largest = ops.max(ops.abs(values), axis=-1, keepdims=True, initial=0.0)
     bound = values.shape[-1] * _EPSILON[dtype_of(values)] * largest
     if len(gaps.shape) > len(bound.shape):
         bound = bound[..., None]

@@ -1,5 +1,6 @@
 """Ops that return their input and change its gradient, against their definitions."""
 
+import re
 import warnings
 
 import keras
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from support import BACKEND, array, close, compiled, compiled_by_xla, numpy
 
-from multigrad import grad, jit, jvp, layers, ops
+from multigrad import grad, jit, jvp, layers, ops, vmap
 
 X = np.float32([1.0, -2.0, 3.0])
 WEIGHTS = np.float32([3.0, 0.0, -4.0])  # the upstream gradient, with norm 5
@@ -110,6 +111,36 @@ def test_a_prevented_gradient_raises():
 def test_the_printed_line(capsys):
     grad(lambda x: ops.sum(ops.print_gradient(x, "here") * array(WEIGHTS)))(array(X))
     assert capsys.readouterr().out == "here: shape (3,), mean -0.333333, largest 4\n"
+
+
+def jitted(function):
+    return jit(function, **({"backend": "aot_eager"} if BACKEND == "torch" else {}))
+
+
+@pytest.mark.parametrize(
+    "slope",
+    [
+        lambda loss: jitted(grad(loss)),
+        lambda loss: grad(jitted(loss)),
+        lambda loss: jitted(grad(lambda x: ops.sum(grad(loss)(x)))),
+        lambda loss: lambda x: vmap(grad(loss))(x[None])[0],
+    ],
+    ids=["jit of grad", "grad of jit", "second derivative", "vmap"],
+)
+def test_the_printed_line_of_compiled_code(slope, capsys):
+    result = slope(lambda x: ops.sum(ops.print_gradient(x, "here") ** 3))(array(1.0, -2.0))
+    assert numpy(result).tolist() in ([3.0, 12.0], [6.0, -12.0])
+    if BACKEND == "jax":
+        import jax
+
+        jax.effects_barrier()
+    assert re.search(r"here: shape \((1, 2|2,)\), mean 7.5, largest 12\n", capsys.readouterr().out)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="the compiler of TensorFlow that cannot call Python")
+def test_xla_cannot_print():
+    with pytest.raises(Exception, match="callback_cannot_run_with_jit_compile"):
+        compiled_by_xla(grad(lambda x: 3.0 * ops.print_gradient(x)))(array(1.0))
 
 
 @pytest.mark.forward

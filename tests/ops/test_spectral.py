@@ -302,3 +302,19 @@ def test_float64():
     np.testing.assert_allclose(numpy(found), reference(DISTINCT, np.exp), rtol=1e-13)
     wanted = differences(lambda a: np.sum(reference(a, np.exp)), DISTINCT)
     np.testing.assert_allclose(numpy(gradient), wanted, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [lambda a: spectral_function(a, ops.exp), lambda a: safe_eigh(a)[1], lambda a: safe_svd(a)[0]],
+    ids=["spectral_function", "safe_eigh", "safe_svd"],
+)
+def test_no_matrices(op):
+    a = array(np.zeros((0, 3, 3)))
+    assert tuple(grad(lambda a: ops.sum(op(a) ** 2))(a).shape) == (0, 3, 3)
+
+
+def test_a_matrix_without_rows():
+    a = array(np.zeros((0, 3)))
+    assert [tuple(part.shape) for part in safe_svd(a)] == [(0, 0), (0,), (0, 3)]
+    assert tuple(grad(lambda a: ops.sum(safe_svd(a)[2] ** 2))(a).shape) == (0, 3)

@@ -37,6 +37,7 @@ class JaxBackend(Backend):
     vjp = staticmethod(gradients.vjp)
     jacobian = staticmethod(gradients.jacobian)
     vmap = staticmethod(gradients.vmap)
+    depends_on_element = staticmethod(gradients.depends_on_element)
     is_differentiable = staticmethod(tensors.is_differentiable)
     specs_of = staticmethod(tensors.specs_of)
     conform = staticmethod(tensors.conform)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from multigrad.backend.base import Operation
+from multigrad.backend.jax.private import trace_of
 from multigrad.backend.jax.tensors import conjugate
 
 
@@ -57,6 +58,10 @@ def vmap(
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     results: tuple[Sequence[Any], Sequence[Any]] = jax.vmap(function, out_axes=(0, None))(*tensors)
     return results
+
+
+def depends_on_element(result: Any, elements: Sequence[Any]) -> bool:
+    return trace_of(result) is trace_of(elements[0])
 
 
 def may_record(tensors: Sequence[Any] | None = None) -> bool:

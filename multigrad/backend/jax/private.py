@@ -67,6 +67,11 @@ def _of_value(name: str) -> Callable[..., Any]:
     return lambda tracer, *args, **kwargs: getattr(tracer.primal, name)(*args, **kwargs)
 
 
+def trace_of(value: Any) -> Any:
+    """Return the transformation to which a tracer belongs, or None for a concrete array (0.7 to 0.12)."""
+    return value._trace if isinstance(value, jax.core.Tracer) else None
+
+
 # What a concrete array can be converted to, and a tracer cannot.
 for _name in (
     *("__array__", "__bool__", "__complex__", "__dlpack__", "__dlpack_device__", "__float__", "__format__"),

@@ -85,8 +85,11 @@ def jacobian(
 
         shape, count = _shape(output), output.shape.num_elements()
         identity = tf.eye(tf.size(output) if count is None else count, dtype=output.dtype)
-        gradients, _ = vmap(row, [tf.reshape(identity, tf.concat([[-1], shape], 0))])
         shapes = [tf.concat([shape, _shape(tensor)], 0) for tensor in tensors]
+        if count == 0:  # TensorFlow (2.21) cannot map the rows
+            rows.append([tf.zeros(s, tensor.dtype) for s, tensor in zip(shapes, tensors, strict=True)])
+            continue
+        gradients, _ = vmap(row, [tf.reshape(identity, tf.concat([[-1], shape], 0))])
         rows.append([tf.reshape(g, shape) for g, shape in zip(gradients, shapes, strict=True)])
     return aux, rows
 

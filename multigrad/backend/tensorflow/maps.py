@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.base import DEPENDS_ON_ELEMENT
 from multigrad.backend.tensorflow.jit import mark_unrecorded
 from multigrad.backend.tensorflow.private import GRADIENT_KIND, RegisterPFor, wrap
 from multigrad.backend.tensorflow.tapes import may_record
@@ -25,8 +24,6 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
 
     def flat(elements: Sequence[Any]) -> list[Any]:
         stacked, shared = function(*elements)
-        if not tf.executing_eagerly():
-            _require_independent(shared, elements)
         counts[:] = [len(stacked)]
         return [tf.convert_to_tensor(result) for result in (*stacked, *shared)]
 
@@ -77,18 +74,20 @@ def _has_rule(graph: Any) -> bool:
     return any(GRADIENT_KIND in node.attr for node in nodes)
 
 
-def _require_independent(results: Sequence[Any], elements: Sequence[Any]) -> None:
-    """Raise if a result in a graph depends on an element."""
+def depends_on_element(result: Any, elements: Sequence[Any]) -> bool:
+    if tf.executing_eagerly():
+        return False  # the function has been traced before
     ends = {id(element.op) for element in elements}
     seen: set[int] = set()
-    operations = [result.op for result in results if hasattr(result, "op")]
+    operations = [result.op] if hasattr(result, "op") else []
     while operations:
         operation = operations.pop()
         if id(operation) in ends:
-            raise ValueError(DEPENDS_ON_ELEMENT)
+            return True
         if id(operation) not in seen:
             seen.add(id(operation))
             operations += [tensor.op for tensor in operation.inputs]
+    return False
 
 
 @RegisterPFor("PreventGradient")

@@ -81,6 +81,17 @@ def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
         callback(*[np.array(tensor.numpy()) for tensor in tensors])
 
 
+def watch(callback: Callable[..., None], tensor: Any) -> Any:
+    if tf.executing_eagerly():
+        observe(callback, [tensor])
+        return tensor
+    # XLA cannot call Python, and names the operation in its error.
+    name = "callback_cannot_run_with_jit_compile"
+    call = tf.numpy_function(lambda array: callback(np.array(array)), [tensor], [], name=name)
+    with tf.control_dependencies([call]):
+        return tf.identity(tensor)
+
+
 def is_compiling() -> bool:
     return not tf.executing_eagerly()
 

@@ -22,6 +22,7 @@ from multigrad.backend.torch.state import (
     is_transforming,
     is_transforming_traced,
     no_transforms,
+    vmaps_of,
 )
 from multigrad.core.errors import message
 from multigrad.core.reachable import reachable_tensors
@@ -179,6 +180,9 @@ def jacobian(
             return tuple(pull([*zeros[:index], upstream, *zeros[index + 1 :]]))
 
         count = output.numel()
+        if not count:  # PyTorch (2.13) cannot map the rows
+            rows.append([t.new_zeros(output.shape + t.shape) for t in tensors])
+            continue
         basis = torch.eye(count, dtype=output.dtype, device=output.device).reshape(count, *output.shape)
         gradients = torch.func.vmap(row)(basis)
         rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
@@ -193,6 +197,10 @@ def vmap(
     mapped = torch.func.vmap(function, out_dims=(0, None), randomness="same")
     results: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = mapped(*tensors)
     return results
+
+
+def depends_on_element(result: torch.Tensor, elements: Sequence[torch.Tensor]) -> bool:
+    return vmaps_of(elements[0])[0] in vmaps_of(result)
 
 
 def while_loop(

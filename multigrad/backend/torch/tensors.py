@@ -146,6 +146,12 @@ def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> N
         callback(*map(_value, tensors))
 
 
+@torch.compiler.disable(reason="a program cannot call the host; compile without fullgraph")
+def watch(callback: Callable[..., None], tensor: torch.Tensor) -> torch.Tensor:
+    observe(callback, [tensor])
+    return tensor
+
+
 def _value(tensor: torch.Tensor) -> np.ndarray:
     if not is_transforming():
         return np.array(keras.ops.convert_to_numpy(tensor.resolve_conj().resolve_neg()))
