@@ -5,6 +5,7 @@ the documented one, in eager and compiled code, and a model with it can be saved
 OpenVINO, the values are the same. `tests/ops` and `tests/layers` test the details.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -338,6 +339,88 @@ def test_maps_of_no_elements_and_of_one(name):
         close(vmap(grad(of_sum))(one)[0], grad(of_sum)(one[0]))
         assert tuple(vmap(grad(of_sum))(one[:0]).shape) == (0, 2, 3)
         assert tuple(grad(lambda xs: ops.sum(vmap(of_sum)(xs)))(one[:0]).shape) == (0, 2, 3)
+
+
+@contextlib.contextmanager
+def debugging():
+    """Turn on the debug switches of the framework."""
+    if BACKEND == "jax":
+        import jax
+
+        with (
+            jax.debug_nans(True),
+            jax.debug_infs(True),
+            jax.numpy_dtype_promotion("strict"),
+            jax.numpy_rank_promotion("raise"),
+        ):
+            yield
+    elif BACKEND == "torch":
+        import torch
+
+        with torch.autograd.set_detect_anomaly(True):
+            yield
+    else:
+        import tensorflow as tf
+
+        tf.debugging.enable_check_numerics()
+        try:
+            yield
+        finally:
+            tf.debugging.disable_check_numerics()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        *[
+            pytest.param(n, lambda f: f, id=n, marks=slow_on("jax", "tensorflow") if n in COSTLY else ())
+            for n in ROWS
+        ],
+        # A compiled solution of an equation computes a NaN for a failure.
+        *[
+            pytest.param(
+                n, compiled, id=f"{n}, compiled", marks=slow_on("jax", "tensorflow") if n in COSTLY else ()
+            )
+            for n in ROWS
+            if n not in (*NEWTON, "fixed_point", "FixedPoint")
+        ],
+    ],
+)
+def test_the_debug_switches_of_the_framework(name, wrap):
+    row = ROWS[name]
+    if row.slope is RuntimeError:
+        return
+    wanted = slope(name, row.call)(array(X))
+    with debugging():
+        close(wrap(slope(name, row.call))(array(X)), wanted)
+
+
+@pytest.mark.parametrize("reduction", [None, "mean"])
+def test_the_debug_switches_with_every_option_of_the_cross_entropy(reduction):
+    def loss(x, bias):
+        losses = ops.linear_cross_entropy(
+            x, array(KERNEL), np.int32([3, -1]), bias, reduction=reduction, ignore_index=-1,
+            class_weight=np.ones(4, "float32"), label_smoothing=0.1, logit_softcap=5.0, z_loss=0.1,
+        )  # fmt: skip
+        return ops.sum(losses)
+
+    x, bias, slopes = array(X), array(1.0, 2.0, 3.0, 4.0), grad(loss, (0, 1))
+    twice = grad(lambda x, bias: ops.sum(slopes(x, bias)[1] ** 2), (0, 1))
+    derivative = compiled(slopes) if reduction else twice
+    wanted = derivative(x, bias)
+    with debugging():
+        close(derivative(x, bias), wanted)
+
+
+@pytest.mark.parametrize("x", [[0.0, 2.0], [-1.0, float("nan")]], ids=["zero", "not positive"])
+def test_the_derivatives_of_the_safe_logarithm(x):
+    """The rule computes NaN only where the gradient is NaN."""
+    x, wanted = array(x), array([0.0, 0.5]) if x[0] == 0.0 else array([float("nan")] * 2)
+    slope_of = grad(lambda x: ops.sum(ops.safe_log(x)))
+    second = grad(lambda x: ops.sum(slope_of(x)))
+    for wrap in (lambda f: f, compiled):
+        close(wrap(slope_of)(x), wanted)
+        close(wrap(second)(x), -(wanted**2))
 
 
 # Layers have their own dtypes, see tests/layers.

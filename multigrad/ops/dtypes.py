@@ -27,3 +27,12 @@ def cast(value: Any, dtype: str) -> Any:
     On TensorFlow, `keras.ops.cast` (3.15) first converts a number to float32.
     """
     return ops.cast(value, dtype) if hasattr(value, "dtype") else ops.convert_to_tensor(value, dtype)
+
+
+def nan_unless(condition: Any, x: Any) -> Any:
+    """Return `x`, and NaN where the condition is false.
+
+    No NaN is computed elsewhere, because the debug switches of the frameworks would report it.
+    """
+    one = ops.cast(condition, x.dtype)
+    return x * (one / one)

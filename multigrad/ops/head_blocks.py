@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from multigrad import backend
-from multigrad.ops.dtypes import dtype_of, wide_dtype
+from multigrad.ops.dtypes import dtype_of, nan_unless, wide_dtype
 
 Step = Callable[..., tuple[list[Any], list[Any]]]
 """`sums, results = step(*rows)` for a block: tensors to add up, and tensors with one row per token."""
@@ -38,7 +38,7 @@ class Head:
         # In eager code, JAX and TensorFlow copy the transpose, so it is computed once. A compiled program has
         # no copy.
         self.transposed = None if backend.active.is_compiling() else ops.transpose(self.kernel)
-        self.bias = None if bias is None else ops.cast(bias, self.wide)
+        self.bias = None if bias is None else ops.cast(bias, self.wide)[None]
         self.classes = kernel.shape[1]
         self.cap = self.options.logit_softcap or math.inf
 
@@ -61,7 +61,7 @@ class Head:
         total = ops.sum(powers, axis=1, keepdims=True)
         normalizer = top + ops.log(total)
         results = [self._loss(normalizer, target)] if with_loss else []
-        scale = ops.where(self._is_label(labels), scale, float("nan"))
+        scale = nan_unless(self._is_label(labels), scale)
         gradient = powers * (scale * self._softmax_factor(normalizer) / total)
         del powers
         gradient -= self._target_gradient(labels, scale)
@@ -84,13 +84,13 @@ class Head:
         change = ops.cast(direction @ self.kernel, self.wide)
         if along_kernel is not None:
             change = change + ops.cast(features @ along_kernel, self.wide)
-        change = change if along_bias is None else change + along_bias
+        change = change if along_bias is None else change + along_bias[None]
         change = change if slope is None else change * slope
         normalizer = ops.logsumexp(logits, axis=1, keepdims=True)
         softmax = ops.exp(logits - normalizer)
         normalizer_change = ops.sum(softmax * change, axis=1, keepdims=True)
         factor, twice = self._softmax_factor(normalizer), 2.0 * self.options.z_loss
-        ones = ops.where(self._is_label(labels), ops.ones_like(scale), float("nan"))
+        ones = nan_unless(self._is_label(labels), ops.ones_like(scale))
         gradient = softmax * factor * ones - self._target_gradient(labels, ones)
         along = ops.sum(gradient * change, axis=1, keepdims=True)
         second = softmax * ((change - normalizer_change) * factor + twice * normalizer_change)
@@ -131,9 +131,8 @@ class Head:
     def _target(self, logits: Any, labels: Any) -> Any:
         """Return the expected logit under the target distribution."""
         smoothing = self.options.label_smoothing
-        inside = self._is_label(labels)
         index = ops.clip(labels, 0, self.classes - 1)
-        target = ops.where(inside, ops.take_along_axis(logits, index, axis=1), float("nan"))
+        target = nan_unless(self._is_label(labels), ops.take_along_axis(logits, index, axis=1))
         if smoothing:
             # Not `ops.mean`, which computes float64 in float32 on PyTorch (Keras 3.15).
             total = ops.sum(logits, axis=1, keepdims=True)
@@ -154,7 +153,7 @@ class Head:
     def _target_gradient(self, labels: Any, scale: Any) -> Any:
         """Return the gradient of the expected logit, the target distribution, multiplied by the scale."""
         smoothing = self.options.label_smoothing
-        hit = ops.equal(labels, ops.arange(self.classes, dtype="int32"))
+        hit = ops.equal(labels, ops.arange(self.classes, dtype="int32")[None])
         others = scale * (smoothing / self.classes)
         return ops.where(hit, scale * (1.0 - smoothing) + others, others)
 
@@ -229,10 +228,10 @@ def _in_program(
     def body(i: Any, state: Any) -> Any:
         totals, buffers = state
         # TensorFlow runs iterations concurrently, which takes the memory of several blocks. An index that
-        # depends on the results of the last iteration prevents this. No number is larger than infinity.
+        # depends on the results of the last iteration prevents this. No number is both NaN and infinite.
         # The index does not depend on a total, because a compiler removes a total that is not used.
         last = ops.reshape(buffers[-1], (-1,))[0]
-        i = ops.where(last > float("inf"), i + 1, i)
+        i = ops.where(ops.logical_and(ops.isnan(last), ops.isinf(last)), i + 1, i)
         block = [
             ops.reshape(ops.slice(x, (i, 0, 0), (1, size, x.shape[2])), (size, x.shape[2])) for x in split
         ]

@@ -180,8 +180,10 @@ def _losses(kernel: Any, bias: Any, features: Any, labels: Any, options: Any, kn
     def rule(upstream: Any) -> dict[str, Any]:
         if backend.active.is_compiling():
             # TensorFlow would run the loops of both passes concurrently, which takes the memory of both. This
-            # upstream gradient depends on the losses, but keeps its value. No number is larger than infinity.
-            upstream = ops.where(ops.sum(losses) > float("inf"), ops.zeros_like(upstream), upstream)
+            # upstream gradient depends on the losses, but keeps its value: no number is NaN and Inf.
+            total = ops.sum(losses)
+            never = ops.logical_and(ops.isnan(total), ops.isinf(total))
+            upstream = ops.where(never, ops.zeros_like(upstream), upstream)
 
         def compute(name: str) -> Any:
             return _gradients(kernel, bias, features, upstream, labels, options, name != "features")
@@ -306,7 +308,7 @@ def _times(factor: Any, gradient: Any, like: Any) -> Any:
 
 def _weight(losses: Any, weights: Any) -> Any:
     """Return the losses times their weights. A weight of zero gives zero, also for an infinite loss."""
-    ignored = ops.logical_and(ops.equal(weights, 0.0), ops.equal(losses, float("inf")))
+    ignored = ops.logical_and(ops.equal(weights, 0.0), ops.isinf(losses))
     return ops.where(ignored, ops.zeros_like(losses), losses) * weights
 
 

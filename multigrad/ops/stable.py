@@ -15,7 +15,7 @@ from keras import ops
 from multigrad.core.errors import unusable
 from multigrad.core.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, check_axes, tensor_of, with_python_numbers
-from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
+from multigrad.ops.dtypes import cast, dtype_of, has_gradient, nan_unless, wide_dtype
 
 
 @op_custom_gradient(name="multigrad>log1pexp")
@@ -249,7 +249,7 @@ def _normalize(x: Any, axis: Any) -> tuple[Any, Any, Any]:
     scale = ops.ones_like(ops.sum(x, axis=axis, keepdims=True))
     if 0 not in tuple(x.shape):
         largest = ops.amax(_abs(ops.stop_gradient(x)), axis=axis, keepdims=True)
-        usable = ops.logical_and(largest > 0.0, largest < float("inf"))
+        usable = ops.logical_and(largest > 0.0, ops.isfinite(largest))
         # XLA may multiply by the inverse of the scale, which must not be subnormal.
         bound = _LARGEST_SCALE[dtype_of(x)] * scale
         scale = ops.where(usable, ops.where(largest < bound, largest, bound), scale)
@@ -304,7 +304,7 @@ def _pull_sqrt(upstream: Any, x: Any) -> Any:
 
 def _pull_log(upstream: Any, x: Any) -> Any:
     zero, one = ops.equal(x, 0.0), ops.ones_like(x)
-    factor = ops.where(x > 0.0, one, ops.where(zero, ops.zeros_like(x), float("nan") * one))
+    factor = ops.where(zero, ops.zeros_like(x), nan_unless(x >= 0.0, one))
     return upstream * factor / ops.where(zero, one, x)
 
 

@@ -81,7 +81,7 @@ def _vector_quantize(x: Any, codebook: Any, commitment: float) -> Pair:
     wide = wide_dtype(dtype_of(x))
     vectors, codes = ops.reshape(ops.cast(x, wide), (-1, width)), ops.cast(codebook, wide)
     # The operator, because `ops.matmul` (Keras 3.15) computes float64 in float32 on PyTorch.
-    scores = 0.5 * ops.sum(codes * codes, axis=1) - vectors @ ops.transpose(codes)
+    scores = 0.5 * ops.sum(codes * codes, axis=1)[None] - vectors @ ops.transpose(codes)
     indices = ops.reshape(ops.cast(ops.argmin(scores, axis=1), "int32"), ops.shape(x)[:-1])
     chosen = ops.take(codes, indices, axis=0)
     distance = ops.sum(ops.square(ops.cast(x, wide) - chosen), axis=-1)

@@ -96,7 +96,8 @@ def clip(x: Tensor, x_min: float | Tensor | None, x_max: float | Tensor | None) 
 
     def rule(upstream: Any) -> Any:
         # The value is min(max(x, x_min), x_max), also where x_min > x_max.
-        low, high = -math.inf if x_min is None else x_min, math.inf if x_max is None else x_max
+        high = x_max if x_max is not None else x if x_min is None else ops.maximum(x, x_min)
+        low = ops.minimum(x, high) if x_min is None else x_min
         is_above = ops.logical_or(ops.greater(x, high), ops.greater(low, high))
         is_below = ops.logical_and(ops.less(x, low), ops.logical_not(is_above))
         below, above = (ops.cast(condition, upstream.dtype) for condition in (is_below, is_above))
@@ -206,7 +207,7 @@ def arctan2(x1: Tensor, x2: Tensor) -> Pair:
         inverse = ops.divide_no_nan(1.0, size)
         # The derivative at denormal numbers is too large for the dtype. It is 0, as at zero.
         inverse = ops.stop_gradient(ops.where(ops.isinf(inverse), 0.0, inverse))
-        finite = ops.less(size, math.inf)
+        finite = ops.isfinite(size)
         a, b = (ops.where(finite, value, 0.0) * inverse for value in (a, b))
         # The sum of the squares is 0, or between 1 and 2.
         scale = u * (inverse / ops.maximum(a * a + b * b, 0.5))

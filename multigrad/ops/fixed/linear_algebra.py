@@ -53,8 +53,9 @@ def _small_cofactors(x: Any) -> Any:
 def _cofactors(x: Tensor) -> Pair:
     """Return the cofactors. The rule is their derivative in the basis of the singular vectors."""
     # The rows are divided by powers of two, because the decomposition loses the digits of small rows.
-    exponents = ops.floor(ops.log2(ops.sum(ops.abs(x), axis=-1, keepdims=True)))
-    exponents = ops.where(ops.isfinite(exponents), exponents, ops.zeros_like(exponents))
+    size = ops.sum(ops.abs(x), axis=-1, keepdims=True)
+    usable = ops.logical_and(size > 0.0, ops.isfinite(size))
+    exponents = ops.floor(ops.log2(ops.where(usable, size, ops.ones_like(size))))
     q, r = ops.qr(x * ops.power(2.0, -exponents))
     sign = ops.sign(ops.det(q))[..., None, None]
     others = ops.sum(exponents, axis=-2, keepdims=True) - exponents

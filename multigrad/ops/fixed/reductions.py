@@ -66,7 +66,7 @@ def logsumexp(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
     def rule(upstream: Any) -> Any:
         u, z, total = operands(y, upstream, x, y)
         total = keep_axes(z, axis, total)
-        nothing = ops.equal(total, -math.inf)
+        nothing = ops.logical_and(ops.isinf(total), total < 0.0)
         both = ops.broadcast_to(nothing, ops.shape(z))
         shifted = ops.where(both, ops.zeros_like(z), z) - ops.where(nothing, ops.zeros_like(total), total)
         parts = ops.where(both, 1.0 / _count(z, axis), ops.exp(shifted))
