@@ -73,7 +73,7 @@ OTHERS = sorted({*FILES} - {*PRIVATE})
 # What multigrad reads of its own objects, besides `self`.
 OWN = {
     "_builders",  # of a search of a closure, for the search of a part
-    "_plain",  # of the step of a `GradientLogger`, for another logger
+    *("_followers", "_plain", "_store"),  # of the step of a `GradientLogger`, for another logger
     *("_asdict", "_make", "_replace"),  # of named tuples: Python documents them
 }
 PRIVATE_PATH = re.compile(

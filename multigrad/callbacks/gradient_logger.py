@@ -244,12 +244,17 @@ class GradientLogger(keras.callbacks.Callback):
         with hooking_layers:
             entry, result = training.run(self._tapped, args)
         for logger in loggers:
-            with logger._lock:
-                logger._pending.append((logger._step, entry))
-                logger._unlogged[logger._batch] = logger._step
-            if logger.stop_on_nan:
-                result = logger._stop_on_nan(training, result, state if logger.restore_weights else None)
+            result = logger._store(training, entry, result, state)
         return result
+
+    def _store(self, training: Training, entry: dict[str, Any], result: Any, state: Any) -> Any:
+        """Add the entry of a step to the records, and return the result of the step."""
+        with self._lock:
+            self._pending.append((self._step, entry))
+            self._unlogged[self._batch] = self._step
+        if not self.stop_on_nan:
+            return result
+        return self._stop_on_nan(training, result, state if self.restore_weights else None)
 
     def _stop_on_nan(self, training: Training, result: Any, state: Any) -> Any:
         """Return the result of a step, or restore the state from before it, if it has NaN or Inf."""
