@@ -1242,3 +1242,10 @@ def test_a_compiled_spectral_function_that_holds_a_tensor_is_refused():
     with pytest.raises(TypeError, match="the function holds a tensor or"):
         root(array(np.eye(2)), exponent)
     close(root(array(np.eye(2)), 0.5), array(np.eye(2)))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_names_the_op():
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u / 0.0 * 0.0), name="broken")
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="'brokenBackward'"):
+        op(leaf(1.0)).sum().backward()

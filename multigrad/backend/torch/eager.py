@@ -128,7 +128,15 @@ class _Node(torch.autograd.Function):
         return None, None, *rule.pull(residuals, upstream, needed), *others
 
 
-_apply = direct_apply(_Node)
+class _NamedApplies(dict[str, Any]):
+    """For each name of an op, `apply` of a node with this name, which PyTorch's anomaly mode prints."""
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = apply = direct_apply(type(name, (_Node,), {}))
+        return apply
+
+
+_APPLIES = _NamedApplies()
 
 
 def _tie(call: Call, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -142,7 +150,7 @@ def _tie(call: Call, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch
         error = closed_over(call.name, call.closed_over_path(lambda tensor: tensor.requires_grad))
         others = [refuse(output.detach().flatten()[:0], error, output) for output in others]
         inputs = [*inputs, *others]
-    outputs = _apply(call, run, *inputs)
+    outputs = _APPLIES[call.name](call, run, *inputs)
     return outputs if type(outputs) is tuple else (outputs,)
 
 

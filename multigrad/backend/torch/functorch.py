@@ -329,10 +329,13 @@ def _map_alike(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
         return outputs
     # Real, because converting a complex zero to a real dtype would warn.
     like = {"dtype": torch.float32, "device": floating[0].device}
-    zero = sum([torch.zeros_like(tensor, **like).sum() for tensor in mapped])
+    # With an axis, because PyTorch (2.13) cannot add 0-d tensors that are mapped over no elements.
+    zero = torch.stack([torch.zeros_like(tensor, **like).sum() for tensor in mapped]).sum(0, keepdim=True)
     count = len(vmaps_of(zero))
     return [
-        o if not is_differentiable(o) or len(vmaps_of(o)) == count else o + zero.to(o.device, o.dtype)
+        o
+        if not is_differentiable(o) or len(vmaps_of(o)) == count
+        else (o + zero.to(o.device, o.dtype)).reshape(o.shape)
         for o in outputs
     ]
 
