@@ -207,7 +207,7 @@ class Call:
         Its own rule is then the derivative of the tensors that it closes over.
         """
         outer = inputs_of_outer_rule()
-        return outer is not None and all([any([x is y for y in inputs]) for x in outer])
+        return outer is not None and all([s is None or any([x is y for y in inputs]) for x, s in outer])
 
     def closed_over_path(self, is_differentiated: Callable[[Any], bool]) -> str | None:
         """Return where the function finds a differentiated tensor other than its arguments, for a message."""
@@ -419,7 +419,7 @@ class Pullback(HoldsNoTensor):
         else:
             scope = self.scope_of(rule) if type(rule) is RuleWithTensors else ReadOnly()
             scope.name = self.name
-            scope.rule_inputs = [x for x, spec in zip(inputs, specs, strict=False) if spec is not None]
+            scope.rule_inputs = [*zip(inputs, specs, strict=True)] if inputs else None
         with scope:  # also while the answer is read, because lazy gradients may read variables
             answer = self._answer(rule, upstream, specs)
             if answer is None:

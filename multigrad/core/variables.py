@@ -74,8 +74,8 @@ class _Scope(keras.StatelessScope):
     values: Sequence[Any] = ()
     current: Any = _NO_VALUES
     """The values that variables have in this scope, by the ids of the variables."""
-    rule_inputs: Sequence[Any] | None = None
-    """In the scope of a rule, the differentiable inputs of the op, None for one that it does not use."""
+    rule_inputs: Sequence[tuple[Any, Any]] | None = None
+    """In the scope of a rule, each input of the op with its spec, None for an input that it does not use."""
     _losses: list[Any] | None = None
 
     __init__ = object.__init__
@@ -140,8 +140,8 @@ def in_scope() -> bool:
         return type(scope.original_scope) not in (type(None), ReadOnly)
 
 
-def inputs_of_outer_rule() -> Sequence[Any] | None:
-    """Return the inputs of the op whose rule calls the present op, None if no rule does."""
+def inputs_of_outer_rule() -> Sequence[tuple[Any, Any]] | None:
+    """Return the inputs and specs of the op whose rule calls the present op, None if no rule does."""
     return getattr(vars(global_state.GLOBAL_STATE_TRACKER).get("stateless_scope"), "rule_inputs", None)
 
 

@@ -74,12 +74,13 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         inputs = run.inputs
         recorded = _require_gradients([*inputs, *markers])
     else:
-        inputs, markers = list(tensors), []
-        # On tensors without a history, so that a history of an output came by another way.
-        run = call.run([t.detach() for t in tensors], read_as=torch.Tensor.detach, values=inputs)
-        if _require_gradients(run.outputs):
+        used = _UsedTensors()
+        with torch.no_grad(), used:
+            run = call.run(tensors)
+            outputs = _without_aliases(run.inputs, run.outputs)
+        inputs, markers = run.inputs, []
+        if used.include_others(inputs):
             return _apply_closed_over(call, tensors)
-        outputs = _without_aliases(run.inputs, run.outputs)
     state = run.pullback, run.rule, specs_of(inputs), current_autocast(), recorded, len(outputs)
     # Dynamo enters no scope in a backward pass, and traces it here.
     with run.pullback.scope_of(run.rule), _enter_rule(), _allow_marks(outputs if recorded else ()):
@@ -160,6 +161,33 @@ class _Computed(torch.overrides.TorchFunctionMode):
             else:
                 copied.append(output.clone())
         return copied
+
+
+class _UsedTensors(torch.overrides.TorchFunctionMode):
+    """Collects the tensors that require a gradient and that operations use. Without recording, the results of
+    these operations require none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.Tensor.detach and function.__name__ != "__get__":  # an attribute
+            for arg in args:
+                for part in arg if isinstance(arg, (tuple, list)) else (arg,):
+                    if isinstance(part, torch.Tensor) and part.requires_grad:
+                        self.tensors.append(part)
+        return function(*args, **(kwargs or {}))
+
+    def include_others(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Return whether a tensor is neither an input nor a view of one."""
+        for tensor in self.tensors:
+            for x in inputs:
+                if base_of(tensor) is base_of(x):
+                    break
+            else:
+                return True
+        return False
 
 
 @contextlib.contextmanager

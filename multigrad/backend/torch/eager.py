@@ -7,13 +7,20 @@ import torch
 from torch import is_grad_enabled
 
 from multigrad.backend.base import Call, Pullback, Rule, Run
-from multigrad.backend.torch.private import base_of, direct_apply, is_autocast_anywhere, is_view, skip_frames
+from multigrad.backend.torch.private import (
+    base_of,
+    direct_apply,
+    is_autocast_anywhere,
+    is_view,
+    skip_frames,
+    versions_of,
+)
 from multigrad.backend.torch.state import (
+    IN_THREAD,
     current_autocast,
     fork_random_state,
     is_unreadable,
     no_transforms,
-    outermost_derivative,
     restore_autocast,
     vmaps_of,
     without_wrappers,
@@ -26,10 +33,14 @@ from multigrad.core.errors import closed_over, held, message
 def apply_eagerly(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     inputs = list(tensors)
     if is_grad_enabled():
-        # On tensors without a history, so that a history of an output came by another way.
-        with outermost_derivative():
-            stripped = [t.detach() if t.requires_grad else t for t in tensors]
+        # On tensors without a history, so that a history of an output came by another way. A gradient in the
+        # function is an outermost one (see `outermost_derivative`, which takes 2 us here).
+        stripped = [t.detach() if t.requires_grad else t for t in tensors]
+        depth, IN_THREAD.depth = IN_THREAD.depth, 0
+        try:
             run = call.run(stripped, read_as=torch.Tensor.detach, values=inputs)
+        finally:
+            IN_THREAD.depth = depth
         for tensor in (*inputs, *run.outputs):
             if tensor.requires_grad:
                 return run.pullback.output.join(_tie(call, run, inputs))
@@ -89,7 +100,6 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @skip_frames
-    @require_unchanged
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         rule, slots, autocast, call, computed, _ = ctx.multigrad
         if (autocast or is_autocast_anywhere()) and autocast != current_autocast():
@@ -104,7 +114,10 @@ class _Node(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:end]
         others = [None] * (len(ctx.needs_input_grad) - end)
         if call is None or not is_grad_enabled():
-            return None, None, *rule.pull(saved, upstream, needed), *others
+            versions = versions_of(upstream)
+            gradients = rule.pull(saved, upstream, needed)
+            require_unchanged(rule.pullback.name, upstream, versions)
+            return None, None, *gradients, *others
         if not call.options.higher_order:
             with torch.no_grad():
                 gradients = rule.pull(saved, upstream, needed)
@@ -125,7 +138,10 @@ class _Node(torch.autograd.Function):
             if computed:
                 residuals = with_history(residuals, second.residuals, rule.roles)
                 require_alike(call, saved[:count], residuals)
-        return None, None, *rule.pull(residuals, upstream, needed), *others
+        versions = versions_of(upstream)
+        gradients = rule.pull(residuals, upstream, needed)
+        require_unchanged(rule.pullback.name, upstream, versions)
+        return None, None, *gradients, *others
 
 
 class _NamedApplies(dict[str, Any]):
@@ -184,20 +200,21 @@ def _residuals_to_save(
         the residuals, the nodes of those that have a history of their own, and whether a residual is an
         intermediate result.
     """
-    residuals = run.residuals_with(inputs, outputs)
+    residuals: list[torch.Tensor] = []
     closed_over: list[Any] = []
-    computed = False
-    for slot, role in enumerate(run.roles):
-        if 0 <= role < len(inputs):
-            continue
-        residual = run.residuals[slot]
-        if residual.requires_grad and not is_view_without_node(residual):
-            # Also if it is an output, the rule keeps the residual with its own history.
-            residuals[slot], run.roles[slot] = residual, OTHER
+    computed, count = False, len(inputs)
+    for slot, (residual, role) in enumerate(zip(run.residuals, run.roles, strict=True)):
+        if 0 <= role < count:
+            residual = inputs[role]
+        elif residual.requires_grad and not is_view_without_node(residual):
+            run.roles[slot] = OTHER  # the rule keeps it with its own history, also if it is an output
             closed_over.append(node_of(residual))
             computed = computed or not any([residual is tensor for tensor in lift(call.f, TENSORS)[0]])
         elif role == OTHER:
             computed = computed or FLOATING[residual.dtype]
+        else:
+            residual = outputs[role - count]
+        residuals.append(residual)
     return residuals, closed_over, computed
 
 

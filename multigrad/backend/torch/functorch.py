@@ -24,6 +24,7 @@ from multigrad.backend.torch.private import (
     skip_frames,
     transforms,
     untransformed,
+    versions_of,
 )
 from multigrad.backend.torch.state import (
     active_vmaps,
@@ -203,7 +204,6 @@ class _FunctorchNode(torch.autograd.Function):
 
     @staticmethod
     @skip_frames
-    @require_unchanged
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         state = ctx.state
         gradients: Sequence[torch.Tensor | None] = [None] * state.inputs
@@ -213,7 +213,9 @@ class _FunctorchNode(torch.autograd.Function):
                 pairs = zip(upstream, saved[state.inputs :], strict=False)
                 whole = [torch.zeros_like(output) if u is None else u for u, output in pairs]
                 needed = ctx.needs_input_grad[1 : 1 + state.inputs]
+                versions = versions_of(upstream)
                 gradients = state.rule.pull(state.residuals(saved), dense_floating(whole), needed)
+                require_unchanged(state.call.name, upstream, versions)
         return None, *gradients, *[None] * (len(ctx.needs_input_grad) - 1 - state.inputs)
 
     @staticmethod

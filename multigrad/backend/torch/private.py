@@ -5,7 +5,7 @@ is given. Where no reason is given, PyTorch has no public API for the purpose.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -70,9 +70,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 look_up("torch.Tensor._version")
 
 
-def version_of(tensor: torch.Tensor | None) -> int | None:
-    """Return how often a tensor was changed in place. PyTorch does not count it in inference mode."""
-    return None if tensor is None or tensor.is_inference() else tensor._version
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
+    """Return how often tensors were changed in place. PyTorch does not count it in inference mode."""
+    return [None if t is None or t.is_inference() else t._version for t in tensors]
 
 
 # Return the tensors and other leaves of the structures that a function of PyTorch gets or returns.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from multigrad.backend.base import F, Operation, Spec
-from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves, version_of
+from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves, versions_of
 from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.core.errors import message
 from multigrad.core.reachable import assigned_cells
@@ -47,21 +47,15 @@ def _code_for(code: types.CodeType, wrapped: types.CodeType) -> types.CodeType:
     return code.replace()
 
 
-def require_unchanged(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the `backward` of a Function raise if the rule changed an upstream gradient in place.
+def require_unchanged(
+    name: str, upstream: Sequence[torch.Tensor | None], versions: Sequence[int | None]
+) -> None:
+    """Raise if the rule of an op changed an upstream gradient in place. `versions` are those from before.
 
     PyTorch passes the same tensor to the other operations that use the output.
     """
-
-    def checked(ctx: Any, *upstream: torch.Tensor | None) -> Any:
-        versions = [*map(version_of, upstream)]
-        gradients = backward(ctx, *upstream)
-        if [*map(version_of, upstream)] != versions:
-            state = getattr(ctx, "multigrad", None) or ctx.state
-            raise RuntimeError(_CHANGED_UPSTREAM.replace("an op", state.rule.pullback.name, 1))
-        return gradients
-
-    return checked
+    if versions_of(upstream) != versions:
+        raise RuntimeError(_CHANGED_UPSTREAM.replace("an op", name, 1))
 
 
 _CHANGED_UPSTREAM = message(
