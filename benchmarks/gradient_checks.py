@@ -3,9 +3,10 @@
     KERAS_BACKEND=jax python -m benchmarks.gradient_checks --rules 1000
 
 Every rule belongs to a random family of `right_rules`, with arguments of a random shape, dtype and scale
-between 0.1 and 10. Right rules are checked to the second order. Wrong rules differ by 1 %: in the gradient of
-one argument, in one element of it, or in the second derivative only. Every rule has a seed of its own, which
-is printed if the check is mistaken.
+between 0.1 and 10. Right rules are checked to the second order, also at special elements: 0, 1, -1, ties and
+very large numbers. Wrong rules differ by 1 %: in the gradient of one argument, in one element of it, or in
+the second derivative only. Others are very wrong at a special element, and right beside it. Every rule has a
+seed of its own, which is printed if the check is mistaken.
 
 By default, the check computes in float64, in which the tolerances are small. With `--dtype own`, all
 arguments are float32, and the functions compute in float32.
@@ -15,7 +16,8 @@ import argparse
 import collections
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,61 +33,106 @@ from .right_rules import FAMILIES, Family
 FACTOR = 1.01
 """The factor of a wrong gradient."""
 
+WRONG_AT_A_POINT = (-1.0, 2.0, 1e6)
+"""The factors of a gradient that is wrong at one special element."""
+
 LARGE_FACTOR = 10.0
 """The factor of a very wrong gradient. If it is not found either, the gradient is zero up to rounding."""
 
 
-def nothing(gradients: list[Any], which: float, factor: float) -> list[Any]:
+@dataclass(frozen=True)
+class Drawn:
+    """A random family, its arguments, and a number that chooses the wrong argument or element."""
+
+    family: Family
+    arguments: list[np.ndarray]
+    special: list[np.ndarray]
+    """Where the arguments are special elements."""
+    which: float
+
+    def masks(self, candidates: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return arrays of False that are True at one of the candidates."""
+        flat = np.flatnonzero(np.concatenate([array.ravel() for array in candidates]))
+        chosen = flat[int(self.which * len(flat))]
+        firsts = np.cumsum([0, *[array.size for array in candidates[:-1]]])
+        return [
+            np.arange(first, first + array.size).reshape(array.shape) == chosen
+            for first, array in zip(firsts, candidates, strict=True)
+        ]
+
+
+Gradients = list[Any]
+
+
+def nothing(gradients: Gradients, inputs: Sequence[Any], drawn: Drawn, factor: float) -> Gradients:
     """Return the right gradients."""
     return gradients
 
 
-def one_argument(gradients: list[Any], which: float, factor: float) -> list[Any]:
+def one_argument(gradients: Gradients, inputs: Sequence[Any], drawn: Drawn, factor: float) -> Gradients:
     """Multiply the gradient of one argument by a wrong factor."""
-    chosen = int(which * len(gradients))
+    chosen = int(drawn.which * len(gradients))
     return [gradient * factor if i == chosen else gradient for i, gradient in enumerate(gradients)]
 
 
-def one_element(gradients: list[Any], which: float, factor: float) -> list[Any]:
+def one_element(gradients: Gradients, inputs: Sequence[Any], drawn: Drawn, factor: float) -> Gradients:
     """Multiply the gradient of one element by a wrong factor."""
-    sizes = np.cumsum([0, *[int(np.prod(gradient.shape)) for gradient in gradients]])
-    chosen = int(which * sizes[-1])
-    factors = [
-        np.where(np.arange(size).reshape(gradient.shape) == chosen - first, factor, 1.0)
-        for first, size, gradient in zip(sizes[:-1], np.diff(sizes), gradients, strict=True)
+    masks = drawn.masks([np.ones(array.shape, bool) for array in drawn.arguments])
+    return [
+        g * ops.cast(np.where(mask, factor, 1.0), g.dtype) for g, mask in zip(gradients, masks, strict=True)
     ]
-    return [g * ops.convert_to_tensor(f, dtype=g.dtype) for g, f in zip(gradients, factors, strict=True)]
 
 
-def second_derivative(gradients: list[Any], which: float, factor: float) -> list[Any]:
+def special_element(gradients: Gradients, inputs: Sequence[Any], drawn: Drawn, factor: float) -> Gradients:
+    """Multiply the gradient of one special element by a wrong factor, and not beside the element."""
+    wrong = []
+    for g, x, array, mask in zip(gradients, inputs, drawn.arguments, drawn.masks(drawn.special), strict=True):
+        is_there = ops.logical_and(ops.equal(x, ops.cast(array, x.dtype)), mask)
+        wrong.append(g * ops.cast(ops.where(is_there, factor, 1.0), g.dtype))
+    return wrong
+
+
+def second_derivative(gradients: Gradients, inputs: Sequence[Any], drawn: Drawn, factor: float) -> Gradients:
     """Return the right gradients, whose derivatives have a wrong factor."""
     return [scale_gradient(gradient, factor) for gradient in gradients]
 
 
-CHANGES: dict[str, tuple[Callable[[list[Any], float, float], list[Any]], int]] = {
+CHANGES: dict[str, tuple[Callable[..., Gradients], int]] = {
     "right": (nothing, 2),
+    "special, right": (nothing, 2),
     "one argument": (one_argument, 1),
     "one element": (one_element, 1),
+    "special element": (special_element, 1),
     "second derivative": (second_derivative, 2),
 }
 """For each kind of rule, its gradients, and the order to which it is checked."""
 
 
-def draw(seed: int, own: bool) -> tuple[Family, list[np.ndarray], float]:
-    """Return a random family, arguments, and a number that chooses the wrong argument or element."""
+def draw(seed: int, own: bool, kind: str = "right") -> Drawn:
+    """Return a random family and arguments for it.
+
+    Half of the right rules have very large elements. Beside them, many gradients are zero up to rounding.
+    """
     random = np.random.default_rng(seed)
     family = FAMILIES[random.integers(len(FAMILIES))]
     dtype = "float32" if own else str(random.choice(["float32", "float64"]))
-    return family, family.draw(random, dtype, 10.0 ** random.uniform(-1.0, 1.0)), random.uniform()
+    arguments, which = family.draw(random, dtype, 10.0 ** random.uniform(-1.0, 1.0)), random.uniform()
+    special: list[np.ndarray] = []
+    if kind.startswith("special"):
+        has_large = kind == "special, right" and seed % 2 == 0
+        arguments, special = family.with_special(random, arguments, has_large)
+    return Drawn(family, arguments, special, which)
 
 
-def rejected(kind: str, seed: int, own: bool = False, factor: float = FACTOR, **options: Any) -> str:
+def rejected(kind: str, seed: int, own: bool = False, is_large: bool = False, **options: Any) -> str:
     """Return the message of the check if it rejects the rule of this seed, and an empty string otherwise."""
-    family, arguments, which = draw(seed, own)
+    drawn = draw(seed, own, kind)
     change, order = CHANGES[kind]
-    op = family.op(lambda gradients: change(gradients, which, factor))
+    factor = WRONG_AT_A_POINT[seed % len(WRONG_AT_A_POINT)] if kind == "special element" else FACTOR
+    factor = LARGE_FACTOR if is_large else factor
+    op = drawn.family.op(lambda gradients, inputs: change(gradients, inputs, drawn, factor))
     try:
-        check_gradients(op, *arguments, order=order, dtype="own" if own else None, **options)
+        check_gradients(op, *drawn.arguments, order=order, dtype="own" if own else None, **options)
     except AssertionError as error:
         return str(error)
     return ""
@@ -110,17 +157,16 @@ def main() -> None:
         zeros = 0
         for seed in range(options.first, options.first + options.rules):
             said = rejected(kind, seed, own, **checks)
-            if bool(said) != (kind == "right"):
+            if bool(said) != kind.endswith("right"):
                 continue
-            if kind != "right" and not rejected(kind, seed, own, LARGE_FACTOR, **checks):
+            if not kind.endswith("right") and not rejected(kind, seed, own, is_large=True, **checks):
                 zeros += 1
                 continue
-            family, arguments, _ = draw(seed, own)
-            mistaken[family.name] += 1
-            shapes = [array.shape for array in arguments]
-            print(
-                f"  {kind}, seed {seed}: {family.name}, {arguments[0].dtype} of {shapes}\n{said}", flush=True
-            )
+            drawn = draw(seed, own, kind)
+            mistaken[drawn.family.name] += 1
+            shapes = [array.shape for array in drawn.arguments]
+            dtype = drawn.arguments[0].dtype
+            print(f"  {kind}, seed {seed}: {drawn.family.name}, {dtype} of {shapes}\n{said}", flush=True)
         results[kind] = {
             "rules": options.rules - zeros,
             "zeros": zeros,

@@ -1,6 +1,6 @@
 """Families of functions with right rules, at random arguments, for `gradient_checks` and its tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,13 @@ class Family:
         function: a function of arrays that returns `(output, rule)`.
         shapes: for each choice of shapes, the shape of each argument.
         positive: the indices of arguments that are at least 0.05.
+        largest: the magnitude of the very large elements. A step from them is small for the function.
     """
 
     function: Callable[..., Any]
     shapes: tuple[tuple[Shape, ...], ...]
     positive: tuple[int, ...] = ()
+    largest: float = 1e8
 
     @property
     def name(self) -> str:
@@ -46,17 +48,46 @@ class Family:
             for i, array in enumerate(arrays)
         ]
 
+    def with_special(
+        self, random: np.random.Generator, arrays: Sequence[np.ndarray], has_large: bool
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return arrays in which 0, 1, -1, very large numbers and ties replace elements, and their places.
+
+        Two elements are tied, in one array or in two. A small array has some of these. Without `has_large`,
+        none is very large.
+        """
+        arrays = [array.copy() for array in arrays]
+        places = [np.zeros(array.shape, bool) for array in arrays]
+        large = [self.largest, -self.largest] if has_large else []
+        for i, (array, place) in enumerate(zip(arrays, places, strict=True)):
+            specials = [1.0, *large[:1]] if i in self.positive else [0.0, 1.0, -1.0, *large]
+            order = random.permutation(array.size)
+            has_tie = array.size > 2 or random.choice([True, False])
+            tied, others = np.split(order[: len(specials) + 2], [2 if has_tie else 0])
+            if (
+                i
+                and i not in self.positive
+                and array.shape == arrays[0].shape
+                and random.choice([True, False])
+            ):
+                array.flat[tied] = arrays[0].flat[tied]
+            else:
+                array.flat[tied] = array.flat[tied[-1:]]
+            array.flat[others] = random.permutation(specials)[: len(others)]
+            place.flat[[*tied, *others]] = True
+        return arrays, places
+
     def op(
-        self, change: Callable[[list[Any]], list[Any]] = lambda gradients: gradients
+        self, change: Callable[[list[Any], Sequence[Any]], list[Any]] = lambda gradients, inputs: gradients
     ) -> Callable[..., Any]:
-        """Return the op. `change` maps the right gradients to those of the op's rule."""
+        """Return the op. `change` maps the right gradients and the inputs to the gradients of the rule."""
 
         def with_rule(*inputs: Any) -> Any:
             output, rule = self.function(*inputs)
 
             def changed(upstream: Any) -> Any:
                 gradients = rule(upstream)
-                return tuple(change(list(gradients) if isinstance(gradients, tuple) else [gradients]))
+                return tuple(change(list(gradients) if isinstance(gradients, tuple) else [gradients], inputs))
 
             return output, changed
 
@@ -65,7 +96,7 @@ class Family:
 
 def log1pexp(x: Any) -> Any:
     e = ops.exp(-ops.abs(x))
-    return ops.maximum(x, 0.0) + ops.log1p(e), lambda u: u * ops.where(x >= 0, 1.0, e) / (1.0 + e)
+    return ops.maximum(x, 0.0) + ops.log1p(e), lambda u: u * ops.sigmoid(x)
 
 
 def sigmoid(x: Any) -> Any:
@@ -88,8 +119,11 @@ def relu(x: Any) -> Any:
 
 
 def sinc(x: Any) -> Any:
-    y = ops.sin(x) / x
-    return y, lambda u: u * (ops.cos(x) - y) / x
+    is_zero = ops.equal(x, 0.0)
+    safe = ops.where(is_zero, 1.0, x)
+    y = ops.where(is_zero, 1.0, ops.sin(safe) / safe)
+    # The other branch has the second derivative at zero.
+    return y, lambda u: u * ops.where(is_zero, -x / 3.0, (ops.cos(safe) - ops.sin(safe) / safe) / safe)
 
 
 def logarithm(x: Any) -> Any:
@@ -129,7 +163,7 @@ def layer_norm(x: Any) -> Any:
 
 def norm(x: Any) -> Any:
     y = ops.sqrt(ops.sum(x * x))
-    return y, lambda u: u * x / y
+    return y, lambda u: u * x / ops.where(y > 0.0, y, 1.0)
 
 
 def unit_vector(x: Any) -> Any:
@@ -209,17 +243,22 @@ def alike(
 
 
 FAMILIES = (
-    *[Family(function, alike(1)) for function in (log1pexp, sigmoid, tanh, relu, relu_squared, sinc, norm)],
+    *[Family(function, alike(1), largest=1e30) for function in (log1pexp, tanh, relu)],
+    *[Family(function, alike(1), largest=30.0) for function in (sigmoid, sinc)],
+    *[Family(function, alike(1)) for function in (relu_squared, norm)],
     Family(logarithm, alike(1), positive=(0,)),
     Family(power, alike(1), positive=(0,)),
-    *[
-        Family(function, alike(1, ROWS))
-        for function in (softmax, log_softmax, logsumexp, cumulative_sum, cross_entropy, variance)
-    ],
+    *[Family(function, alike(1, ROWS), largest=1e30) for function in (softmax, log_softmax, logsumexp)],
+    *[Family(function, alike(1, ROWS)) for function in (cumulative_sum, cross_entropy, variance)],
     *[Family(function, alike(1, ((3,), (5,), (3, 4), (2, 3, 7)))) for function in (layer_norm, unit_vector)],
-    *[Family(function, alike(2)) for function in (larger, several_outputs)],
+    Family(larger, alike(2), largest=1e30),
+    Family(several_outputs, alike(2), largest=30.0),
     Family(division, alike(2), positive=(1,)),
     Family(matmul, (((1, 1), (1, 1)), ((2, 3), (3, 4)), ((10, 10), (10, 5)))),
     Family(broadcast, (((3, 4), (4,)), ((2, 1), (1,)), ((10, 10), (10,)))),
-    Family(attention, (((2, 3), (2, 3), (2, 3)), ((3, 2), (5, 2), (5, 4)), ((4, 8), (6, 8), (6, 2)))),
+    Family(
+        attention,
+        (((2, 3), (2, 3), (2, 3)), ((3, 2), (5, 2), (5, 4)), ((4, 8), (6, 8), (6, 2))),
+        largest=30.0,
+    ),
 )

@@ -233,6 +233,129 @@ def test_tolerances_are_used():
     fails(cube(1.00001), X, rtol=1e-6)
 
 
+# ------------------------------------------------------------------------------------ special points
+
+POINTS = np.array([-1.0, 0.0, 0.5, 1.0, 2.0])
+
+
+def wrong_at(point, wrong):
+    """Return an op whose derivative is wrong at one point. It is 2 at 0 and 5 at 1."""
+
+    def rule(x, u):
+        return u * ops.where(ops.equal(x, point), ops.cast(wrong, x.dtype), 3.0 * x * x + 2.0)
+
+    return op(lambda x: x * x * x + 2.0 * x, rule)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("point", "wrong"), [(0.0, 0.0), (0.0, 1e6), (0.0, 2.02), (1.0, 0.0), (-1.0, -5.0), (2.0, 7.0)]
+)
+def test_a_wrong_gradient_at_one_point(point, wrong, dtype):
+    """The gradient beside the point is right."""
+    said = fails(wrong_at(point, wrong), POINTS, dtype=dtype)
+    assert f"argument: 'x'[{POINTS.tolist().index(point)}]" in said
+    assert "1 of 5 elements disagree" in said
+    passes(wrong_at(3.0, wrong), POINTS, dtype=dtype)
+
+
+def test_a_wrong_gradient_at_one_value_of_a_weight():
+    weight = keras.Variable(0.0, name="weight")
+
+    def scaled(slope):
+        @op_custom_gradient
+        def scaled(x):
+            w = weight + 0.0
+            factor = ops.where(ops.equal(w, 0.0), slope, 1.0)
+            return x * w, lambda u, variables: (u * w, [ops.sum(u * x) * factor])
+
+        return scaled
+
+    passes(scaled(1.0), X.astype("float32"))
+    assert "argument: variable 'weight'" in fails(scaled(0.0), X.astype("float32"))
+
+
+def kinked(slope):
+    return op(
+        lambda x: ops.where(x > 0.0, 3.0 * x, ops.zeros_like(x)),
+        lambda x, u: (
+            u * ops.where(ops.equal(x, 0.0), ops.cast(slope, x.dtype), 3.0 * ops.cast(x > 0.0, x.dtype))
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_a_gradient_at_a_kink_is_between_the_derivatives_on_both_sides(dtype):
+    for slope in (0.0, 1.0, 3.0):
+        assert passes(kinked(slope), POINTS, dtype=dtype).unchecked == 0
+    for slope in (7.0, -1.0):
+        assert "argument: 'x'[1]" in fails(kinked(slope), POINTS, dtype=dtype)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 2.0, -1.0])
+def test_a_gradient_at_a_tie(share):
+    @op_custom_gradient
+    def larger(x, y):
+        of_x = ops.where(ops.equal(x, y), share, ops.cast(x > y, x.dtype))
+        return ops.where(x > y, x, y), lambda u: (u * of_x, u * (1.0 - of_x))
+
+    x, y = np.array([1.0, 0.0, 3.0, 2.0]), np.array([1.0, 0.0, 2.0, 3.0])
+    if 0.0 <= share <= 1.0:
+        passes(larger, x, y)
+    else:
+        assert "4 of 8 elements disagree" in fails(larger, x, y)
+
+
+def test_each_element_of_an_output_has_a_kink_of_its_own():
+    """The sum of the elements, weighted by 1.5 and -1.2 for example, has the derivatives 1.2 and 1.5."""
+    passes(lambda x: ops.stack([ops.relu(x), ops.relu(-x)]), np.zeros(4))
+
+
+def test_kinks_that_cancel():
+    """The function is `x`. Its gradient at zero is 0 on each backend."""
+    assert "argument: 'x'[0]" in fails(lambda x: ops.relu(x) - ops.relu(-x), np.array([0.0, 1.0]))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_jump_of_the_second_derivative(dtype):
+    def square(slope):
+        def rule(x, u):
+            return u * ops.where(ops.equal(x, 0.0), ops.cast(slope, x.dtype), 2.0 * ops.relu(x))
+
+        return op(lambda x: ops.square(ops.relu(x)), rule)
+
+    passes(square(0.0), np.array([0.0]), dtype=dtype, order=2)
+    passes(square(0.0), POINTS, dtype=dtype, order=2)
+    assert "argument: 'x'[1]" in fails(square(0.1), POINTS, dtype=dtype)
+
+
+def test_a_jump_is_not_checked():
+    """There is no derivative. The result names the element."""
+    checked = passes(kinked(0.0), POINTS, order=2)
+    assert checked.unchecked_elements == ("'x'[1] in order 2",)
+    assert "unchecked=1: 'x'[1] in order 2" in str(checked)
+    assert passes(op(ops.sign, lambda x, u: 0.0 * u), POINTS).unchecked_elements == ("'x'[1]",)
+    assert "argument: 'x'[1]" in fails(op(ops.sign, lambda x, u: u * 0.0 / x), POINTS)
+    assert "4 of 5 elements disagree" in fails(op(ops.sign, lambda x, u: u), POINTS)
+
+
+def test_a_special_point_of_a_complex_function():
+    def size(slope):
+        """At zero, each number of magnitude 1 is a derivative in some direction."""
+
+        def rule(z, u):
+            direction = z / ops.cast(ops.abs(z) + 1e-30, z.dtype)
+            direction += ops.cast(slope, z.dtype) * ops.cast(ops.equal(z, 0.0), z.dtype)
+            return direction * ops.cast(u, z.dtype)
+
+        return op(ops.abs, rule)
+
+    z = np.array([0.0, 1.0 + 1.0j, -2.0j])
+    passes(size(0.0), z)
+    passes(size(0.5 - 0.5j), z)
+    assert "argument: 'x'[0]" in fails(size(3.0j), z)
+
+
 # ---------------------------------------------------------------------------------------- correct ops
 
 
@@ -336,7 +459,9 @@ def test_a_large_tensor_is_sampled():
 
     assert passes(function, np.ones((50, 50))).elements == 100
     assert len(calls) < 450  # four for each of a hundred elements
-    assert passes(function, np.ones((50, 50)), max_elements=7).elements == 7
+    checked = passes(function, np.ones((50, 50)), max_elements=7)
+    assert (checked.elements, checked.total) == (7, 2500)
+    assert str(checked).startswith("7 of 2,500 elements agree in float64: ")
 
 
 def test_lost_precision_in_intermediate_results_is_detected():
@@ -345,6 +470,38 @@ def test_lost_precision_in_intermediate_results_is_detected():
 
     checked = passes(rounded, X)
     assert checked.precision == "float32"
+    assert checked.reason == "an operation of the function converts float64 to float32"
+    assert f"4 elements agree in float32 because {checked.reason}: " in str(checked)
+
+
+def test_the_reason_for_a_precision():
+    assert passes(cube(), X).reason == ""
+    narrow = op(lambda x: x * 3.0, lambda x, u: ops.cast(ops.cast(u, "float16"), u.dtype) * 3.0)
+    assert passes(narrow, X).reason == "an operation of the gradient converts float64 to float16"
+    assert passes(cube(), X, dtype="float32").reason == "the function has an input of this dtype"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_each_call_has_the_dtype(dtype):
+    seen = set()
+
+    def function(x, y):
+        seen.update(keras.backend.standardize_dtype(tensor.dtype) for tensor in (x, y))
+        return ops.tanh(x) * y
+
+    passes(function, X, 2.0, dtype=dtype)
+    assert seen == {dtype}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_progress_of_a_long_check(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr("multigrad.testing.gradient_check._SECONDS", -1.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    passes(cube(), X)
+    shown = capsys.readouterr().err
+    assert ("lambda: gradient, 'x'[1, 0] of shape (2, 2)\r" in shown) == is_terminal
+    assert shown.endswith("\033[K\r") == is_terminal
+    assert bool(shown) == is_terminal
 
 
 def test_empty_tensors():
@@ -884,7 +1041,9 @@ def test_a_rule_that_reads_a_global_of_its_function():
 
 
 @pytest.mark.package
-@pytest.mark.parametrize(("factor", "status", "said"), [(2.0, 0, "elements=2"), (2.1, 1, "differs from the")])
+@pytest.mark.parametrize(
+    ("factor", "status", "said"), [(2.0, 0, "2 elements agree"), (2.1, 1, "differs from the")]
+)
 def test_the_command_that_checks_a_file(factor, status, said, tmp_path):
     path = tmp_path / "my_op.py"
     path.write_text(

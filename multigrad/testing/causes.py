@@ -8,6 +8,7 @@ import numpy as np
 
 from multigrad.testing.checked_function import CheckedFunction
 from multigrad.testing.differences import CentralDifference, Rounding, estimate
+from multigrad.testing.mismatches import disagree
 
 _CLOSE = 1e-3
 """The relative difference of gradients that count as equal. Rules that are 1 % off have another cause."""
@@ -33,6 +34,10 @@ class Compared:
     rule: np.ndarray
     differences: np.ndarray
     errors: np.ndarray
+
+    def is_wrong(self, rtol: float) -> np.ndarray:
+        """Return where the gradient differs from the differences, or these are not finite."""
+        return disagree(self.rule, self.differences, rtol, self.errors) | ~np.isfinite(self.differences)
 
     def is_rule(self, gradient: np.ndarray) -> bool:
         """Return whether the rule returns this gradient, and the gradient is not zero."""

@@ -59,14 +59,13 @@ class CheckedFunction(FlatFunction):
         named = list(zip(binding.names(), args, strict=False))
         if variables is None:
             self._require_tensor(named)
-        arguments = self._flatten(tuple(args), named)
-        self._variables, self._uses_variables = self._find_variables(
-            arguments.unflatten(arguments.differentiable), variables
-        )
         self._arguments = self._flatten(_floats_to_tensors(tuple(args)), named)
-        if dtype is None and not self._variables:
-            dtype = "float64"
         tensors = [_cast(tensor, dtype) for tensor in self._arguments.differentiable]
+        self._variables, self._uses_variables = self._find_variables(
+            self._arguments.unflatten(tensors), variables
+        )
+        if dtype is None and not self._variables:
+            tensors = [_cast(tensor, "float64") for tensor in tensors]
         tensors += [backend.active.as_tensor(variable) for variable in self._variables]
         self.inputs = [backend.active.snapshot(tensor) for tensor in tensors]  # detached from any tape
         paths = _paths(self._arguments.layout, [name for name, _ in named])

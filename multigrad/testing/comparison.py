@@ -21,6 +21,7 @@ from multigrad.testing.mismatches import (
     format_table,
     relative_to,
     true_elements,
+    worst_of,
 )
 from multigrad.testing.precision import Tolerance, largest_magnitude
 
@@ -256,7 +257,7 @@ def _raise_mismatches(
     mismatches: list[Mismatch], measurements: Mapping[str, Measurement], missing: Sequence[str]
 ) -> NoReturn:
     __tracebackhide__ = True
-    worst = max(mismatches, key=Mismatch.relative_difference)
+    worst = worst_of(mismatches)
     name, pair = worst.labels
     other, first = pair.split(", ")
     got, required = map(format_number, worst.numbers)

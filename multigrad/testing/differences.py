@@ -16,9 +16,14 @@ difference is divided by the distance of the rounded arguments.
 
 Terms may also cancel inside a function: the gradient of `tanh(x)` is `1 - tanh(x) ** 2`. For a large `x`, the
 gradient is small, but its error is still `eps`. `Rounding` therefore takes two more numbers. `measure_noise`
-measures the errors of the outputs close to the arguments. The outputs of a derivative of order 1 or higher
-count as no smaller than the outputs of the function that was differentiated: where terms cancel completely,
-the outputs do not change, and no error can be measured.
+measures the errors of the outputs beside the arguments, so a fault at the arguments does not count as
+rounding. The outputs of a derivative of order 1 or higher count as no smaller than the outputs of the
+function that was differentiated: where terms cancel completely, the outputs do not change, and no error can
+be measured.
+
+At a kink, such as that of `relu` at zero, the derivatives on the two sides differ, and every number between
+them is a subgradient. Both come from differences of second order,
+`(4 * f(x + h / 2) - f(x + h) - 3 * f(x)) / h`. At a jump, there is no derivative.
 
 The truncation error of the extrapolation is at most a third of the difference between `near` and `far`: it is
 4/15 of it if the error of fourth order dominates, and less if that of second order does.
@@ -52,15 +57,23 @@ _TRUNCATION = 1.0 / 3.0
 DEVIATIONS = 8.0
 """The largest rounding error, in standard deviations."""
 
-_LINES = ((3, 1.0 / 64.0), (4, 1.0 / 100.0))
-"""For each line on which rounding is measured, a seed, and the step relative to that of a difference."""
+_LINES = (1.0 / 64.0, -1.0 / 100.0)
+"""The steps on the two lines on which rounding is measured, relative to that of a difference.
+
+They are on different sides of the inputs. Their steps differ, because the errors may repeat with the steps of
+one line.
+"""
+
+_SHORT = 1.0 / 64.0
+"""The step that shows a jump, relative to that of a difference."""
 
 
 class Estimate(NamedTuple):
-    """The derivative of each weighted output with respect to one element, and its error."""
+    """The derivative of each weighted output with respect to one element, its error, and the step."""
 
     derivatives: list[Any]
     errors: list[float]
+    length: float
 
 
 class _Quotients(NamedTuple):
@@ -116,8 +129,7 @@ class CentralDifference:
     def __call__(self, length: float) -> _Quotients:
         """Return the quotients for a step of this length. A complex element is moved along 1 and along 1j."""
         derivatives, sizes, moved_sizes = [], [], []
-        is_complex = np.iscomplexobj(to_numpy(self.inputs[self.index]))
-        for direction in (1.0, 1j) if is_complex else (1.0,):
+        for direction in self._directions():
             (high, up), (low, down) = (self._move(sign * length * direction) for sign in (1.0, -1.0))
             distance = abs(high - low)  # the step after rounding
             ends = list(zip(self.weights, up, down, strict=True))
@@ -132,6 +144,44 @@ class CentralDifference:
             [max(parts) for parts in zip(*sizes, strict=True)],
             [max(parts) for parts in zip(*moved_sizes, strict=True)],
         )
+
+    def nearest_derivative(self, k: int, central: Estimate, gradient: Any, error: float) -> Any:
+        """Return the derivative of output `k` that is closest to a gradient, or None where the output jumps.
+
+        It is the central difference, or a number between the derivatives on both sides if one of them differs
+        from it by more than its error: at a kink, or where the second derivative jumps.
+        """
+        low, high, jump = self._one_sided(k, central.length)
+        if jump > error:
+            return None
+        deviations = np.abs(np.array([low, high]) - central.derivatives[k])
+        if not (np.isfinite(deviations).all() and deviations.max() > error):
+            return central.derivatives[k]
+        real, imaginary = (np.clip(part(gradient), part(low), part(high)) for part in (np.real, np.imag))
+        return real + 1j * imaginary if np.iscomplexobj(gradient) else real
+
+    def _one_sided(self, k: int, length: float) -> tuple[Any, Any, float]:
+        """Return bounds of the derivatives of output `k` on both sides, and the quotient of its jump.
+
+        The bounds are sums of the smaller and of the larger derivative of each element of the output, because
+        each has a kink of its own.
+        """
+        low, high, jump, weight = 0.0, 0.0, 0.0, self.weights[k]
+        shares = (0.0, _SHORT, 0.5, 1.0, -_SHORT, -0.5, -1.0)
+        for direction in self._directions():
+            at, *moved = (self._move(share * length * direction)[1][k] for share in shares)
+            slopes = []
+            with np.errstate(invalid="ignore", over="ignore"):
+                for short, near, far in (moved[:3], moved[3:]):
+                    slopes.append(np.real(np.conj(weight) * (4.0 * near - far - 3.0 * at)) / length)
+                    is_jump = np.abs(short - at) > 0.5 * np.abs(far - at)
+                    jump = max(jump, _size(weight, short - at, 0.0 * at, is_jump) / (2.0 * length))
+                low += direction * np.sum(np.minimum(slopes[0], -slopes[1]))
+                high += direction * np.sum(np.maximum(slopes[0], -slopes[1]))
+        return low, high, jump
+
+    def _directions(self) -> tuple[complex, ...]:
+        return (1.0, 1j) if np.iscomplexobj(to_numpy(self.inputs[self.index])) else (1.0,)
 
     def _move(self, step: complex) -> tuple[Any, list[np.ndarray]]:
         """Return the element after a step, and the outputs there."""
@@ -153,10 +203,10 @@ def _size(weight: np.ndarray, up: np.ndarray, down: np.ndarray, where: Any = Tru
 def measure_noise(function: Function, inputs: Sequence[Any], tolerance: Tolerance) -> list[np.ndarray]:
     """Return the standard deviation of the rounding error of each element of each output.
 
-    The result is the larger one of two lines, because on one line the errors may repeat with its steps.
+    It is measured beside the inputs, because the function may differ from its surroundings at the inputs.
     """
-    lines = (_Line(function, inputs, seed, tolerance.step * share) for seed, share in _LINES)
-    return [np.maximum(*pair) for pair in zip(*[line.noise() for line in lines], strict=True)]
+    lines = [_noise_on_line(function, inputs, tolerance.step * share) for share in _LINES]
+    return [np.maximum(*pair) for pair in zip(*lines, strict=True)]
 
 
 def noise_of_sums(noise: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> list[float]:
@@ -164,44 +214,37 @@ def noise_of_sums(noise: Sequence[np.ndarray], weights: Sequence[np.ndarray]) ->
     return [float(np.linalg.norm(np.abs(w) * n)) for w, n in zip(weights, noise, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A line along which all inputs move, in short steps on which a smooth function is a parabola."""
+def _noise_on_line(function: Function, inputs: Sequence[Any], length: float) -> list[np.ndarray]:
+    """Return the standard deviation of the errors on a line on which a smooth function is a parabola.
 
-    function: Function
-    inputs: Sequence[Any]
-    seed: int
-    length: float
+    All inputs move, in steps of this length. The fourth difference of independent errors has 70 times their
+    variance (Moré and Wild, Estimating Computational Noise, 2011).
+    """
+    steps = [
+        _spaced(x, length * direction) for x, direction in zip(inputs, random_weights(inputs, 3), strict=True)
+    ]
+    points = []
+    for position in range(1, 10):
+        moved = [to_numpy(x) + position * step for x, step in zip(inputs, steps, strict=True)]
+        points.append([to_numpy(output) for output in function(*to_tensors(moved, inputs))])
+    noise = []
+    with np.errstate(all="ignore"):
+        for values in zip(*points, strict=True):
+            differences = np.abs(np.diff(np.stack(values), n=4, axis=0))
+            deviations = np.sqrt(np.mean(differences**2, axis=0) / 70.0)
+            noise.append(np.where(np.isfinite(deviations), deviations, 0.0))
+    return noise
 
-    def noise(self) -> list[np.ndarray]:
-        """Return the standard deviation of the rounding error of each element of each output.
 
-        The fourth difference of independent errors has 70 times their variance (Moré and Wild, Estimating
-        Computational Noise, 2011).
-        """
-        directions = random_weights(self.inputs, self.seed)
-        steps = [self._step(x, direction) for x, direction in zip(self.inputs, directions, strict=True)]
-        points = []
-        for position in range(-4, 5):
-            moved = [to_numpy(x) + position * step for x, step in zip(self.inputs, steps, strict=True)]
-            points.append([to_numpy(output) for output in self.function(*to_tensors(moved, self.inputs))])
-        noise = []
-        with np.errstate(all="ignore"):
-            for values in zip(*points, strict=True):
-                differences = np.abs(np.diff(np.stack(values), n=4, axis=0))
-                deviations = np.sqrt(np.mean(differences**2, axis=0) / 70.0)
-                noise.append(np.where(np.isfinite(deviations), deviations, 0.0))
-        return noise
+def _spaced(tensor: Any, step: np.ndarray) -> np.ndarray:
+    """Return a step for each element: a multiple of the spacing of floating-point numbers of its size.
 
-    def _step(self, tensor: Any, direction: np.ndarray) -> np.ndarray:
-        """Return a step for each element: a multiple of the spacing of floating-point numbers of its size.
-
-        Then the moved elements are not rounded, except close to a power of two.
-        """
-        sizes = np.abs(to_numpy(tensor))
-        sizes = np.where((sizes > 0.0) & np.isfinite(sizes), sizes, 1.0)
-        spacing = EPSILON[lowest_precision([tensor])] * 2.0 ** np.floor(np.log2(sizes))
-        return spacing * np.rint(self.length * np.minimum(1.0, sizes) * np.real(direction) / spacing)
+    Then the moved elements are not rounded, except close to a power of two.
+    """
+    sizes = np.abs(to_numpy(tensor))
+    sizes = np.where((sizes > 0.0) & np.isfinite(sizes), sizes, 1.0)
+    spacing = EPSILON[lowest_precision([tensor])] * 2.0 ** np.floor(np.log2(sizes))
+    return spacing * np.rint(np.minimum(1.0, sizes) * np.real(step) / spacing)
 
 
 def first_step(tolerance: Tolerance, size: float) -> float:
@@ -232,7 +275,8 @@ def estimate_linear(difference: CentralDifference) -> Estimate:
     rounding = difference.rounding
     errors = rounding.errors([0.0] * len(sizes), 1.0)
     relative = rounding.tolerance.rounding
-    return Estimate(derivatives, [error + relative * size for error, size in zip(errors, sizes, strict=True)])
+    errors = [error + relative * size for error, size in zip(errors, sizes, strict=True)]
+    return Estimate(derivatives, errors, 1.0)
 
 
 def _extrapolate(difference: CentralDifference, length: float) -> tuple[Estimate, bool]:
@@ -243,7 +287,7 @@ def _extrapolate(difference: CentralDifference, length: float) -> tuple[Estimate
     rounding = difference.rounding
     near, near_sizes, _ = difference(length)
     if rounding.tolerance.step > _TOO_FAR:
-        return Estimate(near, rounding.errors(near_sizes, length)), True
+        return Estimate(near, rounding.errors(near_sizes, length), length), True
     far, far_sizes, moved_sizes = difference(2.0 * length)
     with np.errstate(invalid="ignore", over="ignore"):
         deviations = [float(abs(a - b)) for a, b in zip(near, far, strict=True)]
@@ -254,4 +298,4 @@ def _extrapolate(difference: CentralDifference, length: float) -> tuple[Estimate
     )
     errors = rounding.errors([max(pair) for pair in zip(near_sizes, far_sizes, strict=True)], length)
     errors = [e + _TRUNCATION * d for e, d in zip(errors, deviations, strict=True)]
-    return Estimate(extrapolated, errors), is_steady
+    return Estimate(extrapolated, errors, length), is_steady

@@ -1,7 +1,9 @@
 """`check_gradients`: compare the gradients of a function with its central differences."""
 
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import keras
@@ -15,6 +17,7 @@ from multigrad.testing.checked_function import CheckedFunction
 from multigrad.testing.differences import (
     DEVIATIONS,
     CentralDifference,
+    Estimate,
     Function,
     Rounding,
     estimate,
@@ -31,13 +34,13 @@ from multigrad.testing.invariants import (
 )
 from multigrad.testing.mismatches import (
     Mismatch,
-    disagree,
     format_element,
     format_number,
     name_not_finite,
     raise_mismatches,
     relative_to,
     true_elements,
+    worst_of,
 )
 from multigrad.testing.precision import (
     EPSILON,
@@ -50,21 +53,42 @@ from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_ten
 _INPUT_ROUNDING = 0.4
 """The share of the rounding error of an output that comes from the inputs: 2 of 5 roundings."""
 
+_SECONDS = 5.0
+"""The time after which a check shows its progress."""
+
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of a successful check."""
+    """The result of a successful check. As text, it is one sentence."""
 
-    precision: str
+    precision: str = "float64"
     """The dtype that the tolerances are for: the least precise one, intermediate results included."""
-    elements: int
+    reason: str = ""
+    """Why `precision` is not float64."""
+    elements: int = 0
     """The number of derivatives that were compared with differences, over all orders."""
-    largest: float
+    total: int = 0
+    """The number of derivatives that there are. It is larger than `elements` if the check sampled them."""
+    largest: float = 0.0
     """The largest difference between a derivative and its estimate, relative to the largest derivative with
     respect to the same input. Derivatives that are zero up to rounding are ignored."""
-    zeros: int
+    zeros: int = 0
     """The number of `elements` that differences cannot distinguish from zero. If it equals `elements`, a rule
     that returns zeros passes the check, too."""
+    unchecked_elements: tuple[str, ...] = ()
+    """The elements at which the function jumps, and has no derivative: any finite gradient passes there."""
+
+    @property
+    def unchecked(self) -> int:
+        """The number of `unchecked_elements`."""
+        return len(self.unchecked_elements)
+
+    def __str__(self) -> str:
+        sampled = f" of {self.total:,}" if self.total > self.elements else ""
+        reason = f" because {self.reason}" if self.reason else ""
+        text = f"{self.elements:,}{sampled} elements agree in {self.precision}{reason}: "
+        text += f"largest={self.largest:.2g}, zeros={self.zeros}, unchecked={self.unchecked}"
+        return f"{text}: {', '.join(self.unchecked_elements)}" if self.unchecked else text
 
 
 def check_gradients(
@@ -107,8 +131,10 @@ def check_gradients(
       `torch.compile` as in eager code. On PyTorch the compiler traces the forward and backward pass
       (`backend="aot_eager"`) and generates no code, and ops that read variables run uncompiled.
 
-    The check fails for a function that is not differentiable at the arguments, such as `relu` at zero. It
-    also fails for a rule that is intentionally not the derivative, such as a straight-through estimator.
+    Where the function has a kink, such as `relu` at zero, the gradient must lie between the derivatives on
+    the two sides. Where it jumps, such as the gradient of `relu` at zero, it has no derivative: the result
+    names the element as unchecked. The check fails for a rule that is intentionally not the derivative, such
+    as a straight-through estimator.
 
     Arguments:
         fn: a function of tensors and nested structures of them, which returns a nested structure. It runs
@@ -124,9 +150,10 @@ def check_gradients(
             largest gradient, in case the terms of a gradient cancel.
         variables: Keras Variables that `fn` is differentiated with respect to. The default is the trainable
             variables that it reads. Pass them if all arguments are integers or strings.
-        dtype: the floating dtype to cast the arguments to; complex arguments are cast to the corresponding
-            complex dtype. With "own" the arguments keep their dtypes. The default is "own" if there are
-            variables, which always keep their dtypes, and float64 otherwise. JAX has float64 enabled while
+        dtype: the floating dtype to cast the arguments to before the first call; complex arguments are cast
+            to the corresponding complex dtype. With "own" the arguments keep their dtypes. The default is
+            "own" if there are variables, which always keep their dtypes, and float64 otherwise: the first
+            call, with the dtypes of the arguments, finds the variables. JAX has float64 enabled while
             the check runs. If an operation of `fn` or of its gradient converts its operand to float32 or half
             precision, the tolerances for this dtype apply. Keras layers of float32 do, and some ops of Keras
             (3.15), such as `ops.sin` on JAX and `ops.matmul` on PyTorch. To find out, JAX and TensorFlow
@@ -139,10 +166,12 @@ def check_gradients(
             fixed seed selects them.
 
     Returns:
-        An object with the `precision` that the tolerances are for, the number of `elements` compared, the
-        `largest` relative difference, and the number of `zeros`: elements that differences cannot distinguish
-        from zero. For example, next to an output of 1e8 in float32, a derivative of 1 cannot be
-        distinguished from zero.
+        An object with the `precision` that the tolerances are for, the `reason` if it is not float64, the
+        number of `elements` compared of a `total`, the `largest` relative difference, the number of `zeros`,
+        and the number of `unchecked` elements with their names, `unchecked_elements`. Zeros are elements that
+        differences cannot distinguish from zero. For example, next to an output of 1e8 in float32, a
+        derivative of 1 cannot be distinguished from zero. After five seconds, the check shows its progress if
+        stderr is a terminal.
 
     Raises:
         AssertionError: if a part of the check fails. The message names the argument, the element and both
@@ -161,18 +190,22 @@ def check_gradients(
     _require_positive(
         fn, "max_elements", max_elements, "1, or a larger number of elements", "omit it for 100"
     )
+    progress = _Progress()
     with backend.active.wide():
-        with note_on_error("check_gradients called the function with float64 arguments; see its `dtype`."):
+        with note_on_error(f"check_gradients used the dtype {dtype or 'float64'!r}; see its `dtype`."):
             flat = CheckedFunction(fn, args, variables, dtype)
-        result = CheckResult("float64", 0, 0.0, 0)
+        result = CheckResult()
         derivative = _Derivative(flat, flat.inputs, flat.input_names, flat.output_names)
-        precision = detect_precision(derivative.function, derivative.inputs)
+        precision = detect_precision(derivative.function, derivative.inputs, "the function")
         noise: Sequence[np.ndarray] | None = None
         for nth in range(1, order + 1):
             next_derivative = derivative.differentiate()
-            next_precision = detect_precision(next_derivative.function, next_derivative.inputs)
-            lower_precision = max(precision, next_precision, key=EPSILON.__getitem__)
-            tolerance = Tolerance(lower_precision, rtol, atol)
+            name = f"the {_name_derivative(nth)}"
+            next_precision = detect_precision(next_derivative.function, next_derivative.inputs, name)
+            lowest, reason = max(precision, next_precision, key=lambda found: EPSILON[found[0]])
+            if EPSILON[lowest] > EPSILON[result.precision]:
+                result = replace(result, precision=lowest, reason=reason)
+            tolerance = Tolerance(lowest, rtol, atol)
             noise = noise or measure_noise(derivative.function, derivative.inputs, tolerance)
             next_noise = measure_noise(next_derivative.function, next_derivative.inputs, tolerance)
             if nth == 1:
@@ -180,12 +213,29 @@ def check_gradients(
                 check_linear(flat, tolerance, next_noise)
                 check_independent_calls(flat, tolerance)
             result = _check_differences(
-                flat, derivative, nth, tolerance, (noise, next_noise), max_elements, result
+                flat, derivative, nth, tolerance, (noise, next_noise), max_elements, result, progress
             )
             if nth == 1 and compiled:
+                progress.show(f"{flat.name}: compilation")
                 check_compiled(flat, tolerance, [*noise, *next_noise])
             derivative, precision, noise = next_derivative, next_precision, next_noise
+        progress.show("")
         return result
+
+
+class _Progress:
+    """The line that shows the state of a check after five seconds, if stderr is a terminal."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def show(self, state: str) -> None:
+        if sys.stderr.isatty() and time.monotonic() - self._start > _SECONDS:
+            print(f"\033[K{state}", end="\r", file=sys.stderr, flush=True)
+
+
+def _name_derivative(nth: int) -> str:
+    return "gradient" if nth == 1 else f"derivative of order {nth}"
 
 
 def _require_positive(fn: Callable[..., Any], argument: str, number: Any, required: str, fix: str) -> None:
@@ -248,6 +298,7 @@ def _check_differences(
     noise: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
     max_elements: int,
     result: CheckResult,
+    progress: _Progress,
 ) -> CheckResult:
     """Compare the gradients of `derivative` with its differences, and add the comparison to `result`.
 
@@ -260,76 +311,89 @@ def _check_differences(
     gradients = [_gradient_of_output(pullback, outputs, weights, k) for k in range(len(outputs))]
     rounding = Rounding(tolerance, noise_of_sums(noise[0], weights), derivative.terms)
     term_sizes = [_term_size(inputs, gradient) for gradient in gradients]
-    comparison = _Comparison(tolerance, result.elements, result.largest, result.zeros)
+    everything: dict[tuple[str, ...], Compared] = {}
     for i, (name, tensor) in enumerate(zip(derivative.input_names, inputs, strict=True)):
         is_upstream = i >= len(flat.inputs)
-        chosen = _choose_elements(tuple(tensor.shape), max_elements)
+        shape = tuple(tensor.shape)
+        chosen = _choose_elements(shape, max_elements)
         estimate_one = estimate_linear if is_upstream else estimate
-        estimates = [
-            estimate_one(CentralDifference(derivative.function, inputs, i, element, weights, rounding))
-            for element in chosen
-        ]
+        differences, estimates = [], []
+        for element in chosen:
+            where = f"{name}{format_element(element)} of shape {shape}"
+            progress.show(f"{flat.name}: {_name_derivative(nth)}, {where}")
+            differences.append(CentralDifference(derivative.function, inputs, i, element, weights, rounding))
+            estimates.append(estimate_one(differences[-1]))
         steps = np.array([first_step(tolerance, abs(to_numpy(tensor)[element])) for element in chosen])
         for k, output in enumerate(derivative.output_names):
             by_rule = np.array([gradients[k][i][element] for element in chosen])
-            by_difference = np.array([derivatives[k] for derivatives, _ in estimates])
-            errors = np.array([errors[k] for _, errors in estimates])
+            by_difference = np.array([each.derivatives[k] for each in estimates])
+            errors = np.array([each.errors[k] for each in estimates])
             errors += DEVIATIONS * np.array([noise[1][i][element] for element in chosen])
             if not is_upstream:
                 errors += _INPUT_ROUNDING * tolerance.error(term_sizes[k], steps)
-            atol = tolerance.atol(errors, largest_magnitude(*gradients[k]))
-            # Derivatives of upstream gradients, or with respect to them, repeat derivatives of lower orders.
-            is_counted = not is_upstream and (nth == 1 or k < len(flat.inputs))
-            compared = Compared(name, tuple(tensor.shape), chosen, by_rule, by_difference, np.asarray(atol))
-            comparison.add(output, compared, is_counted)
-    if comparison.mismatches:
-        cause = None
-        if nth == 1:
-            labels = comparison.worst().labels
-            cause = probable_cause(flat, labels, comparison.compared, weights, rounding)
-        _raise_differences(flat, comparison, nth, cause)
-    precision = max(result.precision, tolerance.precision, key=EPSILON.__getitem__)
-    return CheckResult(precision, comparison.elements, comparison.largest, comparison.zeros)
+            atol = np.broadcast_to(tolerance.atol(errors, largest_magnitude(*gradients[k])), len(chosen))
+            compared = Compared(name, shape, chosen, by_rule, by_difference, atol)
+            if not is_upstream:
+                compared, jumps = _at_kinks(compared, tolerance.rtol, differences, estimates, k)
+                # Derivatives of upstream gradients, or with respect to them, repeat those of lower orders.
+                if nth == 1 or k < len(flat.inputs):
+                    result = _count(result, compared, jumps, "" if nth == 1 else f" in order {nth}")
+            everything[output, name] = compared
+    mismatches = [
+        Mismatch(labels, element, (by_rule, by_difference))
+        for labels, each in everything.items()
+        for element, by_rule, by_difference, is_wrong in zip(
+            each.elements, each.rule, each.differences, each.is_wrong(tolerance.rtol), strict=True
+        )
+        if is_wrong
+    ]
+    if mismatches:
+        labels = worst_of(mismatches).labels
+        cause = probable_cause(flat, labels, everything, weights, rounding) if nth == 1 else None
+        count = sum(len(each.elements) for each in everything.values())
+        _raise_differences(flat, mismatches, count, nth, tolerance.precision, cause)
+    return result
 
 
-@dataclass
-class _Comparison:
-    """The mismatches between derivatives and differences, and the numbers of a `CheckResult`."""
+def _at_kinks(
+    compared: Compared,
+    rtol: float,
+    differences: Sequence[CentralDifference],
+    estimates: Sequence[Estimate],
+    k: int,
+) -> tuple[Compared, list[tuple[int, ...]]]:
+    """Return the comparison with the one-sided derivatives of output `k`, and the elements where it jumps.
 
-    tolerance: Tolerance
-    elements: int
-    largest: float
-    zeros: int
-    count: int = 0
-    mismatches: list[Mismatch] = field(default_factory=list)
-    compared: dict[tuple[str, ...], Compared] = field(default_factory=dict)
-    """The gradients by the names of the output and of the argument."""
+    Only elements where the gradient differs from the central difference need this.
+    """
+    numbers, jumps = compared.differences.copy(), []
+    errors = compared.errors + rtol * np.abs(numbers)
+    is_finite = np.isfinite(compared.rule) & np.isfinite(numbers)
+    for n in map(int, np.flatnonzero(compared.is_wrong(rtol) & is_finite)):
+        nearest = differences[n].nearest_derivative(k, estimates[n], compared.rule[n], errors[n])
+        if nearest is None:
+            jumps.append(compared.elements[n])
+        numbers[n] = compared.rule[n] if nearest is None else nearest
+    return replace(compared, differences=numbers), jumps
 
-    def add(self, output: str, compared: Compared, is_counted: bool) -> None:
-        """Compare the derivatives of one output with respect to elements of one argument."""
-        labels = (output, compared.name)
-        by_rule, by_difference, atol = compared.rule, compared.differences, compared.errors
-        is_wrong = disagree(by_rule, by_difference, self.tolerance.rtol, atol) | ~np.isfinite(by_difference)
-        self.mismatches += [
-            Mismatch(labels, element, tuple(numbers))
-            for element, *numbers, wrong in zip(
-                compared.elements, by_rule, by_difference, is_wrong, strict=True
-            )
-            if wrong
-        ]
-        self.compared[labels] = compared
-        self.count += len(compared.elements)
-        if is_counted:
-            self.elements += len(compared.elements)
-            self.zeros += int(np.sum(np.abs(by_difference) <= atol))
-        size = largest_magnitude(by_difference)
-        if size > np.max(atol, initial=0.0) and not is_wrong.any():
-            difference = np.abs(by_rule - by_difference).max()
-            self.largest = max(self.largest, relative_to(difference, size))
 
-    def worst(self) -> Mismatch:
-        """Return the mismatch with the largest relative difference."""
-        return max(self.mismatches, key=Mismatch.relative_difference)
+def _count(
+    result: CheckResult, compared: Compared, jumps: Sequence[tuple[int, ...]], order: str
+) -> CheckResult:
+    """Return the result with the elements of one argument."""
+    names = [f"{compared.name}{format_element(element)}{order}" for element in jumps]
+    size = largest_magnitude(compared.differences)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        difference = largest_magnitude(compared.rule - compared.differences)
+    is_clear = size > np.max(compared.errors, initial=0.0)
+    return replace(
+        result,
+        elements=result.elements + len(compared.elements),
+        total=result.total + int(np.prod(compared.shape)),
+        largest=max(result.largest, relative_to(difference, size) if is_clear else 0.0),
+        zeros=result.zeros + int(np.sum(np.abs(compared.differences) <= compared.errors)),
+        unchecked_elements=tuple(dict.fromkeys([*result.unchecked_elements, *names])),
+    )
 
 
 def _gradient_of_output(
@@ -359,29 +423,27 @@ def _choose_elements(shape: tuple[int, ...], count: int) -> list[tuple[int, ...]
 
 
 def _raise_differences(
-    flat: CheckedFunction, comparison: _Comparison, nth: int, cause: str | None
+    flat: CheckedFunction, mismatches: list[Mismatch], count: int, nth: int, precision: str, cause: str | None
 ) -> NoReturn:
     __tracebackhide__ = True
-    mismatches, worst = comparison.mismatches, comparison.worst()
-    got, required = worst.numbers
+    worst = worst_of(mismatches)
+    by_rule, by_difference = worst.numbers
     of_output = f" of {worst.labels[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
-    derivative = "gradient" if nth == 1 else f"derivative of order {nth}"
-    problem = f"the {derivative}{of_output} differs from the central differences"
+    problem = f"the {_name_derivative(nth)}{of_output} differs from the central differences"
     fix = "correct the rule, or pass rtol and atol if the function is too steep for differences"
-    if name_not_finite([required]):
-        problem = f"the central differences{of_output} are {name_not_finite([required])}"
+    if name_not_finite([by_difference]):
+        problem = f"the central differences{of_output} are {name_not_finite([by_difference])}"
         fix = "check the function at arguments around which it is finite"
-    if name_not_finite([got]):
-        problem = f"the {derivative}{of_output} is {name_not_finite([got])}"
+    if name_not_finite([by_rule]):
+        problem = f"the {_name_derivative(nth)}{of_output} is {name_not_finite([by_rule])}"
     raise_mismatches(
         flat.name,
         problem,
-        worst,
-        f"{format_number(required)} from central differences in {comparison.tolerance.precision}",
-        f"{format_number(got)} from the rule",
+        f" from central differences in {precision}",
+        " from the rule",
         fix,
         ("output", "argument", "element", "rule", "differences", "relative"),
         mismatches,
-        comparison.count,
+        count,
         cause,
     )

@@ -45,6 +45,11 @@ class Mismatch:
         return self.labels[-1] + format_element(self.element)
 
 
+def worst_of(mismatches: Iterable[Mismatch]) -> Mismatch:
+    """Return the mismatch with the largest relative difference."""
+    return max(mismatches, key=Mismatch.relative_difference)
+
+
 def relative_to(difference: float, size: float) -> float:
     """Return `difference / size`, where `0 / 0` is 0."""
     return float(difference / size) if size else (float("inf") if difference else 0.0)
@@ -99,7 +104,6 @@ def format_table(headings: Sequence[str], mismatches: Sequence[Mismatch]) -> str
 def raise_mismatches(
     name: str,
     problem: str,
-    worst: Mismatch,
     required: str,
     got: str,
     fix: str,
@@ -111,8 +115,8 @@ def raise_mismatches(
     """Raise an AssertionError with the worst of the mismatches, and a table of them.
 
     Arguments:
-        name, problem, required, got, fix: the parts of the message.
-        worst: the mismatch that the message names.
+        name, problem, required, got, fix: the parts of the message. `required` and `got` follow the two
+            numbers of the worst mismatch.
         headings: the headings of the table.
         mismatches: the mismatches among `count` elements.
         probably: the probable cause, if it is known.
@@ -120,7 +124,16 @@ def raise_mismatches(
     __tracebackhide__ = True
     if probably is not None:
         probably = textwrap.shorten(probably, _MAX_LINE - len("  probably: "), placeholder="...")
-    argument = worst.location()
-    text = message(name, problem, argument=argument, required=required, got=got, probably=probably, fix=fix)
+    worst = worst_of(mismatches)
+    numbers = [format_number(number) for number in worst.numbers]
+    text = message(
+        name,
+        problem,
+        argument=worst.location(),
+        required=f"{numbers[1]}{required}",
+        got=f"{numbers[0]}{got}",
+        probably=probably,
+        fix=fix,
+    )
     table = format_table(headings, mismatches)
     raise AssertionError(f"{text}\n{len(mismatches)} of {count} elements disagree:\n{table}")

@@ -57,20 +57,20 @@ def largest_magnitude(*arrays: np.ndarray) -> float:
     return max([float(np.max(np.abs(a), where=np.isfinite(a), initial=0.0)) for a in arrays], default=0.0)
 
 
-def detect_precision(function: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> str:
-    """Return the least precise dtype in which a function computes, including intermediate results.
+def detect_precision(
+    function: Callable[..., Sequence[Any]], inputs: Sequence[Any], name: str
+) -> tuple[str, str]:
+    """Return the least precise dtype in which a function computes, and the reason if it is not float64.
 
-    If the framework cannot trace the function, only its inputs and outputs count.
+    Intermediate results count, except if the framework cannot trace the function. `name` is in the reason.
     """
-    operations = backend.active.operations(function, inputs) or ()
-    narrowed = [dtype for operands, results in operations for dtype in _less_precise(operands, results)]
-    return max([lowest_precision([*inputs, *function(*inputs)]), *narrowed], key=EPSILON.__getitem__)
-
-
-def _less_precise(operands: Sequence[str], results: Sequence[str]) -> list[str]:
-    """Return the dtypes of the results of an operation that are less precise than an operand."""
-    before, after = _real_dtypes(operands), _real_dtypes(results)
-    return [dtype for dtype in after if any(EPSILON[wide] < EPSILON[dtype] for wide in before)]
+    found = [("float64", ""), (lowest_precision(inputs), f"{name} has an input of this dtype")]
+    for operands, results in backend.active.operations(function, inputs) or ():
+        wide = min(_real_dtypes(operands), key=EPSILON.__getitem__, default="bfloat16")
+        narrow = [dtype for dtype in _real_dtypes(results) if EPSILON[wide] < EPSILON[dtype]]
+        found += [(dtype, f"an operation of {name} converts {wide} to {dtype}") for dtype in narrow]
+    found.append((lowest_precision(function(*inputs)), f"{name} has an output of this dtype"))
+    return max(found, key=lambda pair: EPSILON[pair[0]])
 
 
 def _real_dtypes(names: Sequence[str]) -> list[str]:
