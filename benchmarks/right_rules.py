@@ -255,7 +255,7 @@ FAMILIES = (
     Family(several_outputs, alike(2), largest=30.0),
     Family(division, alike(2), positive=(1,)),
     Family(matmul, (((1, 1), (1, 1)), ((2, 3), (3, 4)), ((10, 10), (10, 5)))),
-    Family(broadcast, (((3, 4), (4,)), ((2, 1), (1,)), ((10, 10), (10,)))),
+    Family(broadcast, (((3, 4), (4,)), ((2, 1), (1,)), ((10, 10), (10,))), largest=10.0),
     Family(
         attention,
         (((2, 3), (2, 3), (2, 3)), ((3, 2), (5, 2), (5, 4)), ((4, 8), (6, 8), (6, 2))),

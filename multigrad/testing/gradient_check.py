@@ -53,6 +53,9 @@ from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_ten
 _INPUT_ROUNDING = 0.4
 """The share of the rounding error of an output that comes from the inputs: 2 of 5 roundings."""
 
+_TIED = 2.0**0.5
+"""The size of the errors of two equal elements, which are equal, relative to that of independent errors."""
+
 _SECONDS = 5.0
 """The time after which a check shows its progress."""
 
@@ -284,7 +287,7 @@ class _Derivative:
 
         upstream = to_tensors(list(random_weights(outputs, seed=0)), outputs)
         names = [*self.input_names, *[f"upstream of {name}" for name in self.output_names]]
-        terms = max(self.terms, _term_size(outputs, map(to_numpy, upstream)))
+        terms = max(self.terms, _TIED * _term_size(outputs, map(to_numpy, upstream)))
         return _Derivative(
             gradient, [*self.inputs, *upstream], distinct_names(names), self.input_names, terms
         )
