@@ -78,16 +78,20 @@ class CheckedFunction(FlatFunction):
         """Raise if the arguments are only integers and strings, before the function is called."""
         for name, arg in named:
             if all(isinstance(leaf, _NOT_DIFFERENTIABLE) for _, each in named for leaf in tree.flatten(each)):
-                raise TypeError(
-                    message(
-                        self.name,
-                        "no argument is differentiable",
-                        argument=name,
-                        required="a floating or complex tensor in the arguments",
-                        got=describe(arg),
-                        fix="pass floats, such as np.array([1.0, 2.0]), or pass the `variables`",
-                    )
-                )
+                fix = "pass floats, such as np.array([1.0, 2.0]), or pass the `variables`"
+                raise self._not_differentiable("argument", arg, fix, name)
+
+    def _not_differentiable(self, role: str, got: Any, fix: str, argument: str | None = None) -> TypeError:
+        return TypeError(
+            message(
+                self.name,
+                f"no {role} is differentiable",
+                argument=argument,
+                required=f"a floating or complex tensor in the {role}s",
+                got=describe(got),
+                fix=fix,
+            )
+        )
 
     def _name_outputs(self, args: Sequence[Any]) -> None:
         """Run the function once, and set `all_outputs` and `output_names`."""
@@ -96,17 +100,10 @@ class CheckedFunction(FlatFunction):
         paths = _paths(structure.layout, ["output"], is_single=True)
         self.all_outputs = dict(zip(paths, structure.tensors, strict=True))
         self.output_names = list(itertools.compress(paths, structure.is_differentiable))
-        if not self.inputs or not self.output_names:
-            missing = "output" if self.inputs else "argument"
-            raise TypeError(
-                message(
-                    self.name,
-                    f"no {missing} is differentiable",
-                    required=f"a floating or complex tensor in the {missing}s",
-                    got=describe(output) if self.inputs else describe(args),
-                    fix="pass floats" if missing == "argument" else "return floats",
-                )
-            )
+        if not self.inputs:
+            raise self._not_differentiable("argument", args, "pass floats")
+        if not self.output_names:
+            raise self._not_differentiable("output", output, "return floats")
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Return the differentiable outputs for these inputs."""

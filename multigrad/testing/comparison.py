@@ -16,11 +16,10 @@ from multigrad.processes import run_on
 from multigrad.testing.mismatches import (
     GRADIENT_PREFIX,
     Mismatch,
-    disagree,
+    find_mismatches,
     format_number,
     format_table,
     relative_to,
-    true_elements,
     worst_of,
 )
 from multigrad.testing.precision import Tolerance, largest_magnitude
@@ -200,16 +199,10 @@ def compare(
         largest[name] = 0.0
         for other in others:
             got = measurements[other].arrays[name]
-            is_same = (np.isnan(got) & np.isnan(required)) | (got == required)
-            is_wrong = disagree(got, required, *limits) & ~is_same
-            mismatches += [
-                Mismatch((name, f"{other}, {first}"), element, (got[element], required[element]))
-                for element in true_elements(is_wrong)
-            ]
+            mismatches += find_mismatches((name, f"{other}, {first}"), got, required, *limits)
             with np.errstate(invalid="ignore"):  # inf - inf
-                difference = np.abs(np.where(is_same, 0.0, 1.0 * got - required))
-            relative = relative_to(float(np.max(difference, initial=0.0)), size)
-            largest[name] = max(largest[name], relative)
+                difference = largest_magnitude(1.0 * got - required)
+            largest[name] = max(largest[name], relative_to(difference, size))
     if mismatches:
         _raise_mismatches(mismatches, measurements, missing)
     return largest

@@ -15,9 +15,8 @@ from multigrad.testing.differences import DEVIATIONS
 from multigrad.testing.mismatches import (
     GRADIENT_PREFIX,
     Mismatch,
-    disagree,
+    find_mismatches,
     raise_mismatches,
-    true_elements,
     worst_of,
 )
 from multigrad.testing.precision import Tolerance, largest_magnitude
@@ -56,21 +55,20 @@ def check_linear(flat: CheckedFunction, tolerance: Tolerance, gradient_noise: Se
         [to_numpy(gradient) for gradient in pullback(to_tensors(upstream, outputs))]
         for upstream in (u, v, combined)
     )
-    mismatches, count = [], 0
     with np.errstate(invalid="ignore", over="ignore"):
         sums = [a * x + b * y for x, y in zip(pulled_u, pulled_v, strict=True)]
         terms = [np.abs(a * x) + np.abs(b * y) for x, y in zip(pulled_u, pulled_v, strict=True)]
         output_terms = [np.abs(w * to_numpy(y)) for w, y in zip(combined, outputs, strict=True)]
     noise = _CANCELLED * tolerance.noise * largest_magnitude(*terms, *output_terms)
-    deviations = [2.0 * (abs(a) + abs(b)) * deviation for deviation in gradient_noise]
-    rows = zip(flat.input_names, terms, sums, pulled_combined, deviations, strict=True)
-    for name, term, required, got, deviation in rows:
-        count += got.size
-        is_finite = np.isfinite(got) & np.isfinite(required)
+    required, got, atol = {}, {}, {}
+    rows = zip(flat.input_names, terms, sums, pulled_combined, gradient_noise, strict=True)
+    for name, term, total, pulled, noise_of_pull in rows:
+        is_finite = np.isfinite(pulled) & np.isfinite(total)
+        required[name], got[name] = (np.where(is_finite, array, 0.0) for array in (total, pulled))
         size = float(np.max(term, where=is_finite, initial=0.0))
-        atol = tolerance.rounding * size + noise + DEVIATIONS * deviation
-        is_wrong = is_finite & disagree(got, required, tolerance.rounding, atol)
-        mismatches += _mismatches(name, got, required, is_wrong)
+        deviation = 2.0 * (abs(a) + abs(b)) * noise_of_pull
+        atol[name] = tolerance.rounding * size + noise + DEVIATIONS * deviation
+    mismatches, count = _changes(required, got, tolerance.rounding, atol)
     if mismatches:
         raise_mismatches(
             flat.name,
@@ -171,15 +169,6 @@ def _outputs_and_gradients(
 def _changes(
     before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray], rtol: float, atol: Mapping[str, Any]
 ) -> tuple[list[Mismatch], int]:
-    """Return where arrays of the same names differ, and the number of their elements. NaN equals NaN."""
-    mismatches, count = [], 0
-    for name, required in before.items():
-        got = after[name]
-        count += got.size
-        is_same = (np.isnan(got) & np.isnan(required)) | (got == required)
-        mismatches += _mismatches(name, got, required, disagree(got, required, rtol, atol[name]) & ~is_same)
-    return mismatches, count
-
-
-def _mismatches(name: str, got: np.ndarray, required: np.ndarray, is_wrong: np.ndarray) -> list[Mismatch]:
-    return [Mismatch((name,), e, (got[e], required[e])) for e in true_elements(is_wrong)]
+    """Return where arrays of the same names differ, and the number of their elements."""
+    pairs = [find_mismatches((name,), after[name], before[name], rtol, atol[name]) for name in before]
+    return [each for found in pairs for each in found], sum(array.size for array in before.values())

@@ -61,6 +61,15 @@ def disagree(numbers: np.ndarray, reference: np.ndarray, rtol: float, atol: Any)
         return ~(np.abs(numbers - reference) <= atol + rtol * np.abs(reference))
 
 
+def find_mismatches(
+    labels: tuple[str, ...], numbers: np.ndarray, reference: np.ndarray, rtol: float, atol: Any
+) -> list[Mismatch]:
+    """Return the elements of an array that disagree with a reference. NaN agrees with NaN."""
+    is_same = (np.isnan(numbers) & np.isnan(reference)) | (numbers == reference)
+    is_wrong = disagree(numbers, reference, rtol, atol) & ~is_same
+    return [Mismatch(labels, e, (numbers[e], reference[e])) for e in true_elements(is_wrong)]
+
+
 def true_elements(mask: np.ndarray) -> list[tuple[int, ...]]:
     """Return the indices of the true elements of a mask."""
     return [tuple(int(i) for i in element) for element in np.argwhere(mask)]
