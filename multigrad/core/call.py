@@ -26,7 +26,7 @@ import keras
 from multigrad import backend
 from multigrad.backend.base import Options, Spec
 from multigrad.core.answer import read
-from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift, restore
+from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift, residuals_in, restore
 from multigrad.core.context import Context, current_context, restore_context
 from multigrad.core.errors import describe, message, shape_text
 from multigrad.core.expected_gradients import Structured, slot_paths
@@ -193,10 +193,6 @@ class Call:
         """Return the arguments that are not tensors, such as `self`."""
         return self.pullback.arguments.static_leaves()
 
-    def has_objects(self) -> bool:
-        """Return whether an argument is an object that may hold tensors, such as `self`."""
-        return self.pullback.arguments.has_objects()
-
     def held(self) -> list[Any]:
         """Return the tensors that the function can reach, and the iterators, which may hold tensors."""
         return [part for root in (self.f, *self.objects()) for part in reachable_tensors(root, _HELD)]
@@ -273,8 +269,7 @@ class Run:
 
     def residuals_with(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the residuals, with these inputs and outputs in place of those of the run."""
-        known, pairs = (*inputs, *outputs), zip(self.residuals, self.roles, strict=True)
-        return [residual if role == OTHER else known[role] for residual, role in pairs]
+        return residuals_in(self.roles, (*inputs, *outputs), self.others())
 
     def rule_with(self, specs: list[Spec | None]) -> "Rule":
         """Return the rule, whose residuals have been lifted. The specs are those of the inputs."""

@@ -17,7 +17,6 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.backend.base import to_numpy
 from multigrad.core.errors import OpError, message
-from multigrad.core.reachable import may_hold_tensors
 
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _STAND_IN = range(8)
 
@@ -89,10 +88,6 @@ class Layout:
 
     def __init__(self, template: Any) -> None:
         self.template = template
-
-    def has_objects(self) -> bool:
-        """Return whether a static leaf may hold tensors."""
-        return any(map(may_hold_tensors, self.static_leaves()))
 
     def static_leaves(self) -> list[Any]:
         """Return the leaves that are not tensors."""
@@ -380,7 +375,7 @@ def _split(part: Any, tensors: list[Any], search_objects: bool) -> Any:
             return _split(leaf, tensors, search_objects)
 
         return rebuild(part, split_leaf)
-    if kind == _SPARSE and _inferring_shapes():
+    if kind == _SPARSE and is_inferring_shapes():
         tensors.append(ops.convert_to_tensor(part, sparse=False))
         return Slot(len(tensors) - 1)
     if kind == _CONVERTED:
@@ -391,7 +386,7 @@ def _split(part: Any, tensors: list[Any], search_objects: bool) -> Any:
     raise (Symbolic if kind == _SYMBOLIC else Refused)(part, *_REFUSALS[kind])
 
 
-def _inferring_shapes() -> bool:
+def is_inferring_shapes() -> bool:
     """Return whether Keras runs this code on placeholders, to infer the shape of a layer's output.
 
     For Keras (3.15), `2.0 * x` of a KerasTensor is sparse, so the placeholder for the next layer is sparse.

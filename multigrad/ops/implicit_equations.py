@@ -14,7 +14,7 @@ from multigrad.calculus.derivatives import vjp
 from multigrad.core.closure import lift, restore
 from multigrad.core.errors import describe, message, unusable
 from multigrad.core.op import op_custom_gradient
-from multigrad.core.structure import Layout, split
+from multigrad.core.structure import Layout, is_inferring_shapes, split
 from multigrad.core.type_sets import HoldsNoTensor
 from multigrad.core.variables import Pinned, Reads
 from multigrad.ops.arguments import shapes_may_match
@@ -125,7 +125,7 @@ class _Equation:
         step = self.at([ops.stop_gradient(x) for x in parameters])
         solved = [ops.stop_gradient(x) for x in start]
         is_empty = all(0 in tuple(x.shape) for x in start)
-        if not (is_empty or _is_shape_inference()):
+        if not (is_empty or is_inferring_shapes()):
             solved = list(self.solver.solve(step, solved))
         return solved, list(step(solved)) if self.opaque else None
 
@@ -306,12 +306,6 @@ class _LinearEquation(_UserEquation):
     def at(self, parameters: Tensors) -> Map:
         count = len(self.right)
         return Affine(super().at(parameters[:-count]), [-x for x in parameters[-count:]])
-
-
-def _is_shape_inference() -> bool:
-    """Return whether Keras infers shapes and dtypes, with arbitrary values."""
-    with keras.SymbolicScope() as scope:
-        return scope.original_scope is not None
 
 
 def _initial_guess(name: str, z0: Any, batched: bool) -> tuple[Tensors, Layout]:

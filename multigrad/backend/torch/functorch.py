@@ -19,7 +19,6 @@ from multigrad.backend.torch.private import (
     VMAP,
     forward_ad,
     forward_level,
-    saved_tensor_hooks,
     set_forward_mode,
     skip_frames,
     transforms,
@@ -147,17 +146,14 @@ def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     """
     if forward_level() >= 0 or call.is_in_scope():
         return False
-    # An object may hold mapped tensors, except in a checkpoint, which sets saved-tensor hooks.
-    if call.has_objects() and saved_tensor_hooks(False) is None:
-        return False
-    used = [*tensors, *_tensors_in_reach(call, with_objects=False)]
+    used = [*tensors, *_tensors_in_reach(call)]
     # Other transforms wrap the result of every operation, so try one.
     return not any(map(_is_wrapped, [*used, *[tensor.detach() for tensor in used[:1]]]))
 
 
-def _tensors_in_reach(call: Call, with_objects: bool = True) -> Iterator[torch.Tensor]:
+def _tensors_in_reach(call: Call) -> Iterator[torch.Tensor]:
     """Yield the tensors that the function can use, apart from the tensors among its arguments."""
-    for root in (call.f, *(call.objects() if with_objects else ())):
+    for root in (call.f, *call.objects()):
         yield from reachable_tensors(root, TENSORS, (torch.nn.Module,))
 
 

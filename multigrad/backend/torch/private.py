@@ -79,8 +79,6 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
 tree_leaves = look_up("torch.utils._pytree.tree_leaves")
 # Return whether a tensor is fake.
 is_fake = look_up("torch._subclasses.fake_tensor.is_fake")
-# Return the active saved-tensor hooks, which a checkpoint sets.
-saved_tensor_hooks = look_up("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
 def _is_autocast_anywhere() -> bool:
