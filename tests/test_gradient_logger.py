@@ -18,6 +18,7 @@ from support import BACKEND, numpy, slow_on
 from multigrad import op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.callbacks import GradientLogger
 from multigrad.callbacks.records import TENSORS, GradientRecord, GradientStatistics, diagnose
+from multigrad.callbacks.steps import training_of
 from multigrad.core import keras_internals
 
 WHERE = Path(__file__).with_name("logged_on_devices.py")
@@ -596,6 +597,13 @@ def test_statistics_of_extreme_numbers(values):
     counts = [(x == 0).sum(), np.isnan(x).sum(), np.isinf(x).sum(), len(x)]
     wanted = [np.linalg.norm(finite), abs(finite).max(), *counts]
     np.testing.assert_allclose(numpy(statistics(ops.convert_to_tensor(x))), wanted, rtol=1e-6)
+
+
+def test_a_backend_without_a_training_step_raises(monkeypatch):
+    case = made(lambda: logged_models._chain(layers.Dense(1), x=np.ones((BATCH, 2), "float32")), **QUICK)
+    monkeypatch.setattr(keras.backend, "backend", lambda: "numpy")
+    with pytest.raises(NotImplementedError, match="tensorflow, jax, torch"):
+        training_of(case.model, lambda: None)
 
 
 def test_a_trace_in_another_thread_that_ends_during_a_recorded_step():

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import keras
 import numpy as np
 
-from multigrad.backend.training import Taps, Training
 from multigrad.core.errors import describe, message
 from multigrad.core.type_sets import TypeSet
 
@@ -237,11 +236,6 @@ class Backend(abc.ABC):
             specs: the shape and dtype of each result.
             vectorized: whether the function may be called with a further leading axis.
         """
-
-    @staticmethod
-    @abc.abstractmethod
-    def training(model: Any, taps_here: Callable[[], Taps | None]) -> Training:
-        """Return the training step of a compiled model, with the taps that `taps_here` returns."""
 
     @staticmethod
     def depends_on_element(result: Any, elements: Sequence[Any]) -> bool:

@@ -94,10 +94,6 @@ class ForwardOnlyBackend(Backend):
         return [keras.ops.convert_to_tensor(array) for array in arrays]
 
     @staticmethod
-    def training(model: Any, taps_here: Callable[[], Any]) -> NoReturn:
-        raise _no_gradients()
-
-    @staticmethod
     def wide() -> NoReturn:
         raise _no_gradients()
 

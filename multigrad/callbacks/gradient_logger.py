@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from multigrad import backend
-from multigrad.backend.training import Training
 from multigrad.callbacks.records import GradientRecord, diagnose, read
+from multigrad.callbacks.steps import training_of
+from multigrad.callbacks.steps.base import Training
 from multigrad.callbacks.table import format_record
 from multigrad.callbacks.taps import Taps, use_taps
 from multigrad.core.errors import describe, message, unusable
@@ -225,7 +225,7 @@ class GradientLogger(keras.callbacks.Callback):
         if self._plain is not None and model.train_function is self._plain:
             return
         self._plain = model.train_function
-        training = backend.active.training(model, TAPS.get)
+        training = training_of(model, TAPS.get)
         own = "train_step" not in vars(model) and type(model).train_step is keras.Model.train_step
 
         def step(*args: Any) -> Any:

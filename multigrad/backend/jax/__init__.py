@@ -23,7 +23,6 @@ from multigrad.backend.jax import gradients, tensors
 from multigrad.backend.jax.apply import apply
 from multigrad.backend.jax.host_call import host_call
 from multigrad.backend.jax.jit import is_constant, jit
-from multigrad.backend.jax.training import JaxTraining
 
 
 class JaxBackend(Backend):
@@ -48,7 +47,6 @@ class JaxBackend(Backend):
     operations = staticmethod(gradients.operations)
     is_compiling = staticmethod(tensors.is_compiling)
     host_call = staticmethod(host_call)
-    training = JaxTraining
     trace_level = staticmethod(tensors.trace_level)
     jit = staticmethod(jit)
     is_constant = staticmethod(is_constant)

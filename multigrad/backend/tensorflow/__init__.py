@@ -23,7 +23,6 @@ from multigrad.backend.tensorflow import gradients, maps, programs, tapes, tenso
 from multigrad.backend.tensorflow.apply import apply
 from multigrad.backend.tensorflow.host_call import host_call, opaque_to_compiler
 from multigrad.backend.tensorflow.jit import jit
-from multigrad.backend.tensorflow.training import TensorFlowTraining
 
 
 class TensorFlowBackend(Backend):
@@ -51,7 +50,6 @@ class TensorFlowBackend(Backend):
     is_compiling = staticmethod(tensors.is_compiling)
     host_call = staticmethod(host_call)
     opaque_to_compiler = staticmethod(opaque_to_compiler)
-    training = TensorFlowTraining
     trace_level = staticmethod(tensors.trace_level)
     jit = staticmethod(jit)
     operations = staticmethod(programs.operations)

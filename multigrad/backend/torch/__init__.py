@@ -23,7 +23,6 @@ from multigrad.backend.torch import gradients, state, tensors
 from multigrad.backend.torch.apply import apply
 from multigrad.backend.torch.host_call import host_call, opaque_to_compiler
 from multigrad.backend.torch.jit import compile_function, jit, without_compilation
-from multigrad.backend.torch.training import TorchTraining
 
 
 class TorchBackend(Backend):
@@ -52,7 +51,6 @@ class TorchBackend(Backend):
     is_compiling = staticmethod(state.is_compiling)
     host_call = staticmethod(host_call)
     opaque_to_compiler = staticmethod(opaque_to_compiler)
-    training = TorchTraining
     trace_level = staticmethod(state.trace_level)
     jit = staticmethod(jit)
     operations = staticmethod(tensors.operations)

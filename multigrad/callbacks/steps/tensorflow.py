@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.training import Training
+from multigrad.callbacks.steps.base import Training
 
 
 class TensorFlowTraining(Training):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import keras
 
-from multigrad.backend.training import ENTRY, Training, replace_attribute
+from multigrad.callbacks.steps.base import ENTRY, Training, replace_attribute
 
 
 class JaxTraining(Training):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from multigrad.backend.training import Training
+from multigrad.callbacks.steps.base import Training
 
 
 class TorchTraining(Training):

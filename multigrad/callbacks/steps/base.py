@@ -1,19 +1,16 @@
-"""The border for training: one step of a Keras model, with taps on its layers and weights.
+"""One training step of a Keras model, with taps on its layers and weights.
 
 `Training` is for frameworks whose variables hold their values while a step runs. JAX passes the values
-through the step, and overrides what differs. The taps, `multigrad/callbacks/taps.py`, are an argument.
+through the step, and overrides what differs.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
-if TYPE_CHECKING:  # at run time, the taps import the backend
-    from multigrad.callbacks.taps import Taps as Taps
-else:
-    Taps = Any
+from multigrad.callbacks.taps import Taps
 
 ENTRY = "multigrad_taps"
 """The entry of a step's logs with the statistics, which the training loop never sees."""
