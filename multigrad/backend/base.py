@@ -143,19 +143,6 @@ class Backend(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def jacobian(
-        function: Callable[..., tuple[Sequence[Any], Any]],
-        tensors: Sequence[Any],
-        variables: Sequence[keras.Variable],
-    ) -> tuple[Any, list[list[Any]]]:
-        """Return the aux of `function(*tensors) -> (outputs, aux)` and its Jacobian.
-
-        The Jacobian has one list per output, with one array per tensor: the output's shape followed by the
-        tensor's. `variables` is as for `value_and_grad`.
-        """
-
-    @staticmethod
-    @abc.abstractmethod
     def vmap(
         function: Callable[..., tuple[Sequence[Any], Sequence[Any]]], tensors: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -348,6 +335,16 @@ class Backend(abc.ABC):
     def as_tensor(value: Any) -> Any:
         """Return a dense tensor with the value of an array, a number or a variable."""
         return keras.ops.convert_to_tensor(value)
+
+    @classmethod
+    def vjp_at_once(cls, *args: Any) -> tuple[tuple[Sequence[Any], Any], Callable[..., Sequence[Any]]]:
+        """Return what `vjp` returns, for a product that is only called next, as by a Jacobian."""
+        return cls.vjp(*args)
+
+    @staticmethod
+    def reshape(tensor: Any, *likes: Any) -> Any:
+        """Return the tensor in the shape that the shapes of `likes` make one after another."""
+        return tensor.reshape([size for like in likes for size in like.shape])
 
     @staticmethod
     def snapshot(tensor: Any) -> Any:

@@ -37,12 +37,6 @@ class ForwardOnlyBackend(Backend):
         raise _no_gradients()
 
     @staticmethod
-    def jacobian(
-        function: Callable[..., Any], tensors: Sequence[Any], variables: Sequence[keras.Variable]
-    ) -> NoReturn:
-        raise _no_gradients()
-
-    @staticmethod
     def vmap(
         function: Callable[..., tuple[Sequence[Any], Sequence[Any]]], tensors: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any]]:

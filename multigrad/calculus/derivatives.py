@@ -328,12 +328,44 @@ def jacobian(
             require_real(function.name, structure.differentiable)
             return structure.differentiable, auxiliary
 
-        (aux, assigned), rows = backend.active.jacobian(flat, flat_f.primals, function.variables or ())
+        (aux, assigned), rows = _flat_jacobian(flat, flat_f.primals, function.variables or ())
         flat_f.assign(assigned)
         result = outputs[0].unflatten_with_none([flat_f.unflatten(row) for row in rows])
         return (result, aux) if has_aux else result
 
     return backend.active.update_wrapper(jacobian_of, f)
+
+
+def _flat_jacobian(
+    flat: Callable[..., tuple[Sequence[Any], Any]],
+    tensors: Sequence[Any],
+    variables: Sequence[keras.Variable],
+) -> tuple[Any, list[list[Any]]]:
+    """Return the aux of `flat(*tensors) -> (outputs, aux)`, and a list per output with an array per tensor.
+
+    The shape of an array is that of the output followed by that of the tensor.
+    """
+    (outputs, aux), pullback = backend.active.vjp_at_once(flat, tensors, variables)
+    reshape, conform = backend.active.reshape, backend.active.conform
+    zeros = [ops.zeros_like(output) for output in outputs]
+    specs: list[Any] = backend.active.specs_of(outputs)
+    rows = []
+    for index, output in enumerate(outputs):
+        if 0 in tuple(output.shape):  # TensorFlow (2.21) and PyTorch (2.13) cannot map the rows
+            rows.append([reshape(ops.reshape(tensor, (-1,))[:0], output, tensor) for tensor in tensors])
+            continue
+
+        def row(upstream: Any, index: int = index) -> tuple[Sequence[Any], Sequence[Any]]:
+            gradients = [*zeros[:index], upstream, *zeros[index + 1 :]]
+            if backend.active.HAS_DEVICES:  # those of Keras are on its default device
+                gradients = list(map(conform, gradients, specs))
+            return pullback(gradients), ()
+
+        numbers = ops.cumsum(ops.ones_like(ops.reshape(output, (-1,)), "int32"))
+        identity = ops.cast(ops.equal(numbers[:, None], numbers), output.dtype)
+        gradients, _ = backend.active.vmap(row, [reshape(identity, numbers, output)])
+        rows.append([reshape(g, output, tensor) for g, tensor in zip(gradients, tensors, strict=True)])
+    return aux, rows
 
 
 def hessian(

@@ -14,8 +14,8 @@ maps residuals and cotangents to gradients. This backend differs in five points.
   gradients in the convention of the latter.
 
 Files: `apply.py` for one call of an op, `primitives.py` for its derivatives, `residuals.py` for the arrays
-that the rule uses, `tensors.py`, `private.py` for unstable names of JAX, `gradients.py` for `grad`, `vjp` and
-`jacobian`, `jit.py` and `host_call.py`.
+that the rule uses, `tensors.py`, `private.py` for unstable names of JAX, `gradients.py` for `grad` and `vjp`,
+`jit.py` and `host_call.py`.
 """
 
 from multigrad.backend.base import Backend
@@ -34,7 +34,6 @@ class JaxBackend(Backend):
     apply = staticmethod(apply)
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)
-    jacobian = staticmethod(gradients.jacobian)
     vmap = staticmethod(gradients.vmap)
     depends_on_element = staticmethod(gradients.depends_on_element)
     is_differentiable = staticmethod(tensors.is_differentiable)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from multigrad.backend.base import Operation
 from multigrad.backend.jax.private import trace_of
@@ -34,23 +33,6 @@ def vjp(
         return conjugate(jax.tree_util.tree_unflatten(structure, arrays)(conjugate(upstream)))
 
     return (outputs, aux), transpose
-
-
-def jacobian(
-    function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any], variables: Sequence[Any]
-) -> tuple[Any, list[list[Any]]]:
-    (outputs, aux), pull = vjp(function, tensors)
-    zeros = [jnp.zeros_like(output) for output in outputs]
-    rows = []
-    for index, output in enumerate(outputs):
-
-        def row(upstream: Any, index: int = index) -> Sequence[Any]:
-            return pull([*zeros[:index], upstream, *zeros[index + 1 :]])
-
-        basis = jnp.eye(output.size, dtype=output.dtype).reshape(output.size, *output.shape)
-        gradients = jax.vmap(row)(basis)
-        rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
-    return aux, rows
 
 
 def vmap(

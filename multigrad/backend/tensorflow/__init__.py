@@ -14,8 +14,7 @@ derivative uses the rule, too.
 
 Files: `apply.py` for one call of an op, `graphs.py` for the operation that holds a rule in a graph,
 `tapes.py` for recording, `variables.py` for the variables that a function reads, `programs.py` for functions
-that TensorFlow traces, `tensors.py`, `gradients.py` for `grad`, `vjp` and `jacobian`, and `maps.py` for
-`vmap`.
+that TensorFlow traces, `tensors.py`, `gradients.py` for `grad` and `vjp`, and `maps.py` for `vmap`.
 """
 
 from multigrad.backend.base import Backend
@@ -35,8 +34,8 @@ class TensorFlowBackend(Backend):
     apply = staticmethod(apply)
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)
-    jacobian = staticmethod(gradients.jacobian)
     solve = staticmethod(gradients.solve)
+    reshape = staticmethod(gradients.reshape)
     vmap = staticmethod(maps.vmap)
     depends_on_element = staticmethod(maps.depends_on_element)
     is_differentiable = staticmethod(tensors.is_differentiable)

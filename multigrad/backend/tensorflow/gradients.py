@@ -1,4 +1,4 @@
-"""`value_and_grad`, `vjp` and `jacobian` of functions of flat tensors."""
+"""`value_and_grad` and `vjp` of functions of flat tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.maps import vmap
 from multigrad.core.keras_internals import stored_value
 
 
@@ -70,30 +69,6 @@ def vjp(
     return (outputs, aux), pull
 
 
-def jacobian(
-    function: Callable[..., tuple[Sequence[Any], Any]],
-    tensors: Sequence[Any],
-    variables: Sequence[keras.Variable],
-) -> tuple[Any, list[list[Any]]]:
-    (outputs, aux), pull = vjp(function, tensors, variables)
-    zeros = [tf.zeros_like(output) for output in outputs]
-    rows = []
-    for index, output in enumerate(outputs):
-
-        def row(upstream: Any, index: int = index) -> tuple[Sequence[Any], Sequence[Any]]:
-            return pull([*zeros[:index], upstream, *zeros[index + 1 :]]), ()
-
-        shape, count = _shape(output), output.shape.num_elements()
-        identity = tf.eye(tf.size(output) if count is None else count, dtype=output.dtype)
-        shapes = [tf.concat([shape, _shape(tensor)], 0) for tensor in tensors]
-        if count == 0:  # TensorFlow (2.21) cannot map the rows
-            rows.append([tf.zeros(s, tensor.dtype) for s, tensor in zip(shapes, tensors, strict=True)])
-            continue
-        gradients, _ = vmap(row, [tf.reshape(identity, tf.concat([[-1], shape], 0))])
-        rows.append([tf.reshape(g, shape) for g, shape in zip(gradients, shapes, strict=True)])
-    return aux, rows
-
-
 def solve(matrices: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     # `tf.linalg.solve` (2.21) raises an error for all matrices if one is singular, and XLA has no
     # determinants. A column that depends on those before it has a diagonal element of zero, up to rounding.
@@ -105,7 +80,5 @@ def solve(matrices: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return tf.where(regular, solved, np.nan)
 
 
-def _shape(tensor: Any) -> Any:
-    """Return the shape, as a constant if it is known."""
-    is_known = tensor.shape.is_fully_defined()
-    return tf.constant(tensor.shape.as_list(), "int32") if is_known else tf.shape(tensor)
+def reshape(tensor: Any, *likes: Any) -> Any:
+    return tf.reshape(tensor, tf.concat([tf.shape(like) for like in likes], 0))

@@ -14,8 +14,8 @@ A rule runs under the autocast settings of its function, wherever the backward p
 `torch.amp.custom_fwd` and `custom_bwd`.
 
 Files: `apply.py` for one call of an op, `eager.py` for eager code, `functorch.py` for torch.func and forward
-mode, `compiled.py` for torch.compile and export, `gradients.py` for `grad`, `vjp` and `jacobian`, `jit.py`
-for `multigrad.jit`, `traced.py` for the derivatives in its programs, `state.py`, and `tensors.py`.
+mode, `compiled.py` for torch.compile and export, `gradients.py` for `grad` and `vjp`, `jit.py` for
+`multigrad.jit`, `traced.py` for the derivatives in its programs, `state.py`, and `tensors.py`.
 """
 
 from multigrad.backend.base import Backend
@@ -35,7 +35,7 @@ class TorchBackend(Backend):
     apply = staticmethod(apply)
     value_and_grad = staticmethod(gradients.value_and_grad)
     vjp = staticmethod(gradients.vjp)
-    jacobian = staticmethod(gradients.jacobian)
+    vjp_at_once = staticmethod(gradients.vjp_at_once)
     vmap = staticmethod(gradients.vmap)
     depends_on_element = staticmethod(gradients.depends_on_element)
     while_loop = staticmethod(gradients.while_loop)

@@ -165,28 +165,9 @@ _break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)
 
 
 @skip_frame
-def jacobian(
-    function: Callable[..., tuple[Sequence[torch.Tensor], Any]],
-    tensors: Sequence[torch.Tensor],
-    variables: Sequence[Any],
-) -> tuple[Any, list[list[torch.Tensor]]]:
+def vjp_at_once(*args: Any) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[..., Any]]:
     in_graph = _is_in_program() and traced.is_differentiated()
-    (outputs, aux), pull = traced.vjp(function, tensors) if in_graph else vjp(function, tensors, variables)
-    zeros = [torch.zeros_like(output) for output in outputs]
-    rows = []
-    for index, output in enumerate(outputs):
-
-        def row(upstream: torch.Tensor, index: int = index) -> tuple[torch.Tensor, ...]:
-            return tuple(pull([*zeros[:index], upstream, *zeros[index + 1 :]]))
-
-        count = output.numel()
-        if not count:  # PyTorch (2.13) cannot map the rows
-            rows.append([t.new_zeros(output.shape + t.shape) for t in tensors])
-            continue
-        basis = torch.eye(count, dtype=output.dtype, device=output.device).reshape(count, *output.shape)
-        gradients = torch.func.vmap(row)(basis)
-        rows.append([g.reshape(output.shape + t.shape) for g, t in zip(gradients, tensors, strict=True)])
-    return aux, rows
+    return traced.vjp(*args[:2]) if in_graph else vjp(*args)
 
 
 def vmap(

@@ -91,6 +91,14 @@ def test_input_signatures(case, shape):
         close(derivatives(outside, x, w), wanted, 1e-4)
 
 
+@pytest.mark.parametrize("shape", [[None], [None, 2], None], ids=["dimension", "one of two", "rank"])
+def test_jacobians_at_unknown_shapes(shape):
+    op = op_custom_gradient(lambda x: (x**3, lambda u: 7.0 * u * x**2))
+    function = tf.function(jacobian(op), input_signature=[tf.TensorSpec(shape, "float32")])
+    x = X[:2] if shape == [None] else tf.stack([X[:2], W[:2], X[1:3]])
+    close(function(x), tf.reshape(tf.linalg.diag(tf.reshape(7.0 * x**2, [-1])), [*x.shape, *x.shape]))
+
+
 @ways
 def test_the_function_and_the_rule_are_traced_once(options):
     """The op is defined in a `tf.function`, which is traced once for three calls."""
