@@ -30,7 +30,6 @@ PRIVATE = {
 # The absence of these names only costs time.
 WITH_FALLBACK = {
     "jax._src.array.ArrayImpl",
-    "jax._src.interpreters.ad.fallback_linearize_rule",
     "jax._src.interpreters.ad.primitive_linearizations",
     "torch._C._FunctionBase.apply",
     "torch._C._is_any_autocast_enabled",

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from multigrad.frameworks import look_up
 
@@ -156,33 +155,12 @@ def has_ended(tracer: Any) -> bool:
     return False
 
 
-# The table of the linearizations of primitives, and the rule that JAX uses for a primitive without an entry
-# (0.10 to 0.12). Without the table, JAX derives linearizations from the jvp, in ten times the time.
+# The table of the linearizations of primitives. Without an entry, JAX derives one from the jvp, in
+# ten times the time.
 _primitive_linearizations = look_up("jax._src.interpreters.ad.primitive_linearizations", lambda: None)
-_linearize_without_entry = look_up("jax._src.interpreters.ad.fallback_linearize_rule", lambda: None)
-
-
-def _count_linearization() -> int | None:
-    """Return how many values a linearization returns in this version, None if it has another form.
-
-    There are four in 0.10.0 to 0.11.0, and five from 0.11.1 on. An entry with another number raises an error
-    at the first gradient.
-    """
-    if _primitive_linearizations is None or _linearize_without_entry is None:
-        return None
-    if "_is_vjp" not in inspect.signature(_linearize_without_entry).parameters:
-        return None
-    counts: list[int] = []
-
-    def count(x: Any) -> Any:
-        counts.append(len(_linearize_without_entry(jax.lax.neg_p, True, [True], x)))
-        return x
-
-    jax.eval_shape(count, np.float32(1.0))  # computes nothing: an import must not start the runtime
-    return counts[0]
-
-
-_LINEARIZATION = _count_linearization()
+# A linearization returns four values in 0.10.0 to 0.11.0, and five in 0.11.1 to 0.12. Before, it has another
+# form, and later versions may change it: a wrong number raises an error at the first gradient.
+_IS_KNOWN = _primitive_linearizations is not None and (0, 10) <= jax.__version_info__ < (0, 13)
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) -> None:
@@ -195,9 +173,8 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Any, ...
         results, has_tangent, residuals, linear = linearize(nonzero, *primals, **params)
         return results, has_tangent, residuals, None, lambda residuals, _, *ts: linear(residuals, *ts)
 
-    forms: dict[int | None, Callable[..., tuple[Any, ...]]] = {4: four, 5: five}
-    if _LINEARIZATION in forms:
-        _primitive_linearizations[primitive] = forms[_LINEARIZATION]
+    if _IS_KNOWN:
+        _primitive_linearizations[primitive] = four if jax.__version_info__ < (0, 11, 1) else five
 
 
 # The class of arrays, whose constructor makes another object for the same buffers (0.7 to 0.12).
