@@ -71,7 +71,7 @@ OTHERS = sorted({*FILES} - {*PRIVATE})
 OWN = {
     "_builders",  # of a search of a closure, for the search of a part
     *("_followers", "_plain", "_store"),  # of the step of a `GradientLogger`, for another logger
-    *("_asdict", "_make", "_replace"),  # of named tuples: Python documents them
+    *("_make", "_replace"),  # of named tuples: Python documents them
 }
 PRIVATE_PATH = re.compile(
     r"(^|\.)_[a-z]\w*(\.|$)|^(tensorflow\.python|keras\.src|jax\.(extend|interpreters))\b"

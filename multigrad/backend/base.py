@@ -17,7 +17,7 @@ import functools
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import keras
 import numpy as np
@@ -75,13 +75,6 @@ def to_numpy(value: Any) -> np.ndarray:
                 fix="pass a NumPy array, such as x.detach().float().cpu().numpy() for a PyTorch tensor",
             )
         ) from error
-
-
-class Options(NamedTuple):
-    """The options of `op_custom_gradient`."""
-
-    higher_order: bool
-    """Whether the gradient can be differentiated again."""
 
 
 class Backend(abc.ABC):

@@ -24,7 +24,7 @@ from typing import Any
 import keras
 
 from multigrad import backend
-from multigrad.backend.base import Options, Spec
+from multigrad.backend.base import Spec
 from multigrad.core.answer import read
 from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift, residuals_in, restore
 from multigrad.core.context import Context, current_context, restore_context
@@ -73,14 +73,14 @@ class Call:
     Arguments:
         f: the function.
         pullback: the pullback for an output of one tensor and a plain rule.
-        options: the options of the op.
+        higher_order: whether the gradient can be differentiated again.
     """
 
-    __slots__ = ("f", "options", "pullback")
+    __slots__ = ("f", "higher_order", "pullback")
 
-    def __init__(self, f: Callable[..., Any], pullback: "Pullback", options: Options) -> None:
+    def __init__(self, f: Callable[..., Any], pullback: "Pullback", higher_order: bool) -> None:
         self.f = f
-        self.options = options
+        self.higher_order = higher_order
         self.pullback = pullback
 
     @property

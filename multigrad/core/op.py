@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin, overload
 
 from multigrad import backend
-from multigrad.backend.base import Options
 from multigrad.core.call import Call, Pullback
 from multigrad.core.conversions import numbers_to_tensors
 from multigrad.core.errors import describe, message
@@ -141,9 +140,8 @@ def op_custom_gradient(
     """
     if f is None:
         return functools.partial(op_custom_gradient, name=name, higher_order=higher_order)
-    options = Options(higher_order)
     if isinstance(f, (staticmethod, classmethod)):
-        return type(f)(op_custom_gradient(f.__func__, name=name, **options._asdict()))
+        return type(f)(op_custom_gradient(f.__func__, name=name, higher_order=higher_order))
     if isinstance(f, type) or not callable(f):
         raise TypeError(
             message(
@@ -165,14 +163,14 @@ def op_custom_gradient(
                 fix='write @op_custom_gradient(name="...")',
             )
         )
-    define = functools.partial(_define, f, name or name_of(f), options)
+    define = functools.partial(_define, f, name or name_of(f), higher_order)
     if name is None or ">" not in name:
         return registry.refuse_config(define(), name or name_of(f))
-    return registry.register(name, f, options, define)
+    return registry.register(name, f, higher_order, define)
 
 
 @_framework.library_code
-def _define(f: Callable[..., Any], name: str, options: Options) -> Callable[..., Any]:
+def _define(f: Callable[..., Any], name: str, higher_order: bool) -> Callable[..., Any]:
     """Return the op of `f`. Messages use `name`."""
     signature = signature_of(f)
     full = signature.full
@@ -186,12 +184,12 @@ def _define(f: Callable[..., Any], name: str, options: Options) -> Callable[...,
                 if not _TENSORS[type(value)]:
                     break
             else:
-                return apply(Call(f, positional_pullback, options), args)
+                return apply(Call(f, positional_pullback, higher_order), args)
         try:
             tensors, pullback = _split_arguments(name, signature, args, kwargs)
         except Symbolic:
-            return node.apply(_define(f, name, options), name, args, kwargs)
-        return apply(Call(f, pullback, options), tensors)
+            return node.apply(_define(f, name, higher_order), name, args, kwargs)
+        return apply(Call(f, pullback, higher_order), tensors)
 
     defined: Any = _framework.update_wrapper(op, f)
     pair = getattr(f, "__annotations__", {}).get("return")

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import keras
 
-from multigrad.backend.base import Options
 from multigrad.core.errors import describe, message
 from multigrad.core.signature import name_of
 from multigrad.core.type_sets import HoldsNoTensor
@@ -28,16 +27,16 @@ _LOCK = threading.RLock()  # reentrant, because the module of an op can define a
 
 
 class _Definition(NamedTuple):
-    """The function and the options of a registered op."""
+    """The function of a registered op, and its option."""
 
     f: Op
-    options: Options
+    higher_order: bool
 
 
 _DEFINITIONS: dict[Op, _Definition] = {}  # Keras keeps registered ops for the life of the process
 
 
-def register(name: str, f: Op, options: Options, define: Callable[[], Op]) -> Op:
+def register(name: str, f: Op, higher_order: bool, define: Callable[[], Op]) -> Op:
     """Return the op of `f` that is registered as `name`.
 
     If the registered op has the same definition, it is returned. If its function is an earlier version of
@@ -48,7 +47,7 @@ def register(name: str, f: Op, options: Options, define: Callable[[], Op]) -> Op
         ValueError: if the name is invalid or registered for another object.
     """
     package, short_name = _package_and_name(name)
-    definition = _Definition(f, options)
+    definition = _Definition(f, higher_order)
     with _LOCK:
         registered = keras.saving.get_custom_objects().get(name)
         if registered is not None:
@@ -209,8 +208,8 @@ def _is_same(old: _Definition, new: _Definition) -> bool:
     """Return whether two definitions are one function, or have the same code and defaults and no closure."""
     f, g = old.f, new.f
     if f is g or type(f) is not types.FunctionType or type(g) is not types.FunctionType:
-        return f is g and old.options == new.options
+        return f is g and old.higher_order == new.higher_order
     parts = [[*(h.__defaults__ or ()), *itertools.chain(*(h.__kwdefaults__ or {}).items())] for h in (f, g)]
     same_defaults = len(parts[0]) == len(parts[1]) and all(map(operator.is_, *parts))
     same_code = f.__code__ == g.__code__ and f.__globals__ is g.__globals__ and not f.__closure__
-    return same_code and same_defaults and old.options == new.options
+    return same_code and same_defaults and old.higher_order == new.higher_order

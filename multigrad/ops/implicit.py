@@ -20,7 +20,6 @@ from typing import Any
 from keras import ops
 
 from multigrad import backend
-from multigrad.backend.base import Options
 from multigrad.calculus.derivatives import grad
 from multigrad.core.errors import require_function
 from multigrad.core.structure import Symbolic
@@ -41,7 +40,7 @@ def _solver_op(function: Callable[..., Any]) -> Callable[..., Any]:
             return node.apply(op, name, args, options)
 
     op = with_python_numbers("tolerance", "max_iterations")(backend.active.update_wrapper(call, function))
-    return registry.register(name, function, Options(higher_order=True), lambda: op)
+    return registry.register(name, function, higher_order=True, define=lambda: op)
 
 
 @_solver_op

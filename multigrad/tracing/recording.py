@@ -60,7 +60,7 @@ class _RecordedCall(Call):
     _recorder: "CallRecorder"
 
     def __init__(self, call: Call) -> None:
-        super().__init__(call.f, call.pullback, call.options)
+        super().__init__(call.f, call.pullback, call.higher_order)
 
     def run(self, tensors: Sequence[Any], **how: Any) -> Run:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""

@@ -88,7 +88,7 @@ class _Node(torch.autograd.Function):
         if not (computed or run.is_opaque):
             ctx.save_for_backward(*residuals)
             call = None
-        elif call.options.higher_order:
+        elif call.higher_order:
             ctx.save_for_backward(*residuals, *inputs)
         else:
             ctx.save_for_backward(*residuals)
@@ -118,7 +118,7 @@ class _Node(torch.autograd.Function):
             gradients = rule.pull(saved, upstream, needed)
             require_unchanged(rule.pullback.name, upstream, versions)
             return None, None, *gradients, *others
-        if not call.options.higher_order:
+        if not call.higher_order:
             with torch.no_grad():
                 gradients = rule.pull(saved, upstream, needed)
             error = _only_first_order(call)
