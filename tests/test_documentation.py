@@ -102,7 +102,8 @@ def test_the_links_of_the_readme_lead_somewhere():
 
 LIMIT = re.compile(
     r"""\#\#[ ](?P<title>.+)[ ]\{\#(?P<anchor>[a-z-]+)\}\n\n
-        \*\*(?P<tag>Silent\*\*[ ]on[ ][^:]+:[ ](?P<what>.+\.)|Raises\*\*[ ]an[ ]error[ ]on[ ].+\.)\n\n
+        \*\*(?P<tag>Silent\*\*[ ]on[ ][^:]+:[ ](?P<what>.+\.)|Raises\*\*[ ]an[ ]error[ ]on[ ].+\.
+        |Known[ ]behavior\*\*[ ]o[fn][ ][^:]+:[ ].+\.)\n\n
         (?:.*\n)*\*\*What[ ]to[ ]do:\*\*(?:.*\n)*""",
     re.VERBOSE,
 )
@@ -146,5 +147,20 @@ def test_the_readme_and_the_index_list_the_same_ten_limits():
     told = (ROOT / "README.md").read_text().partition(title)[2].partition("\n## ")[0]
     assert told.replace("docs/limits/", "") == INDEX.read_text().partition(title)[2].partition("\n## ")[0]
     links = re.findall(r"^\d+\. .*\(docs/limits/(\w+\.md)#([a-z-]+)\)", told, re.MULTILINE)
-    silent = {(name, s["anchor"]) for name, sections in limits().items() for s in sections if s["what"]}
-    assert [link in silent for link in links] == [True] * 2 + [False] * 8
+    raising = {(n, s["anchor"]) for n, sections in limits().items() for s in sections if "Raises" in s["tag"]}
+    assert [link in raising for link in links] == [True] * 10
+
+
+@pytest.mark.package
+def test_the_table_of_the_frameworks_lists_each_section_in_few_words():
+    page = (INDEX.parent / "frameworks.md").read_text()
+    rows = re.findall(r"^\| (?!framework|---)(.+) \|$", page, re.MULTILINE)
+    assert [re.search(r"\(#([a-z-]+)\)", row)[1] for row in rows] == [
+        section["anchor"] for section in limits()["frameworks.md"]
+    ]
+    assert max(len(cell.split()) for row in rows for cell in row.split(" | ")) <= 20
+
+
+@pytest.mark.package
+def test_few_limits_are_silent():
+    assert sum(section["what"] is not None for found in limits().values() for section in found) <= 5

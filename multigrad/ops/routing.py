@@ -203,7 +203,7 @@ _LOSS_SCALING = message(
     required="a gradient of the loss itself",
     got="the policy 'mixed_float16'",
     fix="use the policy 'mixed_bfloat16', or compile the model with auto_scale_loss=False",
-    see="general#thresholds-with-loss-scaling",
+    see="frameworks#loss-scaling",
 )
 
 
