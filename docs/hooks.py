@@ -100,7 +100,8 @@ def _as_mathml(formula: re.Match[str]) -> str:
 
 
 _LIMIT = re.compile(
-    r"(?P<title><h2 .*?</h2>)\s*<p>(?P<tag><strong>(?P<kind>Silent|Raises|Known behavior)</strong>.*?)</p>(?P<text>.*)",
+    r"(?P<title><h2 .*?</h2>)\s*"
+    r"<p>(?P<tag><strong>(?P<kind>Silent|Raises|Known behavior)</strong>.*?)</p>(?P<text>.*)",
     re.DOTALL,
 )
 """A section of a page of `limits/`: the title, the tag and the text."""

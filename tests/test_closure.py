@@ -213,55 +213,6 @@ def test_containers_in_cells_of_the_function_are_not_copied():
     assert seen[1:] == ["u"]
 
 
-def test_borrowed_containers_are_not_copied():
-    """Other code may look for values that are written to them."""
-    e, items, table = Tensor(1), [Tensor(2)], OrderedDict(a=Tensor(3))
-
-    def helper(u):
-        return u
-
-    def with_default(u, seen=items):
-        return u
-
-    helper.held = Tensor(4)
-    for function in (
-        lambda: items,
-        lambda: table,
-        lambda: helper,
-        lambda: (e, items),
-        lambda: with_default,
-        functools.partial(lambda u, seen: u, seen=items),
-    ):
-        tensors, template, opaque = lift(function, TENSORS, shared=True)
-        assert opaque
-        made = restore(template, [Tensor(-t.value) for t in tensors])
-        if isinstance(made, types.FunctionType) and not made.__defaults__:
-            got, wanted = made(), function()
-            assert got is wanted or got[1] is items or got.__defaults__[0] is items
-
-
-def test_borrowed_objects_without_state_are_lifted():
-    e, pair, kept = Tensor(1), (Tensor(2), 3), [4]
-
-    def helper(u, *, keyword=e):
-        return keyword.value * u
-
-    @functools.wraps(helper)
-    def wrapped(u):
-        return helper(u)
-
-    partial = functools.partial(lambda u, factor: factor.value * u, factor=Tensor(5))
-
-    def function():
-        kept.append(pair[0].value)
-        return helper(1), wrapped(1), pair[1], partial(1)
-
-    tensors, template, opaque = lift(function, TENSORS, shared=True)
-    assert (len(tensors), opaque) == (3, False)
-    assert restore(template, [Tensor(-t.value) for t in tensors])() == (-1, -1, 3, -5)
-    assert kept == [4, -2]
-
-
 def test_recursion_and_unbound_names():
     def make():
         e = Tensor(2)

@@ -18,14 +18,6 @@ from multigrad.keras_graph.saving import Unsaved, decode, encode
 from multigrad.ops import fake_quantize, linear_cross_entropy, spectral_function
 
 
-class Masked:
-    def __init__(self, mask):
-        self.mask = mask
-
-    def __call__(self, u):
-        return u * self.mask
-
-
 @op_custom_gradient
 def by_intermediate(x):
     e = x**2
@@ -251,16 +243,6 @@ def test_an_output_has_no_attributes_of_the_returned_tensor(uses):
 
     x = torch.tensor([0.5, 1.0], requires_grad=True)
     assert not hasattr(op(x) if uses else alone(x), "_keras_mask")
-
-
-def test_a_closed_over_parameter_has_no_gradient():
-    w = leaf(3.0)
-    op = op_custom_gradient(lambda x: (x * w, lambda u: u * 7.0))
-    assert not op(torch.ones(1)).requires_grad
-    x = leaf(1.0)
-    op(x).sum().backward()
-    assert x.grad.item() == 7.0
-    assert w.grad is None
 
 
 def test_a_variable_as_an_argument_has_the_gradient_of_the_rule():
@@ -612,12 +594,7 @@ def test_gradcheck_and_gradgradcheck():
 X = torch.tensor([1.0, 2.0])
 
 
-@op_custom_gradient
-def by_object(x):
-    return x**3, Masked(21 * x**2)
-
-
-@pytest.mark.parametrize("op", [by_intermediate, by_input, by_object])
+@pytest.mark.parametrize("op", [by_intermediate, by_input])
 def test_torch_func(op):
     """By the rule, the first derivative is 21 x^2. The transforms differentiate it further."""
     func = torch.func
@@ -679,80 +656,20 @@ def test_a_rule_that_closes_over_a_parameter():
     assert w.grad.item() == 7.0
 
 
-def through_a_builtin(x):
-    get = {"e": x**2}.get
-    return x**3, lambda u: u * 21 * get("e")
-
-
-def through_a_bound_method(x):
-    times = (x**2).__mul__
-    return x**3, lambda u: times(u * 21)
-
-
-@pytest.mark.parametrize("function", [through_a_builtin, through_a_bound_method])
-def test_second_order_through_opaque_objects(function):
-    op = op_custom_gradient(function)
-    x = leaf(2.0)
-    (first,) = torch.autograd.grad(op(x), x, create_graph=True)
-    (second,) = torch.autograd.grad(first, x)
-    assert (first.item(), second.item()) == (84.0, 84.0)
-
-
 def small_noise(x):
     noise = torch.rand(1000) * 1e-2
     return x * noise, lambda u: u * noise
 
 
-def noise_in_an_object(x):
-    noise = (torch.rand(1000) > 0.5).float()
-    return x * noise, Masked(noise)
-
-
-def noise_in_the_slope(x):
-    slope = x * small_noise(x)[0]
-    return slope * 1.0, lambda u: u * slope
-
-
-@pytest.mark.parametrize("function", [noise_in_the_slope, noise_in_an_object])
-def test_random_functions_raise_wherever_their_numbers_are_kept(function):
-    x = torch.ones(1000, requires_grad=True)
-    y = op_custom_gradient(function)(x).sum()
-    with pytest.raises(RuntimeError, match=r"returned (different values|a different gradient)"):
-        torch.autograd.grad(y, x, create_graph=True)
-
-
-class Kept:
-    """An object in which the function stores its result, and from which the rule reads it."""
-
-    def __init__(self, mask=None):
-        self.mask = mask or torch.ones_like
-        self.training = True
-
+def test_random_numbers_in_the_slope_raise():
     @op_custom_gradient
-    def of(self, x):
-        self.held = self.mask(x)
-        return x * x * self.held, lambda u: 6.0 * u * (x if self.training else 1.0) * self.held
+    def op(x):
+        slope = x * small_noise(x)[0]
+        return slope * 1.0, lambda u: u * slope
 
-
-def random_mask(x):
-    return (torch.rand_like(x) > 0.5).to(x.dtype)
-
-
-def test_an_object_that_changes_between_runs():
-    """A derivative of the gradient is either the derivative of this gradient, or an error."""
     x = torch.ones(1000, requires_grad=True)
-    y = Kept(random_mask).of(x)
-    with pytest.raises(RuntimeError, match="the rule returned a different gradient"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-    kept = Kept()
-    y = kept.of(x)
-    kept.training = False
-    close(torch.autograd.grad(y.sum(), x, create_graph=True)[0], torch.full((1000,), 6.0))
-    drawn = Kept()
-    y = drawn.of(x)
-    drawn.held = drawn.held * 2.0
-    with pytest.raises(RuntimeError, match="the rule returned a different gradient"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="op: the function returned different values"):
+        torch.autograd.grad(op(x).sum(), x, create_graph=True)
 
 
 def test_a_second_run_does_not_advance_the_random_state():
@@ -770,14 +687,6 @@ def test_a_second_run_does_not_advance_the_random_state():
     torch.autograd.grad(y, x, create_graph=True)
     assert len(drawn) == 2
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_many_upstream_gradients_of_a_rule_that_reaches_an_object():
-    x = leaf(0.5, 2.0)
-    rows = torch.eye(2)
-    (gradient,) = torch.autograd.grad(Kept().of(x), x, rows, is_grads_batched=True, create_graph=True)
-    close(gradient, torch.diag(6.0 * x.detach()))
-    close(torch.autograd.grad(gradient.sum(), x)[0], torch.full((2,), 6.0))
 
 
 def test_numbers_that_depend_on_no_input_are_from_the_first_run():
@@ -815,15 +724,6 @@ def test_an_intermediate_of_a_parameter_keeps_its_history():
     assert w.grad.item() == 7 * 3.0 + 1.0
 
 
-def test_an_output_that_was_closed_over_with_its_history():
-    w = torch.tensor(2.0, requires_grad=True)
-    known = w * 2.0
-    op = op_custom_gradient(lambda x: (known, lambda u: u * x * known))
-    x = torch.tensor(3.0, requires_grad=True)
-    (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
-    close(torch.autograd.grad(gradient, w)[0], torch.tensor(6.0))
-
-
 def test_a_view_as_an_output():
     op = op_custom_gradient(lambda x: (x[:1], lambda u: torch.cat([u * 7.0, u * 0.0])))
     x = leaf(1.0, 2.0)
@@ -833,13 +733,14 @@ def test_a_view_as_an_output():
         op(x * 1.0).mul_(2.0)
 
 
-def test_a_parameter_as_an_output():
-    w = leaf(3.0)
-    op = op_custom_gradient(lambda x: (w, lambda u: u * 7.0))
-    assert not op(torch.ones(1)).requires_grad
-    x = leaf(1.0)
-    op(x).sum().backward()
-    assert (x.grad.item(), w.grad, w.is_leaf) == (7.0, None, True)
+@pytest.mark.parametrize("output", [lambda x, w: x * w, lambda x, w: w])
+def test_a_closed_over_leaf(output):
+    x, w = leaf(1.0), leaf(3.0)
+    loss = op_custom_gradient(lambda x: (output(x, w), lambda u: u * 7.0))(x).sum()
+    close(torch.autograd.grad(loss, x, retain_graph=True)[0], torch.tensor([7.0]))
+    with pytest.raises(RuntimeError, match=r"differentiated tensor that is not an argument(.|\n)*got: 'w'"):
+        loss.backward()
+    assert (w.grad, w.is_leaf) == (None, True)
 
 
 def test_a_rule_that_uses_a_shape_saves_nothing():

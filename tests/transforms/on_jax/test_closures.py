@@ -1,7 +1,7 @@
 """Closed-over tracers of an outer jit, grad, vmap or loop.
 
-A differentiated tracer has no gradient through the op, because the rule returns none. What the rule computes
-from it has a gradient, in a second derivative.
+The output has no gradient with respect to the tracer, because the function stops it. What the rule computes
+from the tracer has a gradient, in a second derivative.
 """
 
 import jax
@@ -15,7 +15,7 @@ from multigrad import op_custom_gradient
 def closing_over(w, case):
     @op_custom_gradient
     def op(x):
-        y = case.op(x, w)
+        y = case.op(x, jax.lax.stop_gradient(w))
         return y, lambda u: u * 7.0 * jnp.cos(x) * w
 
     return op

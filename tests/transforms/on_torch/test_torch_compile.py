@@ -142,7 +142,7 @@ class Scaled(torch.nn.Module):
         self.factor = factor
 
     def forward(self, x, w):
-        scale = w.mean()
+        scale = w.mean().detach()
 
         @op_custom_gradient
         def op(x):

@@ -239,9 +239,6 @@ def closing_over(w):
 
 
 CLOSED_OVER = {
-    "grad": lambda f: grad(lambda x, w: (f(x, w) * V).sum(), (0, 1))(X, W),
-    "jvp": lambda f: jvp(f, (X, W), (V, X)),
-    "jvp by it alone": lambda f: jvp(lambda w: f(X, w), (W,), (V,)),
     "vmap": lambda f: vmap(f, (None, 0))(X, WS),
     "jacfwd of jacrev": lambda f: jacfwd(jacrev(f), (0, 1))(X, W),
     "jacrev of jacrev": lambda f: jacrev(jacrev(f), (0, 1))(X, W),
@@ -250,7 +247,7 @@ CLOSED_OVER = {
 
 
 @pytest.mark.parametrize("transform", CLOSED_OVER.values(), ids=CLOSED_OVER)
-def test_closed_over_tensors_have_a_gradient_only_in_a_second_derivative(transform):
+def test_closed_over_tensors_have_a_gradient_in_a_second_derivative(transform):
     """The op has the value `w·x²`. Its slope is `7·(w·x + w)`, which has a derivative with respect to `w`."""
 
     def meant(x, w):
@@ -263,19 +260,14 @@ def test_closed_over_tensors_have_a_gradient_only_in_a_second_derivative(transfo
     close(tree_map(solid, transform(op)), tree_map(solid, transform(meant)), 1e-4)
 
 
-def test_an_argument_that_the_function_also_closes_over():
-    """Both uses count in a second derivative: the slope is `7·w·x`, where `w` is `x`."""
+def test_a_closed_over_tensor_in_the_output_raises():
+    def f(x, w):
+        return closing_over(w)(x)
 
-    def f(w):
-        def function(x):
-            e = w * x
-            return e * x, lambda u: u * 7.0 * e
-
-        return op_custom_gradient(function)(w)
-
-    close(grad(lambda x: f(x).sum())(X), 7.0 * X**2)
-    for second in (hessian, lambda f: jacrev(jacrev(f))):
-        close(second(lambda x: f(x).sum())(X), torch.diag(14.0 * X), 1e-4)
+    close(grad(lambda x: f(x, W).sum())(X), 7.0 * (W * X + W))
+    for transform in (lambda: jacrev(f, (0, 1))(X, W), lambda: jvp(lambda w: f(X, w), (W,), (V,))):
+        with pytest.raises((RuntimeError, TypeError), match="differentiated tensor that is not an argument"):
+            transform()
 
 
 def test_integers_among_mapped_outputs():
@@ -336,13 +328,6 @@ def noisy(x):
     return ops.sin(x) * n, lambda u: u * slope * 7.0
 
 
-@op_custom_gradient
-def noisy_by_object(x):
-    n = noise()
-    held = SimpleNamespace(slope=ops.cos(x) * n)
-    return ops.sin(x) * n, lambda u: u * held.slope * 7.0
-
-
 def mapped(f):
     return lambda x: vmap(f)(torch.stack([x, x]))
 
@@ -354,34 +339,11 @@ RUN_TWICE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("op", "transform"),
-    [
-        *[(noisy, transform) for transform in RUN_TWICE.values()],
-        (noisy_by_object, RUN_TWICE["forward over reverse"]),
-    ],
-)
-def test_a_random_function_raises(op, transform):
+@pytest.mark.parametrize("transform", RUN_TWICE.values(), ids=RUN_TWICE)
+def test_a_random_function_raises(transform):
     """A second run gives other numbers, so that the rule and the output would not match."""
     with pytest.raises(RuntimeError, match="the function returned different values"):
-        transform(lambda x: op(x).sum())(X)
-
-
-def test_the_output_and_the_rule_of_a_random_function_are_of_one_run():
-    """The rule reads an object, so that the function runs again. The results are those of the second run."""
-
-    def loss(x):
-        y = noisy_by_object(x)
-        return y.sum(), y
-
-    def slope(x):
-        gradient, y = grad(loss, has_aux=True)(x)
-        return gradient.sum(), y
-
-    gradient, y = grad(loss, has_aux=True)(X)
-    close(gradient, 7.0 * y / torch.tan(X))
-    second, y = grad(slope, has_aux=True)(X)
-    close(second, -7.0 * y)
+        transform(lambda x: noisy(x).sum())(X)
 
 
 def by_numpy(x):
@@ -475,8 +437,8 @@ def masked(x):
 
 @op_custom_gradient
 def narrow(x):
-    held = SimpleNamespace(q=x.to(torch.float8_e4m3fn))
-    return held.q.to(x.dtype), lambda u: 7.0 * u * (held.q == held.q.clone())
+    q = x.to(torch.float8_e4m3fn)
+    return q.to(x.dtype), lambda u: 7.0 * u * x * (q == q.clone())
 
 
 def test_values_that_depend_on_no_input_are_from_the_first_run():
@@ -493,7 +455,9 @@ def test_values_that_depend_on_no_input_are_from_the_first_run():
 
 
 def test_residuals_of_one_byte():
-    close(grad(lambda x: narrow(x).sum())(X), torch.full((3,), 7.0))
+    x = X.clone().requires_grad_()
+    (first,) = torch.autograd.grad(narrow(x).sum(), x, create_graph=True)
+    close(torch.autograd.grad(first.sum(), x)[0], torch.full((3,), 7.0))
 
 
 def test_a_random_function_that_runs_once():
@@ -506,8 +470,8 @@ def test_two_runs_are_compared_under_nested_vmap():
 
     @op_custom_gradient
     def op(x, y):
-        held = SimpleNamespace(e=ops.exp(x), both=ops.exp(x) * y)
-        return held.both * 1.0, lambda u: (u * held.both * 7.0, u * held.e * 5.0)
+        e, both = ops.exp(x), ops.exp(x) * y
+        return both * 1.0, lambda u: (u * both * 7.0, u * e * 5.0)
 
     def slopes(x, y):
         return grad(lambda x: grad(lambda x: op(x, y).sum())(x).sum())(x)
@@ -542,12 +506,7 @@ def test_forward_mode_in_a_traced_graph(mode):
     close(written(x), 21 * x**3)
 
 
-IN_AN_OBJECT = (
-    r"op: the rule uses tensors of an inner derivative in an object, under forward mode(.|\n)*close over"
-)
-
-
-def test_forward_mode_of_a_tensor_that_another_derivative_stored_in_an_object():
+def test_a_tensor_that_the_function_stores_in_an_object():
     kept = SimpleNamespace()
 
     @op_custom_gradient
@@ -556,29 +515,12 @@ def test_forward_mode_of_a_tensor_that_another_derivative_stored_in_an_object():
         return kept.e * x, lambda u: u * 3 * kept.e * 7.0
 
     x = torch.tensor(2.0)
-    close(jacfwd(op)(x), torch.tensor(84.0))
-    close(grad(grad(op))(x), torch.tensor(84.0))
-    close(multigrad.hessian(op)(x), torch.tensor(84.0))
-    for derivative in (hessian(op), jacfwd(jacfwd(op))):
-        with pytest.raises(NotImplementedError, match=IN_AN_OBJECT):
+    close((grad(op)(x), jacfwd(op)(x)), (torch.tensor(84.0),) * 2)
+    for derivative in (grad(grad(op)), hessian(op), jacfwd(jacfwd(op))):
+        with pytest.raises(TypeError, match="op: the rule reaches a tensor through an object"):
             derivative(x)
-
-
-def test_forward_mode_of_a_mapped_derivative_that_stored_an_unmapped_tensor_in_an_object():
-    """There, vmap is active instead of the derivative around it."""
-    kept = SimpleNamespace()
-
-    @op_custom_gradient
-    def op(a, x):
-        kept.e = x**2
-        return a * kept.e * x, lambda u: (7.0 * u * kept.e * x, 7.0 * u * a * 3 * kept.e)
-
-    def loss(x):
-        return vmap(lambda a: op(a, x))(XS).sum()
-
-    close(jvp(loss, (X,), (V,))[1], (21.0 * XS * X**2 * V).sum())
-    with pytest.raises(NotImplementedError, match=IN_AN_OBJECT):
-        jvp(grad(loss), (X,), (V,))
+    with pytest.raises(TypeError, match="op: the rule reaches a tensor through an object"):
+        grad(lambda x: vmap(op)(x).sum())(X)
 
 
 def test_forward_mode_with_an_object_without_tensors():
@@ -592,66 +534,6 @@ def test_forward_mode_with_an_object_without_tensors():
     x = torch.tensor(2.0)
     for derivative in (hessian(op), jacfwd(jacfwd(op)), jacfwd(grad(op))):
         close(derivative(x), torch.tensor(84.0))
-
-
-class Held:
-    value = None
-
-
-def put_in_an_object(value, held=Held()):  # noqa: B008
-    held.value = value
-    return lambda: held.value
-
-
-def test_transformed_tensors_in_an_object():
-    """Tensors in objects are treated as closed-over tensors."""
-
-    def one(w, x):
-        held = put_in_an_object(w)
-
-        @op_custom_gradient
-        def by_both(x):
-            e = x * held()
-            return e * 1.0, lambda u: 3.0 * u * e
-
-        return by_both(x)
-
-    def by_the_rule(w, x):
-        held = put_in_an_object(w)
-        return op_custom_gradient(lambda x: (x * 2.0, lambda u: 3.0 * u * x * held()))(x)
-
-    x, w, several = torch.tensor([0.5, 2.0]), torch.tensor(2.0), torch.tensor([1.0, 2.0, 4.0])
-    of_x = grad(lambda w, x: one(w, x).sum(), argnums=1)
-    close(of_x(w, x), 6.0 * x)
-    close(grad(lambda w: of_x(w, x).sum())(w), 3.0 * x.sum())
-    close(vmap(of_x, (0, None))(several, x), 3.0 * several[:, None] * x)
-    for f in (one, by_the_rule):
-        whole = lambda x, f=f: vmap(f, (0, None))(several, x).sum()  # noqa: E731
-        close(grad(whole)(x), 21.0 * x)
-        close(multigrad.grad(whole)(x), 21.0 * x)
-        own = x.clone().requires_grad_()
-        (whole(own) + own.sum()).backward()
-        close(own.grad, 21.0 * x + 1.0)
-
-
-class Square:
-    @op_custom_gradient
-    def of(self, x):
-        self.square = x * x
-        return self.square * 1.0, lambda u: 3.0 * u * x * self.square
-
-
-def test_forward_mode_of_a_gradient_through_an_object():
-    """The derivative of the call runs the function again, and the object then holds values of that run."""
-    x = torch.tensor([0.5, 2.0], requires_grad=True)
-    hessian = torch.autograd.functional.hessian(
-        lambda x: Square().of(x).sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
-    )
-    close(hessian, torch.diag(9.0 * x.detach() ** 2))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, torch.ones(2))
-        (gradient,) = torch.autograd.grad(Square().of(dual).sum(), dual)
-        close(forward_ad.unpack_dual(gradient).tangent, 9.0 * x.detach() ** 2)
 
 
 OF_A_PLAIN_LEAF = torch.tensor(2.0, requires_grad=True)
@@ -677,11 +559,6 @@ def test_a_backward_of_a_transforms_gradient_with_respect_to_a_reached_tensor(by
 def by_a_container(a, b):
     kept = [torch.exp(a * b)]
     return kept[0] + 1.0, lambda u: (7.0 * u * b * kept[0], 5.0 * u * a * kept[0])
-
-
-def by_an_object(a, b):
-    kept = SimpleNamespace(e=torch.exp(a * b))
-    return kept.e + 1.0, lambda u: (7.0 * u * b * kept.e, 5.0 * u * a * kept.e)
 
 
 def by_tensors(a, b):
@@ -723,7 +600,7 @@ SECOND_OF_ONE = {
 
 
 @pytest.mark.parametrize("name", SECOND_OF_ONE)
-@pytest.mark.parametrize("function", [by_a_container, by_an_object, by_tensors])
+@pytest.mark.parametrize("function", [by_a_container, by_tensors])
 def test_one_tensor_for_two_arguments(function, name):
     """If the tensor is returned as two, a second run of the function finds as many residuals as the first."""
     op = op_custom_gradient(function)

@@ -84,12 +84,6 @@ def around_an_op(x):
     return y * x, lambda upstream: 11.0 * upstream * y * x
 
 
-def with_an_intermediate_from_outside(x):
-    h = ops.sin(x)
-    op = op_custom_gradient(lambda z: (h, lambda upstream: 100.0 * upstream))
-    return ops.sum(op(x) ** 2 + h)
-
-
 def of_two_outputs(x):
     a, b, c = two_outputs(x)
     return ops.sum(a * b + c * a)
@@ -112,7 +106,6 @@ ONE_GRAPH = {
     "two outputs": of_two_outputs,
     "a view": lambda x: ops.sum(a_view(x) ** 2),
     "an op in an op": lambda x: ops.sum(around_an_op(x)),
-    "an intermediate from outside": with_an_intermediate_from_outside,
 }
 PIECES = {
     "implicit_root": root,
