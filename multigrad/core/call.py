@@ -55,7 +55,6 @@ from multigrad.core.variables import (
     Variables,
     in_scope,
     inputs_of_outer_rule,
-    pin_variables,
     scope_of_rule,
 )
 
@@ -181,7 +180,8 @@ class Call:
             rule = functools.partial(rule, *arguments[: arguments_for(name, original_rule, binding)])
         passed = gets_variables(name, original_rule, takes, variables.names())
         if passed or outer_scope is not None or variables.state:
-            rule = pin_variables(name, rule, variables, scope.final_values(), outer_scope, passed)
+            state = [value for _, value in variables.state]
+            rule = RuleWithTensors(rule, [*scope.final_values(), *state])
         inputs = (*tensors, *scope.values) if variables else tensors
         pullback = self.pullback.copy(context)
         pullback.output, pullback.form = layout, form
@@ -429,10 +429,11 @@ class Pullback(HoldsNoTensor):
         try:
             if self.is_plain:
                 return rule(upstream[0])
+            more = {"variables": list(self.variables)} if self.gets_variables else {}
             if self.form == FLAT:
-                return rule(*upstream)
+                return rule(*upstream, **more)
             structured = self.output.join_tensors_only(upstream)
-            return rule(structured) if self.form == WHOLE else rule(upstream=structured)
+            return rule(structured, **more) if self.form == WHOLE else rule(upstream=structured, **more)
         except Exception as error:
             error.add_note(f"raised in the rule of {self.name}")
             error.add_note(self._shapes(upstream, specs))

@@ -38,7 +38,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
     if type(obj) is RuleWithTensors:
         tensors, template, opaque = lift(obj.rule, tensor_types, owner)
         kept = [None if tensor_types[type(tensor)] else tensor for tensor in obj.tensors]
-        template = _TemplateWithTensors(obj.bind, template, len(tensors), kept)
+        template = _TemplateWithTensors(template, len(tensors), kept)
         found = [tensor for tensor in obj.tensors if tensor_types[type(tensor)]]
         return [*tensors, *found], template, opaque
     if type(obj) is types.FunctionType and _has_only_cells(obj):
@@ -80,7 +80,7 @@ def restore(template: Any, tensors: Sequence[Any]) -> Any:
     if type(template) is _TemplateWithTensors:
         rule = restore(template.rule, tensors[: template.number])
         new = iter(tensors[template.number :])
-        return RuleWithTensors(template.bind, rule, [next(new) if t is None else t for t in template.kept])
+        return RuleWithTensors(rule, [next(new) if t is None else t for t in template.kept])
     return template(tensors, {}) if type(template) is _Template else template
 
 
@@ -110,24 +110,20 @@ def residuals_in(roles: Sequence[int], known: Sequence[Any], others: Iterable[An
 
 
 class RuleWithTensors:
-    """A rule together with further tensors, in one list that is quick to lift.
+    """A rule together with the values of the variables in its scope, in one list that is quick to lift."""
 
-    Calling it calls `bind(rule, tensors, *args, **kwargs)`.
-    """
+    __slots__ = ("rule", "tensors")
 
-    __slots__ = ("bind", "rule", "tensors")
-
-    def __init__(self, bind: Callable[..., Any], rule: Callable[..., Any], tensors: Sequence[Any]) -> None:
-        self.bind, self.rule, self.tensors = bind, rule, tensors
+    def __init__(self, rule: Callable[..., Any], tensors: Sequence[Any]) -> None:
+        self.rule, self.tensors = rule, tensors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.bind(self.rule, self.tensors, *args, **kwargs)
+        return self.rule(*args, **kwargs)
 
 
 class _TemplateWithTensors(NamedTuple):
     """The template of a `RuleWithTensors`."""
 
-    bind: Callable[..., Any]
     rule: Any
     """The template of the rule, which holds `number` tensors."""
     number: int

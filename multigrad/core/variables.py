@@ -6,7 +6,6 @@ around the rule returns the values of the forward pass, which are differentiable
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -14,7 +13,6 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.closure import RuleWithTensors
 from multigrad.core.errors import message
 from multigrad.core.keras_internals import global_state, stored_dtype, stored_value
 from multigrad.core.type_sets import HoldsNoTensor
@@ -429,50 +427,10 @@ class ReadBy(_Scope):
         return self._read(stored) if value is None and stored is not None else value
 
 
-class _OuterScope(HoldsNoTensor):
-    """The scope around a call. Its values belong to variables, so `lift` does not search it."""
-
-    __slots__ = ("scope",)
-
-    def __init__(self, scope: keras.StatelessScope | None) -> None:
-        self.scope = scope
-
-
-def pin_variables(
-    name: str,
-    rule: Callable[..., Any],
-    variables: Variables,
-    values: Sequence[Any],
-    outer_scope: keras.StatelessScope | None,
-    passed: bool,
-) -> Callable[..., Any]:
-    """Return the rule with the values of variables in the call. If `passed`, the rule gets the variables."""
-    bind = functools.partial(_run_rule, name, variables, _OuterScope(outer_scope), passed)
-    return RuleWithTensors(bind, rule, [*values, *[value for _, value in variables.state]])
-
-
-def _run_rule(
-    name: str,
-    variables: Variables,
-    outer: _OuterScope,
-    passed: bool,
-    rule: Callable[..., Any],
-    values: Sequence[Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    more = {"variables": list(variables)} if passed else {}
-    active = vars(global_state.GLOBAL_STATE_TRACKER).get("stateless_scope")
-    if type(active) is _RuleScope and active.variables is variables:  # entered around the op
-        return rule(*args, **kwargs, **more)
-    with scope_of_rule(name, variables, values, outer.scope):
-        return rule(*args, **kwargs, **more)
-
-
 def scope_of_rule(
     name: str, variables: Variables, values: Sequence[Any], outer_scope: keras.StatelessScope | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return the scope in which a rule reads variables. The values are those that `pin_variables` keeps."""
+    """Return the scope in which a rule reads variables. `values` are those of `variables` and their state."""
     scope = _RuleScope(variables, values[: len(variables)], outer_scope, name)
     for (variable, _), value in zip(variables.state, values[len(variables) :], strict=True):
         scope.current[id(variable)] = value
