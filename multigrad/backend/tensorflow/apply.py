@@ -17,7 +17,7 @@ from multigrad.backend.tensorflow.variables import read_for_gradient
 def apply(call: Call, tensors: Sequence[Any]) -> Any:
     graph = graph_here()
     eager = graph is None
-    run, host_calls, marker = run_function(call, tensors)
+    run, host_calls, marker, watched = run_function(call, tensors)
     outputs, inputs, pullback = run.outputs, run.inputs, run.pullback
     if not outputs or (eager and not may_record()):
         return pullback.output.join(outputs)
@@ -39,7 +39,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
 
     def pull(residuals: Sequence[Any], upstreams: Sequence[Any], transposed: bool = False) -> Sequence[Any]:
         if not transposed:
-            require_no_history(call.name, rule)
+            require_no_history(call.name, rule, watched)
         return rule.pull(residuals, _dense_floating(upstreams, floating), needed, transposed)
 
     def backward(*upstreams: Any) -> Sequence[Any]:

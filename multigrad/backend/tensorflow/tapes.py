@@ -66,16 +66,17 @@ def record_rule(
         _keep(inputs, backward, pack_tangents(residuals).tangents)
 
 
-def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any] | None, Any]:
+def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any] | None, Any, Sequence[Any]]:
     """Run the function.
 
     Returns:
-        the run, the results of `host_call` in it, and a tensor whose gradient raises an error if an output
-        depends on a differentiated tensor that is not an input, None if no output does.
+        the run, the results of `host_call` in it, a tensor whose gradient raises an error if an output
+        depends on a differentiated tensor that is not an input, None if no output does, and the tensors that
+        the function could reach before it ran and that a tape watches.
     """
     watched = _watched_tensors(call) if may_record() else ()
     if not watched:
-        return *_run_noting_host_calls(call, tensors), None
+        return *_run_noting_host_calls(call, tensors), None, ()
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(watched)
         run, host_calls = _run_noting_host_calls(call, tensors)
@@ -84,12 +85,12 @@ def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any]
         marker = tf.zeros(0)
     used = [tensor for tensor, gradient in zip(watched, gradients, strict=True) if gradient is not None]
     if not used or call.answers_for_outer_rule(run.inputs):
-        return run, host_calls, None
+        return run, host_calls, None, watched
     error = closed_over(call.name, call.closed_over_path(lambda found: any([found is t for t in used])))
     if pack_tangents(used).tangents:
         raise TypeError(error)
     record_operation_backprop_only(_TYPE, [marker], used, functools.partial(_raise, error))
-    return run, host_calls, marker
+    return run, host_calls, marker, watched
 
 
 def _watched_tensors(call: Call) -> list[Any]:
@@ -107,13 +108,16 @@ def _held_tensors(rule: Rule) -> list[Any]:
     return [tensor for tensor in rule.held() if TENSORS[type(tensor)]]
 
 
-def require_no_history(name: str, rule: Rule) -> None:
-    """Raise if a derivative of the gradient may need a tensor that the rule reaches through an object."""
-    if not (rule.is_opaque and may_record()):
-        return
-    tensors = _held_tensors(rule)
-    if possible_gradient_types(tensors) or len(tensors) < len(rule.held()):  # an iterator may hold a tensor
-        raise TypeError(held(name))
+def require_no_history(name: str, rule: Rule, watched: Sequence[Any]) -> None:
+    """Raise if a derivative of the gradient may need a tensor that the rule reaches through an object.
+
+    `watched` are tensors that were there before the function ran, which the tapes differentiate.
+    """
+    for part in rule.held() if rule.is_opaque and may_record() else ():
+        # An iterator may hold such a tensor.
+        may_need = not TENSORS[type(part)] or possible_gradient_types([part])
+        if may_need and not any([part is tensor for tensor in watched]):
+            raise TypeError(held(name))
 
 
 # The tensors that the function of the innermost op passed to host code: itself, and in calls of `host_call`.

@@ -206,7 +206,7 @@ def _residuals_to_save(
     for slot, (residual, role) in enumerate(zip(run.residuals, run.roles, strict=True)):
         if 0 <= role < count:
             residual = inputs[role]
-        elif residual.requires_grad and not is_view_without_node(residual):
+        elif has_node(residual):
             run.roles[slot] = OTHER  # the rule keeps it with its own history, also if it is an output
             closed_over.append(node_of(residual))
             computed = computed or not any([residual is tensor for tensor in lift(call.f, TENSORS)[0]])
@@ -218,12 +218,15 @@ def _residuals_to_save(
     return residuals, closed_over, computed
 
 
-def is_view_without_node(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view that the function made without recording.
+def has_node(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a history.
 
-    The view of a tensor that requires a gradient then requires one too, and has no node.
+    Some tensors require a gradient and have no node: a view that was made without recording, of a tensor that
+    requires a gradient, and a tensor of a transform of torch.func that has ended.
     """
-    return is_view(tensor) and tensor.grad_fn is None and base_of(tensor).requires_grad
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        return tensor.requires_grad
+    return not is_view(tensor) and torch.func.debug_unwrap(tensor, recurse=False) is tensor
 
 
 def rerun(call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tensor]) -> Run:

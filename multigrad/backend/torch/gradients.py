@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from multigrad.backend.torch import traced
 from multigrad.backend.torch.eager import (
-    is_view_without_node,
+    has_node,
     node_of,
     nodes_from,
     refuse,
@@ -378,5 +378,5 @@ def _more_nodes(node: Any, reached: set[int]) -> list[Any]:
         leaf for root in roots for leaf in reachable_tensors(root, _LEAVES, (torch.nn.Module,), reached)
     ]
     tensors = [leaf.value if isinstance(leaf, keras.Variable) else leaf for leaf in leaves]
-    with_nodes = [t for t in tensors if t.requires_grad and not is_view_without_node(t)]
+    with_nodes = [t for t in tensors if has_node(t)]
     return [*closed_over, *map(node_of, with_nodes)]
