@@ -249,8 +249,8 @@ class Reads(_Scope):
 
         `value` is its value around this scope.
         """
-        if stored_value(variable) is None:  # not initialized
-            return value
+        if value is None and stored_value(variable) is None:  # not initialized; `fit` on JAX stores no values
+            return None
         initial = self._record_state(variable, value)
         if self.read_as is None or value is None:
             return value

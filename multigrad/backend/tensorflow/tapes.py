@@ -78,26 +78,42 @@ def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any]
     if not watched:
         return *_run_noting_host_calls(call, tensors), None, ()
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(watched)
+        local = _captured(watched)
+        tape.watch(local)
         run, host_calls = _run_noting_host_calls(call, tensors)
     with stop_recording():
-        gradients = tape.gradient([o for o in run.outputs if is_differentiable(o)], watched)
+        gradients = tape.gradient([o for o in run.outputs if is_differentiable(o)], local)
         marker = tf.zeros(0)
-    used = [tensor for tensor, gradient in zip(watched, gradients, strict=True) if gradient is not None]
+    triples = [*zip(watched, local, gradients, strict=True)]
+    used = [tensor for tensor, _, gradient in triples if gradient is not None]
     if not used or call.answers_for_outer_rule(run.inputs):
         return run, host_calls, None, watched
     error = closed_over(call.name, call.closed_over_path(lambda found: any([found is t for t in used])))
-    if pack_tangents(used).tangents:
+    # The gradient of a loop, a branch or a tf.function does not use the records of tapes outside of it.
+    is_outer = any([tensor is not inner and gradient is not None for tensor, inner, gradient in triples])
+    if is_outer or pack_tangents(used).tangents:
         raise TypeError(error)
     record_operation_backprop_only(_TYPE, [marker], used, functools.partial(_raise, error))
     return run, host_calls, marker, watched
 
 
+def _captured(tensors: Sequence[Any]) -> list[Any]:
+    """Return the tensors as the graph that is being built captures them from outer graphs and eager code."""
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or not hasattr(graph, "capture"):
+        return list(tensors)
+    return [t if getattr(t, "graph", None) is graph else graph.capture(t) for t in tensors]
+
+
 def _watched_tensors(call: Call) -> list[Any]:
     """Return the tensors that the function can reach, other than its arguments, and that a tape watches."""
-    attributes = [value for obj in call.objects() for value in getattr(obj, "__dict__", {}).values()]
-    found = [*reachable_tensors(call.f, TENSORS), *[value for value in attributes if TENSORS[type(value)]]]
-    return [tensor for tensor in found if is_differentiable(tensor) and possible_gradient_types([tensor])]
+    found = list(reachable_tensors(call.f, TENSORS))
+    for obj in call.objects():
+        for value in getattr(obj, "__dict__", {}).values():
+            items = value.values() if isinstance(value, dict) else value
+            found += items if isinstance(value, (list, tuple, dict)) else [value]
+    tensors = [value for value in found if TENSORS[type(value)] and is_differentiable(value)]
+    return [tensor for tensor in tensors if possible_gradient_types([tensor])]
 
 
 def _raise(error: str, *upstream: Any) -> NoReturn:
