@@ -217,6 +217,11 @@ FAULTS = [
         "            depth > 0 or _depends_on_others(value, [*inputs, *weights]))",
     ),
     Fault(
+        "a closed-over tensor has the gradient zero, without an error", ALL, "core/call.py",
+        "return outer is not None and all(",
+        "return True or all(",
+    ),
+    Fault(
         "an input is taken for its stop_gradient", "jax", "backend/jax/primitives.py",
         "is_wrapped = is_differentiated and not TRACERS[type(result)]",
         "is_wrapped = False",

@@ -5,6 +5,7 @@ NumPy.
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -85,6 +86,11 @@ def loop(f: Function) -> Function:
 
 def cond(f: Function) -> Function:
     return lambda x, *others: ops.cond(ops.sum(x) < 1e9, lambda: f(x, *others), lambda: x * 0.0)
+
+
+def slope(f: Function) -> Function:
+    """Return the gradient of the sum of a function with respect to its first argument."""
+    return multigrad.grad(lambda *xs: ops.sum(f(*xs)))
 
 
 def value_of(variable: keras.Variable) -> Any:
@@ -251,4 +257,6 @@ NAMES: dict[str, Any] = {
     "scan": scan,
     "loop": loop,
     "cond": cond,
+    "slope": slope,
+    "Holder": SimpleNamespace,
 }

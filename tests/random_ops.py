@@ -32,6 +32,7 @@ class OpDrawing:
         simple: whether its arguments and outputs are tensors.
         cast: whether an argument may have low precision.
         black_box: the name of a function that computes its outputs in NumPy, if there is one.
+        closed: the name of a tensor that it may close over, if there is one.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class OpDrawing:
         simple: bool,
         cast: bool,
         black_box: str | None,
+        closed: str | None,
     ) -> None:
         self.draws, self.random, self.chance = expressions, expressions.random, expressions.chance
         self.black_box, self.cast, self.integers = black_box, cast, integers
@@ -68,7 +70,15 @@ class OpDrawing:
             body.append(f"s{i} = {own} * {self.random.choice(NUMBERS)}")
             kind = self.names.full if w in full else self.names.small
             kind += [own] if black_box else [own, f"s{i}"]
+        used_by = self.random.choice(["nothing", "function", "rule", "rule", "both"])
+        if not closed or black_box:
+            used_by = "nothing"
+        self.stores = used_by != "nothing" and self.chance(0.15)
+        self.names.full += [closed] * 2 * (used_by in ("function", "both"))
         body += self._values(simple)
+        if used_by == "function":
+            self.names.full = [name for name in self.names.full if name != closed]
+        self.names.full += [closed] * 3 * (used_by == "rule")
         paths = [path.format("") for path in self.paths]
         self.op = Op(self.name, self.parameters, paths, list(self.written), "layer" in form)
         self.lines = self._definition([*body, "", *self._rule(), f"return {self.output}, rule"])
@@ -140,8 +150,10 @@ class OpDrawing:
         ]
         for i in range(0 if self.black_box else random.choice([0, 1, 1, 2])):
             stopped = "ops.stop_gradient({})" if self.chance(0.1) else "{}"
-            lines.append(f"m{i} = " + stopped.format(f"ops.sin({self.draws.expression(2, self.names)})"))
-            self.names.full.append(f"m{i}")
+            m = f"m{i}.stored" if self.stores else f"m{i}"
+            lines += [f"m{i} = Holder()"] * self.stores
+            lines.append(f"{m} = " + stopped.format(f"ops.sin({self.draws.expression(2, self.names)})"))
+            self.names.full.append(m)
         self.outputs = [f"y{i}" for i in range(random.choice([1, 1, 1, 2]))]
         for y in self.outputs:
             if self.chance(0.1):  # the output is an input, which the rule cannot tell from it

@@ -8,6 +8,10 @@ kept.
 
 - arguments that are one array, or nested structures, or have another shape or dtype;
 - weights, integers and literals;
+- numbers at special points: 0, 1 and -1;
+- a tensor of the loss, differentiated or not, that the function of an op, its rule or both close over, by its
+  name or on an object, and tensors that a function stores on an object;
+- arguments that are gradients;
 - ops of multigrad, and ops that NumPy computes;
 - one to three orders, each in reverse or in forward mode, or a gradient of a function in a `StatelessScope`.
 """
@@ -55,6 +59,8 @@ class Drawing:
             self.black_box = self.black_box and "host_sin"
         self.compiled = compiled and self.black_box != "numpy_sin"
         self.integers = "n" if self.chance(0.2) else None
+        self.special = self.chance(0.2)
+        self.closed = self.random.choice(["t", "t", "held.t"]) if self.chance(0.3) else None
         self.draws = Expressions(random, shelf=self.chance(0.3))
         self.values = Names([])
         """The inputs and weights, as the loss uses them."""
@@ -64,20 +70,21 @@ class Drawing:
 
     def program(self) -> str:
         order = self.random.choice([1, 1, 2, 2, 2, 3])
-        order = 1 if self.low == "bfloat16" else order  # its rounding errors grow with each order
+        # Rounding errors grow with each order, and numbers overflow.
+        order = min(order, {"bfloat16": 1, "float16": 2}.get(self.low, 3))
         self.small |= order == 3  # each order takes several times as long
         modes = [self.random.choice(["grad", "grad", "vjp", "jvp"]) for _ in range(order)]
         inputs = self.random.choice([1, 2, 2])
-        lines = self._arrays(inputs)
+        lines, inner = self._arrays(inputs), self._closed()
         for number in range(1 if self.small else self.random.randint(1, 3)):
-            lines += ["", *self._op(number)]
+            (inner or lines).extend(["", *self._op(number)])
         argnums, variables = self._differentiated(inputs)
         if variables:
             modes = ["grad" for _ in modes]
         # A constant that is the value of a weight changes with it on PyTorch.
         if len(modes) == 1 and any(self.weights) and not self.constants and self.chance(0.7):
             modes, variables = ["stateless"], [w for own in self.weights for w in own]
-        lines += ["", *self._loss(inputs, self._transforms(modes))]
+        lines += ["", *self._loss(inputs, inner, self._transforms(modes))]
         compiled = self.compiled and self.chance(0.15)
         names = ", ".join(f"x{i}" for i in range(inputs))
         differentiated = f"{argnums}, [{', '.join(variables)}]"
@@ -92,7 +99,7 @@ class Drawing:
         # A black box in control flow calls Python for each element.
         # TensorFlow: rules in control flow that get an eager tensor from a global name.
         if not self.black_box and not (self.backend == "tensorflow" and self.constants):
-            transforms += CONTROL_FLOW
+            transforms += [*CONTROL_FLOW, *["slope"] * 2]
         # TensorFlow: second derivatives and forward mode of `tf.recompute_grad`, and variables in it.
         one_gradient = len(modes) == 1 and modes != ["jvp"] and not any(self.weights)
         # A checkpoint runs its function again in the backward pass, outside of the scope.
@@ -100,6 +107,14 @@ class Drawing:
         if not (self.black_box or in_scope) and (self.backend != "tensorflow" or one_gradient):
             transforms += CHECKPOINTS
         return transforms
+
+    def _closed(self) -> list[str]:
+        """Return the definition of the tensor that ops close over. They are then defined in the loss, too."""
+        if not self.closed:
+            return []
+        drawn = self.draws.expression(1, Names([*self.values.full], self.values.small))
+        on_object = ["held = Holder()", "held.t = t"] if self.closed == "held.t" else []
+        return [f"t = ops.stop_gradient({drawn})" if self.chance(0.2) else f"t = {drawn}", *on_object]
 
     def _differentiated(self, inputs: int) -> tuple[list[int], list[str]]:
         argnums = [i for i in range(inputs) if self.chance(0.7)]
@@ -129,7 +144,7 @@ class Drawing:
                 self.values.full.append(f'ops.cast({name}, "float32")')
                 self.values.low.append(name)
             else:
-                same = self.random.choice(arrays) if arrays and self.chance(0.4) else None
+                same = self.random.choice(arrays) if arrays and self.chance(0.6) else None
                 lines.append(f"{name} = {same or self._array()}")
                 self.values.full.append(name)
                 arrays.append(name)
@@ -137,7 +152,9 @@ class Drawing:
         if self.chance(0.3):
             same = self.random.choice(arrays) if arrays and self.chance(0.5) else None
             lines.append(f"k = {same or self._array()}")
-            self.constants.append("k")
+            on_object = self.chance(0.3)
+            lines += ["kept = Holder()", "kept.k = k"] * on_object
+            self.constants.append("kept.k" if on_object else "k")
         if self.integers:
             lines.append(f"n = integers({', '.join(str(self.random.randint(-2, 3)) for _ in range(3))})")
         return lines
@@ -167,6 +184,8 @@ class Drawing:
 
         def numbers(shape: tuple[int, ...]) -> Any:
             if not shape:
+                if self.special and self.chance(0.5):
+                    return self.random.choice([0.0, 1.0, -1.0])
                 return self.random.randint(-76, 76) / 64
             return [numbers(shape[1:]) for _ in range(shape[0])]
 
@@ -176,23 +195,27 @@ class Drawing:
     # ------------------------------------------------------------------------------------------ ops and loss
 
     def _op(self, number: int) -> list[str]:
+        black_box = self.black_box if number == 0 or self.chance(0.3) else None
         drawing = OpDrawing(
             self.draws,
             number,
             self.weights,
-            self.constants,
+            [] if black_box else self.constants,  # on PyTorch, NumPy cannot read the value of a weight
             self.integers,
             self.ops,
             simple=self.chance(0.5),
             cast=self.low is not None,
-            black_box=self.black_box if number == 0 or self.chance(0.3) else None,
+            black_box=black_box,
+            closed=self.closed,
         )
         self.ops.append(drawing.op)
         return drawing.lines
 
-    def _loss(self, inputs: int, transforms: list[str]) -> list[str]:
+    def _loss(self, inputs: int, inner: list[str], transforms: list[str]) -> list[str]:
         names = Names([*self.values.full], self.values.small, [], self.ops, self.values.low)
-        body = []
+        if inner:
+            names.full.append("t")
+        body = [*inner, *[""] * bool(inner)]
         for i in range(1 if self.small else self.random.randint(1, 3)):
             body.append(f"v{i} = {self._statement(names, transforms)}")
             names.full.append(f"v{i}")

@@ -6,6 +6,7 @@ reverse mode, by operations that are recorded, too. So gradients have gradients,
 - The gradient of an op's output with respect to the inputs is the rule.
 - The gradient of an intermediate is that of the operations that computed it.
 - A constant has no gradient.
+- The gradient of an output with respect to a tensor that is no argument is an error.
 
 All numbers are float64, and every transform of a framework is the plain function.
 """
@@ -87,11 +88,21 @@ class Node:
         self.number = next(Node.numbers)
 
 
-def made(value: Any, parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> Tensor:
+def made(
+    value: Any, parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]], is_low: bool = False
+) -> Tensor:
     """Return the result of an operation, with the function of the upstream gradient for each operand."""
-    result = Tensor(value)
+    result = Tensor(value, is_low)
     result.node = Node([a for a, _ in parts], [result], lambda u: [pull(u) for _, pull in parts])
     return result
+
+
+class Refused(Exception):
+    """A gradient is asked for with respect to a tensor that an op uses, and that is no argument."""
+
+
+REFUSED: Any = object()
+"""The gradient with respect to such a tensor."""
 
 
 def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -106,7 +117,10 @@ def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
             continue
         us = [upstream.get(output, zero_like(output)) for output in node.outputs]
         for operand, gradient in zip(node.inputs, node.pull(*us), strict=True):
-            if gradient is not None:
+            if gradient is REFUSED:
+                if operand in dependent:
+                    raise Refused
+            elif gradient is not None:
                 own = _summed(gradient, operand.value.shape)
                 upstream[operand] = upstream[operand] + own if operand in upstream else own
     return [upstream.get(leaf, zero_like(leaf)) for leaf in leaves]
@@ -166,21 +180,43 @@ def op_custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(f)
 
     def op(*args: Any, **kwargs: Any) -> Any:
+        # New objects: a tensor that is an argument may also be one that the function closes over.
+        copies = [made(leaf.value, [(leaf, lambda u: u)], leaf.is_low) for leaf in leaves_of((args, kwargs))]
+        args, kwargs = rebuilt((args, kwargs), iter(copies))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         READS.append([])
+        start = next(Node.numbers)
         output, rule = f(*args, **kwargs)
         inputs = leaves_of(list(bound.arguments.values()))
         variables = [variable for variable in READS.pop() if variable not in inputs]
         pull = _pull(rule, output, bound.arguments, variables)
         # The rule holds the outputs, whose nodes are replaced. If an output is an input, it holds the input.
         outputs = [Tensor(y.value) if y in inputs else y for y in leaves_of(output)]
-        node = Node([*inputs, *variables], outputs, pull)
-        for y in outputs:
-            y.node = node
+        others = [_others(y, [*inputs, *variables], start) for y in leaves_of(output)]
+        own = [Tensor(y.value) for y in outputs]
+        node = Node([*inputs, *variables], own, pull)
+        for y, of_rule, closed in zip(outputs, own, others, strict=True):
+            of_rule.node = node
+            y.node = Node([of_rule, *closed], [y], lambda u, closed=closed: [u, *[REFUSED for _ in closed]])
         return rebuilt(output, iter(outputs))
 
     return op
+
+
+def _others(output: Tensor, inputs: Sequence[Tensor], start: int) -> list[Tensor]:
+    """Return the tensors from before a run that its output depends on, without the inputs of the run."""
+    seen, todo, found = {*inputs}, [output], []
+    while todo:
+        x = todo.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x.node is None or x.node.number < start:
+            found.append(x)
+        else:
+            todo += x.node.inputs
+    return found
 
 
 def _pull(
@@ -333,6 +369,16 @@ def same(f: Callable[..., Any]) -> Callable[..., Any]:
     return f
 
 
+def slope(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the gradient of the sum of a function with respect to its first argument."""
+
+    def gradient(x: Tensor, *others: Any) -> Tensor:
+        leaf = x * 1.0
+        return gradients(_summed(f(leaf, *others), ()), [leaf])[0]
+
+    return gradient
+
+
 def derivatives(
     loss: Callable[..., Tensor],
     inputs: Sequence[Any],
@@ -390,6 +436,8 @@ NAMES: dict[str, Any] = {
     "scan": lambda f: lambda x, *others: f(f(x, *others), *others),
     "loop": lambda f: lambda x, *others: f(f(x, *others), *others),
     "cond": same,
+    "slope": slope,
+    "Holder": SimpleNamespace,
 }
 
 
