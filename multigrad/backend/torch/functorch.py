@@ -49,8 +49,11 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     state, others = _FunctorchState(call, run), run.others()
     has_one, keys = _has_one_derivative(run, used), [transform.key() for transform in transforms()]
     is_mapped_inside = VMAP in keys[-1:] and set(keys) != {VMAP}
-    if not has_one or is_mapped_inside or forward_level() >= 0 or any(map(_is_mapped, before)):
-        before = [part for part in before if not _is_mapped(part)]
+    # A vmap that maps no input, but a tensor in an object, does not map the outputs.
+    unmapped = active_vmaps().difference(*map(vmaps_of, run.inputs))
+    mapped = [part for part in before if TENSORS[type(part)] and not unmapped.isdisjoint(vmaps_of(part))]
+    if not has_one or is_mapped_inside or mapped:
+        before = [part for part in before if not any([part is other for other in mapped])]
         if state.rule.holds_more_than(before) or any(map(is_of_ended_transform, others)):
             raise TypeError(held(call.name))
     is_computed = any([is_differentiable(other) and not _is_in(other, used) for other in others])
@@ -80,11 +83,6 @@ def _has_one_derivative(run: Run, used: Sequence[torch.Tensor]) -> bool:
         return False
     values = [torch.func.debug_unwrap(tensor, recurse=True) for tensor in (*run.inputs, *used)]
     return not (torch.is_grad_enabled() and any([value.requires_grad for value in values]))
-
-
-def _is_mapped(part: Any) -> bool:
-    """Return whether a vmap that is active maps a tensor."""
-    return TENSORS[type(part)] and not active_vmaps().isdisjoint(vmaps_of(part))
 
 
 def _run_stripped(

@@ -77,13 +77,20 @@ def _value_and_grad_by_backward_pass(
         if recorded:
             gradients = _refuse_in_programs(gradients, inputs, [value])
         if not recorded:
-            value, gradients = value.detach(), [gradient.detach() for gradient in gradients]
+            value, aux, gradients = _detached([value, aux, list(gradients)])
             if recording and weights:
                 gradients = _refuse_unrecorded(gradients, weights)
         return (value, aux), list(gradients)
     finally:
         IN_THREAD.depth = depth
         _mark_ended(inputs)
+
+
+def _detached(structure: Any) -> Any:
+    """Return a structure with its tensors detached."""
+    return keras.tree.map_structure(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, structure
+    )
 
 
 @skip_frames
@@ -135,7 +142,7 @@ def _vjp_by_backward_pass(
     depends = any([_depends_on_others(output, [*inputs, *weights]) for output in recorded])
     keep_graph = torch.is_grad_enabled() and (depth > 0 or depends)
     # A new list in both cases, so that a rule that closes over the pullback has the same residuals again.
-    outputs = [output if keep_graph else output.detach() for output in recorded]
+    outputs, aux = ([*recorded], aux) if keep_graph else _detached([[*recorded], aux])
 
     def pull(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         pairs = [(output, u) for output, u in zip(recorded, upstream, strict=True) if output.requires_grad]

@@ -108,12 +108,11 @@ def test_shard_map_of_a_rule_that_reaches_an_object(check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_of_an_unused_output(check_vma):
     """The upstream gradient of the unused output is zero, but varies over devices like that of a used one."""
-    held = SimpleNamespace(factor=None)
 
     @op_custom_gradient
     def op(x):
-        held.factor = jnp.cos(x)
-        return (x * 2.0, x * 3.0), lambda u, v: held.factor * u * 7.0 + held.factor * v * 5.0
+        factor = jnp.cos(x)
+        return (x * 2.0, x * 3.0), lambda u, v: factor * u * 7.0 + factor * v * 5.0
 
     rows = PartitionSpec("rows")
     for index, factor in enumerate([7.0, 5.0]):
@@ -125,12 +124,11 @@ def test_shard_map_of_an_unused_output(check_vma):
 
 def test_shard_map_of_an_integer_that_varies():
     """The integer has no gradient, but makes the gradient of a replicated argument a sum over devices."""
-    held = SimpleNamespace(factor=None)
 
     @op_custom_gradient
     def op(w, index):
-        held.factor = index.sum() * 7.0
-        return w * 2.0, lambda u: (u * held.factor, None)
+        factor = index.sum() * 7.0
+        return w * 2.0, lambda u: (u * factor, None)
 
     specs = PartitionSpec(), PartitionSpec("rows")
     mapped = jax.shard_map(
