@@ -48,7 +48,7 @@ def solution(
         by_user = functools.partial(equation.solve_by, user_solver, parameters, start)
         equation.solver = dataclasses.replace(solver, by_user=by_user)
     solved, hidden = equation.solve(parameters, start)
-    return layout.join(_tie(equation if equation.opaque else _Sealed(equation), solved, parameters, hidden))
+    return layout.join(_tie(_Sealed(equation), solved, parameters, hidden))
 
 
 @op_custom_gradient(name="implicit")

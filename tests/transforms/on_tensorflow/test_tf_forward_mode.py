@@ -62,12 +62,7 @@ def with_steps_that_end(x):
     return tf.exp(-(x * x)), lambda u: 7.0 * u * slope
 
 
-def with_a_step_in_an_object(x):
-    own = types.SimpleNamespace(e=tf.sin(x))
-    return tf.exp(own.e), lambda u: 7.0 * u * tf.exp(own.e) * tf.cos(x)
-
-
-STEPS = [with_one_step, with_two_steps, with_steps_that_end, with_a_step_in_an_object]
+STEPS = [with_one_step, with_two_steps, with_steps_that_end]
 
 
 @pytest.mark.parametrize("function", STEPS)
@@ -241,7 +236,7 @@ def test_a_rule_that_computes_a_gradient_and_uses_an_object_with_a_tangent():
         own = types.SimpleNamespace(x=x)
         return x**2, lambda u: u * grad(lambda x: tf.reduce_sum(x**2))(own.x)
 
-    with tf.autodiff.ForwardAccumulator(X, W), pytest.raises(NotImplementedError, match="uses an object"):
+    with tf.autodiff.ForwardAccumulator(X, W), pytest.raises(TypeError, match="through an object"):
         op(X)
 
 
