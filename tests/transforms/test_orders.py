@@ -100,23 +100,6 @@ def test_compiled_derivatives_in_other_forms(case, order):
             weight.assign(value)
 
 
-class Held:
-    def __init__(self, value):
-        self.value = value
-
-
-@op_custom_gradient
-def by_output_and_object(x):
-    y, held = ops.exp(x), Held(0.0 * x + 2.0)
-    return y, lambda u: 1.5 * u * y * held.value
-
-
-def test_a_rule_with_an_output_and_an_object():
-    """The object holds a tensor that the function computes."""
-    with pytest.raises(TypeError, match="through an object"):
-        grad(grad(by_output_and_object))(0.0)
-
-
 @op_custom_gradient
 def fivefold(x):
     return x, lambda u: 5.0 * u
