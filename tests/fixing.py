@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support import close
+from support import BACKEND, close
 
 import multigrad
 from multigrad.core import errors
+from multigrad.frameworks import DIFFERENTIATING
 
 PACKAGE = Path(multigrad.__file__).parent
 _MAKERS = ("message", "unusable", "require_function")
@@ -70,7 +71,9 @@ def check(rows: Sequence[Row], modules: Sequence[str], others: Mapping[str, str]
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    """Return the files of a package, without those of other frameworks."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return [file for file in files if file.stem == BACKEND or file.stem not in DIFFERENTIATING]
 
 
 def _check_row(row: Row) -> None:

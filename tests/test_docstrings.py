@@ -15,6 +15,7 @@ from keras import ops
 from support import BACKEND, check_numbers
 
 import multigrad
+from multigrad.frameworks import DIFFERENTIATING as DIFFERENTIATING_BACKENDS
 
 pytestmark = pytest.mark.package
 
@@ -24,7 +25,8 @@ def modules(package=multigrad):
     yield package
     for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         name = info.name.rpartition(".")[2]
-        if name == "__main__" or (package.__name__ == "multigrad.backend" and name != BACKEND):
+        is_of_a_backend = package.__name__ == "multigrad.backend" or name in DIFFERENTIATING_BACKENDS
+        if name == "__main__" or (is_of_a_backend and name != BACKEND):
             continue
         if name == "reverse" and info.name not in sys.modules:  # needs JAX 0.10, where the backend imports it
             continue
