@@ -351,7 +351,7 @@ def _flat_jacobian(
     specs: list[Any] = backend.active.specs_of(outputs)
     rows = []
     for index, output in enumerate(outputs):
-        if 0 in tuple(output.shape):  # TensorFlow (2.21) and PyTorch (2.13) cannot map the rows
+        if 0 in (backend.active.sizes(output.shape) or ()):  # TensorFlow and PyTorch cannot map the rows
             rows.append([reshape(ops.reshape(tensor, (-1,))[:0], output, tensor) for tensor in tensors])
             continue
 

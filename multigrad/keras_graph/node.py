@@ -151,7 +151,10 @@ class CustomGradient(keras.Operation):
         super().__init__(name or _unique(registry.identifier(application.name)))
         self.application = application
 
-    _call_context_args = frozenset(["training"])  # Functional (Keras 3.12 to 3.15) passes these to `call`
+    _call_context_args: frozenset[str] = frozenset()
+    """The arguments that Functional (Keras 3.12 to 3.15) passes to `call`: `training` if there are variables.
+
+    With it, a `keras.RematScope` fails on TensorFlow."""
 
     def call(self, *tensors: Any, training: bool | None = None) -> list[Any]:
         """Return the flat tensors of the op's output."""
@@ -159,6 +162,7 @@ class CustomGradient(keras.Operation):
             with Reads() as scope:
                 outputs, self.output_layout = split(self.application(tensors))
             self._variables = scope.variables
+            self._call_context_args = frozenset(["training"] if self._variables else [])
             return list(outputs)
         if training and self._variables:
             self._require_trained()

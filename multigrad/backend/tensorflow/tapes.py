@@ -113,7 +113,8 @@ def _watched_tensors(call: Call) -> list[Any]:
     for obj in call.objects():
         for value in getattr(obj, "__dict__", {}).values():
             items = value.values() if isinstance(value, dict) else value
-            found += items if isinstance(value, (list, tuple, dict)) else [value]
+            # Not `+=`, which fails for the wrapped tuples of a layer (Keras 3.15).
+            found.extend(items if isinstance(value, (list, tuple, dict)) else [value])
     tensors = [value for value in found if TENSORS[type(value)] and is_differentiable(value)]
     return [tensor for tensor in tensors if possible_gradient_types([tensor])]
 
