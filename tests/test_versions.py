@@ -41,6 +41,7 @@ WITH_FALLBACK = {
 }
 # These have another name in older versions of JAX.
 RENAMED = {
+    "jax._src.api.VJP",
     "jax.enable_x64",
     "jax.extend.core.get_opaque_trace_state",
     "jax.extend.core.set_current_trace",
