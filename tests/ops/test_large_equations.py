@@ -363,6 +363,7 @@ def test_a_batch_of_minima(wrap):
     close(wrap(grad(smallest))(array(z**3)), array(7.0 / (3.0 * z**2)), 1e-3)
 
 
+@slow_on("openvino")
 @pytest.mark.forward
 def test_an_example_does_not_depend_on_the_others():
     """Without `batched`, the small example stops as soon as its steps are small for the large one."""
