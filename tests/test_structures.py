@@ -415,7 +415,7 @@ def test_tensors_in_objects_have_no_gradient_through_the_op(op, wrap):
     w, x = array(2.0), array(3.0)
     close(op(w, x), array(6.0))
     close(wrap(grad(op, 1))(w, x), array(20.0))
-    with pytest.raises((TypeError, RuntimeError), match=r"not an argument|through an object"):
+    with pytest.raises((TypeError, RuntimeError), match="not an argument"):
         wrap(grad(op))(w, x)
 
 

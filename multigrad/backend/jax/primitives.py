@@ -250,6 +250,8 @@ class TiedRule:
         transposed: bool = False,
     ) -> list[Any]:
         """Return the needed gradients, None for zero. `cotangents` are those of the floating outputs."""
+        if not any(needed):
+            return []  # only a tensor that the function closes over is differentiated, which raises an error
 
         def gradients(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             upstream = scatter(conjugate(cotangents), self.floating)
