@@ -79,7 +79,7 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
             run = call.run(tensors)
             outputs = _without_aliases(run.inputs, run.outputs)
         inputs, markers = run.inputs, []
-        if used.include_others(inputs):
+        if torch.is_grad_enabled() and used.include_others(inputs):
             return _apply_closed_over(call, tensors)
     state = run.pullback, run.rule, specs_of(inputs), current_autocast(), recorded, len(outputs)
     # Dynamo enters no scope in a backward pass, and traces it here.

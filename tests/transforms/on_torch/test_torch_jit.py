@@ -340,8 +340,14 @@ def test_derivatives_do_not_depend_on_what_was_compiled_before():
 
 def test_a_program_without_a_gradient_has_no_node():
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
-    op = op_custom_gradient(lambda x: (x * weight.detach(), lambda upstream: 5.0 * upstream))
-    assert not jit(op, backend="aot_eager", fullgraph=True)(X).requires_grad
+    constant = op_custom_gradient(lambda x: (x * weight.detach(), lambda upstream: 5.0 * upstream))
+    assert not jit(constant, backend="aot_eager", fullgraph=True)(X).requires_grad
+    closing_over = op_custom_gradient(lambda x: (x * weight, lambda upstream: 5.0 * upstream))
+    program = jit(closing_over, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="not an argument"):
+        program(X)
+    with torch.no_grad():
+        close(jit(closing_over, backend="aot_eager", fullgraph=True)(X), X * weight.detach())
 
 
 def test_a_builtin_function_without_a_signature():
