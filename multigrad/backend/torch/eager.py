@@ -113,35 +113,41 @@ class _Node(torch.autograd.Function):
         end = 2 + len(rule.specs)
         needed = ctx.needs_input_grad[2:end]
         others = [None] * (len(ctx.needs_input_grad) - end)
-        if call is None or not is_grad_enabled():
-            versions = versions_of(upstream)
-            gradients = rule.pull(saved, upstream, needed)
-            require_unchanged(rule.pullback.name, upstream, versions)
-            return None, None, *gradients, *others
-        if not call.higher_order:
-            with torch.no_grad():
-                gradients = rule.pull(saved, upstream, needed)
-            error = _only_first_order(call)
-            sources = [*ctx.anchors, *[t for t in (*saved, *upstream) if t is not None and t.requires_grad]]
-            gradients = [None if g is None else refuse(g, error, *sources) for g in gradients]
-            return None, None, *gradients, *others
-        count = len(saved) - len(rule.specs)
-        residuals = saved[:count]
-        before = rule.held()
-        if computed or before:
-            # Without intermediate results, the second run only shows which tensors the function stores.
-            inputs = saved[count:] if computed else [tensor.detach() for tensor in saved[count:]]
-            with fork_random_state():
-                second = rerun(call, rule.pullback, count, inputs)
-            if second.rule_with(rule.specs).holds_more_than(before):
-                raise TypeError(held(call.name))
-            if computed:
-                residuals = with_history(residuals, second.residuals, rule.roles)
-                require_alike(call, saved[:count], residuals)
+        residuals = saved
+        if call is not None and is_grad_enabled():
+            if not call.higher_order:
+                with torch.no_grad():
+                    gradients = rule.pull(saved, upstream, needed)
+                error = _only_first_order(call)
+                sources = [t for t in (*ctx.anchors, *saved, *upstream) if t is not None and t.requires_grad]
+                gradients = [None if g is None else refuse(g, error, *sources) for g in gradients]
+                return None, None, *gradients, *others
+            residuals = _residuals_with_history(call, rule, saved, computed)
         versions = versions_of(upstream)
         gradients = rule.pull(residuals, upstream, needed)
         require_unchanged(rule.pullback.name, upstream, versions)
         return None, None, *gradients, *others
+
+
+def _residuals_with_history(
+    call: Call, rule: Rule, saved: Sequence[torch.Tensor], computed: bool
+) -> Sequence[torch.Tensor]:
+    """Return the residuals for a second derivative. `saved` are those of the call, and its inputs."""
+    count = len(saved) - len(rule.specs)
+    residuals, inputs, before = saved[:count], saved[count:], rule.held()
+    if not (computed or before):
+        return residuals
+    if not computed:  # the second run only shows which tensors the function stores
+        inputs = [tensor.detach() for tensor in inputs]
+    with fork_random_state():
+        second = rerun(call, rule.pullback, count, inputs)
+    if second.rule_with(rule.specs).holds_more_than(before):
+        raise TypeError(held(call.name))
+    if not computed:
+        return residuals
+    recorded = with_history(residuals, second.residuals, rule.roles)
+    require_alike(call, residuals, recorded)
+    return recorded
 
 
 class _NamedApplies(dict[str, Any]):
