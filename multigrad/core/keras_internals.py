@@ -23,6 +23,12 @@ set_mask = look_up("keras.src.backend.common.masking.set_keras_mask")
 look_up("keras.Variable._direct_assign")
 
 
+def scope_here() -> keras.StatelessScope | None:
+    """Return the active scope, in which variables may have other values. `original_scope` is undocumented."""
+    with keras.StatelessScope(initialize_variables=False) as scope:
+        return scope.original_scope
+
+
 # Functions in Python, because Dynamo (PyTorch 2.13) does not trace an `operator.attrgetter`.
 
 

@@ -131,10 +131,10 @@ def path_to_tensor(
         places += zip(map(repr, code.co_freevars), cells, strict=True)
         places += [(repr(name), scope[name]) for name in code.co_names if name in scope]
     for name, obj in places:
-        items = (
-            obj if isinstance(obj, dict) else dict(enumerate(obj if isinstance(obj, (list, tuple)) else ()))
-        )
-        paths = {name: obj} | {f"{name}[{key!r}]": part for key, part in items.items()}
+        items = dict(enumerate(obj)) if isinstance(obj, (list, tuple)) else obj
+        paths = {name: obj}
+        if isinstance(items, dict):
+            paths |= {f"{name}[{key!r}]": part for key, part in items.items()}
         paths |= {f"{name}.{attribute}": part for attribute, part in getattr(obj, "__dict__", {}).items()}
         for path, part in paths.items():
             if tensor_types[type(part)] and is_wanted(part):

@@ -14,7 +14,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.core.errors import message
-from multigrad.core.keras_internals import global_state, stored_dtype, stored_value
+from multigrad.core.keras_internals import global_state, scope_here, stored_dtype, stored_value
 from multigrad.core.type_sets import HoldsNoTensor
 
 _TENSORS = backend.active.TENSORS
@@ -134,8 +134,7 @@ class _Scope(keras.StatelessScope):
 
 def in_scope() -> bool:
     """Return whether a `keras.StatelessScope` is active, in which variables may have other values."""
-    with keras.StatelessScope(initialize_variables=False) as scope:
-        return type(scope.original_scope) not in (type(None), ReadOnly)
+    return type(scope_here()) not in (type(None), ReadOnly)
 
 
 def inputs_of_outer_rule() -> Sequence[tuple[Any, Any]] | None:
@@ -148,9 +147,8 @@ def name_of_caller() -> str:
 
     It is called in the function of the present op.
     """
-    with keras.StatelessScope(initialize_variables=False) as scope:
-        present = scope.original_scope
-        return getattr(present.original_scope, "name", "") if isinstance(present, _Scope) else ""
+    present = scope_here()
+    return getattr(present.original_scope, "name", "") if isinstance(present, _Scope) else ""
 
 
 @contextlib.contextmanager

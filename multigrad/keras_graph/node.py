@@ -12,6 +12,7 @@ import numpy as np
 
 from multigrad.core.context import outermost_layer
 from multigrad.core.errors import describe, message
+from multigrad.core.keras_internals import scope_here
 from multigrad.core.signature import signature_of
 from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
 from multigrad.core.variables import Reads
@@ -173,8 +174,7 @@ class CustomGradient(keras.Operation):
 
         On JAX, the model is the state of a scope, which `fit` makes. Otherwise it is the outermost layer.
         """
-        with keras.StatelessScope(initialize_variables=False) as innermost:
-            scope, model = innermost.original_scope, outermost_layer()
+        scope, model = scope_here(), outermost_layer()
         if scope is None and model is None:
             return
         owned = set(map(id, () if model is None else model.variables))

@@ -70,7 +70,7 @@ class _FirstRun:
     constants: Sequence[Any] = ()
     """The arrays that the function could reach before it ran, if a derivative of the gradient is taken."""
     held: Sequence[Any] = ()
-    """What it could reach then, as `Call.held` returns it."""
+    """The results of `Call.held` before it ran, if a derivative of the gradient is taken."""
 
     def __init__(self, call: Call, tensors: list[Any]) -> None:
         self._call = call

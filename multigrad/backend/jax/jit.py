@@ -24,10 +24,9 @@ from multigrad.backend.jax.tensors import (
     assign,
     is_compiling,
     require_not_ended,
-    scope_here,
 )
 from multigrad.core.errors import describe, message
-from multigrad.core.keras_internals import set_stored_value, stored_value
+from multigrad.core.keras_internals import scope_here, set_stored_value, stored_value
 
 _BY_NUMBER = ("static_argnums", "donate_argnums", "donate_argnames", "in_shardings", "out_shardings")
 _MOST_TRACES = 5

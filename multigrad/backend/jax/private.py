@@ -7,7 +7,7 @@ compatible. A missing name raises an ImportError here, unless a fallback is give
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -129,17 +129,22 @@ def under_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
 _ProgramTrace = look_up("jax._src.interpreters.partial_eval.DynamicJaxprTrace")
 
 
+def _active_traces() -> Iterator[Any]:
+    """Yield the current trace, and the traces around it."""
+    trace = current_trace()
+    yield trace
+    while hasattr(trace, "parent_trace"):  # not that of eager code, or of a `jax.shard_map` in it
+        trace = trace.parent_trace
+        yield trace
+
+
 def is_in_jit() -> bool:
     """Return whether this code is traced by `jax.jit`.
 
     A scan or checkpoint in eager code is traced in each call, and `jax.jit` is not.
     """
-    trace = current_trace()
-    while not (isinstance(trace, _ProgramTrace) and trace.frame.debug_info.traced_for == "jit"):
-        if not hasattr(trace, "parent_trace"):  # the trace of eager code, or of a `jax.shard_map` in it
-            return False
-        trace = trace.parent_trace
-    return True
+    programs = [trace for trace in _active_traces() if isinstance(trace, _ProgramTrace)]
+    return any([program.frame.debug_info.traced_for == "jit" for program in programs])
 
 
 def has_ended(tracer: Any) -> bool:
@@ -147,12 +152,7 @@ def has_ended(tracer: Any) -> bool:
 
     JAX raises an error only when such a tracer is used.
     """
-    trace = current_trace()
-    while trace is not tracer._trace:
-        if not hasattr(trace, "parent_trace"):
-            return True
-        trace = trace.parent_trace
-    return False
+    return all([trace is not tracer._trace for trace in _active_traces()])
 
 
 # The table of the linearizations of primitives. Without an entry, JAX derives one from the jvp, in

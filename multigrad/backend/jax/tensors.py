@@ -21,7 +21,7 @@ from multigrad.backend.jax.private import (
     varying_axes,
 )
 from multigrad.core.errors import describe, message
-from multigrad.core.keras_internals import stored_value
+from multigrad.core.keras_internals import scope_here, stored_value
 from multigrad.core.reachable import UNREADABLE
 from multigrad.core.type_sets import ATOMS, ForeignArrays, TypeSet
 
@@ -91,11 +91,6 @@ def extend_pinned(pinned: S) -> S:
 
     extended: Any = type(pinned.__name__, (pinned,), {"get_current_value": get_current_value})
     return extended
-
-
-def scope_here() -> keras.StatelessScope | None:
-    with keras.StatelessScope(initialize_variables=False) as scope:
-        return scope.original_scope
 
 
 def assign(variable: keras.Variable, value: Any) -> None:

@@ -7,13 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from multigrad.backend.base import Call, Run
-from multigrad.backend.torch.eager import (
-    dense_floating,
-    mark_integers,
-    refuse,
-    require_alike,
-    rerun,
-)
+from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse, require_alike, rerun
 from multigrad.backend.torch.private import (
     JVP,
     VMAP,
@@ -61,9 +55,8 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     # recorded belong to a pullback, which is transposed.
     is_alone = has_one and forward_level() >= 0 and not any(map(_is_tracked, others))
     if is_computed and not is_alone:
-        if any(map(_is_tracked, others)) or any(
-            map(_is_wrapped, used)
-        ):  # they also depend on tensors that the function closes over
+        # Those that also depend on tensors that the function closes over.
+        if any(map(_is_tracked, others)) or any(map(_is_wrapped, used)):
             run = call.rerun(run.inputs, run.pullback)  # on inputs with history
             others = run.others()
             if any(map(is_of_ended_transform, others)):
