@@ -142,7 +142,7 @@ IN_THREAD = _InThread()
 
 @contextlib.contextmanager
 def outermost_derivative() -> Iterator[None]:
-    """Let a gradient in the function of an op be an outermost one, because the function has no derivative."""
+    """Treat a gradient in the function of an op as an outermost one: the function is not differentiated."""
     depth, IN_THREAD.depth = IN_THREAD.depth, 0
     try:
         yield
