@@ -40,8 +40,11 @@ def doctor() -> int:
     _print_row("Keras", keras + _support_text("keras", backend))
     print()
     for name in _BACKENDS:
-        status = f"{version_of(name)}, incomplete" if is_importable(name) else "missing"
-        status = version_of(name) if is_installed(name) else f"{status}: {how_to_add(name)}"
+        if is_installed(name):
+            status = version_of(name)
+        else:
+            found = f"{version_of(name)}, incomplete" if is_importable(name) else "missing"
+            status = f"{found}: {how_to_add(name)}"
         _print_row(name, status + _support_text(name, backend))
     print()
     _print_row("active", f"{backend}, from {origin}")
