@@ -76,10 +76,11 @@ class CheckedFunction(FlatFunction):
 
     def _require_tensor(self, named: Sequence[tuple[str, Any]]) -> None:
         """Raise if the arguments are only integers and strings, before the function is called."""
-        for name, arg in named:
-            if all(isinstance(leaf, _NOT_DIFFERENTIABLE) for _, each in named for leaf in tree.flatten(each)):
-                fix = "pass floats, such as np.array([1.0, 2.0]), or pass the `variables`"
-                raise self._not_differentiable("argument", arg, fix, name)
+        leaves = [leaf for _, arg in named for leaf in tree.flatten(arg)]
+        if named and all(isinstance(leaf, _NOT_DIFFERENTIABLE) for leaf in leaves):
+            fix = "pass floats, such as np.array([1.0, 2.0]), or pass the `variables`"
+            name, arg = named[0]
+            raise self._not_differentiable("argument", arg, fix, name)
 
     def _not_differentiable(self, role: str, got: Any, fix: str, argument: str | None = None) -> TypeError:
         return TypeError(
