@@ -603,7 +603,7 @@ def test_a_backend_without_a_training_step_raises(monkeypatch):
     case = made(lambda: logged_models._chain(layers.Dense(1), x=np.ones((BATCH, 2), "float32")), **QUICK)
     monkeypatch.setattr(keras.backend, "backend", lambda: "numpy")
     with pytest.raises(NotImplementedError, match="tensorflow, jax, torch"):
-        training_of(case.model, lambda: None)
+        training_of(case.model)
 
 
 def test_a_trace_in_another_thread_that_ends_during_a_recorded_step():

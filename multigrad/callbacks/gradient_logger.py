@@ -18,7 +18,7 @@ from multigrad.callbacks.table import format_record
 from multigrad.callbacks.taps import Taps, use_taps
 from multigrad.core.errors import describe, message, unusable
 from multigrad.ops.arguments import to_python
-from multigrad.tracing.layers import TAPS, hooking_layers
+from multigrad.tracing.layers import hooking_layers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -225,7 +225,7 @@ class GradientLogger(keras.callbacks.Callback):
         if self._plain is not None and model.train_function is self._plain:
             return
         self._plain = model.train_function
-        training = training_of(model, TAPS.get)
+        training = training_of(model)
         own = "train_step" not in vars(model) and type(model).train_step is keras.Model.train_step
 
         def step(*args: Any) -> Any:
@@ -252,15 +252,13 @@ class GradientLogger(keras.callbacks.Callback):
         with self._lock:
             self._pending.append((self._step, entry))
             self._unlogged[self._batch] = self._step
-        if not self.stop_on_nan:
-            return result
-        return self._stop_on_nan(training, result, state if self.restore_weights else None)
+        return self._stop_on_nan(training, result, state) if self.stop_on_nan else result
 
     def _stop_on_nan(self, training: Training, result: Any, state: Any) -> Any:
         """Return the result of a step, or restore the state from before it, if it has NaN or Inf."""
         record = self.records[-1]
         handles_overflow = isinstance(self._target.optimizer, keras.optimizers.LossScaleOptimizer)
-        if all(statistics.is_finite for statistics in record.weights.values()):
+        if self.restore_weights and all(statistics.is_finite for statistics in record.weights.values()):
             self._good_state = state
         self.diagnosis = diagnose(record, handles_overflow)
         if self.diagnosis is None:

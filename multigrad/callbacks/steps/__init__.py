@@ -1,20 +1,18 @@
 """The training step with taps, one module per framework. Only that of the active framework is imported."""
 
 import importlib
-from collections.abc import Callable
 
 import keras
 
 from multigrad.callbacks.steps.base import Training
-from multigrad.callbacks.taps import Taps
 from multigrad.core.errors import message
 
 _CLASSES = {"tensorflow": "TensorFlowTraining", "jax": "JaxTraining", "torch": "TorchTraining"}
 """The class in the module of each framework."""
 
 
-def training_of(model: keras.Model, taps_here: Callable[[], Taps | None]) -> Training:
-    """Return the training step of a compiled model, with the taps that `taps_here` returns."""
+def training_of(model: keras.Model) -> Training:
+    """Return the training step of a compiled model, with taps."""
     name = keras.backend.backend()
     if name not in _CLASSES:
         raise NotImplementedError(
@@ -28,5 +26,5 @@ def training_of(model: keras.Model, taps_here: Callable[[], Taps | None]) -> Tra
             )
         )
     module = importlib.import_module(f"{__name__}.{name}")
-    training: Training = getattr(module, _CLASSES[name])(model, taps_here)
+    training: Training = getattr(module, _CLASSES[name])(model)
     return training

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from multigrad.callbacks.taps import Taps
+from multigrad.tracing.layers import TAPS
 
 ENTRY = "multigrad_taps"
 """The entry of a step's logs with the statistics, which the training loop never sees."""
@@ -21,11 +22,10 @@ class Training:
 
     Arguments:
         model: a compiled model.
-        taps_here: returns the taps of the step that this thread runs or traces, or None.
     """
 
-    def __init__(self, model: Any, taps_here: Callable[[], Taps | None]) -> None:
-        self.model, self._taps_here, self._step = model, taps_here, model.train_step
+    def __init__(self, model: Any) -> None:
+        self.model, self._step = model, model.train_step
         self._methods = self._methods_with_taps()
 
     def step(self, *args: Any) -> Any:
@@ -70,7 +70,7 @@ class Training:
         scale_loss = optimizer.scale_loss
 
         def scale_loss_with_tap(loss: Any) -> Any:
-            if (taps := self._taps_here()) is not None:
+            if (taps := TAPS.get()) is not None:
                 taps.close()  # a layer that is called from now on recomputes its output
             return scale_loss(loss)
 
@@ -82,7 +82,7 @@ class Training:
         apply, scale_loss = optimizer.apply, optimizer.scale_loss
 
         def apply_with_tap(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-            taps, variables = self._taps_here(), trainable_variables or self.model.trainable_variables
+            taps, variables = TAPS.get(), trainable_variables or self.model.trainable_variables
             if taps is not None:
                 scale = scale_loss(keras.ops.ones(()))
                 names = [variable.path for variable in variables]
@@ -93,7 +93,7 @@ class Training:
         return apply_with_tap
 
     def _taps(self) -> Taps:
-        taps = self._taps_here()
+        taps: Taps | None = TAPS.get()
         assert taps is not None
         return taps
 

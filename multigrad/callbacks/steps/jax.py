@@ -12,6 +12,7 @@ import jax
 import keras
 
 from multigrad.callbacks.steps.base import ENTRY, Training, replace_attribute
+from multigrad.tracing.layers import TAPS
 
 
 class JaxTraining(Training):
@@ -47,7 +48,7 @@ class JaxTraining(Training):
         loss, apply, untapped = model.compute_loss_and_updates, optimizer.stateless_apply, optimizer.apply
 
         def loss_with_tap(values: Any, *args: Any, **kwargs: Any) -> Any:
-            taps = self._taps_here()
+            taps = TAPS.get()
             if taps is None or not taps.has_layers:
                 return loss(values, *args, **kwargs)
             if taps.slots is None:
@@ -59,7 +60,7 @@ class JaxTraining(Training):
             return total, (unscaled, y, [*non_trainable, taps.outputs], metrics)
 
         def stateless_apply_with_tap(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-            taps = self._taps_here()
+            taps = TAPS.get()
             if taps is not None:
                 if taps.slots is not None:
                     *grads, rows = grads
