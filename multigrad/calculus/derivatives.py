@@ -351,9 +351,6 @@ def _flat_jacobian(
     specs: list[Any] = backend.active.specs_of(outputs)
     rows = []
     for index, output in enumerate(outputs):
-        if 0 in (backend.active.sizes(output.shape) or ()):  # TensorFlow and PyTorch cannot map the rows
-            rows.append([reshape(ops.reshape(tensor, (-1,))[:0], output, tensor) for tensor in tensors])
-            continue
 
         def row(upstream: Any, index: int = index) -> tuple[Sequence[Any], Sequence[Any]]:
             gradients = [*zeros[:index], upstream, *zeros[index + 1 :]]
@@ -362,8 +359,14 @@ def _flat_jacobian(
             return pullback(gradients), ()
 
         numbers = ops.cumsum(ops.ones_like(ops.reshape(output, (-1,)), "int32"))
-        identity = ops.cast(ops.equal(numbers[:, None], numbers), output.dtype)
-        gradients, _ = backend.active.vmap(row, [reshape(identity, numbers, output)])
+        sizes = backend.active.sizes(output.shape)
+        may_be_empty = sizes is None or any([not size for size in sizes])
+        # TensorFlow and PyTorch cannot map over no rows, so there is one more, of zeros.
+        padded = ops.pad(numbers, [[0, 1]]) if may_be_empty else numbers
+        identity = ops.cast(ops.equal(padded[:, None], numbers), output.dtype)
+        gradients, _ = backend.active.vmap(row, [reshape(identity, padded, output)])
+        if may_be_empty:
+            gradients = [g[:-1] for g in gradients]
         rows.append([reshape(g, output, tensor) for g, tensor in zip(gradients, tensors, strict=True)])
     return aux, rows
 
