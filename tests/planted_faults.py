@@ -183,7 +183,7 @@ FAULTS = [
     ),
     Fault(
         "the second derivative of a solution is lost", "tensorflow", "ops/implicit_equations.py",
-        "w = _tie(_Sealed(adjoint), solved, adjoint_parameters, adjoint_hidden)",
+        "w = _tie(adjoint, solved, adjoint_parameters, adjoint_hidden)",
         "w = solved",
         "ops/test_large_equations.py::test_the_second_derivative_of_a_linear_equation",
     ),

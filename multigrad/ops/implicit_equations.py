@@ -48,7 +48,7 @@ def solution(
         by_user = functools.partial(equation.solve_by, user_solver, parameters, start)
         equation.solver = dataclasses.replace(solver, by_user=by_user)
     solved, hidden = equation.solve(parameters, start)
-    return layout.join(_tie(_Sealed(equation), solved, parameters, hidden))
+    return layout.join(_tie(equation, solved, parameters, hidden))
 
 
 @op_custom_gradient(name="implicit")
@@ -61,12 +61,12 @@ def _tie(equation: Any, solved: Tensors, parameters: Tensors, hidden: Tensors | 
 
     def rule(upstream: Tensors) -> tuple[Any, ...]:
         v = list(upstream)
-        adjoint, adjoint_parameters = _Adjoint(equation.unsealed, len(v)), [*z, *parameters, *v]
+        adjoint, adjoint_parameters = _Adjoint(equation, len(v)), [*z, *parameters, *v]
         solved, adjoint_hidden = adjoint.solve(adjoint_parameters, v)
-        w = _tie(_Sealed(adjoint), solved, adjoint_parameters, adjoint_hidden)
-        name = equation.unsealed.solver.name
+        w = _tie(adjoint, solved, adjoint_parameters, adjoint_hidden)
+        name = equation.solver.name
         hidden_gradients = None if hidden is None else [_first_order_only(x, name) for x in w]
-        return None, None, equation.unsealed.pull(z, parameters, w), hidden_gradients
+        return None, None, equation.pull(z, parameters, w), hidden_gradients
 
     return z, rule
 
@@ -90,15 +90,10 @@ def _first_order_only(x: Any, name: str) -> Any:
     return x, rule
 
 
-class _Sealed(HoldsNoTensor):
-    """An equation in which the op searches for no tensors: all of them are parameters, or in `hidden`."""
+class _Equation(HoldsNoTensor):
+    """An equation for flat tensors `z`, given by a map that depends on parameters.
 
-    def __init__(self, unsealed: Any) -> None:
-        self.unsealed = unsealed
-
-
-class _Equation:
-    """An equation for flat tensors `z`, given by a map that depends on parameters. It holds no tensors.
+    The op searches it for no tensors: all of them are parameters, or in `hidden`.
 
     Arguments:
         solver: the solver, with the name of the op for messages.
@@ -107,10 +102,6 @@ class _Equation:
 
     def __init__(self, solver: Solver, opaque: bool) -> None:
         self.solver, self.opaque = solver, opaque
-
-    @property
-    def unsealed(self) -> "_Equation":
-        return self
 
     def at(self, parameters: Tensors) -> Map:
         """Return the map for these parameters. The solution is its fixed point or root."""

@@ -10,7 +10,7 @@ from keras import ops
 from multigrad.calculus.derivatives import vjp
 from multigrad.core.errors import message, unusable
 from multigrad.ops.arguments import is_integer, is_number
-from multigrad.ops.dtypes import dtype_of
+from multigrad.ops.dtypes import dtype_of, nan_unless
 from multigrad.ops.linear_solvers import (
     METHODS,
     Affine,
@@ -18,9 +18,7 @@ from multigrad.ops.linear_solvers import (
     Settings,
     Tensors,
     as_rows,
-    flatten,
     inverse_at,
-    nan_unless,
     raise_for,
     repeat,
     solve_linear,
@@ -85,12 +83,12 @@ class Newton(Settings):
         is_dense = linear.method_for(z) == "dense"
 
         def step(z: Tensors) -> Tensors:
-            value = equation(z)
             if is_dense:
-                inverse = inverse_at(equation, z, self.batched)
-                moves = unflatten(inverse(flatten(value, self.batched)), z, self.batched)
+                value, inverse = inverse_at(equation, z, self.batched)
+                moves = unflatten(inverse(value), z, self.batched)
             else:
-                moves = solve_linear(linear, _product(equation, z), value)
+                value, product = _product(equation, z)
+                moves = solve_linear(linear, product, value)
             return [x - move for x, move in zip(z, moves, strict=True)]
 
         return _iterate(self, step, z)
@@ -114,11 +112,11 @@ class Newton(Settings):
         return _max_abs(as_rows(x, self.batched))
 
 
-def _product(equation: Map, z: Tensors) -> Map:
-    """Return the product with the Jacobian of an equation, as in `multigrad.jvp`."""
+def _product(equation: Map, z: Tensors) -> tuple[Tensors, Map]:
+    """Return the value of an equation, and the product with its Jacobian, as in `multigrad.jvp`."""
     value, pull = vjp(lambda *z: list(equation(z)), *z)
     _, transpose = vjp(lambda *upstream: list(pull(list(upstream))), *[ops.ones_like(x) for x in value])
-    return lambda direction: list(transpose(list(direction)))
+    return value, lambda direction: list(transpose(list(direction)))
 
 
 def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Tensors:
@@ -139,14 +137,13 @@ def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Ten
         new = [as_rows(x, solver.batched, like) for x, like in zip(step(restored(rows)), z, strict=True)]
         if solver.batched:  # otherwise, the loop ends
             new = [ops.where(active, x, old) for x, old in zip(new, rows, strict=True)]
-        sizes = tuple([ops.maximum(size, _max_abs(x)) for size, x in zip(sizes, new, strict=True)])
+        largest = [_max_abs(x) for x in new]
+        sizes = tuple([ops.maximum(size, now) for size, now in zip(sizes, largest, strict=True)])
         moved = [_max_abs(x - old) for x, old in zip(new, rows, strict=True)]
         # Steps are relative to the current `z`, because a large initial `z` would make all later steps look
         # short. A solution of zero has no scale, so the scale is at least the largest `z` of any iteration,
         # up to 1.
-        scales = [
-            ops.maximum(_max_abs(x), ops.minimum(size, 1.0)) for x, size in zip(new, sizes, strict=True)
-        ]
+        scales = [ops.maximum(now, ops.minimum(size, 1.0)) for now, size in zip(largest, sizes, strict=True)]
         lengths = [m / ops.where(s > 0.0, s, 1.0) for m, s in zip(moved, scales, strict=True)]
         return *new, *sizes, ops.where(active, _maximum(lengths), length), iterations + 1
 

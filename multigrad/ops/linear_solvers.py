@@ -16,7 +16,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.calculus.derivatives import jacobian
 from multigrad.core.errors import describe, message
-from multigrad.ops.dtypes import dtype_of
+from multigrad.ops.dtypes import dtype_of, nan_unless
 
 Tensors = Sequence[Any]
 Map = Callable[[Tensors], Tensors]
@@ -101,7 +101,7 @@ def solve_linear(settings: Settings, product: Map, right: Tensors) -> Tensors:
     """
     batched, limit, method = settings.batched, settings.max_iterations, settings.method_for(right)
     tolerance = settings.tolerance_for(right, 0.5 if method == "dense" else 0.75)
-    condition = inverse_at(product, right, batched) if method == "dense" else lambda x: x
+    condition = inverse_at(product, right, batched)[1] if method == "dense" else lambda x: x
     unscaled = condition(flatten(right, batched))
     size = _norm(unscaled)
     scale = ops.where(size > 0.0, size, 1.0)
@@ -137,8 +137,10 @@ def solve_linear(settings: Settings, product: Map, right: Tensors) -> Tensors:
     return unflatten(nan_unless(solved, x * size), right, batched)
 
 
-def inverse_at(equation: Map, z: Tensors, batched: bool) -> Product:
-    """Return the product with the inverse of an equation's Jacobian. A row with a singular one is NaN or Inf.
+def inverse_at(equation: Map, z: Tensors, batched: bool) -> tuple[Any, Product]:
+    """Return the flat value of an equation, and the product with the inverse of its Jacobian.
+
+    A row with a singular Jacobian is NaN or Inf.
 
     The Jacobian of the sum of all rows holds that of each row, because the rows do not depend on each other.
     It is in float32 for half precision, in which no backend solves linear systems.
@@ -146,12 +148,12 @@ def inverse_at(equation: Map, z: Tensors, batched: bool) -> Product:
 
     def total(x: Any) -> Any:
         value = flatten(equation(unflatten(x, z, batched)), batched, z)
-        return ops.sum(value, axis=0) if batched else value
+        return ops.sum(value, axis=0) if batched else value, value
 
-    matrix = jacobian(total)(flatten(z, batched))
+    matrix, value = jacobian(total, has_aux=True)(flatten(z, batched))
     if batched:
         matrix = ops.transpose(matrix, (1, 0, 2))
-    return lambda right: backend.active.solve(matrix, right[..., None])[..., 0]
+    return value, lambda right: backend.active.solve(matrix, right[..., None])[..., 0]
 
 
 def _correction(product: Product, b: Any, threshold: Any, count: Any, limit: int) -> tuple[Any, Any]:
@@ -195,17 +197,17 @@ def _minimal_residuals(product: Product, b: Any, threshold: Any, count: Any, lim
     steps = min(_BASIS, size) if isinstance(size, int) else _BASIS
     last = ops.minimum(steps, size)
 
-    def more(x: Any, r: Any, p: Any, basis: Any, images: Any, step: Any) -> Any:
+    def more(x: Any, r: Any, before: Any, p: Any, basis: Any, images: Any, step: Any) -> Any:
         return ops.logical_and(
-            ops.any(_norm(r) > threshold), ops.logical_and(step < last, count + step < limit)
+            ops.any(before > threshold), ops.logical_and(step < last, count + step < limit)
         )
 
-    def body(x: Any, r: Any, p: Any, basis: Any, images: Any, step: Any) -> tuple[Any, ...]:
+    def body(x: Any, r: Any, before: Any, p: Any, basis: Any, images: Any, step: Any) -> tuple[Any, ...]:
         q = product(p)
         for _ in range(2):  # the second time removes what rounding has left
             along = ops.swapaxes(ops.matmul(images, q[..., None]), -1, -2)
             q, p = q - ops.matmul(along, images)[..., 0, :], p - ops.matmul(along, basis)[..., 0, :]
-        length, before = _norm(q), _norm(r)
+        length = _norm(q)
         active = ops.logical_and(before > threshold, length > 0.0)
         length = ops.where(active, length, 1.0)
         p, q = ops.where(active, p / length, 0.0), ops.where(active, q / length, 0.0)
@@ -214,13 +216,15 @@ def _minimal_residuals(product: Product, b: Any, threshold: Any, count: Any, lim
         after = _norm(r)
         place = ops.cast(ops.arange(steps) == step, b.dtype)[:, None]
         following = ops.where(after < 0.9 * before, r / ops.where(after > 0.0, after, 1.0), q)
-        return x, r, following, basis + place * p[..., None, :], images + place * q[..., None, :], step + 1
+        basis, images = basis + place * p[..., None, :], images + place * q[..., None, :]
+        return x, r, after, following, basis, images, step + 1
 
     length = _norm(b)
     empty = ops.zeros((steps, 1), b.dtype) + ops.zeros_like(b)[..., None, :]
     start = (
         ops.zeros_like(b),
         b,
+        length,
         b / ops.where(length > 0.0, length, 1.0),
         empty,
         empty,
@@ -261,11 +265,6 @@ def raise_for(passed: Any, lengths: Any, error: Callable[[float, str], Exception
         return
     row = int(rows.argmin())
     raise error(float(values.flat[row]), f", in example {row} of {len(rows)}" if rows.ndim > 1 else "")
-
-
-def nan_unless(passed: Any, rows: Any) -> Any:
-    """Return the rows that have passed, and NaN for the others. Compute no NaN if all have passed."""
-    return rows + 0.0 / ops.cast(passed, dtype_of(rows))
 
 
 def flatten(tensors: Tensors, batched: bool, like: Tensors | None = None) -> Any:
