@@ -369,7 +369,7 @@ def test_vjp_and_jvp_with_respect_to_variables():
         close(run(lambda: jvp(f, [x], ((along,), [ONES]), variables=[w]))(), (2.0 * x, 14.0 * along + x))
         close(run(lambda: jvp(lambda: f(x), (), (along,), variables=[w]))(), (2.0 * x, x * along))
         close(run(lambda: jvp(f, (x,), ((None,), [ONES]), variables=[w])[1])(), x)
-    assert numpy(count) >= 9.0
+    close(count.value, array(10.0))
     with pytest.raises(TypeError, match="the structures differ"):
         jvp(f, (x,), (along,), variables=[w])
     with pytest.raises(ValueError, match="nothing to differentiate"):

@@ -1,6 +1,7 @@
 """What an op refuses: differentiated tensors that are not arguments, and tensors that its function stores."""
 
 from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -47,10 +48,6 @@ def as_reader(of_x, slope):
     return lambda x: doubled(x) / 2.0
 
 
-class Holder:
-    pass
-
-
 def in_a_cell(w):
     return lambda x: x * w
 
@@ -66,8 +63,7 @@ def in_a_function(w):
 
 
 def in_an_object(w):
-    held = Holder()
-    held.w = w
+    held = SimpleNamespace(w=w)
     return lambda x: x * held.w
 
 
@@ -227,7 +223,7 @@ def test_the_error_names_the_op_and_the_tensor():
         grad(scale, argnums=1)(X, W)
     for text in ("got: 'factor'", "pass the tensor as an argument", "ops.stop_gradient"):
         assert text in str(error.value)
-    held = Holder()
+    held = SimpleNamespace()
 
     def by_object(w):
         held.w = w
@@ -253,7 +249,7 @@ def test_a_value_and_a_gradient_of_an_op_with_an_intermediate_result():
 
 
 HOLDS = {
-    "object": (lambda e: vars(held := Holder()).update(e=e) or held, lambda held: held.e),
+    "object": (lambda e: SimpleNamespace(e=e), lambda held: held.e),
     "deque": (lambda e: deque([e]), lambda held: held[0]),
     "iterator": (lambda e: iter([e, e, e, e]), next),
     "view": (lambda e: {"e": e}.values(), lambda held: next(iter(held))),

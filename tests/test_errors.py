@@ -295,10 +295,17 @@ def test_a_name_that_is_not_a_string(name):
 
 
 @pytest.mark.forward
-@pytest.mark.parametrize("rule", [lambda a, upstream, b: a, lambda upstream, v: v, lambda u, v: u])
-def test_a_signature_that_does_not_fit_the_call(rule):
+@pytest.mark.parametrize(
+    ("rule", "form"),
+    [
+        (lambda a, upstream, b: a, "rule(x, *, upstream), because the op has 1 positional argument(s)"),
+        (lambda upstream, v: v, "rule(x, *, upstream), because the op has 1 positional argument(s)"),
+        (lambda u, v: u, "rule(u1, u2, u3), because the output has 3 tensors"),
+    ],
+)
+def test_a_signature_that_does_not_fit_the_call(rule, form):
     op = op_custom_gradient(lambda x: ((x * 1.0, x * 2.0, x * 3.0), rule), name="odd")
-    with raises(TypeError, "odd", "required: rule("):
+    with raises(TypeError, "odd", f"required: {form}\n"):
         op(array(1.0))
 
 

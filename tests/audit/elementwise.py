@@ -5,6 +5,7 @@ cannot find: a convention where the function has no derivative, and infinite der
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from audit.cases import Call, Case, Known, elementwise, passing
@@ -229,9 +230,5 @@ def complex_number(ops: Any, x: Any, y: Any) -> Any:
 
 def _rename_points(case: Case) -> Case:
     """Return the case with names of points as complex numbers."""
-    points = (
-        tuple(f"{x} + {y}i" for x, y in (name.split(", ") for name in case.points))
-        if case.elementwise
-        else tuple(f"{name} complex" for name in case.points)
-    )
-    return Case(case.op, case.call, case.args, points, case.known, case.elementwise, case.dtype, case.orders)
+    points = tuple(f"{x} + {y}i" for x, y in (name.split(", ") for name in case.points))
+    return replace(case, points=points)

@@ -69,7 +69,7 @@ def _losses() -> list[Case]:
     simplex = np.array([[0.2, 0.5, 0.3]])
 
     def loss(op: str, y: Any, **options: Any) -> Any:
-        return lambda ops, x: getattr(ops, op)(ops.convert_to_tensor(y, _dtype(ops, x, y)), x, **options)
+        return lambda ops, x: getattr(ops, op)(ops.convert_to_tensor(y, _dtype(x, y)), x, **options)
 
     for op in ("binary_crossentropy", "categorical_crossentropy"):
         cases.append(whole(op, "regular", simplex, call=loss(op, target)))
@@ -208,7 +208,7 @@ def _softmax_slope() -> np.ndarray:
     return np.array([[0.0, half, -half]])
 
 
-def _dtype(ops: Any, x: Any, y: Any) -> Any:
+def _dtype(x: Any, y: Any) -> Any:
     return y.dtype.name if y.dtype.kind == "i" else x.dtype
 
 

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-VERDICTS = ("right", "convention", "other convention", "wrong", "NaN", "error")
 FAULTS = ("wrong", "NaN", "error")
 
 

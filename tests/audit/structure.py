@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from audit.cases import MATRIX, ROW, Call, Case, weights, whole
+from audit.cases import IMAGE, MATRIX, ROW, Call, Case, weights, whole
 from audit.elementwise import complex_number
 
 W = weights(4)
@@ -18,7 +18,6 @@ def structure_cases() -> list[Case]:
 def _moves() -> list[Case]:
     """Return the cases of linear ops, which move elements."""
     x = MATRIX
-    image = np.arange(16.0).reshape(1, 4, 4, 1) * 0.25 - 1.5
     volume = np.arange(4.0).reshape(1, 2, 2)
     calls: dict[str, Call] = {
         "reshape": lambda ops, x: ops.reshape(x, (3, 2)),
@@ -77,7 +76,7 @@ def _moves() -> list[Case]:
         "unfold": lambda ops, x: ops.unfold(ops.reshape(x, (1, 1, 4, 4)), 2),
         "fold": lambda ops, x: ops.fold(ops.reshape(x, (1, 4, 4)), 3, 2),
     }
-    cases += [whole(op, "regular", image, call=call) for op, call in blocks.items()]
+    cases += [whole(op, "regular", IMAGE, call=call) for op, call in blocks.items()]
     cases.append(whole("dsplit", "regular", volume, call=lambda ops, x: ops.dsplit(x, 2)))
     return cases
 

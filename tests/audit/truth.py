@@ -92,8 +92,8 @@ def direction(case: Case) -> list[np.ndarray]:
     return [np.cos(1.0 + 2.0 * i + np.arange(arg.size)).reshape(arg.shape) for i, arg in enumerate(case.args)]
 
 
-def _exact(value: np.ndarray, is_choice: Any = False) -> Truth:
-    return Truth(value, value, value, np.broadcast_to(np.asarray(is_choice), value.shape))
+def _exact(value: np.ndarray) -> Truth:
+    return Truth(value, value, value, np.zeros(value.shape, bool))
 
 
 def _known_values(case: Case, item: str) -> np.ndarray | None:

@@ -949,35 +949,34 @@ def test_autograph_can_read_the_calculus(function):
     assert callable(tf.autograph.to_graph(function))
 
 
+def quotient(x, **options):
+    return linear_solve(lambda z, x: x * z, tf.ones_like(x), x, **options)
+
+
+def reciprocal(x, **options):
+    return implicit_root(lambda z, x: 1.0 / z - x, tf.ones_like(x), x, **options)
+
+
 @pytest.mark.parametrize(
-    ("is_linear", "options"),
+    ("solve", "options"),
     [
-        (True, {"batched": True}),
+        (quotient, {"batched": True}),
         *[
-            pytest.param(is_linear, options, marks=pytest.mark.slow)
-            for is_linear in (True, False)
-            for options in (
-                {},
-                {"linear_solver": "dense"},
-                {"batched": not is_linear, "linear_solver": "gmres"},
-            )
+            pytest.param(solve, options, marks=pytest.mark.slow)
+            for solve, solver in ((quotient, "solver"), (reciprocal, "linear_solver"))
+            for options in ({}, {solver: "dense"}, {solver: "gmres", "batched": solve is reciprocal})
         ],
     ],
 )
-def test_an_equation_of_an_unknown_size(is_linear, options):
+def test_an_equation_of_an_unknown_size(solve, options):
     """The last batch is smaller than the others, or empty."""
 
     @tf.function(input_signature=[tf.TensorSpec((None, 2))])
     def gradient(x):
-        if is_linear:
-            solver = {"batched": options.get("batched", False), "solver": options.get("linear_solver")}
-            solve = lambda x: linear_solve(lambda z, x: x * z, tf.ones_like(x), x, **solver)  # noqa: E731
-        else:
-            solve = lambda x: implicit_root(lambda z, x: 1.0 / z - x, tf.ones_like(x), x, **options)  # noqa: E731
-        return grad(lambda x: ops.sum(solve(x)))(x)
+        return grad(lambda x: ops.sum(solve(x, **options)))(x)
 
     for count in (3, 1, 0):
-        x = tf.fill((count, 2), 1.25)
+        x = tf.constant(np.random.default_rng(count).uniform(0.75, 1.5, (count, 2)), "float32")
         close(gradient(x), -1.0 / x**2, 1e-4)
 
 

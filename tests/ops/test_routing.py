@@ -118,23 +118,23 @@ def jitted(function):
 
 
 @pytest.mark.parametrize(
-    "slope",
+    ("slope", "wanted"),
     [
-        lambda loss: jitted(grad(loss)),
-        lambda loss: grad(jitted(loss)),
-        lambda loss: jitted(grad(lambda x: ops.sum(grad(loss)(x)))),
-        lambda loss: lambda x: vmap(grad(loss))(x[None])[0],
+        (lambda loss: jitted(grad(loss)), [3.0, 12.0]),
+        (lambda loss: grad(jitted(loss)), [3.0, 12.0]),
+        (lambda loss: jitted(grad(lambda x: ops.sum(grad(loss)(x)))), [6.0, -12.0]),
+        (lambda loss: lambda x: vmap(grad(loss))(x[None])[0], [3.0, 12.0]),
     ],
     ids=["jit of grad", "grad of jit", "second derivative", "vmap"],
 )
-def test_the_printed_line_of_compiled_code(slope, capsys):
+def test_the_printed_line_of_compiled_code(slope, wanted, capsys):
     result = slope(lambda x: ops.sum(ops.print_gradient(x, "here") ** 3))(array(1.0, -2.0))
-    assert numpy(result).tolist() in ([3.0, 12.0], [6.0, -12.0])
+    assert numpy(result).tolist() == wanted
     if BACKEND == "jax":
         import jax
 
         jax.effects_barrier()
-    assert re.search(r"here: shape \((1, 2|2,)\), mean 7.5, largest 12\n", capsys.readouterr().out)
+    assert re.search(r"here: shape \((1, 2|2,)\), mean 7\.5, largest 12\n", capsys.readouterr().out)
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="the compiler of TensorFlow that cannot call Python")

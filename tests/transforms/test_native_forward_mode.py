@@ -143,7 +143,7 @@ def test_a_rule_that_calls_host_code_raises(forward):
         forward(host_rule, X, ALONG)
 
 
-@pytest.mark.parametrize("op", [LAYER.gradient, LAYER.gradient_and_weight])
+@pytest.mark.parametrize("op", [gradient, LAYER.gradient, LAYER.gradient_and_weight])
 @pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
 def test_a_rule_that_computes_a_gradient_and_uses_an_object(op, forward):
     close(forward(op, X, ALONG), 7.0 * 3.0 * X**2 * ALONG, 1e-4)

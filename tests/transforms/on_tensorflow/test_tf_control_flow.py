@@ -110,7 +110,9 @@ def test_forward_mode_around_a_function_with_control_flow(case, place):
     close(tangent(tf.function(place(case.op)), X, W), tangent(place(case.meant), X, W), 1e-3)
 
 
-@pytest.mark.parametrize("place", [in_a_loop, in_a_branch_with_an_input])
+@pytest.mark.parametrize(
+    "place", [in_a_loop, in_a_loop_around, in_a_branch_of_a_loop, in_a_branch_with_an_input]
+)
 def test_forward_mode_around_control_flow_in_a_function_raises(place):
     """Forward mode builds the gradient of a branch or a loop from a copy of its graph, without the rule."""
     with pytest.raises(Exception, match="the rule was lost"):
