@@ -174,10 +174,11 @@ def _resolve_position(name: str, argnum: int, count: int) -> int:
 
 def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
     """Return a leaf of an argument as a floating or complex tensor."""
-    if holds_numbers(leaf):
-        tensor = to_tensor(number_to_tensor(leaf))
-        if keras.backend.standardize_dtype(tensor.dtype).startswith(("float", "bfloat", "complex")):
-            return tensor
+    tensor = leaf.value if isinstance(leaf, keras.Variable) else leaf
+    if not backend.active.TENSORS[type(tensor)] and holds_numbers(tensor):
+        tensor = to_tensor(number_to_tensor(tensor))
+    if backend.active.TENSORS[type(tensor)] and backend.active.is_differentiable(tensor):
+        return tensor
     raise TypeError(
         message(
             name,

@@ -48,6 +48,7 @@ from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout, Refused, 
 from multigrad.core.type_sets import HoldsNoTensor, TypeSet
 from multigrad.core.variables import (
     NONE_READ,
+    ByRole,
     Pinned,
     ReadBy,
     ReadOnly,
@@ -203,7 +204,7 @@ class Call:
         Its own rule is then the derivative of the tensors that it closes over.
         """
         outer = inputs_of_outer_rule()
-        return outer is not None and all([s is None or any([x is y for y in inputs]) for x, s in outer])
+        return outer is not None and all([any([x is y for y in inputs]) for x in outer])
 
     def closed_over_path(self, is_differentiated: Callable[[Any], bool]) -> str | None:
         """Return where the function finds a differentiated tensor other than its arguments, for a message."""
@@ -315,16 +316,12 @@ class Rule(HoldsNoTensor):
         transposed: bool = False,
     ) -> Sequence[Any]:
         """Call the rule with these residuals. A trace does not record a call for forward mode."""
-        inputs: list[Any] = [None] * len(self.specs)
-        for residual, role in zip(residuals, self.roles, strict=False):
-            if 0 <= role < len(inputs):
-                inputs[role] = residual
-        rule = restore(self.template, residuals)
+        rule, by_role = restore(self.template, residuals), (self.roles, residuals)
         if not transposed:
-            return self.pullback.pull(rule, upstream, needed, self.specs, inputs)
+            return self.pullback.pull(rule, upstream, needed, self.specs, by_role)
         FORWARD_MODE.append(None)
         try:
-            return self.pullback.without_trace.pull(rule, upstream, needed, self.specs, inputs)
+            return self.pullback.without_trace.pull(rule, upstream, needed, self.specs, by_role)
         finally:
             FORWARD_MODE.pop()
 
@@ -397,7 +394,7 @@ class Pullback(HoldsNoTensor):
         upstream: Sequence[Any],
         needed: Sequence[bool],
         specs: list[Spec | None],
-        inputs: Sequence[Any] = (),
+        by_role: ByRole | None = None,
     ) -> Sequence[Any]:
         """Call the rule and return the gradient of each input, None for zero or where it is not needed.
 
@@ -406,15 +403,14 @@ class Pullback(HoldsNoTensor):
             upstream: the upstream gradient of each output, None for an output without one.
             needed: for each input, whether its gradient is used.
             specs: for each input, the shape and dtype of its gradient.
-            inputs: each input, as far as the rule closes over it.
+            by_role: the roles of the residuals, and the residuals.
         """
         scope: Any
         if _framework.is_reading_code():  # Dynamo enters no scope in a rule, and itself refuses assignments
             scope = contextlib.nullcontext()
         else:
             scope = self.scope_of(rule) if type(rule) is RuleWithTensors else ReadOnly()
-            scope.name = self.name
-            scope.rule_inputs = [*zip(inputs, specs, strict=True)] if inputs else None
+            scope.name, scope.specs, scope.by_role = self.name, specs, by_role
         with scope:  # also while the answer is read, because lazy gradients may read variables
             answer = self._answer(rule, upstream, specs)
             if answer is None:
@@ -511,7 +507,7 @@ class _PullbackInLayer(Pullback):
         upstream: Sequence[Any],
         needed: Sequence[bool],
         specs: list[Spec | None],
-        inputs: Sequence[Any] = (),
+        by_role: ByRole | None = None,
     ) -> Sequence[Any]:
         with restore_context(self.context):
-            return super().pull(rule, upstream, needed, specs, inputs)
+            return super().pull(rule, upstream, needed, specs, by_role)

@@ -52,6 +52,9 @@ def _value_of(variable: keras.Variable, as_tensor: Callable[[Any], Any]) -> Any:
     return value if _TENSORS[type(value)] else as_tensor(value)
 
 
+ByRole = tuple[Sequence[int], Sequence[Any]]
+"""The roles of residuals, as in `closure.classify`, and the residuals."""
+
 # A dict, because Dynamo (PyTorch 2.13) rejects a read of a `MappingProxyType` in a rule as a side effect.
 _NO_VALUES: dict[int, Any] = {}
 
@@ -72,8 +75,10 @@ class _Scope(keras.StatelessScope):
     values: Sequence[Any] = ()
     current: Any = _NO_VALUES
     """The values that variables have in this scope, by the ids of the variables."""
-    rule_inputs: Sequence[tuple[Any, Any]] | None = None
-    """In the scope of a rule, each input of the op with its spec, None for an input that it does not use."""
+    specs: Sequence[Any] = ()
+    """In the scope of a rule, the specs of the inputs of its op."""
+    by_role: ByRole | None = None
+    """In the scope of a rule, its residuals."""
     _losses: list[Any] | None = None
 
     __init__ = object.__init__
@@ -137,9 +142,16 @@ def in_scope() -> bool:
     return type(scope_here()) not in (type(None), ReadOnly)
 
 
-def inputs_of_outer_rule() -> Sequence[tuple[Any, Any]] | None:
-    """Return the inputs and specs of the op whose rule calls the present op, None if no rule does."""
-    return getattr(vars(global_state.GLOBAL_STATE_TRACKER).get("stateless_scope"), "rule_inputs", None)
+def inputs_of_outer_rule() -> Sequence[Any] | None:
+    """Return the floating inputs of the op whose rule calls the present op, None if no rule does.
+
+    An input that the rule does not close over is None.
+    """
+    scope = vars(global_state.GLOBAL_STATE_TRACKER).get("stateless_scope")
+    if not isinstance(scope, _Scope) or scope.by_role is None:
+        return None
+    inputs = dict(zip(*scope.by_role, strict=False))
+    return [inputs.get(index) for index, spec in enumerate(scope.specs) if spec is not None]
 
 
 def name_of_caller() -> str:

@@ -22,6 +22,7 @@ from multigrad.core.errors import distinct_names
 from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.process_wide import Shared
 from multigrad.core.type_sets import HoldsNoTensor
+from multigrad.core.variables import ByRole
 from multigrad.tracing.records import CallRecord, Values
 
 if TYPE_CHECKING:
@@ -97,11 +98,11 @@ class _RecordedPullback(Pullback):
         upstream: Sequence[Any],
         needed: Sequence[bool],
         specs: list[Spec | None],
-        inputs: Sequence[Any] = (),
+        by_role: ByRole | None = None,
     ) -> Sequence[Any]:
         """Run the rule and record its gradients."""
         with _set_enclosing(self._recorder):
-            gradients = self._back.pull(rule, upstream, needed, specs, inputs)
+            gradients = self._back.pull(rule, upstream, needed, specs, by_role)
         self._recorder.record_step(upstream, gradients)
         return gradients
 

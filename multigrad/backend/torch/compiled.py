@@ -127,7 +127,7 @@ def _markers(error: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
         marker = output.detach().flatten()[:0]
         nodes = nodes_from([node_of(output)], ends) if output.requires_grad else set()
         if any([node not in ends and not node.next_functions for node in nodes]):
-            marker = refuse(marker, error, output)
+            (marker,) = refuse([marker], error, output)
         markers.append(marker)
     return markers
 

@@ -19,13 +19,15 @@ from multigrad.backend.torch.state import (
     IN_THREAD,
     current_autocast,
     fork_random_state,
+    is_compiling,
+    is_transforming,
     is_unreadable,
     no_transforms,
     restore_autocast,
     vmaps_of,
     without_wrappers,
 )
-from multigrad.backend.torch.tensors import FLOATING, TENSORS, is_differentiable, require_unchanged, specs_of
+from multigrad.backend.torch.tensors import FLOATING, TENSORS, changed_upstream, is_differentiable, specs_of
 from multigrad.core.closure import OTHER, lift
 from multigrad.core.errors import closed_over, held, message
 
@@ -120,12 +122,13 @@ class _Node(torch.autograd.Function):
                     gradients = rule.pull(saved, upstream, needed)
                 error = _only_first_order(call)
                 sources = [t for t in (*ctx.anchors, *saved, *upstream) if t is not None and t.requires_grad]
-                gradients = [None if g is None else refuse(g, error, *sources) for g in gradients]
-                return None, None, *gradients, *others
+                refused = iter(refuse([g for g in gradients if g is not None], error, *sources))
+                return None, None, *[None if g is None else next(refused) for g in gradients], *others
             residuals = _residuals_with_history(call, rule, saved, computed)
         versions = versions_of(upstream)
         gradients = rule.pull(residuals, upstream, needed)
-        require_unchanged(rule.pullback.name, upstream, versions)
+        if versions_of(upstream) != versions:
+            raise changed_upstream(rule.pullback.name)
         return None, None, *gradients, *others
 
 
@@ -170,8 +173,7 @@ def _tie(call: Call, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch
     others = [output for output in run.outputs if output.requires_grad]
     if others and not call.answers_for_outer_rule(inputs):
         error = closed_over(call.name, call.closed_over_path(lambda tensor: tensor.requires_grad))
-        others = [refuse(output.detach().flatten()[:0], error, output) for output in others]
-        inputs = [*inputs, *others]
+        inputs = [*inputs, *refuse([output.detach().flatten()[:0] for output in others], error, *others)]
     outputs = _APPLIES[call.name](call, run, *inputs)
     return outputs if type(outputs) is tuple else (outputs,)
 
@@ -344,11 +346,11 @@ class _NotDifferentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(error: str, result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        return result.detach()
+    def forward(error: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple([result.detach() for result in tensors[:count]])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.error = inputs[0]
 
     @staticmethod
@@ -356,9 +358,14 @@ class _NotDifferentiable(torch.autograd.Function):
         raise RuntimeError(ctx.error)
 
 
-def refuse(result: torch.Tensor, error: str, *sources: torch.Tensor) -> torch.Tensor:
-    """Return the result, so that differentiating it with respect to a source raises the error."""
-    return _NotDifferentiable.apply(error, result, *sources)
+_refuse_eagerly = direct_apply(_NotDifferentiable)
+
+
+@skip_frames
+def refuse(results: Sequence[torch.Tensor], error: str, *sources: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the results, so that differentiating them with respect to a source raises the error."""
+    apply = _NotDifferentiable.apply if is_compiling() or is_transforming() else _refuse_eagerly
+    return apply(error, len(results), *results, *sources) if results else []
 
 
 def refuse_compiled(
@@ -368,8 +375,9 @@ def refuse_compiled(
 
     They keep their own history: a gradient can be differentiated with respect to its upstream gradient.
     """
-    refused = [None if t is None else refuse(torch.zeros_like(t), _COMPILED, *sources) for t in tensors]
-    return [None if r is None else t + r for t, r in zip(tensors, refused, strict=True)]
+    zeros = [torch.zeros_like(tensor) for tensor in tensors if tensor is not None]
+    refused = iter(refuse(zeros, _COMPILED, *sources))
+    return [None if tensor is None else tensor + next(refused) for tensor in tensors]
 
 
 def _anchors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from multigrad.backend.torch.state import (
     unwrap_ended,
     vmaps_of,
 )
-from multigrad.backend.torch.tensors import TENSORS, is_differentiable, require_unchanged, specs_of
+from multigrad.backend.torch.tensors import TENSORS, changed_upstream, is_differentiable, specs_of
 from multigrad.core.closure import residuals_in
 from multigrad.core.errors import closed_over, held
 from multigrad.core.reachable import reachable_tensors
@@ -80,7 +80,7 @@ def _has_one_derivative(run: Run, used: Sequence[torch.Tensor]) -> bool:
 
 def _run_stripped(
     call: Call, tensors: Sequence[torch.Tensor], used: Sequence[torch.Tensor]
-) -> tuple[Run, list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[Run, list[torch.Tensor], Sequence[torch.Tensor]]:
     """Run the function on tensors without history, as a hand-written Function does.
 
     If no transform wraps a tensor that the function closes over, and no vmap maps an argument, the tensors
@@ -105,7 +105,7 @@ def _run_stripped(
     error = closed_over(call.name, call.closed_over_path(_is_tracked))
     if any(map(_has_tangent, tracked)):
         raise TypeError(error)
-    return run, outputs, [refuse(output.detach().flatten()[:0], error, output) for output in tracked]
+    return run, outputs, refuse([output.detach().flatten()[:0] for output in tracked], error, *tracked)
 
 
 def _without_transforms(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,8 @@ class _FunctorchNode(torch.autograd.Function):
                 needed = ctx.needs_input_grad[1 : 1 + state.inputs]
                 versions = versions_of(upstream)
                 gradients = state.rule.pull(state.residuals(saved), dense_floating(whole), needed)
-                require_unchanged(state.call.name, upstream, versions)
+                if versions_of(upstream) != versions:
+                    raise changed_upstream(state.call.name)
         return None, *gradients, *[None] * (len(ctx.needs_input_grad) - 1 - state.inputs)
 
     @staticmethod

@@ -75,12 +75,10 @@ def _value_and_grad_by_backward_pass(
         recorded = recording and (depth > 0 or _depends_on_others(value, [*inputs, *weights]))
         gradients = _backward(value, inputs, create_graph=recorded, materialize_grads=True)
         if recorded:
-            gradients = _refuse_in_programs(gradients, inputs, [value])
-        if not recorded:
-            value, aux, gradients = _detached([value, aux, list(gradients)])
-            if recording and weights:
-                gradients = _refuse_unrecorded(gradients, weights)
-        return (value, aux), list(gradients)
+            return (value, aux), list(_refuse_in_programs(gradients, inputs, [value]))
+        if recording and weights:
+            gradients = refuse(gradients, _UNRECORDED, *weights)
+        return (value.detach(), _detached(aux)), list(gradients)
     finally:
         IN_THREAD.depth = depth
         _mark_ended(inputs)
@@ -91,14 +89,6 @@ def _detached(structure: Any) -> Any:
     return keras.tree.map_structure(
         lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, structure
     )
-
-
-@skip_frames
-def _refuse_unrecorded(
-    gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the gradients. Differentiating them with respect to the weights raises an error."""
-    return [refuse(tensor, _UNRECORDED, *weights) for tensor in gradients]
 
 
 _REASON = "a later piece may need the history of this derivative, which is in no graph"
@@ -162,7 +152,7 @@ def _vjp_by_backward_pass(
         )
         if again:
             return _refuse_in_programs(gradients, inputs, values)
-        return _refuse_unrecorded(gradients, weights) if weights and torch.is_grad_enabled() else gradients
+        return refuse(gradients, _UNRECORDED, *weights) if weights and torch.is_grad_enabled() else gradients
 
     breaks_graph = IN_THREAD.mode == IN_PIECES
     return (outputs, aux), torch.compiler.disable(pull, reason=_REASON) if breaks_graph else pull
@@ -360,11 +350,16 @@ def _depends_on_others(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> b
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # set on nodes of leaves
-        if leaf is not None and not (hasattr(leaf, "multigrad_ended") or any([leaf is t for t in inputs])):
-            return True
-        nodes.extend(parent for parent, _ in node.next_functions)
-        nodes.extend(_more_nodes(node, reached))
+        parents = node.next_functions
+        if parents:
+            nodes.extend([parent for parent, _ in parents])
+            if isinstance(node, torch.autograd.function.FunctionCtx):
+                nodes.extend(_more_nodes(node, reached))
+        else:
+            leaf = getattr(node, "variable", None)  # set on nodes of leaves
+            ended = leaf is None or hasattr(leaf, "multigrad_ended") or any([leaf is t for t in inputs])
+            if not ended:
+                return True
     return False
 
 

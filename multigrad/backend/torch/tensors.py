@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from multigrad.backend.base import F, Operation, Spec
-from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves, versions_of
+from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves
 from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.core.errors import message
 from multigrad.core.reachable import assigned_cells
@@ -47,25 +47,19 @@ def _code_for(code: types.CodeType, wrapped: types.CodeType) -> types.CodeType:
     return code.replace()
 
 
-def require_unchanged(
-    name: str, upstream: Sequence[torch.Tensor | None], versions: Sequence[int | None]
-) -> None:
-    """Raise if the rule of an op changed an upstream gradient in place. `versions` are those from before.
+def changed_upstream(name: str) -> RuntimeError:
+    """Return the error for a rule that changed its upstream gradient, which other operations use, too."""
+    return RuntimeError(
+        message(
+            name,
+            "the rule changed its upstream gradient in place",
+            required="a rule that leaves the upstream gradient unchanged, which other operations use, too",
+            got="a change in place, such as upstream.mul_(2.0)",
+            fix="use the out-of-place operation, such as upstream * 2.0",
+            see="pytorch#in-place",
+        )
+    )
 
-    PyTorch passes the same tensor to the other operations that use the output.
-    """
-    if versions_of(upstream) != versions:
-        raise RuntimeError(_CHANGED_UPSTREAM.replace("an op", name, 1))
-
-
-_CHANGED_UPSTREAM = message(
-    "an op",
-    "the rule changed its upstream gradient in place",
-    required="a rule that leaves the upstream gradient unchanged, which other operations use, too",
-    got="a change in place, such as upstream.mul_(2.0)",
-    fix="use the out-of-place operation, such as upstream * 2.0",
-    see="pytorch#in-place",
-)
 
 is_reading_code = torch.compiler.is_dynamo_compiling
 
