@@ -104,8 +104,8 @@ class Backend(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def apply(call: Call, tensors: Sequence[Any]) -> Any:
-        """Run `call`, tie its outputs to the differentiable tensors by its rule, and return the output."""
+    def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Run `call`, tie its outputs to the differentiable tensors by its rule, and return them."""
 
     @staticmethod
     @abc.abstractmethod

@@ -22,9 +22,8 @@ class ForwardOnlyBackend(Backend):
     FOREIGN = ForeignArrays(type(keras.ops.convert_to_tensor(0.0)), np.ndarray)
 
     @staticmethod
-    def apply(call: Call, tensors: Sequence[Any]) -> Any:
-        run = call.run(tensors)
-        return run.pullback.output.join(run.outputs)
+    def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
+        return call.run(tensors).outputs
 
     @staticmethod
     def value_and_grad(

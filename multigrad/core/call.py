@@ -68,7 +68,7 @@ _Reads = _framework.extend_reads(Reads)
 class Call:
     """One call of an op. A backend runs it on flat tensors and gets flat tensors.
 
-    It holds no tensor of the call, and does not change when the function runs.
+    It holds no tensor of the call.
 
     Arguments:
         f: the function.
@@ -76,12 +76,14 @@ class Call:
         higher_order: whether the gradient can be differentiated again.
     """
 
-    __slots__ = ("f", "higher_order", "pullback")
+    __slots__ = ("f", "higher_order", "layout", "pullback")
 
     def __init__(self, f: Callable[..., Any], pullback: "Pullback", higher_order: bool) -> None:
         self.f = f
         self.higher_order = higher_order
         self.pullback = pullback
+        self.layout: Layout = ONE_TENSOR
+        """The layout of the output, which the run of the function sets."""
 
     @property
     def name(self) -> str:
@@ -131,12 +133,9 @@ class Call:
         scope.read_as = None  # an op in the function keeps the scope
         return run
 
-    def output(self, tensors: Sequence[Any]) -> Any:
-        """Run the function for its output alone, in the scope that is active: its rule will not be called."""
-        returned = self.pullback.call(self.f, tensors)
-        if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
-            raise self._not_a_pair(returned)
-        return returned[0]
+    def outputs(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Run the function for its outputs alone, in the active scope. Its rule will not be called."""
+        return self._split(self.pullback.call(self.f, tensors))
 
     def rerun(self, inputs: Sequence[Any], first: "Pullback") -> "Run":
         """Run the function again, to differentiate the residuals of its rule, which are lifted.
@@ -166,14 +165,9 @@ class Call:
     ) -> "Run":
         """Check what the function returned, and return the result of the run."""
         name, binding = self.pullback.name, self.pullback.binding
-        if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
-            raise self._not_a_pair(returned)
-        output, original_rule = returned
-        try:
-            with scope:  # an output can be a variable, which is read here
-                outputs, layout = split(output, search_objects=True)
-        except Refused as refused:
-            raise refused.error(name, [("the output", output)]) from None
+        with scope:  # an output can be a variable, which is read here
+            outputs = self._split(returned)
+        original_rule = returned[1]
         form, takes = form_of(name, original_rule, binding, len(outputs))
         variables, rule = scope.read(), original_rule
         if form == HYBRID:
@@ -185,10 +179,20 @@ class Call:
             rule = RuleWithTensors(rule, [*scope.final_values(), *state])
         inputs = (*tensors, *scope.values) if variables else tensors
         pullback = self.pullback.copy(context)
-        pullback.output, pullback.form = layout, form
+        pullback.output, pullback.form = self.layout, form
         pullback.variables, pullback.gets_variables, pullback.outer_scope = variables, passed, outer_scope
         pullback.is_plain = False
         return Run(outputs, rule, inputs, pullback)
+
+    def _split(self, returned: Any) -> Sequence[Any]:
+        """Return the flat outputs in what the function returned, and keep their layout."""
+        if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
+            raise self._not_a_pair(returned)
+        try:
+            outputs, self.layout = split(returned[0], search_objects=True)
+        except Refused as refused:
+            raise refused.error(self.name, [("the output", returned[0])]) from None
+        return outputs
 
     def objects(self) -> Sequence[Any]:
         """Return the arguments that are not tensors, such as `self`."""

@@ -184,12 +184,16 @@ def _define(f: Callable[..., Any], name: str, higher_order: bool) -> Callable[..
                 if not _TENSORS[type(value)]:
                     break
             else:
-                return apply(Call(f, positional_pullback, higher_order), args)
+                call = Call(f, positional_pullback, higher_order)
+                outputs = apply(call, args)
+                return call.layout.join(outputs)
         try:
             tensors, pullback = _split_arguments(name, signature, args, kwargs)
         except Symbolic:
             return node.apply(_define(f, name, higher_order), name, args, kwargs)
-        return apply(Call(f, pullback, higher_order), tensors)
+        call = Call(f, pullback, higher_order)
+        outputs = apply(call, tensors)
+        return call.layout.join(outputs)
 
     defined: Any = _framework.update_wrapper(op, f)
     pair = getattr(f, "__annotations__", {}).get("return")
@@ -222,6 +226,6 @@ def _split_arguments(
     return tensors, Pullback(name, binding, arguments)
 
 
-apply: Callable[[Call, Sequence[Any]], Any] = _framework.apply
+apply: Callable[[Call, Sequence[Any]], Sequence[Any]] = _framework.apply
 """Runs a call. It is the backend's function, which an open trace replaces (`tracing/recording.py`), so that
 tracing has no overhead while no trace is open."""

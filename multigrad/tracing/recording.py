@@ -40,8 +40,13 @@ def _record_calls() -> Iterator[None]:
     """Record the calls of ops in the contexts that have an open trace."""
     apply = op.apply
 
-    def apply_recorded(call: Call, tensors: Sequence[Any]) -> Any:
-        return apply(_RecordedCall(call) if OPEN_TRACES.get() else call, tensors)
+    def apply_recorded(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
+        if not OPEN_TRACES.get():
+            return apply(call, tensors)
+        recorded = _RecordedCall(call)
+        outputs = apply(recorded, tensors)
+        call.layout = recorded.layout
+        return outputs
 
     op.apply = apply_recorded
     try:

@@ -14,16 +14,16 @@ from multigrad.backend.tensorflow.tensors import is_differentiable, specs_of
 from multigrad.backend.tensorflow.variables import read_for_gradient
 
 
-def apply(call: Call, tensors: Sequence[Any]) -> Any:
+def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     graph = graph_here()
     eager = graph is None
     run, host_calls, marker, watched = run_function(call, tensors)
-    outputs, inputs, pullback = run.outputs, run.inputs, run.pullback
+    outputs, inputs = run.outputs, run.inputs
     if not outputs or (eager and not may_record()):
-        return pullback.output.join(outputs)
+        return outputs
     specs = specs_of(capture(inputs, graph))
     if marker is None and not any(specs):
-        return pullback.output.join([tf.stop_gradient(output) for output in outputs])
+        return [tf.stop_gradient(output) for output in outputs]
     run.lift(call.f)
     rule = run.rule_with(specs)
     carrier = None if eager else Carrier(call.name, outputs, inputs, run.others())
@@ -48,7 +48,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
         if not is_nested(graph):
             # Captured again, so that tapes that began after the op record the captured tensors.
             return pull(capture(residuals, graph), upstreams)
-        with pullback.scope_with_reader(functools.partial(read_for_gradient, graph)):
+        with call.pullback.scope_with_reader(functools.partial(read_for_gradient, graph)):
             return pull(captured, upstreams)
 
     def forward(residuals: Sequence[Any], *upstreams: Any) -> Sequence[Any]:
@@ -57,7 +57,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Any:
     if carrier is not None:
         carrier.bind(backward)
     record_rule(call.name, rule, inputs, tied_outputs, residuals, backward, forward, host_calls, marker)
-    return pullback.output.join(tied_outputs)
+    return tied_outputs
 
 
 def _dense_floating(upstreams: Sequence[Any], floating: Sequence[bool]) -> list[Any]:

@@ -22,7 +22,7 @@ from multigrad.backend.torch.state import unwrap_ended
 
 
 @skip_frames
-def apply(call: Call, tensors: Sequence[torch.Tensor], unaffected: bool = False) -> Any:
+def apply(call: Call, tensors: Sequence[torch.Tensor], unaffected: bool = False) -> Sequence[Any]:
     if is_dynamo_compiling():
         return apply_compiled(call, tensors)
     for tensor in tensors:  # inlined: a function call here costs 1 us per op
@@ -36,7 +36,7 @@ def apply(call: Call, tensors: Sequence[torch.Tensor], unaffected: bool = False)
     return apply_eagerly(call, tensors)
 
 
-def _apply_under_transforms(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+def _apply_under_transforms(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
     if is_unaffected(call, tensors):
         with untransformed():
             return apply(call, tensors, unaffected=True)

@@ -58,16 +58,16 @@ def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
     return copied
 
 
-def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the output of a call that Dynamo traces. It cannot trace `restore`, which makes functions."""
+def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Return the outputs of a call that Dynamo traces. It cannot trace `restore`, which makes functions."""
     if is_transforming_traced():
         return _apply_uncompiled(call, tensors)
     if _is_exporting():
         run = call.run(tensors)
-        return run.pullback.output.join(_without_derivative(run.inputs, run.outputs))
+        return _without_derivative(run.inputs, run.outputs)
     if IN_THREAD.in_rule and not torch.is_grad_enabled():
         # The gradient of a rule is not differentiated here. Dynamo cannot enter a scope in a backward pass.
-        return call.output(tensors)
+        return call.outputs(tensors)
     recorded = IN_THREAD.recorded and torch.is_grad_enabled()
     if recorded:
         run, outputs, markers = _run_recorded(call, tensors)
@@ -87,7 +87,7 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         tied = _InProgram.apply(state, *distinct(inputs), *outputs, *markers)
     if recorded:  # the rule uses the outputs, and the caller may change its own in place
         tied = [output.clone() for output in tied]
-    return run.pullback.output.join(tied)
+    return tied
 
 
 @torch.compiler.assume_constant_result  # Dynamo (PyTorch 2.12) takes `is_exporting()` for True
@@ -267,8 +267,8 @@ class _InProgram(torch.autograd.Function):
         return None, *gradients, *[None for _ in ctx.needs_input_grad[1 + len(specs) :]]
 
 
-def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the output of a call that is recorded for export.
+def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Return the outputs of a call that is recorded for export.
 
     The program contains the operations of the function. It raises an error if it is differentiated through
     them, because their gradient is not the rule's. If the program itself takes a gradient, it uses a node
@@ -287,7 +287,7 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
         state = run.pullback, rule, specs_of(inputs), current_autocast(), True, len(copied)
         with hide_from_trace():
             _InProgram.apply(state, *inputs, *copied)
-    return run.pullback.output.join(copied)
+    return copied
 
 
 def _without_derivative(

@@ -32,7 +32,7 @@ from multigrad.core.closure import OTHER, lift
 from multigrad.core.errors import closed_over, held, message
 
 
-def apply_eagerly(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+def apply_eagerly(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
     inputs = list(tensors)
     if is_grad_enabled():
         # On tensors without a history, so that a history of an output came by another way. A gradient in the
@@ -45,12 +45,11 @@ def apply_eagerly(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
             IN_THREAD.depth = depth
         for tensor in (*inputs, *run.outputs):
             if tensor.requires_grad:
-                return run.pullback.output.join(_tie(call, run, inputs))
+                return _tie(call, run, inputs)
     else:
         run = call.run(tensors)
     # An output that is an input is copied as a view. The rule of an outer op would take it for the input.
-    outputs = [o.view_as(o) if any([o is t for t in run.inputs]) else o for o in run.outputs]
-    return run.pullback.output.join(outputs)
+    return [o.view_as(o) if any([o is t for t in run.inputs]) else o for o in run.outputs]
 
 
 class _NodeState(NamedTuple):

@@ -35,7 +35,7 @@ from multigrad.core.errors import closed_over, held
 from multigrad.core.reachable import reachable_tensors
 
 
-def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
     """Run the function, and return its outputs from a Function whose derivative is the rule."""
     # Before the function runs, which may store intermediate results.
     used, before = list(_tensors_in_reach(call)), call.held()
@@ -63,7 +63,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
                 raise TypeError(held(call.name))
         else:
             others = _Intermediates.apply(state, *run.inputs, *others)
-    return run.pullback.output.join(_FunctorchNode.apply(state, *run.inputs, *outputs, *others, *refused))
+    return _FunctorchNode.apply(state, *run.inputs, *outputs, *others, *refused)
 
 
 def _has_one_derivative(run: Run, used: Sequence[torch.Tensor]) -> bool:
