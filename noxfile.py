@@ -34,7 +34,7 @@ REQUIREMENTS = {
 }
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
 
-# The oldest and the newest versions of the table in multigrad/frameworks.py. A test compares them.
+# The oldest and the newest versions of the table in multigrad/common/frameworks.py. A test compares them.
 OLDEST_PYTHON, NEWEST_PYTHON = "3.11", "3.13"
 OLDEST = {
     "tensorflow": ["tensorflow-cpu==2.17.0", "keras==3.12.0"],
@@ -142,10 +142,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def lint(session: nox.Session) -> None:
-    """Ruff: rules and format."""
+    """Ruff: rules and format. Import-linter: no folder imports one above it."""
     install(session, *GROUPS(PYPROJECT, "lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+    session.run("lint-imports")
 
 
 @nox.session(default=False)
@@ -351,7 +352,7 @@ def tfp(session: nox.Session) -> None:
 
 # In these sessions, a missing framework must be an error.
 ALL_INSTALLED = (
-    "from multigrad.frameworks import DIFFERENTIATING, is_installed; "
+    "from multigrad.common.frameworks import DIFFERENTIATING, is_installed; "
     "missing = [name for name in DIFFERENTIATING if not is_installed(name)]; "
     "assert not missing, missing"
 )

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from multigrad.calculus.derivatives import grad, hessian, jacobian, jvp, value_and_grad, vjp
     from multigrad.calculus.mapping import vmap
     from multigrad.compilation import jit
-    from multigrad.core.op import op_custom_gradient
-    from multigrad.tracing.trace import trace_gradients
+    from multigrad.op import op_custom_gradient
+    from multigrad.tracing.context import trace_gradients
 
 __version__ = "0.1.0"
 
@@ -39,8 +39,8 @@ _MODULES = {
     "jacobian": "multigrad.calculus.derivatives",
     "jit": "multigrad.compilation",
     "jvp": "multigrad.calculus.derivatives",
-    "op_custom_gradient": "multigrad.core.op",
-    "trace_gradients": "multigrad.tracing.trace",
+    "op_custom_gradient": "multigrad.op",
+    "trace_gradients": "multigrad.tracing.context",
     "value_and_grad": "multigrad.calculus.derivatives",
     "vjp": "multigrad.calculus.derivatives",
     "vmap": "multigrad.calculus.mapping",
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module("multigrad.r_names").find_op(name)
     else:
         value = None
-    errors = importlib.import_module("multigrad.core.errors")
+    errors = importlib.import_module("multigrad.common.errors")
     if value is None:
         text = f"module 'multigrad' has no attribute {name!r}"
         raise AttributeError(text + errors.did_you_mean(name, __dir__()))

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from multigrad import backend
+from multigrad.common.errors import message, require_function
 from multigrad.core.conversions import arrays_to_tensors
-from multigrad.core.errors import message, require_function
 from multigrad.core.signature import name_of, signature_of
 from multigrad.core.variables import Uses
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from programs import PRECISIONS, Program, draw
 
-from multigrad.frameworks import DIFFERENTIATING, is_installed
-from multigrad.processes import run_on
+from multigrad.common.frameworks import DIFFERENTIATING, is_installed
+from multigrad.common.processes import run_on
 from multigrad.testing.comparison import Measurement, compare
 
 INSTALLED = [name for name in DIFFERENTIATING if is_installed(name)]

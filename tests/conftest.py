@@ -14,7 +14,7 @@ from accelerator import use_accelerator
 from processor_time import pytest_runtest_call, pytest_runtest_protocol  # noqa: F401  hooks of pytest
 from support import BACKEND, DIFFERENTIATES
 
-from multigrad.frameworks import DIFFERENTIATING
+from multigrad.common.frameworks import DIFFERENTIATING
 
 # Tests of one framework are in separate files, which runs on other backends do not collect.
 _OTHERS = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]

@@ -85,20 +85,20 @@ FAULTS = [
         "                 for r, o in zip(run.residuals_with(inputs, tied_outputs), run.roles, strict=True)]",
     ),
     Fault(
-        "a residual that is an output is taken for an intermediate", ALL, "core/closure.py",
+        "a residual that is an output is taken for an intermediate", ALL, "common/closure.py",
         "    for role, tensor in enumerate(outputs, len(inputs)):\n"
         "        roles.setdefault(id(tensor), role)\n",
         "",
     ),
     Fault(
-        "an output that is an input is taken for the output", ALL, "core/closure.py",
+        "an output that is an input is taken for the output", ALL, "common/closure.py",
         "    for role, tensor in enumerate(inputs):\n        roles.setdefault(id(tensor), role)\n"
         "    for role, tensor in enumerate(outputs, len(inputs)):\n"
         "        roles.setdefault(id(tensor), role)",
         "    for role, tensor in enumerate((*inputs, *outputs)):\n        roles[id(tensor)] = role",
     ),
     Fault(
-        "a residual is taken for its neighbor", "jax tensorflow", "core/closure.py",
+        "a residual is taken for its neighbor", "jax tensorflow", "common/closure.py",
         "return [roles.get(id(residual), OTHER) for residual in residuals]",
         "found = [roles.get(id(residual), OTHER) for residual in residuals]\n"
         "    return [1 - r if r in (0, 1) and len(inputs) == 2 else r for r in found]",

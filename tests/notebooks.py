@@ -19,7 +19,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from support import BACKEND, NOTEBOOKS, code_of
 
-from multigrad.frameworks import DIFFERENTIATING
+from multigrad.common.frameworks import DIFFERENTIATING
 
 SECONDS = 300  # more than any cell takes
 METADATA = {

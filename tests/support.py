@@ -13,7 +13,7 @@ import pytest
 from keras import ops
 
 import multigrad
-from multigrad.frameworks import is_at_least
+from multigrad.common.frameworks import is_at_least
 
 BACKEND = keras.backend.backend()
 DIFFERENTIATES = BACKEND in ("tensorflow", "jax", "torch")

@@ -10,16 +10,13 @@ import pytest
 import multigrad
 from multigrad import backend
 from multigrad.backend.base import Backend
-from multigrad.core.type_sets import TypeSet
+from multigrad.common.type_sets import TypeSet
 
 pytestmark = pytest.mark.forward
 
 PACKAGE = Path(multigrad.__file__).parent
 FRAMEWORKS = {"tensorflow", "jax", "torch", "openvino"}
 FILES = sorted(PACKAGE.rglob("*.py"))
-
-# The modules of the upper half that a backend may import. The docstring of base.py lists them.
-BELOW = {"type_sets", "errors", "reachable", "closure", "keras_internals", "process_wide"}
 
 
 def module_of(path: Path) -> str:
@@ -30,11 +27,10 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def imported(path: Path, nested: bool = True) -> set[str]:
+def imported(path: Path) -> set[str]:
     """Return the modules that a file imports, with modules of the package that a `from` import names."""
-    tree = ast.parse(path.read_text())
     found = set()
-    for node in ast.walk(tree) if nested else tree.body:
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -48,20 +44,6 @@ def imported(path: Path, nested: bool = True) -> set[str]:
 def test_a_framework_is_imported_only_in_a_file_or_folder_that_bears_its_name(name):
     modules = {module.partition(".")[0] for module in imported(MODULES[name])}
     assert modules & FRAMEWORKS <= set(name.split("."))
-
-
-@pytest.mark.package
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("multigrad.backend.")])
-def test_a_backend_imports_only_the_allowed_modules(name):
-    framework = name.split(".")[2]
-    modules = {module for module in imported(MODULES[name]) if module.startswith("multigrad.")}
-    own = {module for module in modules if module.startswith(f"multigrad.backend.{framework}")}
-    allowed = {f"multigrad.core.{module}" for module in BELOW}
-    allowed |= {f"multigrad.{module}" for module in ("backend.base", "frameworks")}
-    for_types = {f"multigrad.{module}" for module in ("core.variables", "core.call", "ops.host_call")}
-    assert modules - own <= allowed | for_types
-    # An import at run time would be a cycle.
-    assert not for_types & imported(MODULES[name], nested=False)
 
 
 # The modules that contain the private names of Keras and of the frameworks.
@@ -144,18 +126,8 @@ def test_the_search_for_private_names(source, name):
 
 
 @pytest.mark.package
-def test_the_core_imports_no_module_above_it():
-    parts = ("calculus", "tracing", "callbacks", "testing", "ops", "layers", "cli")
-    above = tuple(f"multigrad.{part}" for part in parts)
-    for name in MODULES:
-        if name.startswith(("multigrad.core.", "multigrad.keras_graph.", "multigrad.backend.")):
-            modules = imported(MODULES[name], nested=False)
-            assert not [module for module in modules if module.startswith(above)]
-
-
-@pytest.mark.package
 def test_there_are_no_import_cycles():
-    graph = {name: imported(path, nested=False) & MODULES.keys() - {name} for name, path in MODULES.items()}
+    graph = {name: imported(path) & MODULES.keys() - {name} for name, path in MODULES.items()}
     while leaves := [name for name, modules in graph.items() if not modules & graph.keys()]:
         for name in leaves:
             del graph[name]

@@ -17,7 +17,7 @@ from keras import ops
 from support import BACKEND
 
 import multigrad
-from multigrad.frameworks import DIFFERENTIATING
+from multigrad.common.frameworks import DIFFERENTIATING
 from multigrad.ops.fixed import FAULTS
 
 # The page gives the reason for each.

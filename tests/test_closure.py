@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_closures import closure, value_of
 
-from multigrad.core.closure import lift, restore
-from multigrad.core.reachable import may_hold_tensors, reachable_tensors
-from multigrad.core.type_sets import TypeSet
+from multigrad.common.closure import lift, restore
+from multigrad.common.reachable import may_hold_tensors, reachable_tensors
+from multigrad.common.type_sets import TypeSet
 
 pytestmark = [pytest.mark.forward, pytest.mark.every_case]
 

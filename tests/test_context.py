@@ -10,13 +10,13 @@ from keras import ops
 from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.core.context import current_context
-from multigrad.core.keras_internals import (
+from multigrad.common.keras_internals import (
     global_state,
     set_stored_value,
     stored_dtype,
     stored_value,
 )
+from multigrad.core.context import current_context
 from multigrad.core.variables import Reads
 
 

@@ -15,7 +15,7 @@ from keras import ops
 from support import BACKEND, check_numbers
 
 import multigrad
-from multigrad.frameworks import DIFFERENTIATING as DIFFERENTIATING_BACKENDS
+from multigrad.common.frameworks import DIFFERENTIATING as DIFFERENTIATING_BACKENDS
 
 pytestmark = pytest.mark.package
 
@@ -97,7 +97,7 @@ def test_each_example_in_the_source_runs():
 @pytest.mark.forward
 def test_the_examples_are_found():
     names = {example.id for example in EXAMPLES}
-    assert {"multigrad.calculus.derivatives:grad", "multigrad.core.op:op_custom_gradient"} <= names
+    assert {"multigrad.calculus.derivatives:grad", "multigrad.op:op_custom_gradient"} <= names
     assert {"multigrad.core.structure:Layout", "multigrad.cli.main:main"} <= names
 
 

@@ -15,7 +15,7 @@ from support import BACKEND, array, close, compiled
 
 from multigrad import grad, op_custom_gradient
 from multigrad.cli import explain
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 
 pytestmark = pytest.mark.every_case
 

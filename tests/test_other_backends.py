@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from multigrad.backend.base import Backend
-from multigrad.frameworks import is_installed
+from multigrad.common.frameworks import is_installed
 
 STAND_IN = """
 import importlib.machinery, sys

@@ -87,7 +87,7 @@ def test_loading_in_a_new_process(saved):
 @pytest.mark.package
 def test_loading_without_the_ops_raises(saved):
     program = """
-import keras, multigrad.core.op
+import keras, multigrad.op
 try:
     keras.models.load_model(sys.argv[1])
 except TypeError as error:  # Keras raises it for any object that is not registered

@@ -9,8 +9,8 @@ from support import BACKEND, DIFFERENTIATES, close, slow_on
 
 from multigrad import backend, grad, op_custom_gradient
 from multigrad import ops as shelf
-from multigrad.frameworks import DIFFERENTIATING, is_installed
-from multigrad.processes import run_on
+from multigrad.common.frameworks import DIFFERENTIATING, is_installed
+from multigrad.common.processes import run_on
 from multigrad.testing import check_gradients, compare_backends
 from multigrad.testing.comparison import Measurement, _source_file, compare, measure
 

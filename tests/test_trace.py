@@ -14,8 +14,8 @@ from keras import ops
 from support import BACKEND, DIFFERENTIATES, array, close, compiled, numpy
 
 from multigrad import backend, grad, op_custom_gradient, trace_gradients
-from multigrad.core import op as core_op
-from multigrad.core.process_wide import Shared
+from multigrad import op as core_op
+from multigrad.common.process_wide import Shared
 from multigrad.tracing.records import summarize
 from multigrad.tracing.trace import Trace
 

@@ -22,7 +22,7 @@ from multigrad.cli.doctor import doctor
 
 BACKEND = keras.backend.backend()
 PRIVATE = {
-    "keras": "multigrad.core.keras_internals",
+    "keras": "multigrad.common.keras_internals",
     BACKEND: f"multigrad.backend.{BACKEND}.private",
 }
 

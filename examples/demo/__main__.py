@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 from report import Measurements, find_problems, print_table
 
-from multigrad.frameworks import DIFFERENTIATING, is_installed
+from multigrad.common.frameworks import DIFFERENTIATING, is_installed
 
 
 def main() -> int:

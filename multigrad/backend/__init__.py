@@ -7,7 +7,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING
 
-from multigrad.frameworks import (
+from multigrad.common.frameworks import (
     DIFFERENTIATING,
     other_distribution,
     require_active_backend,

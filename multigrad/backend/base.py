@@ -4,11 +4,9 @@ Code above the border binds arguments, splits nested structures, calls rules and
 imports no framework. Below the border, each framework has one package with one subclass of `Backend`, which
 gets flat tensors.
 
-From `multigrad.core` a backend may import these modules, which know neither a call nor a rule: `type_sets`,
-`errors`, `reachable` (whether an object may hold tensors), `closure` (lift the tensors out of a closure,
-classify them and restore them), `keras_internals` (the private names of Keras) and `process_wide`. Everything
-else reaches a backend as an argument: one call of an op is a `Call`, whose `run` returns a `Run` with its
-`Pullback` (`core/call.py`).
+A backend imports only `multigrad.common`. Everything else reaches it as an argument: one call of an op is a
+`Call`, whose `run` returns a `Run` with its `Pullback`. The protocols here name what a backend uses of them;
+`core/call.py` documents it.
 """
 
 import abc
@@ -17,22 +15,13 @@ import functools
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import keras
 import numpy as np
 
-from multigrad.core.errors import describe, message
-from multigrad.core.type_sets import TypeSet
-
-if TYPE_CHECKING:  # at run time, these modules import the backend
-    from multigrad.core.call import Call as Call
-    from multigrad.core.call import Pullback as Pullback
-    from multigrad.core.call import Rule as Rule
-    from multigrad.core.call import Run as Run
-    from multigrad.ops.host_call import HostFunction as HostFunction
-else:
-    Call = HostFunction = Pullback = Rule = Run = Any
+from multigrad.common.errors import describe, message
+from multigrad.common.type_sets import TypeSet
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=type[Any])
@@ -41,6 +30,87 @@ Spec = tuple[Any, Any, Any]
 """The shape and dtype that the gradient of a tensor must have, in the framework's own types. The third item
 is the device of the tensor if the backend `HAS_DEVICES`. Otherwise it is the tensor itself if its shape is
 known only at run time, and None if not."""
+
+Tensors = Sequence[Any]
+
+
+class Pullback(Protocol):
+    """The pullback of a run, which calls its rule."""
+
+    name: str
+
+    def scope_with_reader(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]: ...
+    def scope_of(self, rule: Callable[..., Any]) -> AbstractContextManager[Any]: ...
+    def pull(
+        self, rule: Callable[..., Any], upstream: Tensors, needed: Sequence[bool], specs: list[Spec | None]
+    ) -> Tensors: ...
+
+
+class Rule(Protocol):
+    """The rule of a run without its residuals."""
+
+    pullback: Any
+    roles: Sequence[int]
+    specs: list[Spec | None]
+    is_opaque: bool
+
+    def held(self) -> list[Any]: ...
+    def holds_more_than(self, before: Sequence[Any]) -> bool: ...
+    def pull(
+        self, residuals: Tensors, upstream: Tensors, needed: Sequence[bool], transposed: bool = False
+    ) -> Tensors: ...
+
+
+class Run(Protocol):
+    """One run of the function of a call."""
+
+    inputs: Tensors
+    outputs: Tensors
+    rule: Callable[..., Any]
+    pullback: Any
+    residuals: list[Any]
+    roles: list[int]
+    template: Any
+    is_opaque: bool
+
+    def lift(self, owner: Any) -> None: ...
+    def others(self) -> list[Any]: ...
+    def residuals_with(self, inputs: Tensors, outputs: Tensors) -> list[Any]: ...
+    def rule_with(self, specs: list[Spec | None]) -> Any: ...
+
+
+class Call(Protocol):
+    """One call of an op."""
+
+    f: Callable[..., Any]
+    higher_order: bool
+    pullback: Any
+
+    @property
+    def name(self) -> str: ...
+    def run(
+        self,
+        tensors: Tensors,
+        *,
+        read_as: Callable[[Any], Any] | None = None,
+        values: list[Any] | None = None,
+    ) -> Any: ...
+    def rerun(self, inputs: Tensors, first: Any) -> Any: ...
+    def outputs(self, tensors: Tensors) -> Tensors: ...
+    def objects(self) -> Sequence[Any]: ...
+    def held(self) -> list[Any]: ...
+    def answers_for_outer_rule(self, inputs: Tensors) -> bool: ...
+    def closed_over_path(self, is_differentiated: Callable[[Any], bool]) -> str | None: ...
+    def is_in_scope(self) -> bool: ...
+
+
+class HostFunction(Protocol):
+    """A function of NumPy arrays, for `host_call`."""
+
+    name: str
+
+    def __call__(self, arrays: Sequence[Any]) -> list[np.ndarray]: ...
+    def in_program(self, arrays: Sequence[Any]) -> list[np.ndarray]: ...
 
 
 Operation = tuple[tuple[str, ...], tuple[str, ...]]

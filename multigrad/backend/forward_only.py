@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from multigrad.backend.base import Backend, Call, HostFunction, Spec, TensorSpec, dependence_error
-from multigrad.core.type_sets import ForeignArrays, TypeSet
-from multigrad.frameworks import DIFFERENTIATING
+from multigrad.common.frameworks import DIFFERENTIATING
+from multigrad.common.type_sets import ForeignArrays, TypeSet
 
 
 class ForwardOnlyBackend(Backend):

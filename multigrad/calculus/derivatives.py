@@ -14,8 +14,8 @@ from multigrad import backend
 from multigrad.calculus.flat_function import DifferentiatedCall, DifferentiatedFunction
 from multigrad.calculus.flat_structure import FlatStructure, flatten
 from multigrad.calculus.validation import require_real, require_scalar
-from multigrad.core.errors import describe, message
-from multigrad.core.process_wide import FORWARD_MODE
+from multigrad.common.errors import describe, message
+from multigrad.common.process_wide import FORWARD_MODE
 from multigrad.core.signature import name_of
 
 

@@ -20,11 +20,11 @@ from multigrad.calculus.validation import (
     require_pair,
     resolve_positions,
 )
+from multigrad.common.errors import message, require_function
+from multigrad.common.type_sets import Transparent
 from multigrad.core.conversions import arrays_to_tensors, numbers_to_tensors
-from multigrad.core.errors import message, require_function
 from multigrad.core.signature import name_of
 from multigrad.core.structure import leaves_of, rebuild
-from multigrad.core.type_sets import Transparent
 from multigrad.core.variables import Pinned
 
 

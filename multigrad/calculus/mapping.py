@@ -14,8 +14,8 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.backend.base import dependence_error
+from multigrad.common.errors import describe, message, require_function, unusable
 from multigrad.core.conversions import arrays_to_tensors, number_to_tensor
-from multigrad.core.errors import describe, message, require_function, unusable
 from multigrad.core.signature import name_of
 from multigrad.core.structure import (
     Layout,

@@ -16,7 +16,7 @@ from multigrad.callbacks.steps import training_of
 from multigrad.callbacks.steps.base import Training
 from multigrad.callbacks.table import format_record
 from multigrad.callbacks.taps import Taps, use_taps
-from multigrad.core.errors import describe, message, unusable
+from multigrad.common.errors import describe, message, unusable
 from multigrad.ops.arguments import to_python
 from multigrad.tracing.layers import hooking_layers
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from multigrad.callbacks.records import STATISTICS, TENSORS, GradientRecord
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 from multigrad.tracing.plot import import_pyplot
 
 if TYPE_CHECKING:

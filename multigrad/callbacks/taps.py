@@ -12,9 +12,9 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.errors import message
-from multigrad.core.keras_internals import get_mask, set_mask
-from multigrad.core.op import op_custom_gradient
+from multigrad.common.errors import message
+from multigrad.common.keras_internals import get_mask, set_mask
+from multigrad.op import op_custom_gradient
 from multigrad.tracing.layers import TAPS
 
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)

@@ -3,7 +3,7 @@
 import platform
 
 import multigrad
-from multigrad.frameworks import (
+from multigrad.common.frameworks import (
     DIFFERENTIATING,
     FORWARD_ONLY,
     SUPPORTED,

@@ -1,4 +1,4 @@
 """One call of an op: binding, structures, the rule and its answer, variables. No framework is imported here.
 
-Begin with `op.py`, then `call.py`. This file exports nothing.
+Begin with `multigrad/op.py`, then `call.py`. This file exports nothing.
 """

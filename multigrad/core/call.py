@@ -25,13 +25,14 @@ import keras
 
 from multigrad import backend
 from multigrad.backend.base import Spec
+from multigrad.common.closure import OTHER, RuleWithTensors, classify, lift, residuals_in, restore
+from multigrad.common.errors import describe, message, shape_text
+from multigrad.common.process_wide import FORWARD_MODE
+from multigrad.common.reachable import UNREADABLE, path_to_tensor, reachable_tensors
+from multigrad.common.type_sets import HoldsNoTensor, TypeSet
 from multigrad.core.answer import read
-from multigrad.core.closure import OTHER, RuleWithTensors, classify, lift, residuals_in, restore
 from multigrad.core.context import Context, current_context, restore_context
-from multigrad.core.errors import describe, message, shape_text
 from multigrad.core.expected_gradients import Structured, slot_paths
-from multigrad.core.process_wide import FORWARD_MODE
-from multigrad.core.reachable import UNREADABLE, path_to_tensor, reachable_tensors
 from multigrad.core.rule import (
     FLAT,
     HYBRID,
@@ -45,7 +46,6 @@ from multigrad.core.rule import (
 )
 from multigrad.core.signature import Binding
 from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout, Refused, split
-from multigrad.core.type_sets import HoldsNoTensor, TypeSet
 from multigrad.core.variables import (
     NONE_READ,
     ByRole,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from multigrad import backend
-from multigrad.core.keras_internals import global_state
+from multigrad.common.keras_internals import global_state
 
 _CALL = "current_call_ctx"  # the arguments of the outermost layer call, which inner layers read
 _SCOPES = ("autocast_scope", "torch_device")

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.reachable import may_hold_tensors
+from multigrad.common.reachable import may_hold_tensors
 from multigrad.core.structure import NON_NUMERIC, is_converted_type, leaves_of, rebuild, to_tensor
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from keras import tree
 
 from multigrad.backend.base import Spec
-from multigrad.core.errors import describe, message, shape_text
+from multigrad.common.errors import describe, message, shape_text
 from multigrad.core.rule import flat_form
 from multigrad.core.signature import Binding
 from multigrad.core.structure import Layout, Slot, children

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from multigrad import backend
-from multigrad.core.errors import OpError, describe, message
+from multigrad.common.errors import OpError, describe, message
 from multigrad.core.signature import POSITIONAL, Binding, name_of
 
 # The forms: how a rule is called with the upstream gradient `U`, which has the structure of the output.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from multigrad import backend
-from multigrad.core.errors import OpError, did_you_mean, message
-from multigrad.core.type_sets import HoldsNoTensor
+from multigrad.common.errors import OpError, did_you_mean, message
+from multigrad.common.type_sets import HoldsNoTensor
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

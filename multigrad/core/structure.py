@@ -16,7 +16,7 @@ from keras import ops, tree
 
 from multigrad import backend
 from multigrad.backend.base import to_numpy
-from multigrad.core.errors import OpError, message
+from multigrad.common.errors import OpError, message
 
 _TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _STAND_IN = range(8)
 

@@ -13,9 +13,9 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.errors import message
-from multigrad.core.keras_internals import global_state, scope_here, stored_dtype, stored_value
-from multigrad.core.type_sets import HoldsNoTensor
+from multigrad.common.errors import message
+from multigrad.common.keras_internals import global_state, scope_here, stored_dtype, stored_value
+from multigrad.common.type_sets import HoldsNoTensor
 
 _TENSORS = backend.active.TENSORS
 

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from multigrad.common.errors import describe, message
+from multigrad.common.keras_internals import scope_here
 from multigrad.core.context import outermost_layer
-from multigrad.core.errors import describe, message
-from multigrad.core.keras_internals import scope_here
 from multigrad.core.signature import signature_of
 from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
 from multigrad.core.variables import Reads

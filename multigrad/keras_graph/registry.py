@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-from multigrad.core.errors import describe, message
+from multigrad.common.errors import describe, message
+from multigrad.common.type_sets import HoldsNoTensor
 from multigrad.core.signature import name_of
-from multigrad.core.type_sets import HoldsNoTensor
 
 Op = Callable[..., Any]
 
@@ -108,14 +108,18 @@ def identifier(name: str) -> str:
     return re.sub(r"\W+", "_", name.rpartition(">")[2]).strip("_") or "op"
 
 
+_DEFINED_IN = {"multigrad": "multigrad.ops"}
+"""The module that registers the ops of a package."""
+
+
 def find(name: Any) -> Op:
     """Return the op that is registered as `name`.
 
     Raises:
         TypeError: if there is none. Keras raises the same type for an object that is not registered.
     """
-    if isinstance(name, str) and name.startswith("multigrad>"):
-        importlib.import_module("multigrad.ops")  # registers the ops of this name
+    if isinstance(name, str) and (module := _DEFINED_IN.get(name.partition(">")[0])):
+        importlib.import_module(module)
     registered = keras.saving.get_registered_object(name) if isinstance(name, str) else None
     if registered is not None and _definition_of(registered) is not None:
         return registered

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from multigrad.core.errors import describe
+from multigrad.common.errors import describe
 from multigrad.core.structure import Slot
 
 _PLAIN = (type(None), bool, int, float, str)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.core.errors import describe, message, shape_text
+from multigrad.common.errors import describe, message, shape_text
 from multigrad.ops.arguments import to_python
 from multigrad.ops.implicit import fixed_point
 from multigrad.ops.implicit_solvers import check_options

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.core.errors import message, unusable
+from multigrad.common.errors import message, unusable
 from multigrad.ops.arguments import is_integer, to_python
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.linear_cross_entropy import check_options, linear_cross_entropy

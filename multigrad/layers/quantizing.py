@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.core.errors import message, shape_text, unusable
+from multigrad.common.errors import message, shape_text, unusable
 from multigrad.ops.arguments import is_integer, is_number, stack_tensors, to_python
 from multigrad.ops.quantizing import fake_quantize, level_range
 from multigrad.ops.vector_quantizing import vector_quantize

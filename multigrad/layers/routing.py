@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.core.errors import describe, message
+from multigrad.common.errors import describe, message
 from multigrad.ops.arguments import to_python
 from multigrad.ops.routing import clip_bound, clip_gradient, reverse_gradient, scale_gradient
 

@@ -24,8 +24,8 @@ from multigrad import backend as _backend  # noqa: F401  checks the environment 
 # isort: split
 from keras import ops as _keras_ops
 
-from multigrad.core.errors import did_you_mean as _did_you_mean
-from multigrad.core.op import op_custom_gradient
+from multigrad.common.errors import did_you_mean as _did_you_mean
+from multigrad.op import op_custom_gradient
 from multigrad.ops.fixed import FIXED as _FIXED
 from multigrad.ops.host_call import host_call
 from multigrad.ops.implicit import fixed_point, implicit_argmin, implicit_root, linear_solve

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.core.errors import unusable
+from multigrad.common.errors import unusable
 from multigrad.ops.dtypes import dtype_of
 
 P = ParamSpec("P")

@@ -9,11 +9,11 @@ import numpy as np
 from keras import tree
 
 from multigrad import backend
-from multigrad.core.errors import describe, message, require_function, shape_text
-from multigrad.core.op import op_custom_gradient
+from multigrad.common.errors import describe, message, require_function, shape_text
 from multigrad.core.signature import name_of
 from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
 from multigrad.core.variables import name_of_caller
+from multigrad.op import op_custom_gradient
 
 
 @backend.active.opaque_to_compiler

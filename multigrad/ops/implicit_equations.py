@@ -11,12 +11,12 @@ from keras import ops, tree
 
 from multigrad import backend
 from multigrad.calculus.derivatives import vjp
-from multigrad.core.closure import lift, restore
-from multigrad.core.errors import describe, message, unusable
-from multigrad.core.op import op_custom_gradient
+from multigrad.common.closure import lift, restore
+from multigrad.common.errors import describe, message, unusable
+from multigrad.common.type_sets import HoldsNoTensor
 from multigrad.core.structure import Layout, is_inferring_shapes, split
-from multigrad.core.type_sets import HoldsNoTensor
 from multigrad.core.variables import Pinned, Reads
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import shapes_may_match
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, argument_names

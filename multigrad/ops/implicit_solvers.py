@@ -8,7 +8,7 @@ from typing import Any
 from keras import ops
 
 from multigrad.calculus.derivatives import vjp
-from multigrad.core.errors import message, unusable
+from multigrad.common.errors import message, unusable
 from multigrad.ops.arguments import is_integer, is_number
 from multigrad.ops.dtypes import dtype_of, nan_unless
 from multigrad.ops.linear_solvers import (

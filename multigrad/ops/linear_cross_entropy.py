@@ -15,8 +15,8 @@ import numpy as np
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.errors import message, unusable
-from multigrad.core.op import op_custom_gradient
+from multigrad.common.errors import message, unusable
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import (
     Tensor,
     as_tensor,

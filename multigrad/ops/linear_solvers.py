@@ -15,7 +15,7 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.calculus.derivatives import jacobian
-from multigrad.core.errors import describe, message
+from multigrad.common.errors import describe, message
 from multigrad.ops.dtypes import dtype_of, nan_unless
 
 Tensors = Sequence[Any]

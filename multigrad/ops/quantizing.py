@@ -6,9 +6,9 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.core.errors import describe, message, shape_text, unusable
-from multigrad.core.op import op_custom_gradient
+from multigrad.common.errors import describe, message, shape_text, unusable
 from multigrad.core.signature import name_of
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import (
     Pair,
     Tensor,

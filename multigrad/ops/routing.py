@@ -8,9 +8,9 @@ import numpy as np
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.errors import describe, message, shape_text, unusable
-from multigrad.core.op import op_custom_gradient
-from multigrad.core.process_wide import FORWARD_MODE
+from multigrad.common.errors import describe, message, shape_text, unusable
+from multigrad.common.process_wide import FORWARD_MODE
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, check_axes, is_number, tensor_of, with_python_numbers
 from multigrad.ops.dtypes import cast, dtype_of, wide_dtype
 

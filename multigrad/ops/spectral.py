@@ -15,10 +15,10 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.calculus.derivatives import vjp
-from multigrad.core.errors import describe, message, require_function, unusable
-from multigrad.core.op import op_custom_gradient
-from multigrad.core.reachable import reachable_tensors
+from multigrad.common.errors import describe, message, require_function, unusable
+from multigrad.common.reachable import reachable_tensors
 from multigrad.core.variables import Reads
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, tensor_of
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.routing import prevent_gradient

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.core.errors import unusable
-from multigrad.core.op import op_custom_gradient
+from multigrad.common.errors import unusable
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, check_axes, tensor_of, with_python_numbers
 from multigrad.ops.dtypes import cast, dtype_of, has_gradient, nan_unless, wide_dtype
 

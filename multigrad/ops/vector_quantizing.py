@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from multigrad.core.errors import unusable
-from multigrad.core.op import op_custom_gradient
+from multigrad.common.errors import unusable
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, is_number, stack_tensors, with_python_numbers
 from multigrad.ops.dtypes import dtype_of, wide_dtype
 

@@ -11,7 +11,7 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.calculus.flat_function import FlatFunction
 from multigrad.calculus.flat_structure import FlatStructure, flatten
-from multigrad.core.errors import describe, distinct_names, message
+from multigrad.common.errors import describe, distinct_names, message
 from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.signature import name_of, signature_of
 from multigrad.core.structure import Layout, Refused

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from multigrad.core.errors import message
-from multigrad.frameworks import DIFFERENTIATING, how_to_add, is_installed
-from multigrad.processes import run_on
+from multigrad.common.errors import message
+from multigrad.common.frameworks import DIFFERENTIATING, how_to_add, is_installed
+from multigrad.common.processes import run_on
 from multigrad.testing.mismatches import (
     GRADIENT_PREFIX,
     Mismatch,
@@ -63,7 +63,7 @@ def compare_backends(
     """Run a function on each installed backend, and compare its outputs and gradients.
 
     ```python
-    from multigrad.frameworks import DIFFERENTIATING, is_installed
+    from multigrad.common.frameworks import DIFFERENTIATING, is_installed
     from multigrad.testing import compare_backends
 
     CODE = '''

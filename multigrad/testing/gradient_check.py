@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from multigrad import backend
-from multigrad.core.errors import distinct_names, message, unusable
+from multigrad.common.errors import distinct_names, message, unusable
 from multigrad.core.signature import name_of
 from multigrad.testing.causes import Compared, probable_cause
 from multigrad.testing.checked_function import CheckedFunction

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 
 _MAX_LINE = 120
 """The number of characters in the longest line of a message."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 from multigrad.tracing.diagnosis import diagnose, first_bad, innermost
 from multigrad.tracing.records import CallRecord, StepRecord, Values, largest_magnitude
 from multigrad.tracing.table import format_compact, format_number, format_value

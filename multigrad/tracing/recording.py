@@ -10,25 +10,22 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from multigrad import backend
+from multigrad import backend, op
 from multigrad.backend.base import Spec
-from multigrad.core import op
+from multigrad.common.errors import distinct_names
+from multigrad.common.process_wide import Shared
+from multigrad.common.type_sets import HoldsNoTensor
 from multigrad.core.call import Call, Pullback, Run
-from multigrad.core.errors import distinct_names
 from multigrad.core.expected_gradients import slot_paths
-from multigrad.core.process_wide import Shared
-from multigrad.core.type_sets import HoldsNoTensor
 from multigrad.core.variables import ByRole
 from multigrad.tracing.records import CallRecord, Values
+from multigrad.tracing.trace import Trace
 
-if TYPE_CHECKING:
-    from multigrad.tracing.trace import Trace
-
-OPEN_TRACES: ContextVar[tuple["Trace", ...]] = ContextVar("open traces", default=())
+OPEN_TRACES: ContextVar[tuple[Trace, ...]] = ContextVar("open traces", default=())
 """The traces that are open in this thread or task, outermost first."""
 
 ENCLOSING: ContextVar["CallRecorder | _RerunRecorder | None"] = ContextVar("enclosing call", default=None)
@@ -126,7 +123,7 @@ def enclose_run(recorder: "CallRecorder") -> AbstractContextManager[None]:
     return _set_enclosing(_RerunRecorder(recorder) if recorder.has_run else recorder)
 
 
-def recorder_here(op: str, layer: str = "", traces: Sequence["Trace"] | None = None) -> "CallRecorder":
+def recorder_here(op: str, layer: str = "", traces: Sequence[Trace] | None = None) -> "CallRecorder":
     """Return the recorder of a call that is made here. `layer` is the class of a layer."""
     enclosing = ENCLOSING.get()
     return enclosing.recorder_of(op, layer, traces) if enclosing else CallRecorder(op, None, layer, traces)
@@ -141,7 +138,7 @@ class CallRecorder(HoldsNoTensor):
     """
 
     def __init__(
-        self, op: str, within: str | None, layer: str = "", traces: Sequence["Trace"] | None = None
+        self, op: str, within: str | None, layer: str = "", traces: Sequence[Trace] | None = None
     ) -> None:
         self.op, self._within, self._layer = op, within, layer
         self.has_run = False
@@ -152,9 +149,7 @@ class CallRecorder(HoldsNoTensor):
         ]
         """For each trace: the records of this call, and a counter of its steps."""
 
-    def recorder_of(
-        self, op: str, layer: str = "", traces: Sequence["Trace"] | None = None
-    ) -> "CallRecorder":
+    def recorder_of(self, op: str, layer: str = "", traces: Sequence[Trace] | None = None) -> "CallRecorder":
         """Return the recorder of an op or layer that this call's function or rule calls."""
         self.nested.append(CallRecorder(op, self.op, layer, traces))
         return self.nested[-1]
@@ -208,7 +203,7 @@ class _RerunRecorder:
     def __init__(self, recorder: CallRecorder) -> None:
         self._recorder, self._nested = recorder, iter(tuple(recorder.nested))
 
-    def recorder_of(self, op: str, layer: str = "", traces: Sequence["Trace"] | None = None) -> CallRecorder:
+    def recorder_of(self, op: str, layer: str = "", traces: Sequence[Trace] | None = None) -> CallRecorder:
         """Return the recorder that the op or layer has from the first run."""
         return next(self._nested, None) or self._recorder.recorder_of(op, layer, traces)
 

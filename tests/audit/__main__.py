@@ -13,7 +13,7 @@ import keras
 from audit.measure import audit_cases
 from audit.page import MODULES, store, write_table
 from audit.table import cases_of
-from multigrad.frameworks import version_of
+from multigrad.common.frameworks import version_of
 
 
 def main(ops):

@@ -15,7 +15,7 @@ from audit.cases import Case, weights
 from audit.rows import Row
 from audit.truth import Truth, direction, first_derivative, second_derivative, value_calls
 from multigrad import backend, grad
-from multigrad.frameworks import look_up
+from multigrad.common.frameworks import look_up
 
 _TOLERANCE = {("float32", 1): 1e-3, ("float32", 2): 1e-2, ("float16", 1): 2e-2}
 

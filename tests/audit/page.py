@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from audit.rows import FAULTS, Row
-from multigrad.frameworks import DIFFERENTIATING, SUPPORTED
+from multigrad.common.frameworks import DIFFERENTIATING, SUPPORTED
 
 MODULES = ("keras.ops", "multigrad.ops", "keras.losses", "keras.activations")
 FOLDER = Path(__file__).with_name("stored")

@@ -10,7 +10,7 @@ import numpy as np
 
 from multigrad.backend.base import HostFunction, TensorSpec
 from multigrad.backend.jax.tensors import any_traced, is_compiling
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 
 
 def host_call(

@@ -25,8 +25,8 @@ from multigrad.backend.jax.tensors import (
     is_compiling,
     require_not_ended,
 )
-from multigrad.core.errors import describe, message
-from multigrad.core.keras_internals import scope_here, set_stored_value, stored_value
+from multigrad.common.errors import describe, message
+from multigrad.common.keras_internals import scope_here, set_stored_value, stored_value
 
 _BY_NUMBER = ("static_argnums", "donate_argnums", "donate_argnames", "in_shardings", "out_shardings")
 _MOST_TRACES = 5

@@ -53,8 +53,8 @@ from multigrad.backend.jax.tensors import (
     scatter,
     varying_alike,
 )
-from multigrad.core.closure import OTHER
-from multigrad.core.errors import closed_over, held, message
+from multigrad.common.closure import OTHER
+from multigrad.common.errors import closed_over, held, message
 
 Linear = Callable[..., Sequence[Any]]
 """A linear function of residuals and tangents."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from multigrad.frameworks import look_up
+from multigrad.common.frameworks import look_up
 
 # A primitive defines how each transformation of JAX handles an op. JAX has no public class for primitives
 # (0.7 to 0.12).

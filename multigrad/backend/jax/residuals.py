@@ -9,9 +9,9 @@ import numpy as np
 from multigrad.backend.base import Call, Run
 from multigrad.backend.jax.private import WithoutTangent
 from multigrad.backend.jax.tensors import FLOATING
-from multigrad.core.closure import lift
-from multigrad.core.reachable import reachable_tensors
-from multigrad.core.type_sets import TypeSet
+from multigrad.common.closure import lift
+from multigrad.common.reachable import reachable_tensors
+from multigrad.common.type_sets import TypeSet
 
 _HOST_ARRAYS = TypeSet(np.ndarray, np.generic)
 _ARRAYS = TypeSet(jax.Array, jax.core.Tracer, np.ndarray, np.generic)

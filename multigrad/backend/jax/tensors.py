@@ -20,10 +20,10 @@ from multigrad.backend.jax.private import (
     trace_state,
     varying_axes,
 )
-from multigrad.core.errors import describe, message
-from multigrad.core.keras_internals import scope_here, stored_value
-from multigrad.core.reachable import UNREADABLE
-from multigrad.core.type_sets import ATOMS, ForeignArrays, TypeSet
+from multigrad.common.errors import describe, message
+from multigrad.common.keras_internals import scope_here, stored_value
+from multigrad.common.reachable import UNREADABLE
+from multigrad.common.type_sets import ATOMS, ForeignArrays, TypeSet
 
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 FOREIGN = ForeignArrays(jax.Array, jax.core.Tracer, np.ndarray)

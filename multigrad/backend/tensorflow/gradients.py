@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from multigrad.core.keras_internals import stored_value
+from multigrad.common.keras_internals import stored_value
 
 
 def value_and_grad(

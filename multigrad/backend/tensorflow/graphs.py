@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from multigrad.backend.tensorflow.private import GRADIENT_KIND, push_forwardprop_state, stop_recording
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 
 _NAMES = map(f"MultigradRule-{uuid.uuid4().hex}-{{}}".format, itertools.count())
 _RULES = "_multigrad_rules"

@@ -4,7 +4,7 @@ They are looked up when the backend is imported. A missing name raises an Import
 given, TensorFlow has no public API for the purpose.
 """
 
-from multigrad.frameworks import look_up
+from multigrad.common.frameworks import look_up
 
 _RECORD = "tensorflow.python.eager.record"
 

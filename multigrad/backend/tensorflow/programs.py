@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from multigrad.backend.base import F, Operation
 from multigrad.backend.tensorflow.tensors import library_code
-from multigrad.core.errors import message
-from multigrad.core.process_wide import Shared
-from multigrad.core.type_sets import HoldsNoTensor
+from multigrad.common.errors import message
+from multigrad.common.process_wide import Shared
+from multigrad.common.type_sets import HoldsNoTensor
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:

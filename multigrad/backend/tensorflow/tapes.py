@@ -19,9 +19,9 @@ from multigrad.backend.tensorflow.private import (
     stop_recording,
 )
 from multigrad.backend.tensorflow.tensors import TENSORS, is_differentiable
-from multigrad.core.closure import OTHER
-from multigrad.core.errors import closed_over, held, message
-from multigrad.core.reachable import reachable_tensors
+from multigrad.common.closure import OTHER
+from multigrad.common.errors import closed_over, held, message
+from multigrad.common.reachable import reachable_tensors
 
 
 def record_rule(

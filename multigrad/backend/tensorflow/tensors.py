@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from multigrad.backend.base import F, Spec
-from multigrad.core.type_sets import ForeignArrays, TypeSet
+from multigrad.common.type_sets import ForeignArrays, TypeSet
 
 TENSORS = TypeSet(tf.Tensor)
 CONVERTIBLE = TypeSet(keras.Variable, tf.Variable, tf.IndexedSlices, np.ndarray, np.generic)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,14 +11,8 @@ from multigrad.backend.base import S
 from multigrad.backend.tensorflow.graphs import graph_here, is_within, make_in_common_graph
 from multigrad.backend.tensorflow.private import VariableWatcher
 from multigrad.backend.tensorflow.tensors import as_tensor
-from multigrad.core.errors import message
-from multigrad.core.keras_internals import stored_value
-
-if TYPE_CHECKING:
-    from multigrad.core.variables import Pinned as _Pinned
-    from multigrad.core.variables import Reads as _Reads
-else:
-    _Pinned = _Reads = object
+from multigrad.common.errors import message
+from multigrad.common.keras_internals import stored_value
 
 _VARIABLE = "_multigrad_variable"
 
@@ -28,7 +22,7 @@ def read_for_gradient(graph: Any, value: Any) -> Any:
     return make_in_common_graph(lambda: as_tensor(value), graph, graph_here())
 
 
-class _ReadsInGraph(_Reads):
+class _ReadsInGraph(keras.StatelessScope):
     """A scope that reads variables in the graph in which the function of a call runs.
 
     A branch or a loop in the function has a separate graph, whose tensors cannot be used outside of it. So
@@ -104,7 +98,7 @@ def extend_reads(reads: type[Any]) -> type[Any]:
     return type("ReadsInGraph", (_ReadsInGraph, reads), {})
 
 
-class _PinnedInGraph(_Pinned):
+class _PinnedInGraph(keras.StatelessScope):
     """A scope whose values belong to the graph in which it is entered, and to branches and loops in it.
 
     A `tf.function` keeps its trace for later calls. So it reads and assigns the variables of TensorFlow, also

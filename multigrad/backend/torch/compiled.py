@@ -33,8 +33,8 @@ from multigrad.backend.torch.state import (
     restore_autocast,
 )
 from multigrad.backend.torch.tensors import FLOATING, distinct, specs_of
-from multigrad.core.closure import restore
-from multigrad.core.errors import closed_over
+from multigrad.common.closure import restore
+from multigrad.common.errors import closed_over
 
 
 def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -28,8 +28,8 @@ from multigrad.backend.torch.state import (
     without_wrappers,
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, changed_upstream, is_differentiable, specs_of
-from multigrad.core.closure import OTHER, lift
-from multigrad.core.errors import closed_over, held, message
+from multigrad.common.closure import OTHER, lift
+from multigrad.common.errors import closed_over, held, message
 
 
 def apply_eagerly(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:

@@ -30,9 +30,9 @@ from multigrad.backend.torch.state import (
     vmaps_of,
 )
 from multigrad.backend.torch.tensors import TENSORS, changed_upstream, is_differentiable, specs_of
-from multigrad.core.closure import residuals_in
-from multigrad.core.errors import closed_over, held
-from multigrad.core.reachable import reachable_tensors
+from multigrad.common.closure import residuals_in
+from multigrad.common.errors import closed_over, held
+from multigrad.common.reachable import reachable_tensors
 
 
 def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:

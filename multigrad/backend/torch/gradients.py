@@ -24,9 +24,9 @@ from multigrad.backend.torch.state import (
     no_transforms,
     vmaps_of,
 )
-from multigrad.core.errors import message
-from multigrad.core.reachable import reachable_tensors
-from multigrad.core.type_sets import TypeSet
+from multigrad.common.errors import message
+from multigrad.common.reachable import reachable_tensors
+from multigrad.common.type_sets import TypeSet
 
 _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 

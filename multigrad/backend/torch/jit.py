@@ -24,7 +24,7 @@ from multigrad.backend.torch.private import (
     tree_leaves,
 )
 from multigrad.backend.torch.state import IN_PIECES, IN_THREAD, WHOLE
-from multigrad.core.process_wide import Shared
+from multigrad.common.process_wide import Shared
 
 _LOGGER = logging.getLogger("multigrad")
 _SECONDS = 10.0

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad as forward_ad
 
-from multigrad.frameworks import look_up
+from multigrad.common.frameworks import look_up
 
 F = TypeVar("F", bound=Callable[..., Any])
 

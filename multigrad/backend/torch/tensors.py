@@ -12,9 +12,9 @@ import torch
 from multigrad.backend.base import F, Operation, Spec
 from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves
 from multigrad.backend.torch.state import is_compiling, is_transforming
-from multigrad.core.errors import message
-from multigrad.core.reachable import assigned_cells
-from multigrad.core.type_sets import ForeignArrays, TypeSet
+from multigrad.common.errors import message
+from multigrad.common.reachable import assigned_cells
+from multigrad.common.type_sets import ForeignArrays, TypeSet
 
 TENSORS = TypeSet(torch.Tensor)
 FOREIGN = ForeignArrays(torch.Tensor)

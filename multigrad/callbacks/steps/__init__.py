@@ -5,7 +5,7 @@ import importlib
 import keras
 
 from multigrad.callbacks.steps.base import Training
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 
 _CLASSES = {"tensorflow": "TensorFlowTraining", "jax": "JaxTraining", "torch": "TorchTraining"}
 """The class in the module of each framework."""

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from multigrad.calculus.derivatives import vjp
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 from multigrad.ops.arguments import Pair, Tensor
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.fixed.common import (

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.core.op import op_custom_gradient
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import tensor_of
 from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from keras import ops
 
-from multigrad.core.op import op_custom_gradient
+from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.fixed.common import operands, real_only, tensors

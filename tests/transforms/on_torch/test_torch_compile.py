@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from multigrad import grad, jacobian, jit, jvp, op_custom_gradient, value_and_grad, vjp
 from multigrad import ops as shelf
 from multigrad.backend.torch.tensors import TENSORS
-from multigrad.core.closure import lift
+from multigrad.common.closure import lift
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import multigrad
 from multigrad import op_custom_gradient
-from multigrad.frameworks import is_at_least
+from multigrad.common.frameworks import is_at_least
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 XS, WS = torch.stack([X, W, V, X + W]), torch.stack([W, V, X, X - V])  # four rows of three

@@ -13,7 +13,7 @@ from typing import Any
 
 from keras import ops
 
-from multigrad.core.type_sets import ATOMS, TypeSet
+from multigrad.common.type_sets import ATOMS, TypeSet
 
 _FRAMEWORKS = frozenset({"jax", "jaxlib", "keras", "multigrad", "numpy", "tensorflow", "torch"})
 _CONTAINERS = dict, types.MappingProxyType, list, tuple, set, frozenset, collections.deque

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin, overload
 
 from multigrad import backend
+from multigrad.common.errors import describe, message
 from multigrad.core.call import Call, Pullback
 from multigrad.core.conversions import numbers_to_tensors
-from multigrad.core.errors import describe, message
 from multigrad.core.signature import Signature, name_of, signature_of
 from multigrad.core.structure import FLAT_LAYOUTS, Refused, Symbolic, split
 from multigrad.keras_graph import node, registry

@@ -12,7 +12,7 @@ def run_on(backend: str, module: str, *arguments: str) -> subprocess.CompletedPr
     """Run a module in a new process on a backend.
 
     ```python
-    from multigrad.processes import run_on
+    from multigrad.common.processes import run_on
 
     process = run_on("jax", "multigrad", "doctor")
     ```

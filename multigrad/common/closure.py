@@ -17,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from multigrad.core.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
-from multigrad.core.type_sets import ATOMS, Transparent, TypeSet
+from multigrad.common.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
+from multigrad.common.type_sets import ATOMS, Transparent, TypeSet
 
 Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 """Makes a copy of an object with other tensors. The dict holds the copies made so far, by the ids of their

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from multigrad.frameworks import look_up
+from multigrad.common.frameworks import look_up
 
 # Read and restore the state that Keras has while a layer is called. It consists of attributes of
 # `GLOBAL_STATE_TRACKER`, one set per thread. `keras.utils.clear_session` replaces the tracker, so each use

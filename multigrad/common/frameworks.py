@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigrad.core.errors import message
+from multigrad.common.errors import message
 
 DIFFERENTIATING = ("tensorflow", "jax", "torch")
 """The backends that compute gradients."""
@@ -56,7 +56,7 @@ def is_installed(backend: str) -> bool:
     """Return whether all modules that a backend of Keras imports are installed.
 
     ```python
-    from multigrad.frameworks import DIFFERENTIATING, is_installed
+    from multigrad.common.frameworks import DIFFERENTIATING, is_installed
 
     print([backend for backend in DIFFERENTIATING if is_installed(backend)])
     ```
@@ -68,7 +68,7 @@ def is_importable(module: str) -> bool:
     """Return whether a module can be imported.
 
     ```python
-    from multigrad.frameworks import is_importable
+    from multigrad.common.frameworks import is_importable
 
     print(is_importable("keras"))  # True
     ```
@@ -82,7 +82,7 @@ def version_of(module: str) -> str:
     """Return the version of the distribution of a module, and its name if that differs from the module.
 
     ```python
-    from multigrad.frameworks import version_of
+    from multigrad.common.frameworks import version_of
 
     print(version_of("keras"))  # such as 3.15.1
     print(version_of("tensorflow"))  # such as 2.21.0 (tensorflow-cpu)
@@ -114,7 +114,7 @@ def active_backend() -> tuple[str, str]:
     """Return the backend that Keras selects, and the setting that selects it, without importing Keras.
 
     ```python
-    from multigrad.frameworks import active_backend
+    from multigrad.common.frameworks import active_backend
 
     backend, origin = active_backend()  # ("jax", "the environment variable KERAS_BACKEND")
     ```
@@ -190,7 +190,7 @@ def version_problem(module: str, version: str, backend: str) -> str | None:
     """Return an error message if a version is older than multigrad supports, else None.
 
     ```python
-    from multigrad.frameworks import version_problem
+    from multigrad.common.frameworks import version_problem
 
     print(version_problem("torch", "2.9.1", backend="torch"))
     # multigrad: PyTorch 2.9.1 is too old
@@ -232,7 +232,7 @@ def look_up(path: str, otherwise: Callable[[], Any] | None = None) -> Any:
     names then raises an error on import, instead of losing a gradient later.
 
     ```python
-    from multigrad.frameworks import look_up
+    from multigrad.common.frameworks import look_up
 
     look_up("os.path.join")
     look_up("os.path.no_such_name", lambda: None)  # None

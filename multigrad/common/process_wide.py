@@ -17,7 +17,7 @@ class Shared:
 
     ```python
     import contextlib
-    from multigrad.core.process_wide import Shared
+    from multigrad.common.process_wide import Shared
 
     @contextlib.contextmanager
     def switch_on():

@@ -1,0 +1,1 @@
+"""What every other folder may import: errors, type sets, closures, versions and private names of Keras."""
