@@ -363,7 +363,7 @@ def _flat_jacobian(
         may_be_empty = sizes is None or any([not size for size in sizes])
         # TensorFlow and PyTorch cannot map over no rows, so there is one more, of zeros.
         padded = ops.pad(numbers, [[0, 1]]) if may_be_empty else numbers
-        identity = ops.cast(ops.equal(padded[:, None], numbers), output.dtype)
+        identity = ops.cast(ops.equal(padded[:, None], numbers[None]), output.dtype)
         gradients, _ = backend.active.vmap(row, [reshape(identity, padded, output)])
         if may_be_empty:
             gradients = [g[:-1] for g in gradients]

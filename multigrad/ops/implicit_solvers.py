@@ -31,6 +31,9 @@ _ADJOINT = "w, the solution of the adjoint equation,"
 _PRODUCTS = 1000
 """The largest number of products with a matrix for one step of Newton's method, or for an adjoint."""
 
+_UNMOVED = 3e38
+"""The length of a step before the first one. It is finite, because debug switches of frameworks report Inf."""
+
 _ARGUMENTS = {"linear_solve": ("matvec", "b"), "implicit_argmin": ("f", "x0")}
 
 
@@ -149,7 +152,7 @@ def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Ten
 
     rows = [as_rows(x, solver.batched) for x in z]
     sizes = [ops.zeros_like(_max_abs(x)) for x in rows]
-    length = ops.full_like(_maximum(sizes), math.inf)
+    length = ops.full_like(_maximum(sizes), _UNMOVED)
     carry = repeat(more, body, (*rows, *sizes, length, ops.convert_to_tensor(0, "int32")), limit)
     length, iterations = carry[-2:]
     if solver.on_failure == "raise":
