@@ -112,7 +112,7 @@ def op_custom_gradient(
 
     A function of no arguments is a gradient that is computed only if it is needed. Eager TensorFlow computes
     all gradients, because its tapes ask for them; `tf.function` prunes those that are not used. The entry of
-    an argument without a gradient is None or 0, or an integer tensor for an integer tensor. Gradients of
+    an argument without a gradient is None or 0, or integer tensors for an integer argument. Gradients of
     Python floats and complex numbers are discarded, if the numbers are not tensors of the call. A result
     raises an error if an entry could belong to such a number or to a tensor. A gradient is cast to the dtype
     of its argument, and summed over the axes that broadcasting enlarged. On PyTorch, it is moved to the

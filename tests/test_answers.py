@@ -1,6 +1,7 @@
 """The forms in which a rule can return gradients, and how they are read."""
 
 import collections
+import functools
 
 import keras
 import numpy as np
@@ -649,7 +650,7 @@ def test_a_tensor_for_an_argument_without_a_gradient_raises(where, number, entry
 
 
 @pytest.mark.parametrize("where", [lambda f: f, compiled])
-def test_an_integer_gradient_of_an_integer_tensor_is_discarded(where):
+def test_an_integer_gradient_of_an_integer_argument_is_discarded(where):
     for make in (
         lambda n, x: lambda u: (ops.zeros_like(n), u * 7.0),
         lambda n, x: lambda *args, upstream: [args[0] + 1, upstream * 7.0],
@@ -659,6 +660,10 @@ def test_an_integer_gradient_of_an_integer_tensor_is_discarded(where):
         close(where(grad(lambda x, op=op, n=n: ops.sum(op(n, x))))(array(3.0, 4.0)), array(7.0, 7.0))
     nested = op_custom_gradient(lambda pair: (pair[0] * 2.0, lambda u: ((u * 7.0, pair[1]),)))
     close(grad(lambda x: nested((x, array(1, dtype="int32"))))(3.0), array(7.0))
+    for static in (2, True, [1, 2], {"a": array([1, 2], dtype="int32"), "b": 3}):
+        zeros = functools.partial(tree.map_structure, ops.zeros_like)
+        op = op_custom_gradient(lambda n, x: (x * 2.0, lambda u: (zeros(n), u * 7.0)))
+        close(where(grad(lambda x, op=op, static=static: op(static, x)))(array(3.0)), array(7.0))
 
 
 @pytest.mark.parametrize(("kind", "factors"), [(dict, (5.0, 7.0)), (collections.OrderedDict, (7.0, 5.0))])

@@ -7,7 +7,6 @@ and dtype of the argument, and None for zero.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from keras import tree
 
@@ -200,7 +199,11 @@ class _Reader(ExpectedGradients):
         is_tensor = type(template) is Slot
         if self.specs[template] is None if is_tensor else not self.is_differentiable(template):
             is_zero = _is_zero(entry)
-            if not (is_zero or _holds_numbers(template) or (is_tensor and _is_integer(entry))):
+            if not (
+                is_zero
+                or _holds_only(template, float, complex)
+                or (_holds_only(template, int, bool, Slot) and _is_integer(entry))
+            ):
                 raise AnswerMismatch(path, "None or 0, because it has no gradient", entry)
             reading.is_certain &= is_zero
         # Dynamo (PyTorch 2.13) cannot trace `callable` of a dict or list.
@@ -302,11 +305,11 @@ def _is_zero(entry: Any) -> bool:
 
 
 def _is_integer(entry: Any) -> bool:
-    """Return whether an entry is an integer tensor, which can only belong to an integer argument."""
-    return bool(_TENSORS[type(entry)]) and keras.backend.is_int_dtype(entry.dtype)
+    """Return whether an entry consists of integer or boolean tensors, which no floating argument has."""
+    return all([_TENSORS[type(e)] and not backend.active.is_differentiable(e) for e in tree.flatten(entry)])
 
 
-def _holds_numbers(template: Any) -> bool:
-    """Return whether an argument consists of Python floats and complex numbers."""
+def _holds_only(template: Any, *types: type) -> bool:
+    """Return whether an argument consists of leaves of these types."""
     leaves = tree.flatten(template)
-    return bool(leaves) and all([type(leaf) in (float, complex) for leaf in leaves])
+    return bool(leaves) and all([type(leaf) in types for leaf in leaves])

@@ -20,7 +20,7 @@ from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import shapes_may_match
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, argument_names
-from multigrad.ops.linear_solvers import Affine, Map, Tensors
+from multigrad.ops.linear_solvers import Affine, Map, Tensors, require_zero
 
 Solver = FixedPointIteration | Linear | Newton
 
@@ -292,7 +292,11 @@ class _LinearEquation(_UserEquation):
         self.right = split(args[0])[0]
 
     def parameters_at(self, z: Tensors) -> Tensors:
-        return [*super().parameters_at(z), *self.right]
+        return [*super().parameters_at([ops.zeros_like(x) for x in z]), *self.right]
+
+    def _check_tensors(self, z: Tensors, returned: Any, argument: str) -> None:
+        super()._check_tensors(z, returned, argument)
+        require_zero(self.solver, split(returned)[0], self.right)
 
     def at(self, parameters: Tensors) -> Map:
         count = len(self.right)

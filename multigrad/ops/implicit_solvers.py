@@ -32,7 +32,7 @@ _PRODUCTS = 1000
 """The largest number of products with a matrix for one step of Newton's method, or for an adjoint."""
 
 _UNMOVED = 3e38
-"""The length of a step before the first one. It is finite, because debug switches of frameworks report Inf."""
+"""The length of a step before the first one: not Inf, which the debug switches of the frameworks report."""
 
 _ARGUMENTS = {"linear_solve": ("matvec", "b"), "implicit_argmin": ("f", "x0")}
 

@@ -131,10 +131,24 @@ def solve_linear(settings: Settings, product: Map, right: Tensors) -> Tensors:
     converged = length <= threshold
     linear = ops.logical_not(ops.abs(error - length) > threshold + 0.5 * length)  # NaN is not a sign of it
     if settings.on_failure == "raise":
-        raise_for(linear, error, lambda *got: _not_linear(settings, tolerance, *got))
+        required = f"matvec(x) - b of norm {tolerance:.3g} or less, as for b / norm(b), relative to b"
+        raise_for(linear, error, lambda *got: _not_linear(settings, required, *got))
         raise_for(converged, length, lambda *got: _not_solved(settings, method, tolerance, int(count), *got))
     solved = ops.logical_and(converged, linear)
     return unflatten(nan_unless(solved, x * size), right, batched)
+
+
+def require_zero(settings: Settings, at_zero: Tensors, right: Tensors) -> None:
+    """Raise if the value of a map at zero is not zero, relative to the right side."""
+
+    def size(tensors: Tensors) -> Any:
+        rows = [as_rows(ops.abs(x), settings.batched, like) for x, like in zip(tensors, right, strict=True)]
+        return sum([ops.sum(ops.cast(row, "float32"), axis=-1, keepdims=True) for row in rows])
+
+    if settings.on_failure == "raise":
+        offset = size(at_zero)
+        passed = offset <= settings.tolerance_for(right) * size(right)
+        raise_for(passed, offset, lambda *got: _not_linear(settings, "matvec(x) of 0 for x = 0", *got))
 
 
 def inverse_at(equation: Map, z: Tensors, batched: bool) -> tuple[Any, Product]:
@@ -331,13 +345,13 @@ def _not_solved(
     return RuntimeError(message(settings.name, problem, required=required, got=got, fix=fix))
 
 
-def _not_linear(settings: Settings, tolerance: float, residual: float, where: str) -> RuntimeError:
+def _not_linear(settings: Settings, required: str, got: float, where: str) -> RuntimeError:
     return RuntimeError(
         message(
             settings.name,
             "the function is not linear",
-            required=f"matvec(x) - b of norm {tolerance:.3g} or less, as for b / norm(b), relative to b",
-            got=f"{residual:.3g}{where}",
+            required=required,
+            got=f"{got:.3g}{where}",
             fix="return zero for x = 0 and twice the result for twice x, or use implicit_root",
         )
     )

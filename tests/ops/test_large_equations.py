@@ -480,9 +480,16 @@ def test_a_function_that_is_not_linear_raises(function, b, method):
         linear_solve(function, array(b), solver=method)
 
 
-def test_a_dense_matrix_of_an_affine_function():
-    with pytest.raises(RuntimeError, match="linear_solve: the function is not linear"):
-        linear_solve(lambda x: 2.0 * x + 1.0, array([3.0]))
+@pytest.mark.parametrize("b", [[3.0, 1.0], [0.6, 0.8], [0.0, 0.0]])
+@pytest.mark.parametrize("method", ["dense", "gmres", "cg"])
+def test_an_affine_function_is_not_linear(method, b):
+    for f in (lambda x: x + 1.0, lambda x: 2.0 * x + 1e-3):
+        with pytest.raises(RuntimeError, match=r"linear_solve: the function is not linear\n.*0 for x = 0"):
+            linear_solve(f, array(b), solver=method)
+    shift = array([[0.0], [1.0]])
+    with pytest.raises(RuntimeError, match=r"the function is not linear\n(.|\n)*example 1 of 2"):
+        linear_solve(lambda x: x + shift, array([b, b]), solver=method, batched=True)
+    close(linear_solve(lambda x: 2.0 * x, array(b), solver=method), array(b) / 2.0)
 
 
 def test_a_dense_matrix_that_is_singular():
