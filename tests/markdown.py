@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import BACKEND, check_numbers, is_at_least
+from support import BACKEND, check_comments, is_at_least
 
 ROOT = Path(__file__).parent.parent
 WITH_GRADIENTS = {"TensorFlow": "tensorflow", "JAX": "jax", "PyTorch": "torch"}
@@ -101,7 +101,7 @@ def run(block: Block, page: Path, names: dict[str, Any], capsys: Any) -> None:
     output = capsys.readouterr().out
     if block.output is not None:
         assert block.output.strip() in output.strip()
-    check_numbers(block.code, output)
+    check_comments(block.code, output)
 
 
 def run_page(page: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -70,16 +70,22 @@ def code_of(notebook: Any) -> str:
     return hashlib.sha256(repr(cells).encode()).hexdigest()
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e[+-]\d+)?", text)]
+_PRINTED = re.compile(r"^ *print\(.*\)(?:  |\n *)# (?!such as )(.*)$", re.MULTILINE)
+_WORD = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|\binf\b)|[^\W\d]\w*")
 
 
-def check_numbers(example: str, output: str) -> None:
-    """Compare the numbers that an example printed with the numbers in the comments after each `print`."""
-    said = _numbers(" ".join(re.findall(r"^ *print\(.*\)  # ([-\d\[(].*)$", example, re.MULTILINE)))
-    # The output of a tensor contains more than its numbers, so the numbers only need to occur in this order.
-    printed = iter(_numbers(output))
-    assert all(any(number == wanted for number in printed) for wanted in said), (said, output)
+def _words(text: str) -> list[float | str]:
+    """Return the numbers and the words of a text. NaN is a word, because it does not equal itself."""
+    numeric = re.compile(r"-?(\d|inf$)")
+    return [float(word) if numeric.match(word) else word for word in _WORD.findall(text)]
+
+
+def check_comments(example: str, output: str) -> None:
+    """Compare the output of an example with the comments after each `print`, or on the line below it."""
+    said = [word for comment in _PRINTED.findall(example) for word in _words(comment)]
+    # The output of a tensor contains more than its numbers, so the words only need to occur in this order.
+    printed = iter(_words(output))
+    assert all(any(word == wanted for word in printed) for wanted in said), (said, output)
 
 
 class Phase(keras.layers.Layer):

@@ -52,6 +52,10 @@ def test_the_pages_and_their_blocks_are_found():
     ("code", "output"),
     [
         ("print(7.0)  # 8.0", None),
+        ("print(7.0 > 6.0)  # False", None),
+        ("print('inf')  # nan", None),
+        ("print('2 relu')  # 1 relu", None),
+        ("print(7.0)\n# 8.0", None),
         ("print('a')", "b"),
         ("1 / 0  # raises TypeError", None),
         ("a = 1\n1 + a  # raises TypeError", None),
