@@ -18,7 +18,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 _LINK = re.compile(r"(?P<before>\]\(|src=\")(?P<link>(?!https?:|#)[^)\"\s]+)")
 
 
-_PAGES = ("limits", "guides", "migrate", "performance", "faq.md", "which-op.md")
+_PAGES = ("limits.md", "faq.md", "which-op.md", "getting-started", "guides", "migrate", "performance")
 
 
 class Pages(BuildHookInterface):

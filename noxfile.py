@@ -275,7 +275,7 @@ def release(session: nox.Session) -> None:
             for command in [f"{folder}/venv/bin/multigrad"], [python, "-m", "multigrad"]:
                 session.run(*command, "doctor", env=environment, external=True)
             # The wheel contains pages of the documentation, so `explain` works without the clone.
-            for section in ("jax#forward-mode", "debugging-nan#common-causes", "faq"):
+            for section in ("limits#forward-mode", "debugging-nan#common-causes", "faq"):
                 session.run(python, "-m", "multigrad", "explain", section, external=True)
 
 

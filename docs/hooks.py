@@ -99,33 +99,6 @@ def _as_mathml(formula: re.Match[str]) -> str:
     return convert(html.unescape(block or formula["line"]), display="block" if block else "inline")
 
 
-_LIMIT = re.compile(
-    r"(?P<title><h2 .*?</h2>)\s*"
-    r"<p>(?P<tag><strong>(?P<kind>Silent|Raises|Known behavior)</strong>.*?)</p>(?P<text>.*)",
-    re.DOTALL,
-)
-"""A section of a page of `limits/`: the title, the tag and the text."""
-
-
-def on_page_context(context: Any, page: Any, **_: Any) -> Any:
-    """Fold the sections of the limits. The search has read the page before, as it needs plain sections.
-
-    The theme opens a section when a link leads to its title.
-    """
-    if re.fullmatch(r"limits/(?!index)\w+\.md", page.file.src_uri):
-        before, *sections = re.split(r"(?=<h2 )", page.content)
-        page.content = before + "".join(map(_fold, sections))
-    return context
-
-
-def _fold(section: str) -> str:
-    limit = _LIMIT.fullmatch(section)
-    if not limit:
-        raise PluginError(f"a limit has no tag: {section[:200]}")
-    summary = f'<summary>{limit["title"]}<span class="tag">{limit["tag"]}</span></summary>'
-    return f'<details class="limit {limit["kind"].lower()}">{summary}{limit["text"]}</details>'
-
-
 def on_post_build(config: Any, **_: Any) -> None:
     """Raise if a link leads to a place that no page has. MkDocs does not see the links in notebooks."""
     site = Path(config["site_dir"])

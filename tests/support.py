@@ -168,7 +168,7 @@ def native_jvp(function: Callable[..., Any], x: Any, along: Any) -> Any:
 def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the gradient of a function under the backend's map over a leading axis.
 
-    TensorFlow's map falls back to a loop around a tape, with a warning: see docs/limits/tensorflow.md.
+    TensorFlow's map falls back to a loop around a tape, with a warning: see docs/limits.md.
     """
     if BACKEND == "jax":
         import jax
@@ -178,7 +178,7 @@ def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         return torch.vmap(torch.func.grad(function))
-    return pytest.skip("tf.vectorized_map is a limit: docs/limits/tensorflow.md")
+    return pytest.skip("tf.vectorized_map is a limit: docs/limits.md")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

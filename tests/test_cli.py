@@ -137,11 +137,11 @@ def test_the_active_backend_is_the_backend_of_keras(tmp_path):
 # ------------------------------------------------------------------------------------------- explain
 
 
-@pytest.mark.parametrize("name", ["general#tensors-on-objects", "tensors-on-objects", "tensors on objects"])
+@pytest.mark.parametrize("name", ["limits#tensors-on-objects", "tensors-on-objects", "tensors on objects"])
 def test_explain_prints_a_section(name, capsys):
     assert main(["explain", *name.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "## Tensors on objects (general#tensors-on-objects)"
+    assert lines[0] == "## Tensors on objects (limits#tensors-on-objects)"
     assert any(line.startswith("**What to do:**") for line in lines)
     assert not any("{#" in line or "](" in line for line in lines)  # neither anchors nor links
 
@@ -149,18 +149,10 @@ def test_explain_prints_a_section(name, capsys):
 def test_explain_lists_the_sections_of_all_pages(capsys):
     assert main(["explain"]) == 0
     listed = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[:-2]]
-    anchors = {
-        folder: {
-            f"{path.stem}#{anchor}"
-            for path in (ROOT / "docs" / folder).glob("*.md")
-            for anchor in re.findall(r"\{#([\w-]+)", path.read_text())
-        }
-        for folder in ("limits", "guides", "migrate", "performance")
-    }
-    assert len(anchors["limits"]) > 60
-    assert set(listed[: len(anchors["limits"])]) == anchors["limits"]
+    limits = re.findall(r"\{#([\w-]+)", (ROOT / "docs" / "limits.md").read_text())
+    assert len(limits) > 30
+    assert listed[: len(limits)] == [f"limits#{anchor}" for anchor in limits]
     assert len(listed) == len(set(listed))
-    assert set(listed) > set.union(*anchors.values())
     assert {"debugging-nan#debug-nan", "debugging-nan#common-causes", "faq#why-is-my-gradient-zero"} < set(
         listed
     )
@@ -169,18 +161,15 @@ def test_explain_lists_the_sections_of_all_pages(capsys):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("forward-mode", ["jax#forward-mode", "pytorch#forward-mode", "tensorflow#forward-mode"]),
-        ("keras", ["keras#loss-scale-jax", "keras#export"]),
-        ("no gradient", ["general#closed-over-tensors"]),  # in its text
+        ("forward-mode", ["limits#forward-mode", "from-jax#forward-mode"]),
         ("NaN", ["debugging-nan#debug-nan", "which-op#avoid-nan", "gradients-in-fit#stop-on-nan"]),
         ("inf", ["debugging-nan#debug-nan"]),  # but not `information`
         ("float64", ["testing-a-rule#how-precise-the-check-is"]),
         ("train_step", ["training-loops#train-step"]),
-        ("TracerArrayConversionError", ["faq#why-is-my-gradient-zero", "jax#forward-mode"]),
+        ("TracerArrayConversionError", ["faq#why-is-my-gradient-zero"]),
         ("GAN", ["second-derivatives#gradient-penalty"]),
         ("WGANs", ["second-derivatives#gradient-penalty"]),
         ("PINN", ["second-derivatives#u-xx"]),
-        ("x64", ["faq#how-do-i-compute-in-float64", "frameworks#double-precision"]),
     ],
 )
 def test_explain_lists_what_it_finds(words, found, capsys):
@@ -193,9 +182,9 @@ def test_explain_lists_what_it_finds(words, found, capsys):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("save model", "saving#save-and-load-a-model"),
-        ("How do I save a model?", "saving#save-and-load-a-model"),
-        ("load model", "saving#save-and-load-a-model"),
+        ("save model", "in-a-model"),
+        ("How do I save a model?", "in-a-model"),
+        ("load model", "in-a-model"),
         ("How do I clip gradients?", "which-op#clip"),
         ("multiple outputs", "rules#several-outputs"),
         ("takes long", "compile#compile-time"),
@@ -214,7 +203,7 @@ def test_explain_names_similar_sections(capsys):
     printed = capsys.readouterr()
     assert not printed.out
     assert printed.err.startswith("multigrad explain: no section contains 'forwad-mode'.")
-    assert "nearest: jax#forward-mode  Forward mode" in printed.err
+    assert "nearest: limits#forward-mode  Forward mode" in printed.err
     assert main(["explain", "qqqq"]) == 1
     assert "nearest" not in capsys.readouterr().err
 
@@ -233,12 +222,12 @@ def test_explain_renders_a_section_in_a_terminal(capsys, monkeypatch):
 def test_explain_in_an_installed_package(tmp_path):
     """The pages are copied into the package, as in a wheel. `nox -s release` tests an installed wheel."""
     shutil.copytree(ROOT / "multigrad", tmp_path / "multigrad")
-    (tmp_path / "multigrad" / "pages" / "limits").mkdir(parents=True)
+    (tmp_path / "multigrad" / "pages" / "guides").mkdir(parents=True)
     page = "# Page\n\n## Title {#anchor}\n\nText.\n"
-    (tmp_path / "multigrad" / "pages" / "limits" / "page.md").write_text(page)
+    (tmp_path / "multigrad" / "pages" / "guides" / "page.md").write_text(page)
     done = run("-P", "-m", "multigrad", "explain", "anchor", PYTHONPATH=str(tmp_path))
     assert done.stdout == "## Title (page#anchor)\n\nText.\n", done.stderr
-    missing = run("-P", "-m", "multigrad", "explain", "jax#forward-mode", PYTHONPATH=str(tmp_path))
+    missing = run("-P", "-m", "multigrad", "explain", "limits#forward-mode", PYTHONPATH=str(tmp_path))
     assert missing.returncode == 1
 
 

@@ -89,7 +89,7 @@ def check_forgetful(text: str) -> bool:
 @pytest.mark.parametrize("first", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(5, 200, 5)]])
 def test_a_rule_that_returns_nothing_raises(first):
     texts = drawn(first).values()
-    if BACKEND == "tensorflow":  # an error in `tf.map_fn` breaks checkpoints: see docs/limits/tensorflow.md
+    if BACKEND == "tensorflow":  # an error in `tf.map_fn` breaks checkpoints: see docs/limits.md
         texts = [text for text in texts if "vmap(" not in text or "jit(" not in text]
     assert any([check_forgetful(text) for text in texts])
 
@@ -128,7 +128,7 @@ def draw_compiled(seed: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 200, 5))
 def test_a_random_program_leaks_no_tracer(first):
-    """A compiled program keeps the scope in which its variables had traced values: see docs/limits/jax.md."""
+    """A compiled program keeps the scope in which its variables had traced values: see docs/limits.md."""
     import jax
 
     for name, text in drawn(first, 3).items():

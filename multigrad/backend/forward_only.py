@@ -96,7 +96,7 @@ def _no_gradients() -> NotImplementedError:
         f"Keras's {keras.backend.backend()} backend computes no gradients.\n"
         f"The backends that do are {', '.join(DIFFERENTIATING)}. Choose one with the environment variable\n"
         "KERAS_BACKEND before Keras is imported.\n"
-        "  see: python -m multigrad explain general#numpy-and-openvino"
+        "  see: python -m multigrad explain limits#numpy-and-openvino"
     )
 
 

@@ -189,7 +189,7 @@ class _DifferentiatedVariables(Pinned):
                     "code that stops recording",
                     got=f"variable {variable.path!r}",
                     fix="pass `variable.value` to the function as an argument, or remove keras.remat",
-                    see="tensorflow#remat-variables",
+                    see="limits#remat-variables",
                 )
             )
         return value

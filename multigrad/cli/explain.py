@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parents[1]
 # The limits come first, because errors name their sections.
-PAGES = ("limits/*.md", "faq.md", "which-op.md", "guides/*.md", "migrate/*.md", "performance/*.md")
+PAGES = (
+    "limits.md",
+    "faq.md",
+    "which-op.md",
+    "getting-started/*.md",
+    "guides/*.md",
+    "migrate/*.md",
+    "performance/*.md",
+)
 _TITLE = r"(?P<title>.+?)"
 _ANCHOR = r" \{#(?P<anchor>[\w-]+)[^}\n]*\}"
 _HEADING = re.compile(rf"^(?:\A# |## |###+ (?=.*\{{#)){_TITLE}(?:{_ANCHOR})?$", re.MULTILINE)
@@ -33,7 +41,7 @@ class Section(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in the last line of an error, such as `jax#forward-mode`."""
+        """The name in the last line of an error, such as `limits#forward-mode`."""
         return f"{self.page}#{self.anchor}"
 
     @property
@@ -53,11 +61,11 @@ def explain(words: str = "") -> int:
     ```python
     from multigrad.cli.explain import explain
 
-    status = explain("general#closed-over-tensors")
+    status = explain("limits#closed-over-tensors")
     ```
 
     Arguments:
-        words: the name of a section, such as `jax#forward-mode` or `forward-mode`, the name of a page, or
+        words: the name of a section, such as `limits#forward-mode` or `forward-mode`, the name of a page, or
             words of a section. Without words, all sections are listed.
 
     Returns:
@@ -87,7 +95,7 @@ def sections() -> list[Section]:
         if path.stem == "index":  # it lists the sections of the other pages
             continue
         page = path.read_text(encoding="utf-8")
-        needs_anchor = path.parent.name == "limits"
+        needs_anchor = path.name == "limits.md"
         headings = [match for match in _HEADING.finditer(page) if match["anchor"] or not needs_anchor]
         ends = [heading.start() for heading in headings[1:]] + [len(page)]
         for heading, end in zip(headings, ends, strict=True):

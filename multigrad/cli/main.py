@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "words",
         metavar="NAME",
         nargs="*",
-        help="a section, such as jax#forward-mode or forward-mode, a page, such as jax, or words",
+        help="a section, such as limits#in-place, a page, such as limits, or words",
     )
     commands.add_parser(
         "doctor",

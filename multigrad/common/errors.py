@@ -38,8 +38,8 @@ def message(
 ) -> str:
     """Return the text of an error: the op, the problem, what is required, what the op got, and a fix.
 
-    `probably` is the probable cause. `see` names a page and a section of `docs/limits/`, such as
-    "jax#forward-mode". `multigrad explain` prints it.
+    `probably` is the probable cause. `see` names a page and a section of `docs/`, such as
+    "limits#forward-mode". `multigrad explain` prints it.
 
     ```python
     print(message("scale", "the gradient has the wrong shape", argument="'x'",
@@ -76,7 +76,7 @@ def closed_over(name: str, path: str | None) -> str:
         got=path or "a tensor that the function reads from elsewhere",
         fix="pass the tensor as an argument, or use ops.stop_gradient(tensor) if it is a constant; freeze a "
         "module of another library, or pass its parameters",
-        see="general#closed-over-tensors",
+        see="limits#closed-over-tensors",
     )
 
 
@@ -89,7 +89,7 @@ def held(name: str) -> str:
         got="an object such as `self`, a deque or an iterator, that holds such a tensor",
         fix="assign the tensor to a local name in the function, and let the rule close over this name; call "
         "`vjp` of a framework in the rule, in place of a pullback from the function",
-        see="general#tensors-on-objects",
+        see="limits#tensors-on-objects",
     )
 
 

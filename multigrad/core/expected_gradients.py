@@ -146,7 +146,7 @@ class ExpectedGradients:
                 got=mismatch.got,
                 fix="return each gradient in the structure of its argument, and None where there is none"
                 + (self._one_by_one() if mismatch.required == "one tensor" else ""),
-                see="general#static-arguments",
+                see="rules#static-arguments",
             )
         )
 

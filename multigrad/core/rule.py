@@ -313,7 +313,7 @@ def gets_variables(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
                 got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(read)}",
                 fix=f"{_did_you_mean(rule)}write the rule as `def rule(upstream, variables)`, or pass the "
                 "variables as arguments",
-                see="general#weights-that-the-function-reads",
+                see="variables-and-layers#weights",
             )
         )
     return takes == REQUIRED or (takes == OPTIONAL and bool(read))

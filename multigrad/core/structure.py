@@ -402,7 +402,7 @@ _REFUSALS: dict[int, tuple[Any, ...]] = {
         "a sparse tensor",
         "a dense tensor",
         "pass its values as a dense tensor",
-        "general#sparse-tensors",
+        "limits#sparse-tensors",
     ),
     _RAGGED: (
         "a ragged tensor cannot be the argument or output of an op",
@@ -421,14 +421,14 @@ _REFUSALS: dict[int, tuple[Any, ...]] = {
         "a stand-in of torch.fx for a tensor",
         "a tensor",
         "record it with torch.export, or compile it with torch.compile",
-        "pytorch#export",
+        "limits#export",
     ),
     _STATIC: (
         "tensors are in an object of an unknown class, in which multigrad does not look for them",
         None,
         "a tuple, list or dict, or a class that is registered with keras.tree",
         "put them into a plain container",
-        "general#tensors-past-the-output",
+        "limits#no-side-effects",
     ),
 }
 

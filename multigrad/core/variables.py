@@ -330,7 +330,7 @@ class Reads(_Scope):
                 required="a function whose only results are its outputs",
                 got="a call of add_loss, possibly by an activity regularizer",
                 fix="call the layer outside of the function, or return the loss as an output",
-                see="general#add-loss",
+                see="limits#add-loss",
             )
         )
 
@@ -421,7 +421,7 @@ def _assignment_error(name: str, variable: keras.Variable) -> TypeError:
             required="a rule that assigns only variables that its function uses",
             got=f"an assignment to variable {variable.path!r}",
             fix="assign the variable, or draw the random number, in the function or outside of the op",
-            see="general#rules-that-assign",
+            see="limits#rules-that-assign",
         )
     )
 

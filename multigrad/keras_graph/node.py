@@ -90,7 +90,7 @@ class Application:
                     "restores",
                     got=describe(unsaved.value),
                     fix="pass an argument that can be saved, such as the name of an object",
-                    see="general#unsaved-arguments",
+                    see="in-a-model#unsaved-arguments",
                 )
             ) from unsaved
 
@@ -188,7 +188,7 @@ class CustomGradient(keras.Operation):
                         required="a variable that a layer of the model owns",
                         got=f"variable {variable.path!r}, which the model does not own",
                         fix="write a keras.Layer that creates the variable and calls the op",
-                        see="general#weight-without-a-layer",
+                        see="limits#weight-without-a-layer",
                     )
                 )
 

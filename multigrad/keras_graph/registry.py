@@ -98,7 +98,7 @@ def without_name(name: str) -> NotImplementedError:
             required="a name of the form 'package>name'",
             got=f"{name!r}, which is only used in messages",
             fix=f"define it with @op_custom_gradient(name='my_package>{identifier(name)}')",
-            see="general#ops-without-a-name",
+            see="in-a-model#ops-without-a-name",
         )
     )
 
@@ -183,7 +183,7 @@ def _name_taken(name: str, registered: Any, f: Op) -> ValueError:
             required="one op per name",
             got=f"{_origin(new)}; registered is {_origin(old)}",
             fix=fix,
-            see="general#name-is-taken",
+            see="in-a-model#name-is-taken",
         )
     )
 

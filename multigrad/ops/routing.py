@@ -194,7 +194,7 @@ _FORWARD_MODE = message(
     required="reverse mode, such as grad, vjp or jacobian",
     got="forward mode, such as jvp",
     fix="use reverse mode, or call clip_gradient outside of the function that is differentiated",
-    see="general#nonlinear-rules",
+    see="limits#nonlinear-rules",
 )
 
 _LOSS_SCALING = message(
@@ -203,7 +203,7 @@ _LOSS_SCALING = message(
     required="a gradient of the loss itself",
     got="the policy 'mixed_float16'",
     fix="use the policy 'mixed_bfloat16', or compile the model with auto_scale_loss=False",
-    see="frameworks#loss-scaling",
+    see="mixed-precision#loss-scaling",
 )
 
 

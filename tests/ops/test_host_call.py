@@ -373,7 +373,7 @@ def test_vmap(vectorized):
 
 def test_vmap_of_a_gradient():
     if BACKEND == "tensorflow":
-        pytest.skip("tf.vectorized_map loops over custom gradients, see docs/limits/tensorflow.md")
+        pytest.skip("tf.vectorized_map loops over custom gradients, see docs/limits.md")
     close(mapped(grad(sine), array([0.0, 0.5])), 7.0 * np.cos([0.0, 0.5]), 1e-4)
     with pytest.raises(TypeError, match="no derivative"):
         mapped(grad(lambda x: host_call(double, x, output=x)), array([0.0, 0.5]))

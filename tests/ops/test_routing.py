@@ -219,7 +219,7 @@ def test_clipping_warns_once_where_the_loss_is_scaled(wrap):
         finally:
             keras.config.set_dtype_policy(before)
     (warning,) = caught
-    assert "frameworks#loss-scaling" in str(warning.message)
+    assert "mixed-precision#loss-scaling" in str(warning.message)
 
 
 @pytest.mark.parametrize("bound", ["value", "norm"])

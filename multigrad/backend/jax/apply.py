@@ -145,6 +145,6 @@ def _not_differentiable(name: str, error: Exception) -> NotImplementedError:
             fix="compute the intermediate result in a separate op that returns it; create constants outside "
             "of the function; an object of another library, such as a sparse matrix, can be a global "
             "variable",
-            see="jax#derivative-of-the-gradient",
+            see="limits#derivative-of-the-gradient",
         )
     )

@@ -296,7 +296,7 @@ def _push(
             required="a rule of operations that JAX can differentiate, without calls of the host",
             got=f"{type(error).__name__}, in the rule",
             fix="use reverse mode, or call the host in the function in place of the rule",
-            see="jax#forward-mode",
+            see="limits#forward-mode",
         )
         error.add_note(problem)
         raise

@@ -75,7 +75,7 @@ def require_not_ended(variable: keras.Variable, value: Any) -> None:
                 got=f"a traced {describe(value)}",
                 fix="draw the random numbers before the loop, carry the value through the loop, or pass "
                 "unroll=True to the RNN",
-                see="jax#assign-outside-stateless",
+                see="limits#assign-outside-stateless",
             )
         )
 
@@ -108,7 +108,7 @@ def assign(variable: keras.Variable, value: Any) -> None:
                 got=f"a traced {describe(value)}",
                 fix="compile with multigrad.jit in place of jax.jit, call the layer through "
                 "`stateless_call`, or outside of jax.lax.scan and similar functions",
-                see="jax#assign-outside-stateless",
+                see="limits#assign-outside-stateless",
             )
         )
     variable.assign(value)

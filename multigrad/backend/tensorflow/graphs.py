@@ -146,5 +146,5 @@ def _loss_text(name: str) -> str:
         "with an op in a rule, or by forward mode around a branch or a loop in a tf.function",
         fix="compute the gradient in the mapped function, save with experimental_custom_gradients=True, "
         "which keeps the rules of first derivatives only, use multigrad.jvp, or call the op again",
-        see="tensorflow#vectorized-map",
+        see="limits#vectorized-map",
     )

@@ -54,7 +54,7 @@ class _Wrapper(tf.types.experimental.TraceType, HoldsNoTensor):
                     required="a function that multigrad returned",
                     got="a decorated function, a method, or a function in a rule that closes over a tensor",
                     fix="pass a lambda that calls the argument",
-                    see="tensorflow#decorated-arguments",
+                    see="limits#decorated-arguments",
                 )
             )
 

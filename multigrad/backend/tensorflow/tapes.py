@@ -187,7 +187,7 @@ def _require_no_tangents(
                 required="a rule that uses only inputs and outputs of a function that calls host_call",
                 got="an intermediate result or an object in the rule",
                 fix="compute the intermediate result in the rule, by an op with a rule of its own",
-                see="tensorflow#forward-mode",
+                see="limits#forward-mode",
             )
         )
 

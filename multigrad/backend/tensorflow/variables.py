@@ -64,7 +64,7 @@ class _ReadsInGraph(keras.StatelessScope):
                     required="trainable variables that are not assigned there",
                     got=f"variable {variable.path!r}",
                     fix="carry the value through the loop, and assign it after the loop",
-                    see="tensorflow#assigned-in-a-loop",
+                    see="limits#assigned-in-a-loop",
                 )
             )
         super().add_update(update)
@@ -167,7 +167,7 @@ class _PinnedInGraph(keras.StatelessScope):
                 required="a tf.function that does not use the variable",
                 got=f"variable {variable.path!r}",
                 fix="pass the value of the variable to the tf.function as an argument, and return a new one",
-                see="tensorflow#variables-in-functions",
+                see="limits#variables-in-functions",
             )
         )
 

@@ -265,7 +265,7 @@ def _only_first_order(call: Call) -> str:
         required="an op with higher_order=True",
         got="higher_order=False",
         fix="omit higher_order; the op then keeps its inputs in memory",
-        see="pytorch#second-derivatives",
+        see="limits#second-derivatives",
     )
 
 
@@ -283,7 +283,7 @@ def _not_repeatable(call: Call) -> RuntimeError:
             required="a function that returns the same values for the same arguments",
             got="different outputs or residuals",
             fix="draw random numbers outside of the function, and pass them and other state as arguments",
-            see="pytorch#second-derivatives",
+            see="limits#second-derivatives",
         )
     )
 
@@ -335,7 +335,7 @@ _COMPILED = message(
     got="a derivative of the gradient of a result of torch.compile or multigrad.jit",
     fix="compile the outermost function, such as the training step, and compute both derivatives in it, by "
     "multigrad.grad in place of backward()",
-    see="pytorch#compile",
+    see="limits#compile",
 )
 
 

@@ -309,7 +309,7 @@ _UNRECORDED = message(
     required="a second derivative by nested gradient functions",
     got="a backward pass through the result, such as `backward()`",
     fix="nest grad(...) for both derivatives, or pass the values of the variables as arguments",
-    see="pytorch#history-of-gradients",
+    see="limits#history-of-gradients",
 )
 
 _CHANGED = message(
@@ -318,7 +318,7 @@ _CHANGED = message(
     required="a function that leaves the arguments unchanged that it is differentiated with respect to",
     got="a change in place, such as x.mul_(2.0) or torch.nn.ReLU(inplace=True)",
     fix="use the out-of-place operation, such as x * 2.0",
-    see="pytorch#in-place",
+    see="limits#in-place",
 )
 
 

@@ -56,7 +56,7 @@ def changed_upstream(name: str) -> RuntimeError:
             required="a rule that leaves the upstream gradient unchanged, which other operations use, too",
             got="a change in place, such as upstream.mul_(2.0)",
             fix="use the out-of-place operation, such as upstream * 2.0",
-            see="pytorch#in-place",
+            see="limits#in-place",
         )
     )
 

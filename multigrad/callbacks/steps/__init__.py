@@ -22,7 +22,7 @@ def training_of(model: keras.Model) -> Training:
                 required=f"one of the backends {', '.join(_CLASSES)}",
                 got=name,
                 fix="set the environment variable KERAS_BACKEND before Keras is imported",
-                see="general#numpy-and-openvino",
+                see="limits#numpy-and-openvino",
             )
         )
     module = importlib.import_module(f"{__name__}.{name}")
