@@ -88,10 +88,9 @@ COMPILE_FAST = {
 
 
 FAST = ("lint", "types", "docs", "tests", "package")
-LONG = ("keras_tests", "tfp", "export", "properties", "demo", "planted_faults")
+LONG = ("keras_tests", "tfp", "export", "demo", "planted_faults")
 
 EVERY_TEST = ("-m", "")  # replaces the `-m` of pyproject.toml
-MANY_EXAMPLES = "250"  # for each of four properties on three backends
 
 
 def install(session: nox.Session, *requirements: str) -> None:
@@ -109,13 +108,13 @@ def discard(session: nox.Session) -> None:
         shutil.rmtree(session.virtualenv.location)
 
 
-def run_two_at_a_time(session: nox.Session, *words: str, **environment: str) -> None:
+def run_two_at_a_time(session: nox.Session, *words: str) -> None:
     """Run sessions with nox, which prints at the end how long each of them took.
 
     One session installs packages while the other one runs tests.
     """
     command = (sys.executable, "-m", "nox", "--parallel", "2", "--allow-parallel", "--session", *words)
-    session.run(*command, env=environment, external=True)
+    session.run(*command, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -128,8 +127,8 @@ def fast(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Every check: the slow tests too, every notebook on every backend, and many random programs."""
     tests = ("lint", "types", "docs", "tests")  # these include the tests of `package`
-    run_two_at_a_time(session, *tests, "--", *EVERY_TEST, MULTIGRAD_EXAMPLES=MANY_EXAMPLES)
-    run_two_at_a_time(session, *LONG, MULTIGRAD_EXAMPLES=MANY_EXAMPLES)
+    run_two_at_a_time(session, *tests, "--", *EVERY_TEST)
+    run_two_at_a_time(session, *LONG)
 
 
 @nox.session(default=False)
@@ -371,14 +370,6 @@ def export(session: nox.Session) -> None:
     pytest = ("pytest", "-p", "no:anyio", "tests/export", *session.posargs)
     for backend in ("tensorflow", "jax", "torch"):
         session.run(*pytest, env=QUIET | {"KERAS_BACKEND": backend})
-
-
-@nox.session(default=False)
-def properties(session: nox.Session) -> None:
-    """Compare values and gradients of random programs between the three frameworks, in one environment."""
-    install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *FRAMEWORKS)
-    session.run("python", "-c", ALL_INSTALLED)
-    session.run("pytest", "tests/across_backends.py", *session.posargs, env=QUIET | {"KERAS_BACKEND": "jax"})
 
 
 @nox.session(default=False)

@@ -2,12 +2,10 @@
 
 import gc
 import importlib.util
-import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 
-import hypothesis
 import keras
 import pytest
 from accelerator import use_accelerator
@@ -24,24 +22,12 @@ collect_ignore = [
 ]
 if not DIFFERENTIATES:
     # These files import hand-written derivatives, and the framework's gradient functions.
-    collect_ignore += ["test_benchmarks.py", "test_gradient_checks.py", "transforms/test_ways.py"]
+    collect_ignore += ["test_benchmarks.py", "test_gradient_checks.py"]
     collect_ignore += ["transforms/test_ways_in_forms.py", "transforms/test_one_array.py"]
     collect_ignore += ["test_training_steps.py"]
 if not DIFFERENTIATES or importlib.util.find_spec("nbclient") is None:
     # nox installs Jupyter. It is not needed for a run of a few tests.
     collect_ignore += ["notebooks.py"]
-
-# The number of random examples per property, which are the same in each run of CI. PyTorch, where one takes
-# the least time, runs more of them.
-EXAMPLES = "10" if BACKEND == "torch" else "2"
-hypothesis.settings.register_profile(
-    "multigrad",
-    max_examples=int(os.environ.get("MULTIGRAD_EXAMPLES", EXAMPLES)),
-    deadline=None,
-    derandomize="CI" in os.environ,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("multigrad")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

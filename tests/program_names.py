@@ -194,7 +194,32 @@ def by_stateless(
     return value, [*found]
 
 
+def by_way(name: str) -> Function:
+    """Return the function that differentiates by a way of `ways.py`, with respect to inputs alone."""
+    from ways import EVERY_WAY, own
+
+    def differentiate(
+        f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        chosen = [xs[i] for i in argnums]
+
+        def function(*leaves: Any) -> Any:
+            value = of_chosen(f, argnums, xs)(*tree.pack_sequence_as(chosen, [*leaves]))
+            return value + 0.0 * sum(map(ops.sum, leaves))  # PyTorch refuses an unused leaf
+
+        leaves = tree.flatten(chosen)
+        if name in own.LACKING_OF_ONE_ARRAY:
+            leaves = list(map(ops.copy, leaves))
+        return function(*leaves), [*EVERY_WAY[name](function)(*leaves)]
+
+    return differentiate
+
+
 WAYS = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp, "stateless": by_stateless}
+
+
+def way_of(mode: str) -> Function:
+    return WAYS[mode] if mode in WAYS else by_way(mode)
 
 
 def derivatives(
@@ -215,7 +240,7 @@ def derivatives(
         """Return the function whose derivative is the next order."""
 
         def function(*xs: Any) -> Any:
-            _, found = WAYS[mode](f, argnums, variables, xs)
+            _, found = way_of(mode)(f, argnums, variables, xs)
             if mode == "jvp":
                 return found[0]
             return sum(
@@ -227,7 +252,7 @@ def derivatives(
     def results(*xs: Any) -> list[Any]:
         f, every = loss, []
         for mode in modes:
-            value, found = WAYS[mode](f, argnums, variables, xs)
+            value, found = way_of(mode)(f, argnums, variables, xs)
             every += found if every else [value, *found]
             f = summed(f, mode)
         return every

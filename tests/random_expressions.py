@@ -51,6 +51,7 @@ class Parameter:
     paths: Sequence[str] = ()
     literal: str = ""
     has_default: bool = False
+    positional_only: bool = False
 
     @property
     def is_differentiable(self) -> bool:
@@ -125,6 +126,9 @@ class Expressions:
             )
         return f"ops.{kind}({part()})"
 
+    def _by_keyword(self, op: Op, p: Parameter) -> bool:
+        return not (op.is_layer or p.positional_only) and self.chance(0.15)
+
     def call(self, op: Op, part: Callable[[], str], names: Names) -> str:
         """Return a call of an op. `part` draws a tensor of the shape of the program."""
         # A variable that is passed to the op is not one that its function reads.
@@ -151,7 +155,7 @@ class Expressions:
             else:
                 drawn = tensor(p.kind == "small")
             # After a keyword, all arguments are keywords. A Keras layer gets only tensors by position.
-            if p.keyword_only or keywords or (not op.is_layer and self.chance(0.15)):
+            if p.keyword_only or keywords or self._by_keyword(op, p):
                 keywords.append(f"{p.name}={drawn}")
             elif len(arguments) < op.parameters.index(p):
                 keywords.append(f"{p.name}={drawn}")  # an argument before it has its default

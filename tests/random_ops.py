@@ -16,6 +16,8 @@ from random_expressions import (
 )
 
 FORMS = ["function", "method", "layer", "layer's call"]
+TAILS = ["", "", "", "/", "*rest", "**more"]
+"""How a definition ends its positional parameters: positional-only ones, or ones that it collects."""
 ARGUMENTS = "abcd"
 
 
@@ -57,6 +59,7 @@ class OpDrawing:
         of_self = "layer" in form and not black_box
         self.written = {w: f"self.{w}" if of_self and self.chance(0.7) else w for w in [*full, *small]}
         self.parameters = self._parameters(simple, form)
+        self.tail = self._tail()
         self.name = f"op{number}"
         unpacked, self.names = self._unpacked(constants)
         nested = [op for op in others if set(op.weights) <= set(self.written)]
@@ -116,6 +119,23 @@ class OpDrawing:
                 shapes = [s for s in STRUCTURES if "layer" not in form or not {"None", '"s"'} & _words(s[0])]
                 p.structure, p.paths = self.random.choice(shapes)
         return made
+
+    def _tail(self) -> str:
+        """Draw how the definition collects parameters. The arguments of `*rest` are passed by position."""
+        tail = self.random.choice(TAILS)
+        if "layer" in self.form:
+            return ""
+        if tail == "**more":
+            named = [p for p in self.parameters if p.keyword_only]
+            return tail if named and not any(p.has_default for p in named) else ""
+        by_position = [p for p in self.parameters if not p.keyword_only]
+        if tail == "*rest" and by_position[-1].has_default:
+            return ""
+        if tail == "/":
+            by_position = by_position[: self.random.randint(1, len(by_position))]
+        for p in by_position if tail else []:
+            p.positional_only = True
+        return tail
 
     def _unpacked(self, constants: Sequence[str]) -> tuple[list[str], Names]:
         """Return the lines that get the tensors from the arguments, and the names of these."""
@@ -202,7 +222,7 @@ class OpDrawing:
         """Return the gradients of the arguments, in one of the forms of an answer."""
         entries = {p.name: self._entry(p, us) for p in self.parameters}
         own = [p.name for p in self.parameters if p.is_differentiable]
-        forms = ["names", "own", "all"]
+        forms = {"*rest": ["own", "all"], "**more": ["names"]}.get(self.tail, ["names", "own", "all"])
         if (
             len(own) == 1 and self.leaves[own[0]] == own and entries[own[0]] != "None"
         ):  # None itself is an error
@@ -242,11 +262,8 @@ class OpDrawing:
 
     def _definition(self, body: list[str]) -> list[str]:
         name, form = self.name, self.form
-        written = [f"{p.name}={p.literal}" if p.has_default else p.name for p in self.parameters]
-        first = next((i for i, p in enumerate(self.parameters) if p.keyword_only), None)
-        if first is not None:
-            written.insert(first, "*")
-        arguments = ", ".join(written)
+        arguments, unpacked = self._signature()
+        body = unpacked + body
         if form == "function":
             return ["@op_custom_gradient", f"def {name}({arguments}):", *indented(body)]
         kind = f"Class{name[2:]}"
@@ -264,6 +281,26 @@ class OpDrawing:
                 *indented([f"return self.method({', '.join(passed)})"]),
             ]
         return [f"class {kind}(Layer):", *indented([*init, *lines]), "", f"{name} = {kind}()"]
+
+    def _signature(self) -> tuple[str, list[str]]:
+        """Return the parameters of the definition, and the line that gets the collected ones."""
+
+        def written(of: Sequence[Parameter]) -> list[str]:
+            return [f"{p.name}={p.literal}" if p.has_default else p.name for p in of]
+
+        by_position = [p for p in self.parameters if not p.keyword_only]
+        by_keyword = [p for p in self.parameters if p.keyword_only]
+        if self.tail == "*rest":
+            rest = ", ".join(written(by_position[1:]))
+            parameters = [*written(by_position[:1]), "*rest", *written(by_keyword)]
+            return ", ".join(parameters), [f"({rest},) = rest"] if rest else []
+        if self.tail == "**more":
+            unpacked = [f'{p.name} = more["{p.name}"]' for p in by_keyword]
+            return ", ".join([*written(by_position), "**more"]), unpacked
+        parameters = [*written(by_position), *["*"] * bool(by_keyword), *written(by_keyword)]
+        if self.tail == "/":
+            parameters.insert(sum(p.positional_only for p in by_position), "/")
+        return ", ".join(parameters), []
 
 
 def _words(text: str) -> set[str]:

@@ -13,7 +13,8 @@ kept.
   name or on an object, and tensors that a function stores on an object;
 - arguments that are gradients;
 - ops of multigrad, and ops that NumPy computes;
-- one to three orders, each in reverse or in forward mode, or a gradient of a function in a `StatelessScope`.
+- one to three orders, each in reverse or in forward mode, or a gradient of a function in a `StatelessScope`,
+  or one or two orders by ways of the framework (`transforms/ways.py`).
 """
 
 import itertools
@@ -84,12 +85,25 @@ class Drawing:
         # A constant that is the value of a weight changes with it on PyTorch.
         if len(modes) == 1 and any(self.weights) and not self.constants and self.chance(0.7):
             modes, variables = ["stateless"], [w for own in self.weights for w in own]
-        lines += ["", *self._loss(inputs, inner, self._transforms(modes))]
-        compiled = self.compiled and self.chance(0.15)
+        by_ways = order < 3 and not (self.closed or self.low or self.black_box) and self.chance(0.3)
+        if by_ways:
+            modes, variables, argnums = self._ways(order), [], argnums or [0]
+            self.small = True
+        lines += ["", *self._loss(inputs, inner, [] if by_ways else self._transforms(modes))]
+        compiled = self.compiled and not by_ways and self.chance(0.15)
         names = ", ".join(f"x{i}" for i in range(inputs))
         differentiated = f"{argnums}, [{', '.join(variables)}]"
         lines += ["", f"result = derivatives(loss, [{names}], {differentiated}, {modes=}, {compiled=})"]
         return "\n".join(lines) + "\n"
+
+    def _ways(self, order: int) -> list[str]:
+        """Draw the inner and the outer way from those that the framework supports."""
+        from ways import EVERY_PAIR, EVERY_WAY
+
+        if order == 1:
+            return [self.random.choice([*EVERY_WAY])]
+        outer, inner = self.random.choice(EVERY_PAIR)
+        return [inner, outer]
 
     def _transforms(self, modes: list[str]) -> list[str]:
         """Return the transforms that the framework supports for this program: see docs/limits."""

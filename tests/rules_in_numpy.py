@@ -188,9 +188,10 @@ def op_custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
         READS.append([])
         start = next(Node.numbers)
         output, rule = f(*args, **kwargs)
-        inputs = leaves_of(list(bound.arguments.values()))
+        arguments = _by_name(bound)
+        inputs = leaves_of(list(arguments.values()))
         variables = [variable for variable in READS.pop() if variable not in inputs]
-        pull = _pull(rule, output, bound.arguments, variables)
+        pull = _pull(rule, output, arguments, variables)
         # The rule holds the outputs, whose nodes are replaced. If an output is an input, it holds the input.
         outputs = [Tensor(y.value) if y in inputs else y for y in leaves_of(output)]
         others = [_others(y, [*inputs, *variables], start) for y in leaves_of(output)]
@@ -202,6 +203,20 @@ def op_custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
         return rebuilt(output, iter(outputs))
 
     return op
+
+
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return the arguments, with one entry for each that `*rest` or `**more` collects."""
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        match bound.signature.parameters[name].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                arguments |= {f"{name}{i}": item for i, item in enumerate(value)}
+            case inspect.Parameter.VAR_KEYWORD:
+                arguments |= value
+            case _:
+                arguments[name] = value
+    return arguments
 
 
 def _others(output: Tensor, inputs: Sequence[Tensor], start: int) -> list[Tensor]:
@@ -232,8 +247,8 @@ def _pull(
         if len(names) == 1 and parameters[names[0]].kind is not inspect.Parameter.VAR_POSITIONAL:
             return rule(whole, **more)
         if "upstream" in names:
-            own = {name: arguments[name] for name in names if name != "upstream"}
-            return rule(**own, upstream=whole, **more)
+            own = [*arguments.values()][: len(names) - 1]
+            return rule(*own, upstream=whole, **more)
         return rule(*us, **more)
 
     def read(*us: Tensor) -> list[Tensor | None]:

@@ -69,7 +69,7 @@ def test_each_way_with_respect_to_a_weight(way, case):
 def pairs_in_forms():
     """Return each pair of ways with three cases. The fast run has a few pairs with one case.
 
-    `test_ways.py` draws from the pairs for functions.
+    Random programs draw from all pairs.
     """
     parameters = []
     for i, (outer, inner) in enumerate(EVERY_PAIR):

@@ -1,4 +1,4 @@
-"""The ways to compute a gradient on the active backend, see `test_ways.py` and `test_ways_in_forms.py`.
+"""The ways to compute a gradient on the active backend, for random programs and `test_ways_in_forms.py`.
 
 A way maps a scalar function of tensors to the function of its gradients, which another way can differentiate.
 """

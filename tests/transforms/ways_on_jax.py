@@ -1,4 +1,4 @@
-"""The ways of JAX to compute a gradient, without forward mode, see `test_ways.py`."""
+"""The ways of JAX to compute a gradient, without forward mode, see `ways.py`."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The ways of PyTorch to compute a gradient, see `test_ways.py`."""
+"""The ways of PyTorch to compute a gradient, see `ways.py`."""
 
 import functools
 import itertools
