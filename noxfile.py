@@ -374,10 +374,12 @@ def export(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def planted_faults(session: nox.Session) -> None:
-    """Plant faults in a copy of the package. For each fault, a fast test must fail."""
+    """Plant faults in a copy of the package. For each fault, a test or a random program must fail."""
     install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *FRAMEWORKS)
     session.run("python", "-c", ALL_INSTALLED)
-    session.run("python", "tests/planted_faults.py", *session.posargs, env=QUIET)
+    for backend in DIFFERENTIATING:
+        command = ("python", "tests/mutants.py", "planted", *session.posargs)
+        session.run(*command, env=QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)

@@ -1,10 +1,13 @@
-"""Random faults ("mutants") in a copy of the package, and the fast tests that find ("kill") them.
+"""Faults in a copy of the package, to measure the power of the tests: a test must fail for each fault.
 
-    KERAS_BACKEND=jax python tests/mutants.py          # 100 mutants
+    KERAS_BACKEND=jax python tests/mutants.py          # 100 random faults ("mutants")
     KERAS_BACKEND=jax python tests/mutants.py 30 7     # 30 mutants of the sample with seed 7
     KERAS_BACKEND=jax python tests/mutants.py 30 7 tests/test_answers.py    # only the tests of a file
+    KERAS_BACKEND=jax python tests/mutants.py planted cast    # planted_faults.py, the names with this word
 
-The sample takes the same number of mutants from each folder. A smaller sample is the start of a larger one.
+A sample takes the same number of mutants from each folder. Except for those of `backend/`, they are the same
+on each backend. A smaller sample is the start of a larger one.
+
 One run of the fast tests with coverage.py records the tests that reach each line. Then each mutant runs the
 tests that reach its line, from the test files nearest in name, the shortest tests first, until one fails. The
 program prints a Markdown table.
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import planted_faults
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +50,9 @@ LOG = "log.txt"
 LONGEST = 60.0
 # ... and a mutant times out after this many times as long, and a minute.
 PATIENCE = 5
+
+# A planted fault is found by one of so many random programs, within an hour.
+PROGRAMS, HOUR = 200, 3600.0
 
 # The mutants of an operator.
 OPERATORS = {
@@ -161,7 +168,7 @@ def sample(count: int, seed: int) -> list[Mutant]:
     for folder in FOLDERS:
         files = sorted((ROOT / "multigrad" / folder).rglob("*.py"))
         mutants = [mutant for file in files for mutant in File(str(file.relative_to(ROOT))).mutants()]
-        random.Random(f"{BACKEND} {seed}").shuffle(mutants)
+        random.Random(seed).shuffle(mutants)
         drawn.append(mutants)
     return [mutants[number] for number in range(count) for mutants in drawn if number < len(mutants)][:count]
 
@@ -189,14 +196,17 @@ class Selection:
     """A plugin of pytest that runs the given tests, in this order."""
 
     def __init__(self, tests: list[str]) -> None:
-        self.rank = {test: number for number, test in enumerate(tests)}
+        self.rank = {test: number for number, test in enumerate(tests, 1)}
         self.failed = ""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted(
-            (item for item in items if item.nodeid in self.rank), key=lambda item: self.rank[item.nodeid]
-        )
+        items[:] = sorted(filter(self.place, items), key=self.place)
+
+    def place(self, item: pytest.Item) -> int | None:
+        """Return the position of a test, which is listed as a case, as a function or by its file."""
+        names = [item.nodeid, *[item.nodeid.partition(mark)[0] for mark in ("[", "::")]]
+        return next((self.rank[name] for name in names if name in self.rank), None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome == "failed":
@@ -223,10 +233,11 @@ def record(results: Any, files: list[str], arguments: list[str]) -> None:
     results.put((recorder.seconds, lines))
 
 
-def kill(results: Any, tests: list[str]) -> None:
+def kill(results: Any, tests: list[str], *arguments: str) -> None:
     """Run tests until one fails, and send pytest's exit status and the name of the test."""
     selection = Selection(tests)
-    status = run_pytest(selection, "-x", *dict.fromkeys(test.partition("::")[0] for test in tests))
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    status = run_pytest(selection, "-x", *files, *arguments)
     results.put((status, selection.failed))
 
 
@@ -238,7 +249,7 @@ def child(folder: Path, function: Callable[..., None], results: Any, *arguments:
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.path.insert(0, str(folder / "tests"))
+    sys.path[:0] = [str(folder / "tests"), str(folder / "tests/transforms")]
     import processor_time
 
     processor_time.SHORT = float("inf")  # the limit of a fast test, which a busy machine would exceed
@@ -293,21 +304,42 @@ def tests_of(mutant: Mutant, seconds: dict[str, float], lines: dict[int, list[st
     return sorted(chosen, key=lambda test: (-nearness(test), file_of(test), seconds[test])), reach
 
 
-def result_of(mutant: Mutant, folder: Path, tests: list[str], limit: float) -> tuple[str, str]:
-    """Plant a mutant in the folder, and return whether the tests killed it, and the test that did."""
-    path = folder / mutant.file
+@contextlib.contextmanager
+def replaced(path: Path, start: int, end: int, new: bytes) -> Iterator[None]:
+    """Replace a part of a file, counted in bytes, for a while."""
     source = path.read_bytes()
-    path.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.end :])
+    path.write_bytes(source[:start] + new + source[end:])
     try:
-        sent = in_child(folder, limit, kill, tests)
+        yield
     finally:
         path.write_bytes(source)
+
+
+def result_of(mutant: Mutant, folder: Path, tests: list[str], limit: float) -> tuple[str, str]:
+    """Plant a mutant in the folder, and return whether the tests killed it, and the test that did."""
+    with replaced(folder / mutant.file, mutant.start, mutant.end, mutant.new.encode()):
+        sent = in_child(folder, limit, kill, tests)
     if sent is None:
         return "killed", "crash, or time limit"
     status, test = sent
     if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return "survived", ""
     return "killed", test or "the import fails"
+
+
+def run_programs(results: Any) -> None:
+    """Run random programs until one fails, and send its number."""
+    from test_random_programs import check, check_forgetful, drawn
+
+    for number in range(PROGRAMS):
+        text = drawn(number, 1)[f"seed {number}"]
+        try:
+            check(text)
+            check_forgetful(text)
+        except BaseException as error:  # noqa: BLE001 - pytest.raises fails by an exception of its own
+            results.put(f"program {number}: {type(error).__name__}")
+            return
+    results.put("")
 
 
 def row(mutant: Mutant, *cells: object) -> str:
@@ -318,15 +350,50 @@ def row(mutant: Mutant, *cells: object) -> str:
     return f"| {' | '.join(map(str, [place, *(f'`{text}`' for text in texts), *cells]))} |"
 
 
-def main(count: int = 100, seed: int = 0, *arguments: str) -> int:
-    mutants = sample(count, seed)
-    outcomes = []
+@contextlib.contextmanager
+def project() -> Iterator[Path]:
+    """Make a copy of the project for a while."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         for part in ("multigrad", "tests", "benchmarks", "docs", "examples"):
             shutil.copytree(ROOT / part, folder / part, True, shutil.ignore_patterns("__pycache__"))
         for file in ("pyproject.toml", "noxfile.py", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
             shutil.copy(ROOT / file, folder)
+        yield folder
+
+
+def plant(words: list[str]) -> int:
+    """Plant each fault of `planted_faults.py` on the active backend, and print what finds it.
+
+    Arguments:
+        words: select the faults whose names contain one of them. Without words, random programs also run on
+            the unchanged copy, where none may fail.
+    """
+    unchanged = planted_faults.Fault("no fault", BACKEND, "core/call.py", "", "")
+    chosen = [fault for fault in planted_faults.FAULTS if any(word in fault.name for word in words)]
+    wrong = 0
+    with project() as folder:
+        for fault in chosen if words else [unchanged, *planted_faults.FAULTS]:
+            if BACKEND not in fault.backends.split():
+                continue
+            path = folder / "multigrad" / fault.file
+            start = path.read_bytes().index(fault.old.encode())
+            with replaced(path, start, start + len(fault.old.encode()), fault.new.encode()):
+                if fault.tests:
+                    sent = in_child(folder, PATIENCE * LONGEST, kill, fault.tests.split(), "-m", "")
+                    found = "crash, or time limit" if sent is None else sent[1]
+                else:
+                    sent = in_child(folder, HOUR, run_programs)
+                    found = "crash, or time limit" if sent is None else sent
+            wrong += bool(found) is (fault is unchanged)
+            print(f"{BACKEND:<11} {fault.name:<72} {found or 'not found'}", flush=True)
+    return bool(wrong)
+
+
+def mutate(count: int = 100, seed: int = 0, *arguments: str) -> int:
+    """Print the result of each mutant of a sample. Further arguments are passed to pytest."""
+    mutants, outcomes = sample(count, seed), []
+    with project() as folder:
         files = sorted({mutant.file for mutant in mutants})
         recorded = in_child(folder, float("inf"), record, files, list(arguments))
         if recorded is None:
@@ -349,4 +416,6 @@ if __name__ == "__main__":
     importlib.import_module(BACKEND)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant may have the size and the second of the original
     sys.dont_write_bytecode = True
-    sys.exit(main(*map(int, sys.argv[1:3]), *sys.argv[3:]))
+    if sys.argv[1:2] == ["planted"]:
+        sys.exit(plant(sys.argv[2:]))
+    sys.exit(mutate(*map(int, sys.argv[1:3]), *sys.argv[3:]))

@@ -1,21 +1,16 @@
-"""The planted faults are faults of the package as it is. The slow run plants them."""
+"""The planted faults are faults of the package as it is. `nox -s planted_faults` plants them."""
 
 from pathlib import Path
 
-import faults_in_programs
 import planted_faults
 import pytest
 
 import multigrad
 
-pytestmark = pytest.mark.package
-
 PACKAGE = Path(multigrad.__file__).parent
 
 
-@pytest.mark.parametrize(
-    "faults", [planted_faults.FAULTS, faults_in_programs.FAULTS], ids=["tests", "programs"]
-)
-def test_the_text_of_each_fault_occurs_once(faults):
-    for fault in faults:
+@pytest.mark.package
+def test_the_text_of_each_fault_occurs_once():
+    for fault in planted_faults.FAULTS:
         assert (PACKAGE / fault.file).read_text().count(fault.old) == 1, fault
