@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import keras
 import pytest
 from accelerator import use_accelerator
-from processor_time import pytest_runtest_call, pytest_runtest_protocol  # noqa: F401  hooks of pytest
 from support import BACKEND, DIFFERENTIATES
 
-from multigrad.common.frameworks import DIFFERENTIATING
+BACKENDS = ("tensorflow", "jax", "torch", "numpy", "openvino")
 
 # Tests of one framework are in separate files, which runs on other backends do not collect.
 _OTHERS = [name for name in ("tensorflow", "jax", "torch") if name != BACKEND]
@@ -55,37 +54,28 @@ def pytest_report_header() -> str:
     return f"Keras {keras.__version__} on {BACKEND}, {ACCELERATOR or 'no accelerator'}"
 
 
-# The fast run takes a third of the cases of a test with more cases than this, another third on each backend.
-# The second number is for the tests of one framework, whose other thirds are in the full run alone.
-FEW_CASES, FEW_OF_ONE_FRAMEWORK = 3, 12
+def left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases that the fast run of this backend leaves out: all but one of each test.
 
-
-def other_thirds(items: list[pytest.Item], third: int) -> Iterator[pytest.Item]:
-    """Yield the cases of fast tests with many cases, but for one third of them, and for at least one.
-
-    The name of a case decides, so that it is in one of the three thirds wherever it is collected.
+    Another backend has another case. On PyTorch, where a case of most tests takes 25 ms, the tests that other
+    backends have too keep all cases.
     """
     cases = defaultdict(list)
     for item in items:
-        if not any(map(item.get_closest_marker, ("slow", "package", "every_case"))):
-            cases[item.nodeid.partition("[")[0]].append((zlib.crc32(item.nodeid.encode()), item))
+        if not any(map(item.get_closest_marker, ("slow", "package"))):
+            cases[item.nodeid.partition("[")[0]].append(item)
     for name, of_test in cases.items():
-        is_of_one_framework = "/on_" in name or "/backends/" in name
-        if len(of_test) > (FEW_OF_ONE_FRAMEWORK if is_of_one_framework else FEW_CASES):
-            first = min(number for number, _ in of_test)
-            has_one = any(number % 3 == third for number, _ in of_test)
-            for number, item in of_test:
-                if number % 3 != third and (has_one or number != first):
-                    yield item
+        if BACKEND != "torch" or "/on_torch" in name or "/backends/" in name:
+            chosen = (zlib.crc32(name.encode()) + BACKENDS.index(BACKEND)) % len(of_test)
+            yield from (item for number, item in enumerate(of_test) if number != chosen)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark two thirds of many cases as slow, and deselect tests of gradients on a backend without them."""
-    if DIFFERENTIATES:
-        for item in other_thirds(items, DIFFERENTIATING.index(BACKEND)):
-            item.add_marker("slow")
-        return
-    left_out = [item for item in items if item.get_closest_marker("forward") is None]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    """Mark the cases that the fast run leaves out, and deselect gradients on a backend without them."""
+    if not DIFFERENTIATES:
+        forward = [item for item in items if item.get_closest_marker("forward")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in forward])
+        items[:] = forward
+    for item in left_out(items):
+        item.add_marker("slow")

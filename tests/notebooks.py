@@ -19,8 +19,6 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from support import BACKEND, NOTEBOOKS, code_of
 
-from multigrad.common.frameworks import DIFFERENTIATING
-
 SECONDS = 300  # more than any cell takes
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -74,36 +72,7 @@ def unmeasured(notebook):
     return cells
 
 
-# The backend on which the fast run has a notebook: the fastest one, or any one if they are equal. The full
-# run has each notebook on each backend.
-BACKENDS = {
-    "00_a_layer_with_its_own_rule": "torch",
-    "01_stable_log1pexp": "tensorflow",
-    "02_what_flows_upstream": "torch",
-    "03_domain_adversarial": "torch",
-    "04_quantized_network": "jax",
-    "05_spiking_network": "jax",
-    "06_fixed_points": "torch",
-    "07_large_vocabulary": "jax",
-    "08_guided_backprop": "torch",
-    "09_black_boxes": "jax",
-    "10_clipped_for_each_example": "torch",
-    "11_vanishing_gradients": "torch",
-}
-
-
-def test_each_notebook_and_each_backend_is_in_the_fast_run():
-    assert [*BACKENDS] == [path.stem for path in NOTEBOOKS]
-    assert {*BACKENDS.values()} == {*DIFFERENTIATING}
-
-
-def params():
-    for path in NOTEBOOKS:
-        marks = () if BACKENDS[path.stem] == BACKEND else pytest.mark.slow
-        yield pytest.param(path, marks=marks, id=path.name)
-
-
-@pytest.mark.parametrize("path", list(params()))
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.name for path in NOTEBOOKS])
 def test_notebooks_run(path, run, pytestconfig):
     notebook = run(nbformat.read(path, as_version=4))
     if pytestconfig.getoption("store"):

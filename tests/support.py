@@ -1,9 +1,8 @@
 """Helpers for the tests that are the same on every backend."""
 
 import hashlib
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +35,12 @@ def is_keras_at_least(version: str) -> bool:
     return is_at_least(keras.__version__, version)
 
 
-def slow_on(*backends: str) -> pytest.MarkDecorator:
-    """Return the marker of a test that takes long on some backends.
-
-    JAX and TensorFlow compile each solution of an equation and each large function separately.
-    """
-    return pytest.mark.slow if BACKEND in backends else pytest.mark.fast
-
-
 # The modes of `fit`. On PyTorch, `jit_compile` uses Inductor, which takes 10 s to compile a step.
 FIT_MODES = [
     pytest.param({"run_eagerly": True}, id="eagerly"),
     pytest.param({"jit_compile": False}, id="compiled"),
-    pytest.param({"jit_compile": True}, id="jit", marks=slow_on("torch")),
+    pytest.param({"jit_compile": True}, id="jit", marks=pytest.mark.slow if BACKEND == "torch" else ()),
 ]
-
-
-def slow_but(fast: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> list[Any]:
-    """Return the product of values as parameters of a test. Only the `fast` cases are in the fast run."""
-    return [
-        pytest.param(*case, marks=() if case in fast else pytest.mark.slow)
-        for case in itertools.product(*values)
-    ]
 
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

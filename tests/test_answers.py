@@ -11,8 +11,6 @@ from support import BACKEND, array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient
 
-pytestmark = pytest.mark.every_case
-
 ONES = np.ones(2, "float32")
 
 

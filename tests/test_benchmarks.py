@@ -2,19 +2,16 @@
 
 import pytest
 from keras import tree
-from support import close, slow_on
+from support import close
 
 from benchmarks import cases, large_vocabulary, measure
 from benchmarks.measure import time_in_turns
 from benchmarks.native import active
 
-
-def params():
-    for case in cases.all_cases():
-        yield pytest.param(case, id=case.name, marks=slow_on("jax") if case.name == "chain of 1000" else ())
+CASES = cases.all_cases()
 
 
-@pytest.mark.parametrize("case", list(params()))
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_every_implementation_has_the_same_gradients(case):
     runs = {name: active.runner(f, case.args) for name, f in case.implementations.items()}
     wanted = tree.flatten(runs.pop("native")())

@@ -11,8 +11,6 @@ from support import array, close, compiled
 
 from multigrad import grad, op_custom_gradient
 
-pytestmark = pytest.mark.every_case
-
 
 @op_custom_gradient
 def scale(x, factor=2.0, *others, bias=0.0, **rest):

@@ -11,8 +11,6 @@ from support import BACKEND, array, close, compiled, compiled_with_variables, nu
 
 from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, value_and_grad, vjp, vmap
 
-pytestmark = pytest.mark.every_case
-
 ONES = np.ones(2, "float32")
 seven = op_custom_gradient(lambda x: (x * 1.0, lambda upstream: upstream * 7.0))
 

@@ -82,7 +82,6 @@ def raises(text=NOT_AN_ARGUMENT):
     return pytest.raises((TypeError, RuntimeError), match=text)
 
 
-@pytest.mark.every_case
 @WRAPS
 @FORMS
 def test_a_closed_over_tensor_in_the_output(form, wrap):
@@ -258,7 +257,6 @@ HOLDS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("kind", HOLDS)
 def test_a_tensor_that_the_function_stores(kind):
     """A first derivative in eager code uses it. A derivative that needs its history raises an error."""

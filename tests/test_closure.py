@@ -19,7 +19,7 @@ from multigrad.common.closure import lift, restore
 from multigrad.common.reachable import may_hold_tensors, reachable_tensors
 from multigrad.common.type_sets import TypeSet
 
-pytestmark = [pytest.mark.forward, pytest.mark.every_case]
+pytestmark = pytest.mark.forward
 
 
 class Tensor:

@@ -6,46 +6,44 @@ import re
 import keras
 import pytest
 from markdown import ROOT, Block, blocks, pages, run, run_page
-from support import slow_on
+from support import BACKEND
 
 import multigrad
 import multigrad.callbacks
 import multigrad.layers
 import multigrad.testing
 
-PAGES = pages()
+PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 # torch.compile takes ten seconds or more for a training step, which tests/test_compilation.py has too.
-SLOW = dict.fromkeys(["README.md", "docs/guides/compile.md"], slow_on("torch"))
-# JAX compiles equations, batches and second derivatives for each example.
-SLOW |= {
-    f"docs/guides/{page}.md": slow_on("jax")
-    for page in ("batches", "equations", "gradients-in-fit", "second-derivatives")
-}
-# JAX compiles each operation of its four models separately.
-SLOW["docs/migrate/from-own-helpers.md"] = slow_on("jax")
+SLOW = ("README.md", "docs/guides/compile.md") if BACKEND == "torch" else ()
+LIMITS = "docs/limits.md"
 
 
-# With a block for the backends without gradients.
-FORWARD = {"docs/limits.md": pytest.mark.forward}
-
-
-def case(page):
-    name = str(page.relative_to(ROOT))
-    return pytest.param(page, id=name, marks=SLOW.get(name, FORWARD.get(name, ())))
-
-
-@pytest.mark.parametrize("page", [case(page) for page in PAGES])
-def test_the_blocks_of_a_page_run(page, capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def run_blocks(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some blocks save a model
-    run_page(page, capsys, monkeypatch)
+    return lambda name: run_page(PAGES[name], capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.slow if p in SLOW else ()) for p in PAGES if p != LIMITS],
+)
+def test_the_blocks_of_a_page_run(page, run_blocks):
+    run_blocks(page)
+
+
+@pytest.mark.forward
+def test_the_blocks_of_the_limits_run(run_blocks):
+    """Many of them are for one backend, and one for the backends without gradients."""
+    run_blocks(LIMITS)
 
 
 @pytest.mark.forward
 def test_the_pages_and_their_blocks_are_found():
-    names = {str(page.relative_to(ROOT)) for page in PAGES}
-    assert {"README.md", "docs/index.md", "docs/limits.md", "docs/migrate/from-pytorch.md"} <= names
+    assert {"README.md", "docs/index.md", LIMITS, "docs/migrate/from-pytorch.md"} <= PAGES.keys()
     for backend in ("tensorflow", "jax", "torch"):
-        assert sum(backend in block.backends for page in PAGES for block in blocks(page)) > 80
+        assert sum(backend in block.backends for page in PAGES.values() for block in blocks(page)) > 80
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ from support import BACKEND, array, close, numpy
 import multigrad
 from multigrad import grad, jacobian, op_custom_gradient, value_and_grad
 
-pytestmark = pytest.mark.every_case
-
 
 @op_custom_gradient
 def triple(x):

@@ -17,8 +17,6 @@ from multigrad import grad, op_custom_gradient
 from multigrad.cli import explain
 from multigrad.common.errors import message
 
-pytestmark = pytest.mark.every_case
-
 ONES = np.ones(3, "float32")
 
 

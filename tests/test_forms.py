@@ -8,8 +8,6 @@ from support import array, close
 
 from multigrad import grad, op_custom_gradient
 
-pytestmark = pytest.mark.every_case
-
 
 def one(rule):
     """Return an op `3 x` of one argument, with the rule `rule(x)`."""

@@ -4,7 +4,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from keras import ops
-from support import slow_on
 
 from benchmarks.gradient_checks import CHANGES, draw, rejected
 from benchmarks.right_rules import FAMILIES
@@ -74,13 +73,11 @@ NARROW = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("dtype", EPSILON)
 def test_the_distance_to_the_next_number(dtype):
     assert EPSILON[dtype] == float(ml_dtypes.finfo(dtype).eps)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", NARROW)
 def test_the_precision_of_a_function(name):
     """The precision does not depend on values: float32 represents these values exactly."""
@@ -209,7 +206,6 @@ CAUSES = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_probable_cause(name):
     function, rule, args, cause = CAUSES[name]
@@ -277,11 +273,7 @@ def seeds_of_families():
     while len(first) < len(FAMILIES):
         first.setdefault(draw(seed, False).family.name, seed)
         seed += 1
-    # JAX compiles the programs of each one. The fast run has every third there.
-    return [
-        pytest.param(seed, marks=slow_on("jax") if index % 3 else ())
-        for index, seed in enumerate(first.values())
-    ]
+    return list(first.values())
 
 
 @pytest.mark.parametrize("seed", seeds_of_families())

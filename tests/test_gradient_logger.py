@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 from logged_models import BATCH, eager_tensors, targets
-from support import BACKEND, numpy, slow_on
+from support import BACKEND, numpy
 
 from multigrad import op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.callbacks import GradientLogger
@@ -222,7 +222,6 @@ class Counting(layers.Layer):
         return x * 1.0
 
 
-@slow_on("jax", "tensorflow")
 def test_a_second_fit_compiles_nothing():
     inputs = keras.Input((2,))
     model = keras.Model(inputs, layers.Dense(1)(Counting()(inputs)))
@@ -548,9 +547,7 @@ class Mapped(layers.Layer):
     ("make", "name"),
     [
         (lambda: Mapped(name="outer"), "outer"),
-        pytest.param(
-            lambda: layers.RNN(layers.SimpleRNNCell(2), name="rnn"), "rnn", marks=slow_on("tensorflow")
-        ),
+        (lambda: layers.RNN(layers.SimpleRNNCell(2), name="rnn"), "rnn"),
         (lambda: layers.TimeDistributed(layers.Dense(2), name="times"), "times"),
     ],
 )

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cases import CASES, each_of
 from keras import ops
-from support import array, close, compiled, slow_on
+from support import array, close, compiled
 
 from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, vjp
 
@@ -51,7 +51,6 @@ def test_second_derivatives(case, wrap):
     close(wrap(hessian(case.op))(X, W), jacobian(by_rows(case.meant, (0,)))(X, W)[0], 1e-4)
 
 
-@slow_on("tensorflow")
 @SOME
 def test_derivatives_of_a_jacobian(case):
     def total(function):

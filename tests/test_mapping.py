@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 from cases import CASES, each_of
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy, slow_on
+from support import BACKEND, array, close, compiled, numpy
 
 import multigrad
 from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, vjp, vmap
 from multigrad import ops as shelf
-
-pytestmark = pytest.mark.every_case
 
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 XS, WS = ops.stack([X, 2.0 * X]), ops.stack([W, -W])
@@ -211,7 +209,6 @@ def test_one_element():
         vmap(cube, 0, None)(rows)
 
 
-@slow_on("jax", "tensorflow")
 def test_a_compiled_hessian_inside():
     of_sum = lambda x: ops.sum(cube(x))  # noqa: E731
     close(vmap(jit(hessian(of_sum), **OPTIONS))(XS), ops.stack([14.0 * ops.diag(x) for x in XS]))
@@ -459,13 +456,12 @@ def by_products(a):
 AS = array([[1.0, 2.0], [3.0, 4.0], [0.5, 0.25]])
 
 
-@slow_on("tensorflow", "jax")
 @pytest.mark.parametrize(
     "solve",
     [
         pytest.param(heron, id="fixed_point"),
-        pytest.param(coupled, id="implicit_root", marks=slow_on("jax", "tensorflow")),
-        pytest.param(by_products, id="linear_solve", marks=slow_on("jax", "tensorflow")),
+        pytest.param(coupled, id="implicit_root"),
+        pytest.param(by_products, id="linear_solve"),
     ],
 )
 def test_solutions_of_equations(solve):

@@ -9,7 +9,7 @@ import pytest
 from cases import CASES, IN_OTHER_FORMS
 from forms import FORMS, Written, in_form
 from keras import ops
-from support import BACKEND, array, close, slow_on
+from support import BACKEND, array, close
 
 from multigrad import grad, op_custom_gradient
 
@@ -24,14 +24,9 @@ def by_output(x):
 
 EVERY_CASE = {**CASES, **IN_OTHER_FORMS}
 CALLED_OFTEN = [
-    pytest.param(case, id=id_, marks=marks)
-    for name, marks in (
-        ("output", ()),
-        ("intermediate", slow_on("jax")),
-        ("structure", pytest.mark.slow),
-    )
+    pytest.param(case, id=id_)
     for id_, case in EVERY_CASE.items()
-    if case.name == name
+    if case.name in ("output", "intermediate", "structure")
 ]
 
 

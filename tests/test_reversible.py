@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, numpy, slow_on
+from support import BACKEND, array, close, numpy
 
 from multigrad import grad, op_custom_gradient
 
@@ -85,8 +85,7 @@ def gradients(layer, function):
     return grad(lambda x: ops.sum(ops.sin(function(x))), argnums=0, variables=variables)(array(X))
 
 
-@slow_on("jax")
-@pytest.mark.parametrize("depth", [3, pytest.param(20, marks=slow_on("jax", "tensorflow"))])
+@pytest.mark.parametrize("depth", [3, 20])
 def test_gradients_and_state_equal_the_plain_network(depth):
     plain, reversible = Reversible(depth), Reversible(depth)
     wanted = gradients(plain, plain.plain)
@@ -95,7 +94,6 @@ def test_gradients_and_state_equal_the_plain_network(depth):
     assert len(wanted[1]) == 8 * depth
 
 
-@slow_on("tensorflow", "jax")
 def test_training_in_fit():
     """Two steps of `fit` change weights and state as in the plain network."""
     results = []
@@ -152,7 +150,7 @@ def kept(layer, function):
     return sum(tensor.shape[:1] == (BATCH,) for tensor in alive)
 
 
-@pytest.mark.parametrize("depth", [4, pytest.param(20, marks=slow_on("jax", "tensorflow"))])
+@pytest.mark.parametrize("depth", [4, 20])
 @pytest.mark.parametrize("kind", ["op", "plain"])
 def test_memory_does_not_grow_with_the_depth(kind, depth):
     few, many = [kept(layer, getattr(layer, kind)) for layer in (Reversible(1), Reversible(depth))]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, DIFFERENTIATES, array, close, compiled, native_jvp, numpy, slow_on
+from support import BACKEND, DIFFERENTIATES, array, close, compiled, native_jvp, numpy
 
 from multigrad import grad, hessian, jacobian, jvp, layers, ops, vmap
 from multigrad.testing import check_gradients
@@ -241,15 +241,7 @@ def test_the_value(name):
     ("name", "extent"),
     [
         *[pytest.param(name, {}, id=name, marks=pytest.mark.slow if name in COSTLY else ()) for name in ROWS],
-        *[
-            pytest.param(
-                name,
-                {"max_elements": 1, "compiled": False},
-                id=f"{name}, few",
-                marks=slow_on("jax", "tensorflow"),
-            )
-            for name in COSTLY
-        ],
+        *[pytest.param(name, {"max_elements": 1, "compiled": False}, id=f"{name}, few") for name in COSTLY],
     ],
 )
 def test_the_gradient_is_the_documented_one(name, extent):
@@ -329,9 +321,7 @@ def test_no_rows(name):
     assert tuple(hessian(of_sum)(x).shape) == (0, 3, 0, 3)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=slow_on("jax", "tensorflow")) if n in COSTLY else n for n in ROWS]
-)
+@every
 def test_maps_of_no_elements_and_of_one(name):
     row, one = ROWS[name], array(X[None])
     of_sum = lambda x: ops.sum(ops.cast(row.call(x), "float32"))  # noqa: E731
@@ -374,15 +364,10 @@ def debugging():
 @pytest.mark.parametrize(
     ("name", "wrap"),
     [
-        *[
-            pytest.param(n, lambda f: f, id=n, marks=slow_on("jax", "tensorflow") if n in COSTLY else ())
-            for n in WITH_GRADIENT
-        ],
+        *[pytest.param(n, lambda f: f, id=n) for n in WITH_GRADIENT],
         # A compiled solution of an equation computes a NaN for a failure.
         *[
-            pytest.param(
-                n, compiled, id=f"{n}, compiled", marks=slow_on("jax", "tensorflow") if n in COSTLY else ()
-            )
+            pytest.param(n, compiled, id=f"{n}, compiled")
             for n in WITH_GRADIENT
             if n not in (*NEWTON, "fixed_point", "FixedPoint")
         ],

@@ -15,8 +15,6 @@ from support import array, close, compiled, numpy
 
 from multigrad import grad, op_custom_gradient, value_and_grad
 
-pytestmark = pytest.mark.every_case
-
 ONES = np.ones(2, "float32")
 Point = namedtuple("Point", "x y")
 

@@ -12,8 +12,6 @@ from support import BACKEND, DIFFERENTIATES, FIT_MODES, array, close, compiled, 
 
 from multigrad import grad, op_custom_gradient
 
-pytestmark = pytest.mark.every_case
-
 ONES = np.ones((2, 3), "float32")
 Point = namedtuple("Point", "x y")
 

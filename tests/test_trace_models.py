@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import FIT_MODES, array, close, slow_on
+from support import FIT_MODES, array, close
 
 from multigrad import grad, op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.tracing.diagnosis import diagnose
@@ -202,7 +202,6 @@ def test_shared_and_recurrent_layers():
     assert [step.call.op for step in trace.steps].count("rnn/cell") == 4
 
 
-@slow_on("jax")
 def test_an_lstm_and_masks():
     model = keras.Sequential(
         [

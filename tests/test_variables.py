@@ -11,8 +11,6 @@ from support import BACKEND, FIT_MODES, array, close, compiled, compiled_with_va
 
 from multigrad import grad, op_custom_gradient, value_and_grad, vjp
 
-pytestmark = pytest.mark.every_case
-
 SCALE = keras.Variable([2.0, 3.0], name="scale")
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import keras
 import pytest
-from support import slow_on
 
 import multigrad
 from multigrad import frameworks
@@ -117,7 +116,6 @@ assert found == hidden, hidden - found
 """
 
 
-@slow_on("torch")  # it starts Dynamo
 def test_without_the_names_that_have_a_fallback(monkeypatch):
     """Every gradient follows the rule without them, too."""
     paths = loaded_without(PRIVATE[BACKEND], (), monkeypatch)[1]

@@ -15,8 +15,6 @@ from support import BACKEND, array, close
 import multigrad
 from multigrad import grad, hessian, jacobian, jit, op_custom_gradient, vmap
 
-pytestmark = pytest.mark.every_case
-
 FAST = {"backend": "eager"} if BACKEND == "torch" else {}
 
 

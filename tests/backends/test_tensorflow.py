@@ -3,6 +3,7 @@
 import functools
 import gc
 import inspect
+import itertools
 import subprocess
 import sys
 import weakref
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
-from support import close, slow_but
+from support import close
 
 from multigrad import grad, op_custom_gradient, trace_gradients, vjp
 from multigrad import ops as shelf
@@ -962,7 +963,7 @@ def reciprocal(x, **options):
     [
         (quotient, {"batched": True}),
         *[
-            pytest.param(solve, options, marks=pytest.mark.slow)
+            (solve, options)
             for solve, solver in ((quotient, "solver"), (reciprocal, "linear_solver"))
             for options in ({}, {solver: "dense"}, {solver: "gmres", "batched": solve is reciprocal})
         ],
@@ -1030,29 +1031,13 @@ def as_it_is(f):
 AROUND, REDUCTIONS = [as_it_is, tf.function, with_any_number], [None, "sum"]
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize(
-    ("derivative", "within", "around", "reduction"),
+    ("derivative", "within"),
     [
-        *slow_but(
-            [
-                (tape_gradient, as_it_is, with_any_number, None),
-                (tape_gradient, tf.function, as_it_is, "sum"),
-                (twice, as_it_is, tf.function, "sum"),
-                (forward, as_it_is, tf.function, None),
-                (forward_over_reverse, as_it_is, as_it_is, "sum"),
-            ],
-            [tape_gradient, twice, forward, forward_over_reverse],
-            [as_it_is, tf.function],
-            AROUND,
-            REDUCTIONS,
-        ),
-        *slow_but(
-            [(tape_gradient, in_branch, tf.function, "sum")],
-            [tape_gradient, twice],
-            [in_branch],
-            AROUND,
-            REDUCTIONS,
-        ),
+        *itertools.product([tape_gradient, twice, forward, forward_over_reverse], [as_it_is, tf.function]),
+        *itertools.product([tape_gradient, twice], [in_branch]),
     ],
 )
 def test_linear_cross_entropy_in_graphs_and_in_eager_code(derivative, within, around, reduction):
@@ -1065,20 +1050,17 @@ def in_one_branch(f):
     return tf.function(in_branch(f, tf.identity))
 
 
-@pytest.mark.parametrize(
-    ("around", "reduction"),
-    slow_but([(by_xla, "sum"), (in_one_branch, "sum")], [by_xla, with_any_number, in_one_branch], REDUCTIONS),
-)
+@pytest.mark.parametrize("around", [by_xla, with_any_number, in_one_branch])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_linear_cross_entropy_in_other_graphs(around, reduction):
     x = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]])
     own, wanted = [functools.partial(f, reduction=reduction) for f in (head, plain_head)]
     close(around(lambda x: tape_gradient(own, x))(x), tape_gradient(wanted, x))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "jit", "reduction"),
-    slow_but([(None, False, None), (300, True, None)], [None, 300], [False, True], REDUCTIONS),
-)
+@pytest.mark.parametrize("tokens", [None, 300])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_one_graph_for_an_unknown_number_of_tokens(tokens, jit, reduction):
     random = np.random.default_rng(0)
     width = 100
@@ -1104,10 +1086,9 @@ def test_one_graph_for_an_unknown_number_of_tokens(tokens, jit, reduction):
         close(own(features[:count]), gradients(plain)(features[:count]), 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("count", "jit", "reduction"),
-    slow_but([(2, False, "sum"), (5, True, None)], [1, 2, 5, 70], [False, True], REDUCTIONS),
-)
+@pytest.mark.parametrize("count", [1, 2, 5, 70])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_tokens_without_labels_raise_in_a_graph(count, jit, reduction):
     w = tf.ones((2, 4))
 
@@ -1133,7 +1114,8 @@ def test_a_program_keeps_no_graph_alive(reduction):
     assert graph() is None
 
 
-@pytest.mark.parametrize(("tokens", "reduction"), slow_but([(3, None)], [3, None], REDUCTIONS))
+@pytest.mark.parametrize("tokens", [3, None])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_linear_cross_entropy_in_a_vectorized_map(tokens, reduction):
     x, factors = tf.constant([[1.0, -1.0], [0.5, 2.0], [0.0, 1.0]]), tf.constant([0.5, 1.0, 2.0])
     own, wanted = [functools.partial(f, reduction=reduction, classes=20) for f in (head, plain_head)]
@@ -1146,10 +1128,9 @@ def test_linear_cross_entropy_in_a_vectorized_map(tokens, reduction):
 
 
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
-@pytest.mark.parametrize(
-    ("tokens", "by", "reduction"),
-    slow_but([(3, 0, None), (3, 1, None)], [3, None], [0, 1], REDUCTIONS),
-)
+@pytest.mark.parametrize("tokens", [3, None])
+@pytest.mark.parametrize("by", [0, 1])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_gradient_around_a_vectorized_map_of_linear_cross_entropy_raises(tokens, by, reduction):
     """The gradient with respect to unmapped arguments would be zero."""
     x, w, factors = tf.ones((3, 2)), tf.ones((2, 4)), tf.constant([0.5, 1.0])

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from fixing import Row, check
 from keras import ops
-from support import BACKEND, array, slow_on
+from support import BACKEND, array
 
 import multigrad
 from multigrad import grad, jacobian, jvp, op_custom_gradient, vjp, vmap
@@ -242,7 +242,6 @@ if BACKEND != "torch":  # Dynamo opens the trace outside of its graphs
     ]  # fmt: skip
 
 
-@slow_on("torch")  # compiles a function
 def test_the_fixes_of_errors_about_traces():
     others = {"import_pyplot": "matplotlib is installed", "trace_gradients": "not on PyTorch"}
     check(TRACES, ["tracing", "compilation.py"], others)

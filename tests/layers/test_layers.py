@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, DIFFERENTIATES, array, close, is_keras_at_least, numpy, slow_on
+from support import BACKEND, DIFFERENTIATES, array, close, is_keras_at_least, numpy
 
 from multigrad import grad, layers, ops
 
@@ -80,11 +80,8 @@ def test_the_gradient(name):
     close(slope(make())(array(X)), array(wanted(X, WEIGHTS)))
 
 
-# OpenVINO compiles each iteration.
 @pytest.mark.forward
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=slow_on("openvino")) if n == "FixedPoint" else n for n in LAYERS]
-)
+@pytest.mark.parametrize("name", LAYERS)
 def test_the_config(name):
     layer = LAYERS[name][0](name="own")
     layer(array(X))

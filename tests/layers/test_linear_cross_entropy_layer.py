@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, numpy, slow_on
+from support import BACKEND, array, close, numpy
 
 from multigrad import jit, layers, value_and_grad
 from multigrad.ops import linear_cross_entropy
@@ -60,7 +60,6 @@ def test_a_shared_embedding_is_saved_once_and_trained(tmp_path):
     close(inference(TOKENS), cap * ops.tanh(wanted / cap))
 
 
-@slow_on("torch")
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_gradients_in_jit_equal_those_of_eager_code(reduction):
     training, _ = models(layers.LinearCrossEntropy(7, use_bias=True, reduction=reduction, block_size=4))

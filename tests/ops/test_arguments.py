@@ -43,9 +43,7 @@ OPTIONS = {
 NUMPYS = {int: (np.int64, np.int32), float: (np.float32, np.float64)}
 
 
-@pytest.mark.parametrize(
-    "run_by", [pytest.param(lambda f: f, marks=pytest.mark.slow), compiled], ids=["eager", "compiled"]
-)
+@pytest.mark.parametrize("run_by", [lambda f: f, compiled], ids=["eager", "compiled"])
 @pytest.mark.parametrize(("op", "python"), OPTIONS.values(), ids=OPTIONS)
 def test_numpy_scalars_are_options_of_ops(op, python, run_by):
     def both(number):

@@ -6,7 +6,7 @@ from operator import attrgetter
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, array, close, numpy, slow_on
+from support import BACKEND, array, close, numpy
 
 import multigrad
 from multigrad import grad
@@ -124,14 +124,7 @@ if BACKEND in FAULTS["bincount"]:  # Keras's op on JAX needs an array of concret
     CASES.append(case("bincount", (0, 1, 1), [1.0, 2.0, 3.0], first=[None, [1.0, 1.0, 1.0]], minlength=2))
 
 
-def marked(mark, is_fast):
-    """Return the cases. Those that are not fast have a mark."""
-    return [c if is_fast(i, c.values[0]) else pytest.param(*c.values, id=c.id, marks=mark)
-            for i, c in enumerate(CASES)]  # fmt: skip
-
-
-FIRST = {c.values[0]: i for i, c in reversed(list(enumerate(CASES)))}
-FIRST_OF_EACH = marked(slow_on("jax"), lambda i, op: i == FIRST[op])
+each_case = pytest.mark.parametrize(("op", "args", "options", "first", "second"), CASES)
 
 
 def total(op, args, options, factor=1.0):
@@ -156,8 +149,7 @@ def check_first_derivatives(op, args, options, first, wrap):
         np.testing.assert_allclose(numpy(got), 3.0 * np.array(value), rtol=2e-5, atol=6e-5)
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(("op", "args", "options", "first", "second"), FIRST_OF_EACH)
+@each_case
 def test_derivatives(op, args, options, first, second):
     check_first_derivatives(op, args, options, first, lambda f: f)
     if second is not None:
@@ -171,10 +163,7 @@ def test_derivatives(op, args, options, first, second):
             np.testing.assert_allclose(numpy(got), value, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("op", "args", "options", "first", "second"),
-    marked(pytest.mark.slow, lambda i, op: i in (FIRST["hypot"], FIRST["norm"]) and BACKEND != "torch"),
-)
+@each_case
 def test_compiled_derivatives(op, args, options, first, second):
     check_first_derivatives(op, args, options, first, multigrad.jit)
 
@@ -193,21 +182,12 @@ def check_forward_mode(op, args, options, wrap):
     np.testing.assert_allclose(numpy(along), wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("op", "args", "options", "first", "second"),
-    marked(
-        pytest.mark.slow,
-        lambda i, op: op in ("hypot", "det", "logaddexp", "norm", "ldexp") and i == FIRST[op],
-    ),
-)
+@each_case
 def test_forward_mode(op, args, options, first, second):
     check_forward_mode(op, args, options, lambda f: f)
 
 
-@pytest.mark.parametrize(
-    ("op", "args", "options", "first", "second"),
-    marked(pytest.mark.slow, lambda i, op: i == FIRST["hypot"] and BACKEND != "torch"),
-)
+@each_case
 def test_compiled_forward_mode(op, args, options, first, second):
     check_forward_mode(op, args, options, multigrad.jit)
 
@@ -217,7 +197,7 @@ def test_every_fixed_op_has_a_case():
     assert {parameters.values[0] for parameters in CASES} == set(EVERY) - missing
 
 
-@pytest.mark.parametrize(("op", "args", "options", "first", "second"), FIRST_OF_EACH)
+@each_case
 def test_values_dtypes_and_shapes_are_those_of_keras(op, args, options, first, second):
     for dtype in ("float32", "float16") if op != "det" and args != ([3e30], [4e30]) else ("float32",):
         tensors = [value if isinstance(value, tuple) else array(value, dtype=dtype) for value in args]
@@ -271,10 +251,7 @@ def test_complex_numbers(op):
     np.testing.assert_allclose(numpy(found), numpy(wanted), rtol=1e-6)
 
 
-SAVED = ["hypot", "std", *[
-    pytest.param(op, marks=pytest.mark.slow)
-    for op in ("abs", "norm", "leaky_relu", "layer_normalization", "normalize", "cumprod")
-]]  # fmt: skip
+SAVED = ["hypot", "std", "abs", "norm", "leaky_relu", "layer_normalization", "normalize", "cumprod"]
 
 
 @pytest.mark.parametrize("op", SAVED)

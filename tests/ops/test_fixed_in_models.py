@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import array, close, numpy, slow_on
+from support import array, close, numpy
 from test_fixed import CASES
 
 import multigrad
@@ -39,9 +39,6 @@ FUNCTIONS = {
     "safe_svd": (lambda x: sums(safe_svd(x)[1]), MATRICES, 1.0),
 }
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
-few_functions = pytest.mark.parametrize(
-    "name", [n if n in ("norm", "det") else pytest.param(n, marks=pytest.mark.slow) for n in FUNCTIONS]
-)
 
 
 class Scaled(keras.layers.Layer):
@@ -69,8 +66,8 @@ def test_in_a_method_of_a_layer(name):
     np.testing.assert_allclose(numpy(gradient[0]), slope(name), rtol=1e-4)
 
 
-@pytest.mark.parametrize("eager", [pytest.param(True, marks=pytest.mark.slow), False])
-@few_functions
+@pytest.mark.parametrize("eager", [True, False])
+@each_function
 def test_in_fit(name, eager):
     x = FUNCTIONS[name][1].astype("float32")
     inputs = keras.Input(x.shape[1:])
@@ -81,15 +78,14 @@ def test_in_fit(name, eager):
     np.testing.assert_allclose(numpy(layer.scale), 1.0 - 0.01 * slope(name), rtol=1e-5)
 
 
-@slow_on("torch")
-@few_functions
+@each_function
 def test_compiled(name):
     function, x, _ = FUNCTIONS[name]
     gradient = grad(lambda x: ops.sum(function(x)))
     close(multigrad.jit(gradient)(array(x)), gradient(array(x)))
 
 
-@few_functions
+@each_function
 def test_vectorized(name):
     function, x, _ = FUNCTIONS[name]
 

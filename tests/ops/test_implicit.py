@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from counts import saved
 from keras import ops
-from support import BACKEND, array, close, compiled, compiled_with_variables, numpy, slow_on
+from support import BACKEND, array, close, compiled, compiled_with_variables, numpy
 
 from multigrad import grad, jvp, vmap
 from multigrad.ops import fixed_point, host_call, implicit_root
@@ -18,14 +18,6 @@ RANDOM = np.random.default_rng(0)
 A = 0.3 * RANDOM.standard_normal((3, 3))
 B = RANDOM.standard_normal((3, 1))
 WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
-# Solving an equation takes seconds in eager code of JAX and TensorFlow, because each step is compiled or run.
-EAGER_IS_SLOW = pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param(lambda f: f, id="eager", marks=slow_on("jax", "tensorflow")),
-        pytest.param(compiled, id="compiled"),
-    ],
-)
 
 
 def linear(a, b):
@@ -92,9 +84,7 @@ ALL = {"order": 2, "compiled": BACKEND != "torch"}
 @pytest.mark.parametrize(
     ("function", "arguments", "extent"),
     [
-        pytest.param(
-            rational, (B[:1], 0.1 * B[:1]), FEW, id="one element", marks=slow_on("jax", "tensorflow")
-        ),
+        pytest.param(rational, (B[:1], 0.1 * B[:1]), FEW, id="one element"),
         pytest.param(rational, (B, 0.1 * B), ALL, id="rational", marks=pytest.mark.slow),
         pytest.param(linear, (A, B), ALL, id="linear", marks=pytest.mark.slow),
     ],
@@ -144,8 +134,7 @@ def test_the_initial_guess_has_no_gradient():
     close(grad(lambda z: fixed_point(heron, z, array(4.0)))(3.0), array(0.0))
 
 
-@slow_on("tensorflow")
-@EAGER_IS_SLOW
+@WRAPS
 def test_closed_over_tensors_have_gradients(wrap):
     def inside(a, b):
         return fixed_point(lambda z: curved(z, a, b), 1.0)
@@ -158,7 +147,7 @@ def test_closed_over_tensors_have_gradients(wrap):
 @pytest.mark.parametrize(
     "wrap",
     [
-        pytest.param(lambda f: f, id="eager", marks=slow_on("jax", "tensorflow")),
+        pytest.param(lambda f: f, id="eager"),
         pytest.param(compiled_with_variables, id="compiled"),
     ],
 )
@@ -206,8 +195,7 @@ def test_training_a_layer():
     assert last < 0.7 * first
 
 
-@slow_on("tensorflow")
-@EAGER_IS_SLOW
+@WRAPS
 def test_tensors_reached_through_an_object_have_a_first_derivative(wrap):
     def behind(b, a):
         held = types.SimpleNamespace(b=b)
@@ -427,7 +415,6 @@ def bisection(f, z, *args):
     return low
 
 
-@slow_on("tensorflow")
 @WRAPS
 @pytest.mark.parametrize("solver", [None, bisection])
 def test_a_cube_root(solver, wrap):
@@ -441,7 +428,7 @@ def test_a_cube_root(solver, wrap):
 @pytest.mark.parametrize(
     "extent",
     [
-        pytest.param(FEW, id="one element", marks=slow_on("jax", "tensorflow")),
+        pytest.param(FEW, id="one element"),
         pytest.param(ALL, id="all", marks=pytest.mark.slow),
     ],
 )
@@ -475,7 +462,6 @@ def test_a_root_with_respect_to_a_variable():
     close(grad(f, variables=[variable])(3.0), [array(0.25)], 1e-4)
 
 
-@slow_on("tensorflow")
 def test_no_root_raises():
     with pytest.raises(RuntimeError, match=r"implicit_root: z did not converge(.|\n)*after 50 iterations"):
         implicit_root(lambda z: z**2 + 1.0, 0.5)
@@ -517,7 +503,6 @@ class Root(keras.layers.Layer):
         return implicit_root(lambda z, a: z**3 + z - a, ops.zeros_like(a), a, **self.options)
 
 
-@slow_on("jax", "tensorflow")
 @pytest.mark.parametrize("options", [{}, {"batched": True}], ids=["one equation", "batched"])
 def test_training_with_a_smaller_last_batch(options):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Root(**options)])
@@ -563,8 +548,7 @@ def by_unrolling(costs, steps=60):
     return potentials
 
 
-@slow_on("jax")
-@EAGER_IS_SLOW
+@WRAPS
 def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
     costs = array(RANDOM.uniform(0.0, 2.0, (4, 5)))
     _, plan = transport(costs, implicitly)
@@ -572,7 +556,6 @@ def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
     close(wrap(grad(lambda costs: transport(costs, implicitly)[0]))(costs), plan, 1e-4)
 
 
-@slow_on("jax")
 @pytest.mark.parametrize("steps", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_the_gradient_of_a_plan(steps):
     costs, weights = array(RANDOM.uniform(0.0, 2.0, (4, 5))), array(RANDOM.standard_normal((4, 5)))
@@ -583,7 +566,6 @@ def test_the_gradient_of_a_plan(steps):
     close(gradient(implicitly), gradient(lambda costs: by_unrolling(costs, steps)), 1e-4)
 
 
-@slow_on("tensorflow")
 @pytest.mark.parametrize("start", [1e-6, 1e8])
 def test_a_distant_initial_guess_does_not_lose_precision(start):
     """From 1e-6 the first step of the square root goes to 1e6. Each further step halves the distance."""

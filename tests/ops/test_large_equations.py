@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, compiled, compiled_with_variables, numpy, slow_on
+from support import BACKEND, array, close, compiled, compiled_with_variables, numpy
 
 from multigrad import grad, jvp, op_custom_gradient, vmap
 from multigrad.ops import fixed_point, implicit_argmin, implicit_root, linear_solve
@@ -18,13 +18,7 @@ B = RANDOM.standard_normal(SIZE)
 METHODS = pytest.mark.parametrize("method", MATRICES)
 BY_PRODUCTS = pytest.mark.parametrize("method", ["gmres", "cg"])
 # Eager code of JAX and TensorFlow takes seconds, because each step is compiled or run.
-WRAPS = pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param(lambda f: f, id="eager", marks=slow_on("jax", "tensorflow")),
-        pytest.param(compiled, id="compiled"),
-    ],
-)
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 
 
 def matvec(x, a):
@@ -219,7 +213,6 @@ def ridge_by_hand(weights):
     return t, -(X @ w) * (X @ t - Y)  # the gradient of sum(t**2)
 
 
-@slow_on("tensorflow")
 @pytest.mark.parametrize("method", [None, "gmres", "cg"])
 @WRAPS
 def test_ridge_regression_by_the_weights_of_the_data(method, wrap):
@@ -335,8 +328,8 @@ class Steady(keras.layers.Layer):
 @pytest.mark.parametrize(
     "wrap",
     [
-        pytest.param(lambda f: f, id="eager", marks=slow_on("jax", "tensorflow")),
-        pytest.param(compiled_with_variables, id="compiled", marks=slow_on("tensorflow")),
+        pytest.param(lambda f: f, id="eager"),
+        pytest.param(compiled_with_variables, id="compiled"),
     ],
 )
 def test_a_batch_of_roots_in_a_layer(method, wrap):
@@ -363,7 +356,6 @@ def test_a_batch_of_minima(wrap):
     close(wrap(grad(smallest))(array(z**3)), array(7.0 / (3.0 * z**2)), 1e-3)
 
 
-@slow_on("openvino")
 @pytest.mark.forward
 def test_an_example_does_not_depend_on_the_others():
     """Without `batched`, the small example stops as soon as its steps are small for the large one."""
@@ -394,9 +386,7 @@ def of_map(solve):
 
 
 @METHODS
-@pytest.mark.parametrize(
-    "mapped", [of_batch, pytest.param(of_map, marks=slow_on("jax", "tensorflow"))], ids=["batched", "vmap"]
-)
+@pytest.mark.parametrize("mapped", [of_batch, of_map], ids=["batched", "vmap"])
 @pytest.mark.parametrize("is_root", [False, True], ids=["linear", "root"])
 def test_a_singular_example_is_nan(method, mapped, is_root):
     def solve(a, b, batched):
@@ -469,7 +459,7 @@ def test_the_residual_is_that_of_the_solution():
 
 @pytest.mark.parametrize("function", [lambda x: 2.0 * x + 1.0, lambda x: x + x**3], ids=["affine", "cubic"])
 @pytest.mark.parametrize("b", [10.0, 0.0])
-@pytest.mark.parametrize("method", ["gmres", pytest.param("dense", marks=slow_on("jax", "tensorflow"))])
+@pytest.mark.parametrize("method", ["gmres", "dense"])
 def test_a_function_that_is_not_linear_raises(function, b, method):
     if b == 0.0 and float(function(0.0)) == 0.0:
         close(linear_solve(function, array(b), solver=method), array(0.0))  # a solution

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, array, close, compiled, numpy, slow_on
+from support import BACKEND, array, close, compiled, numpy
 
 from multigrad import grad, ops
 from multigrad.testing import check_gradients
@@ -72,7 +72,6 @@ def test_one_step_per_channel():
     close(got, array(terms.sum(axis=0) / np.sqrt(2 * 3)))
 
 
-@slow_on("tensorflow", "jax")
 def test_training_a_step():
     """For values on a grid, the best step is the step of the grid."""
     values = array(np.random.default_rng(0).integers(-4, 4, 64) * 0.5)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import array, close, numpy, slow_on
+from support import array, close, numpy
 
 import multigrad
 from multigrad import backend, grad
@@ -57,7 +57,6 @@ def test_spectral_function(matrix, name, wrap):
     np.testing.assert_allclose(numpy(gradient), wanted, rtol=1e-3, atol=1e-3)
 
 
-@slow_on("torch")
 def test_a_compiled_spectral_function():
     gradient = multigrad.jit(grad(lambda a: ops.sum(spectral_function(a, ops.exp))))(array(IDENTITY))
     np.testing.assert_allclose(numpy(gradient), np.exp(2.0) * np.ones((3, 3)), rtol=1e-5)
@@ -76,7 +75,6 @@ def test_the_second_derivative_of_a_spectral_function(matrix):
     np.testing.assert_allclose(numpy(second), differences(along, a), rtol=2e-3, atol=2e-3)
 
 
-@slow_on("jax")
 def test_batches_and_hermitian_matrices():
     a = np.stack([DISTINCT, REPEATED])
     found = grad(lambda a: ops.sum(array(WEIGHTS) * spectral_function(a, ops.exp)))(array(a))
@@ -186,7 +184,6 @@ def test_eigenvalues_of_different_sizes(function):
     np.testing.assert_allclose(numpy(found), wanted, rtol=1e-4)
 
 
-@slow_on("jax")
 def test_a_third_derivative_is_an_error():
     def derivative(f):
         return lambda a: ops.sum(array(ALONG) * grad(f)(a))

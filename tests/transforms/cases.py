@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from forms import FORMS, Case, Written, in_form, valued
 from keras import ops
-from support import BACKEND
 
 from multigrad import op_custom_gradient
 from multigrad import ops as shelf
@@ -202,27 +201,13 @@ IN_OTHER_FORMS = {
 
 # The cases that the tests of a transform run in other forms. `test_orders.py` runs all of them.
 _IN_OTHER_FORMS = ("input", "intermediate", "output", "two outputs", "structure")
-# Which of these the fast run has. A test on JAX takes ten times as long as on another backend.
-_FAST = ["intermediate-method that reads", "output-reader", "two outputs-method"]
-_FAST = _FAST[:1] if BACKEND == "jax" else _FAST
 
 
-def each_of(
-    cases: dict[str, Case] = CASES, *, slow: Sequence[str] = (), forms: Sequence[str] = tuple(FORMS)
-) -> pytest.MarkDecorator:
-    """Parametrize a test with each case as a function, and with some cases in other forms.
-
-    The fast run leaves out the `slow` cases, and most cases in other forms.
-    """
+def each_of(cases: dict[str, Case] = CASES, *, forms: Sequence[str] = tuple(FORMS)) -> pytest.MarkDecorator:
+    """Parametrize a test with each case as a function, and with some cases in other forms."""
     names = [f"{name}-{form}" for name in _IN_OTHER_FORMS for form in forms if form != "function"]
-    parameters = [
-        *[pytest.param(cases[id_], id=id_, marks=pytest.mark.slow if id_ in slow else ()) for id_ in cases],
-        *[
-            pytest.param(IN_OTHER_FORMS[id_], id=id_, marks=() if id_ in _FAST else pytest.mark.slow)
-            for id_ in names
-        ],
-    ]
-    return pytest.mark.parametrize("case", parameters)
+    every = cases | {id_: IN_OTHER_FORMS[id_] for id_ in names}
+    return pytest.mark.parametrize("case", every.values(), ids=every)
 
 
 def box_by_input(x, w, scale):

@@ -3,10 +3,10 @@
 import keras
 import numpy as np
 import pytest
-from cases import CASES, IN_OTHER_FORMS, WRITTEN
+from cases import WRITTEN, each_of
 from forms import FORMS, in_form
 from keras import ops
-from support import BACKEND, array, close, compiled, numpy, slow_on
+from support import BACKEND, array, close, compiled, numpy
 from ways import EVERY_WAY, own
 
 import multigrad
@@ -14,20 +14,6 @@ from multigrad import grad, op_custom_gradient
 
 VALUES = [0.5, -0.25, 1.0]
 X = array(VALUES)
-
-every_form = {**CASES, **IN_OTHER_FORMS}
-
-
-def each_form(fast):
-    """Parametrize a test with every case in every form. Only the `fast` cases are in the fast run."""
-    parameters = [
-        pytest.param(case, id=id_, marks=marks(case.name in fast)) for id_, case in every_form.items()
-    ]
-    return pytest.mark.parametrize("case", parameters)
-
-
-def marks(is_fast):
-    return () if is_fast else pytest.mark.slow
 
 
 def copies(*tensors):
@@ -39,59 +25,17 @@ def weighted(function):
     return lambda x, w: ops.sum(ops.sin(function(x, w)) * array(1.0, -2.0, 0.5))
 
 
-def by_one(place):
-    """Differentiate with respect to one position. The other tensor is from outside."""
-    if place == 0:
-        return lambda loss, x, w: grad(lambda x: loss(x, w))(x)
-    return lambda loss, x, w: grad(lambda w: loss(x, w))(w)
+def twice(function):
+    """Return the first and the second derivative with respect to an argument that is passed twice."""
+    first = grad(lambda x: weighted(function)(x, x))
+    return first, grad(lambda x: ops.sum(first(x) ** 2))
 
 
-def mixed(loss, x, w):
-    def slope(x):
-        return ops.sum(by_one(1)(loss, x, w) * array(0.5, 1.0, -1.0))
-
-    return grad(slope)(x)
-
-
-def penalty(loss, x, w):
-    return grad(lambda x, w: ops.sum(grad(loss)(x, w) ** 2), (0, 1))(x, w)
-
-
-DERIVATIVES = {
-    "the first": by_one(0),
-    "the second": by_one(1),
-    "the first of two": lambda loss, x, w: grad(loss, 0)(x, w),
-    "the second of two": lambda loss, x, w: grad(loss, 1)(x, w),
-    "both": lambda loss, x, w: grad(loss, (0, 1))(x, w),
-    "order 2, mixed": mixed,
-    "order 2, both": penalty,
-}
-derivatives = pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
-FAST = ("input", "intermediate", "output") if BACKEND != "jax" else ("input",)
-
-
-@each_form(FAST)
-@derivatives
-def test_two_arguments_that_are_one_array(case, derivative):
-    close(derivative(weighted(case.op), X, X), derivative(weighted(case.meant), *copies(X, X)), 1e-3)
-
-
-@each_form(FAST)
+@each_of()
 def test_an_argument_that_is_passed_twice(case):
-    def twice(function):
-        return grad(lambda x: weighted(function)(x, x)), grad(
-            lambda x: ops.sum(grad(lambda x: weighted(function)(x, x))(x) ** 2)
-        )
-
     for got, wanted in zip(twice(case.op), twice(case.meant), strict=True):
         close(got(X), wanted(X), 1e-3)
-
-
-@each_form(())
-@derivatives
-def test_one_array_in_compiled_code(case, derivative):
-    got = compiled(lambda x: derivative(weighted(case.op), x, x))(X)
-    close(got, derivative(weighted(case.meant), *copies(X, X)), 1e-3)
+        close(compiled(got)(X), wanted(X), 1e-3)
 
 
 @pytest.mark.parametrize("way", [way for way in EVERY_WAY if way not in own.LACKING_OF_ONE_ARRAY])
@@ -121,10 +65,7 @@ def orders(loss, weights, order):
 
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("form", READERS)
-@pytest.mark.parametrize(
-    "written",
-    [pytest.param(written, id=written.name, marks=marks(written.name in FAST)) for written in WRITTEN],
-)
+@pytest.mark.parametrize("written", WRITTEN, ids=[written.name for written in WRITTEN])
 @pytest.mark.parametrize("second", ["another array", "the same array"])
 def test_a_weight_that_holds_the_array_of_an_input(written, form, order, second):
     x = array(VALUES)
@@ -228,9 +169,7 @@ def jit(function):
     return multigrad.jit(function, **({"backend": "aot_eager"} if BACKEND == "torch" else {}))
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, pytest.param(jit, marks=slow_on("torch"))], ids=["eager", "compiled"]
-)
+@pytest.mark.parametrize("wrap", [lambda f: f, jit], ids=["eager", "compiled"])
 def test_an_op_in_a_rule_has_one_array_in_two_places(wrap):
     def slope(x):
         return ops.sum(grad(lambda x: ops.sum(with_ops_in_rule(x, x)))(x))

@@ -4,7 +4,7 @@ import keras
 import pytest
 from cases import CASES, IN_OTHER_FORMS
 from keras import ops
-from support import BACKEND, array, close, compiled_with_variables, slow_on
+from support import array, close, compiled_with_variables
 
 from multigrad import grad, op_custom_gradient
 
@@ -67,17 +67,11 @@ def with_weights(function, weights, order):
     return all_gradients(weighted, weights)
 
 
-def in_other_forms(fast):
-    """Parametrize a test with each case in each other form. Only the `fast` cases are in the fast run."""
-    parameters = [
-        pytest.param(case, id=id_, marks=() if case.name in fast else pytest.mark.slow)
-        for id_, case in IN_OTHER_FORMS.items()
-    ]
-    return pytest.mark.parametrize("case", parameters)
+in_other_forms = pytest.mark.parametrize("case", IN_OTHER_FORMS.values(), ids=IN_OTHER_FORMS)
 
 
-@in_other_forms(fast=CASES if BACKEND != "jax" else ("intermediate", "output"))
-@pytest.mark.parametrize("order", [1, 2, pytest.param(3, marks=slow_on("jax"))])
+@in_other_forms
+@pytest.mark.parametrize("order", [1, 2, 3])
 def test_derivatives_in_other_forms(case, order):
     got, wanted = [
         with_weights(lambda x, w, f=f: curved(f(x, w)), case.weights, order)(X, W)
@@ -86,8 +80,8 @@ def test_derivatives_in_other_forms(case, order):
     close(got, wanted, 1e-4)
 
 
-@in_other_forms(fast=("intermediate",))
-@pytest.mark.parametrize("order", [1, pytest.param(2, marks=slow_on("jax"))])
+@in_other_forms
+@pytest.mark.parametrize("order", [1, 2])
 def test_compiled_derivatives_in_other_forms(case, order):
     derivatives = compiled_with_variables(with_weights(case.op, case.weights, order))
     close(derivatives(X, W), with_weights(case.meant, case.weights, order)(X, W), 1e-4)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import CASES
 from jax.sharding import NamedSharding, PartitionSpec
-from orders import EACH, W, each_with, first, orders
+from orders import EACH, W, first, orders
 from support import close
 
 from multigrad import layers, op_custom_gradient
@@ -72,7 +72,7 @@ def test_jit_with_explicit_axes(case):
     close(jax.device_get(got), jax.device_get(on_one(first(jax.vmap(case.meant)), XS, WS)), 1e-4)
 
 
-EACH_WITH_CHECKS = each_with("check_vma", {"checked": True, "unchecked": False}, ["checked"])
+WITH_AND_WITHOUT_CHECKS = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 
 
 def by_shards(function, w_spec, check_vma):
@@ -80,13 +80,15 @@ def by_shards(function, w_spec, check_vma):
     return jax.shard_map(function, mesh=MESH, in_specs=(rows, w_spec), out_specs=rows, check_vma=check_vma)
 
 
-@EACH_WITH_CHECKS
+@EACH
+@WITH_AND_WITHOUT_CHECKS
 def test_shard_map_of_rows(case, check_vma):
     got = by_shards(jax.vmap(case.op), PartitionSpec("rows"), check_vma)
     close(jax.jit(orders(got))(XS, WS), on_one(orders(jax.vmap(case.meant)), XS, WS), 1e-4)
 
 
-@EACH_WITH_CHECKS
+@EACH
+@WITH_AND_WITHOUT_CHECKS
 def test_shard_map_of_rows_with_a_shared_argument(case, check_vma):
     """The gradient of a replicated argument is the sum over devices."""
     got = by_shards(whole(case.op), PartitionSpec(), check_vma)
@@ -266,7 +268,6 @@ def trained_head(distribution):
         keras.distribution.set_distribution(None)
 
 
-@pytest.mark.slow
 def test_a_layout_map_shards_linear_cross_entropy():
     mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"])
     layout = keras.distribution.LayoutMap(mesh)

@@ -2,35 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
-from cases import CASES, each_of
+from cases import each_of
 from support import array, close
 
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 XS, WS = jnp.stack([X, X * 0.5, 0.25 - X, -X]), jnp.stack([W, W + 1.0, -W, W * W])
 
-# The fast run has these cases in `test_orders.py` alone, and the full run under each transform.
-SLOW = ("nothing", "view", "sum", "stopped")
-
-
-EACH = each_of(slow=SLOW)
-WITHOUT_WEIGHTS = each_of(slow=SLOW, forms=["method"])
+EACH = each_of()
+WITHOUT_WEIGHTS = each_of(forms=["method"])
 """For an op around the case, whose rule has no gradient for a weight."""
-
-
-def each_with(name, values, everywhere, cases=CASES, thorough=("intermediate",)):
-    """Parametrize a test with pairs of a case and a value.
-
-    The fast run has each pair with a `thorough` case, and the pairs with a value in `everywhere`,
-    except for a few cases.
-    """
-    pairs = []
-    for title, value in values.items():
-        for id_, case in cases.items():
-            is_fast = id_ in thorough or (title in everywhere and id_ not in SLOW)
-            marks = () if is_fast else pytest.mark.slow
-            pairs.append(pytest.param(case, value, id=f"{id_}-{title}", marks=marks))
-    return pytest.mark.parametrize(("case", name), pairs)
 
 
 def weighted(tree):

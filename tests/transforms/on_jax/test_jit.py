@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, IN_OTHER_FORMS
-from forms import FORMS
-from orders import EACH, WS, XS, W, X, each_with, first, orders, same
+from orders import EACH, WS, XS, W, X, first, orders, same
 from support import close
 
 from multigrad import op_custom_gradient
@@ -40,7 +38,8 @@ DONE = {
 }
 
 
-@each_with("done", DONE, everywhere=("first", "mapped"))
+@EACH
+@pytest.mark.parametrize("done", DONE.values(), ids=DONE)
 def test_transforms_of_jitted_derivatives(case, done):
     """The rule still applies in the program of a derivative."""
     got, wanted = done(jax.jit(first(case.op))), done(first(case.meant))
@@ -116,30 +115,8 @@ LEAKS = {
 }
 
 
-def leaking():
-    """Return pairs of a case in a form and a transform."""
-    parameters = []
-    for name in ("input", "intermediate", "output"):
-        for form in FORMS:
-            case = CASES[name] if form == "function" else IN_OTHER_FORMS[f"{name}-{form}"]
-            for title, transform in LEAKS.items():
-                is_fast = name == "intermediate" and (form, title) in FAST_LEAKS
-                marks = () if is_fast else pytest.mark.slow
-                parameters.append(pytest.param(case, transform, id=f"{name}-{form}-{title}", marks=marks))
-    return parameters
-
-
-FAST_LEAKS = [
-    ("function", "every order"),
-    *[("method", title) for title in LEAKS if title != "every order"],
-    ("method that reads", "jit"),
-    ("method that reads", "jit of grad"),
-    ("method that reads", "checkpoint"),
-    ("reader", "scan"),
-]
-
-
-@pytest.mark.parametrize(("case", "transform"), leaking())
+@EACH
+@pytest.mark.parametrize("transform", LEAKS.values(), ids=LEAKS)
 def test_no_tracer_leaks(case, transform):
     with jax.checking_leaks():
         got = transform(case.op)(X, W)

@@ -10,15 +10,7 @@ X, W = jnp.asarray([0.5, -1.25, 1.5]), jnp.asarray([0.75, 1.0, -0.5])
 ALONG = jnp.asarray([1.0, -0.5, 2.0]), jnp.asarray([0.25, 1.5, -1.0])
 
 EVERY_FORM = {**cases.CASES, **cases.IN_OTHER_FORMS}
-each_case = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=() if name in (*cases.CASES, "intermediate-method that reads") else pytest.mark.slow
-        )
-        for name in EVERY_FORM
-    ],
-)
+each_case = pytest.mark.parametrize("name", EVERY_FORM)
 
 
 def total(function):

@@ -10,10 +10,10 @@ import pytest
 TESTS = Path(__file__).with_name("eight_devices.py")
 
 
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_on_eight_devices(marked):
+@pytest.mark.slow
+def test_on_eight_devices():
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marked]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", ""]
     command = [sys.executable, "-m", "pytest", *options, str(TESTS)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, each_of
-from orders import SLOW, WS, XS, W, X, each_with, first, orders, same, weighted
+from orders import WS, XS, W, X, first, orders, same, weighted
 from support import close, sizes_made
 
 from multigrad import op_custom_gradient
 
 EVERY = {**CASES, "one for all": ONE_FOR_ALL}
-EACH = each_of(EVERY, slow=SLOW)
+EACH = each_of(EVERY)
 AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None), 1)]
 
 
@@ -33,14 +33,16 @@ def loop(function, axes, out_axes):
     return mapped
 
 
-@each_with("axes", {"(0, None)": (0, None), "(1, -1)": (1, -1)}, ["(0, None)"], EVERY)
+@EACH
+@pytest.mark.parametrize("axes", [(0, None), (1, -1)], ids=str)
 def test_derivatives_in_vmap(case, axes):
     """The derivatives of each element."""
     got = jax.jit(jax.vmap(orders(case.op), axes))(*along(axes))
     close(got, loop(orders(case.meant), axes, 0)(*along(axes)), 1e-4)
 
 
-@each_with("along_axes", {str(axes): axes for axes in AXES}, [str(AXES[1])], EVERY, ("one for all",))
+@EACH
+@pytest.mark.parametrize("along_axes", AXES, ids=str)
 def test_gradients_around_vmap(case, along_axes):
     """The gradient of an unmapped argument is the sum over the elements."""
     axes, out_axes = along_axes

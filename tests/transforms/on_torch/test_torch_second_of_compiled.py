@@ -52,19 +52,11 @@ COMPILERS = {
     "multigrad.jit": multigrad.jit,
     "torch.compile": lambda f: torch.compile(f, backend="aot_eager"),
 }
-FAST = [
-    ("grad of grad", "intermediate", "torch.compile"),
-    ("grad of jvp", "output", "torch.compile"),
-    ("hessian", "beside", "torch.compile"),
-]
 
 
-def slow_but_some():
-    every = [(w, f, c) for w in WAYS for f in FUNCTIONS for c in COMPILERS]
-    return [pytest.param(*one, marks=() if one in FAST else pytest.mark.slow) for one in every]
-
-
-@pytest.mark.parametrize(("way", "function", "compiler"), slow_but_some())
+@pytest.mark.parametrize("compiler", [pytest.param("multigrad.jit", marks=pytest.mark.slow), "torch.compile"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_second_derivative_of_a_compiled_function_is_right_or_raises(way, function, compiler):
     f = FUNCTIONS[function]
     wanted, got, text = WAYS[way](f), None, ""
