@@ -27,38 +27,6 @@ def total(op):
     return lambda x: op(x).sum()
 
 
-def test_transforms():
-    """By the rule, the first derivative is 21 x^2. The transforms differentiate it further."""
-    wanted = 21 * X**2
-    close(jax.grad(total(cube))(X), wanted)
-    close(jax.jit(jax.grad(total(cube)))(X), wanted)
-    close(jax.grad(jax.jit(total(cube)))(X), wanted)
-    close(jax.vmap(jax.grad(cube))(X), wanted)
-    close(jax.grad(lambda x: jax.vmap(cube)(x).sum())(X), wanted)
-    close(jax.grad(lambda x: jax.checkpoint(cube)(x).sum())(X), wanted)
-    close(jax.jacrev(cube)(X), jnp.diag(wanted))
-    close(jax.jacrev(jax.jacrev(total(cube)))(X), jnp.diag(42 * X))
-    close(jax.vmap(jax.grad(jax.grad(jax.grad(cube))))(X), 42 * jnp.ones(2))
-    close(jax.jit(jax.vmap(jax.grad(jax.grad(cube))))(X), 42 * X)
-
-
-def test_control_flow():
-    def loop(x):
-        return jax.lax.scan(lambda c, _: (cube(c), None), x, None, length=2)[0].sum()
-
-    # y = x^3 and z = y^3, each with seven times its derivative.
-    close(jax.grad(loop)(X), 21 * (X**3) ** 2 * 21 * X**2)
-    close(jax.grad(lambda x: jax.lax.cond(x > 0, cube, lambda x: x, x))(2.0), jnp.float32(84.0))
-    close(jax.lax.while_loop(lambda x: x < 5.0, cube, 2.0), jnp.float32(8.0))
-
-
-def test_forward_mode():
-    close(jax.jvp(cube, (X,), (jnp.ones(2),)), (X**3, 21 * X**2))
-    close(jax.hessian(total(cube))(X), jnp.diag(42 * X))
-    close(jax.jacfwd(cube)(X), jnp.diag(21 * X**2))
-    close(jax.vmap(jax.grad(lambda x: jax.jvp(cube, (x,), (1.0,))[1]))(X), 42 * X)
-
-
 def test_forward_mode_with_integers_and_complex_numbers():
     @op_custom_gradient
     def op(z, index):

@@ -88,28 +88,6 @@ def test_undocumented_names_of_graphs_exist():
         assert tf.identity(1.0).op.get_attr(GRADIENT_KIND) == b"AnyName"
 
 
-@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"autograph": False}])
-def test_functions(options):
-    wanted = 21 * X**2
-    close(tf.function(lambda x: tape_gradient(by_intermediate, x), **options)(X), wanted)
-    close(tape_gradient(tf.function(by_intermediate, **options), X), wanted)
-    close(tf.function(lambda x: tf.gradients(by_intermediate(x), x)[0], **options)(X), wanted)
-    close(tape_gradient(tf.function(lambda x: tape_gradient(by_intermediate, x)), X), 42 * X)
-    close(tf.function(lambda: tape_gradient(by_intermediate, X), **options)(), wanted)  # an eager tensor
-
-
-def test_tapes():
-    with tf.GradientTape(persistent=True) as outer:
-        outer.watch(X)
-        with tf.GradientTape() as inner:
-            inner.watch(X)
-            y = by_intermediate(X)
-        first = inner.gradient(y, X)
-    close(outer.gradient(y, X), 21 * X**2)
-    close(outer.gradient(first, X), 42 * X)
-    close(outer.jacobian(y, X), tf.linalg.diag(21 * X**2))
-
-
 @pytest.mark.parametrize("shape", [None, [None], [2]])
 def test_unknown_dimensions(shape):
     """If the shape is unknown in tracing, a gradient is summed and checked at run time."""
@@ -145,20 +123,6 @@ def test_unknown_dimensions(shape):
 def test_ops_with_an_unknown_shape(op, slope, shape):
     signature = [tf.TensorSpec(shape, "float32")]
     close(tf.function(lambda x: tape_gradient(op, x), input_signature=signature)(X), tf.constant(slope))
-
-
-def test_control_flow():
-    @tf.function
-    def loop(x):
-        return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, by_intermediate(x)), (0, x))[1]
-
-    close(tape_gradient(loop, X), 21 * (X**3) ** 2 * 21 * X**2)
-
-    @tf.function
-    def branch(x):
-        return tf.cond(tf.reduce_sum(x) > 0, lambda: by_intermediate(x), lambda: x)
-
-    close(tape_gradient(branch, X), 21 * X**2)
 
 
 def test_sparse_upstream_gradients_are_converted():
@@ -216,24 +180,6 @@ def test_a_variable_of_keras():
     close(tape.gradient(y, variable.value), tf.constant([5.0, 50.0]))
 
 
-@pytest.mark.parametrize("op", [by_intermediate, by_output])
-def test_the_graph_of_a_deleted_function_is_freed(op):
-    function = tf.function(lambda x: tape_gradient(op, x))
-    graph = weakref.ref(function.get_concrete_function(X).graph)
-    function(X)
-    del function
-    gc.collect()
-    assert graph() is None
-
-
-def test_nothing_is_recorded_without_a_tape():
-    calls = []
-    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: calls.append(1) or u))
-    close(op(X), 2 * X)
-    close(grad(lambda x: tf.reduce_sum(x))(X), tf.ones(2))
-    assert calls == []
-
-
 def test_a_gradient_of_the_wrong_shape_raises_at_run_time():
     op = op_custom_gradient(lambda x: (x * 1.0, lambda u: tf.reshape(u * 7.0, [-1, 1])))
     function = tf.function(lambda x: tape_gradient(op, x), input_signature=[tf.TensorSpec([None], "float32")])
@@ -277,18 +223,6 @@ def test_a_summed_gradient_has_its_static_shape():
         lambda x: tape_gradient(op, x), input_signature=[tf.TensorSpec([None, 3], "float32")]
     )
     assert function.get_concrete_function().output_shapes.as_list() == [None, 3]
-
-
-@pytest.mark.filterwarnings("ignore:.*while_loop for converting")
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function])
-def test_vectorized_map(wrap):
-    """A tape in the mapped function keeps the rule. Around it, TensorFlow drops gradients of operations."""
-    close(tf.vectorized_map(by_intermediate, X), X**3)
-    close(wrap(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_intermediate, x), x))(X), 21 * X**2)
-    with pytest.raises(LookupError, match="the rule was lost"):
-        wrap(lambda x: tape_gradient(lambda x: tf.vectorized_map(by_intermediate, x), x))(X)
-    with pytest.raises(LookupError, match="the rule was lost"):
-        tape_gradient(lambda x: tf.vectorized_map(lambda x: tape_gradient(by_output, x), x), X)
 
 
 def closing_over(w):
