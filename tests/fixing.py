@@ -15,8 +15,8 @@ import pytest
 from support import BACKEND, close
 
 import multigrad
+from multigrad.common import errors
 from multigrad.common.frameworks import DIFFERENTIATING
-from multigrad.core import errors
 
 PACKAGE = Path(multigrad.__file__).parent
 _MAKERS = ("message", "unusable", "require_function")

@@ -14,9 +14,9 @@ import pytest
 from markdown import ROOT
 
 import multigrad
-from multigrad import frameworks
 from multigrad.cli import doctor, explain
 from multigrad.cli.main import main
+from multigrad.common import frameworks
 
 BACKEND = keras.backend.backend()
 pytestmark = pytest.mark.package

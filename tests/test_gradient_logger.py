@@ -19,7 +19,7 @@ from multigrad import op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.callbacks import GradientLogger
 from multigrad.callbacks.records import TENSORS, GradientRecord, GradientStatistics, diagnose
 from multigrad.callbacks.steps import training_of
-from multigrad.core import keras_internals
+from multigrad.common import keras_internals
 
 WHERE = Path(__file__).with_name("logged_on_devices.py")
 

@@ -15,9 +15,9 @@ import keras
 import pytest
 
 import multigrad
-from multigrad import frameworks
 from multigrad.backend import _load
 from multigrad.cli.doctor import doctor
+from multigrad.common import frameworks
 
 BACKEND = keras.backend.backend()
 PRIVATE = {

@@ -49,7 +49,7 @@ class ForwardOnlyBackend(Backend):
 
     @staticmethod
     def is_differentiable(tensor: Any) -> bool:
-        return False
+        return keras.backend.standardize_dtype(tensor.dtype).startswith(("float", "bfloat", "complex"))
 
     @staticmethod
     def specs_of(tensors: Sequence[Any]) -> list[Spec | None]:
