@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_architecture import DEFAULTS, members
 
+from multigrad.backend import defaults
 from multigrad.backend.base import Backend
 from multigrad.common.frameworks import is_installed
 
@@ -104,10 +106,8 @@ def test_the_page_lists_the_functions_of_a_backend():
     text = PAGE.read_text(encoding="utf-8")
     tables = [re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE) for part in text.split("## ")]
     required, optional = [names for names in tables if names]
-    public = [name for name in vars(Backend) if name[0] != "_"]
-    attributes = [name for name in Backend.__annotations__ if not hasattr(Backend, name)]
-    assert required == [*attributes, *[name for name in public if name in Backend.__abstractmethods__]]
-    assert optional == [name for name in public if name not in Backend.__abstractmethods__]
+    assert sorted(required) == sorted([*Backend.__annotations__, *members(Backend)])
+    assert sorted(optional) == sorted(DEFAULTS)
 
 
 @pytest.mark.package
@@ -118,7 +118,7 @@ def test_the_page_names_tests_that_exist():
 
 
 @pytest.mark.package
-def test_each_method_of_a_backend_is_documented():
-    for name, member in vars(Backend).items():
-        if name[0] != "_" and isinstance(member, staticmethod):
-            assert inspect.getdoc(getattr(Backend, name)), name
+def test_each_function_of_a_backend_is_documented():
+    functions = [getattr(Backend, name) for name in members(Backend)]
+    functions += [f for f in vars(defaults).values() if inspect.isfunction(f)]
+    assert all(map(inspect.getdoc, functions))

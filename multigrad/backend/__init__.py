@@ -4,6 +4,7 @@ A backend of Keras that multigrad does not know runs the forward pass only, as N
 """
 
 import importlib
+import types
 import warnings
 from typing import TYPE_CHECKING
 
@@ -14,20 +15,18 @@ from multigrad.common.frameworks import (
     require_supported,
 )
 
-if TYPE_CHECKING:
-    from multigrad.backend.base import Backend
 
-
-def _load() -> "Backend":
+def _load() -> types.ModuleType:
     require_active_backend()  # before Keras is imported, whose error names neither the backend nor a fix
     name = importlib.import_module("keras").backend.backend()
     require_supported(name)
     other = other_distribution()
     if other is not None:
         warnings.warn(other, RuntimeWarning, stacklevel=2)
-    module = importlib.import_module(f"{__name__}.{name if name in DIFFERENTIATING else 'forward_only'}")
-    backend: Backend = module.ACTIVE
-    return backend
+    return importlib.import_module(f"{__name__}.{name if name in DIFFERENTIATING else 'forward_only'}")
 
 
-active = _load()
+if TYPE_CHECKING:  # all backends have the same members
+    from multigrad.backend import torch as active
+else:
+    active = _load()

@@ -18,41 +18,35 @@ that the rule uses, `tensors.py`, `private.py` for unstable names of JAX, `gradi
 `jit.py` and `host_call.py`.
 """
 
-from multigrad.backend.base import Backend
-from multigrad.backend.jax import gradients, tensors
+from multigrad.backend.defaults import *
 from multigrad.backend.jax.apply import apply
+from multigrad.backend.jax.gradients import (
+    compile_function,
+    depends_on_element,
+    may_record,
+    operations,
+    value_and_grad,
+    vjp,
+    vmap,
+    without_compilation,
+)
+from multigrad.backend.jax.gradients import vjp as vjp_at_once
 from multigrad.backend.jax.host_call import host_call
 from multigrad.backend.jax.jit import is_constant, jit
+from multigrad.backend.jax.tensors import (
+    FOREIGN,
+    TENSORS,
+    assign,
+    concrete,
+    conform,
+    extend_pinned,
+    is_compiling,
+    is_differentiable,
+    observe,
+    specs_of,
+    trace_level,
+    watch,
+    wide,
+)
 
-
-class JaxBackend(Backend):
-    """The implementation for JAX."""
-
-    TENSORS = tensors.TENSORS
-    FOREIGN = tensors.FOREIGN
-    TRACES_ONCE = True
-    apply = staticmethod(apply)
-    value_and_grad = staticmethod(gradients.value_and_grad)
-    vjp = staticmethod(gradients.vjp)
-    vmap = staticmethod(gradients.vmap)
-    depends_on_element = staticmethod(gradients.depends_on_element)
-    is_differentiable = staticmethod(tensors.is_differentiable)
-    specs_of = staticmethod(tensors.specs_of)
-    conform = staticmethod(tensors.conform)
-    concrete = staticmethod(tensors.concrete)
-    observe = staticmethod(tensors.observe)
-    may_record = staticmethod(gradients.may_record)
-    compile_function = staticmethod(gradients.compile_function)
-    operations = staticmethod(gradients.operations)
-    is_compiling = staticmethod(tensors.is_compiling)
-    host_call = staticmethod(host_call)
-    trace_level = staticmethod(tensors.trace_level)
-    jit = staticmethod(jit)
-    is_constant = staticmethod(is_constant)
-    assign = staticmethod(tensors.assign)
-    extend_pinned = staticmethod(tensors.extend_pinned)
-    wide = staticmethod(tensors.wide)
-    without_compilation = staticmethod(gradients.without_compilation)
-
-
-ACTIVE = JaxBackend()
+TRACES_ONCE = True

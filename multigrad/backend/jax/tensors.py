@@ -143,6 +143,11 @@ def observe(callback: Callable[..., None], tensors: Sequence[Any]) -> None:
     jax.debug.callback(lambda *values: callback(*map(np.array, values)), *tensors)
 
 
+def watch(callback: Callable[..., None], tensor: Any) -> Any:
+    observe(callback, [tensor])
+    return tensor
+
+
 def wide() -> contextlib.AbstractContextManager[Any]:
     return enable_x64(True)
 

@@ -17,48 +17,36 @@ Files: `apply.py` for one call of an op, `graphs.py` for the operation that hold
 that TensorFlow traces, `tensors.py`, `gradients.py` for `grad` and `vjp`, and `maps.py` for `vmap`.
 """
 
-from multigrad.backend.base import Backend
-from multigrad.backend.tensorflow import gradients, maps, programs, tapes, tensors, variables
+from multigrad.backend.defaults import *
 from multigrad.backend.tensorflow.apply import apply
+from multigrad.backend.tensorflow.gradients import reshape, solve, value_and_grad, vjp
+from multigrad.backend.tensorflow.gradients import vjp as vjp_at_once
 from multigrad.backend.tensorflow.host_call import host_call, opaque_to_compiler
 from multigrad.backend.tensorflow.jit import jit
+from multigrad.backend.tensorflow.maps import depends_on_element, vmap
+from multigrad.backend.tensorflow.programs import (
+    compile_function,
+    operations,
+    update_wrapper,
+    without_compilation,
+)
+from multigrad.backend.tensorflow.tapes import may_record
+from multigrad.backend.tensorflow.tensors import (
+    CONVERTIBLE,
+    FOREIGN,
+    TENSORS,
+    as_tensor,
+    concrete,
+    conform,
+    is_compiling,
+    is_differentiable,
+    library_code,
+    observe,
+    sizes,
+    specs_of,
+    trace_level,
+    watch,
+)
+from multigrad.backend.tensorflow.variables import extend_pinned, extend_reads
 
-
-class TensorFlowBackend(Backend):
-    """The implementation for TensorFlow."""
-
-    TENSORS = tensors.TENSORS
-    CONVERTIBLE = tensors.CONVERTIBLE
-    FOREIGN = tensors.FOREIGN
-    TRACES_ONCE = True
-    apply = staticmethod(apply)
-    value_and_grad = staticmethod(gradients.value_and_grad)
-    vjp = staticmethod(gradients.vjp)
-    solve = staticmethod(gradients.solve)
-    reshape = staticmethod(gradients.reshape)
-    vmap = staticmethod(maps.vmap)
-    depends_on_element = staticmethod(maps.depends_on_element)
-    is_differentiable = staticmethod(tensors.is_differentiable)
-    specs_of = staticmethod(tensors.specs_of)
-    conform = staticmethod(tensors.conform)
-    concrete = staticmethod(tensors.concrete)
-    observe = staticmethod(tensors.observe)
-    watch = staticmethod(tensors.watch)
-    may_record = staticmethod(tapes.may_record)
-    compile_function = staticmethod(programs.compile_function)
-    is_compiling = staticmethod(tensors.is_compiling)
-    host_call = staticmethod(host_call)
-    opaque_to_compiler = staticmethod(opaque_to_compiler)
-    trace_level = staticmethod(tensors.trace_level)
-    jit = staticmethod(jit)
-    operations = staticmethod(programs.operations)
-    extend_reads = staticmethod(variables.extend_reads)
-    extend_pinned = staticmethod(variables.extend_pinned)
-    library_code = staticmethod(tensors.library_code)
-    update_wrapper = staticmethod(programs.update_wrapper)
-    as_tensor = staticmethod(tensors.as_tensor)
-    sizes = staticmethod(tensors.sizes)
-    without_compilation = staticmethod(programs.without_compilation)
-
-
-ACTIVE = TensorFlowBackend()
+TRACES_ONCE = True

@@ -18,49 +18,38 @@ mode, `compiled.py` for torch.compile and export, `gradients.py` for `grad` and 
 `multigrad.jit`, `traced.py` for the derivatives in its programs, `state.py`, and `tensors.py`.
 """
 
-from multigrad.backend.base import Backend
-from multigrad.backend.torch import gradients, state, tensors
+from multigrad.backend.defaults import *
 from multigrad.backend.torch.apply import apply
+from multigrad.backend.torch.gradients import (
+    depends_on_element,
+    depends_on_others,
+    may_record,
+    solve,
+    value_and_grad,
+    vjp,
+    vjp_at_once,
+    vmap,
+    while_loop,
+)
 from multigrad.backend.torch.host_call import host_call, opaque_to_compiler
 from multigrad.backend.torch.jit import compile_function, jit, without_compilation
+from multigrad.backend.torch.state import is_compiling, trace_level
+from multigrad.backend.torch.tensors import (
+    FOREIGN,
+    STAND_INS,
+    TENSORS,
+    concrete,
+    conform,
+    constant,
+    defaults_of,
+    is_differentiable,
+    is_reading_code,
+    observe,
+    operations,
+    snapshot,
+    specs_of,
+    update_wrapper,
+    watch,
+)
 
-
-class TorchBackend(Backend):
-    """The implementation for PyTorch."""
-
-    TENSORS = tensors.TENSORS
-    FOREIGN = tensors.FOREIGN
-    HAS_DEVICES = True
-    STAND_INS = tensors.STAND_INS
-    apply = staticmethod(apply)
-    value_and_grad = staticmethod(gradients.value_and_grad)
-    vjp = staticmethod(gradients.vjp)
-    vjp_at_once = staticmethod(gradients.vjp_at_once)
-    vmap = staticmethod(gradients.vmap)
-    depends_on_element = staticmethod(gradients.depends_on_element)
-    while_loop = staticmethod(gradients.while_loop)
-    solve = staticmethod(gradients.solve)
-    is_differentiable = staticmethod(tensors.is_differentiable)
-    specs_of = staticmethod(tensors.specs_of)
-    conform = staticmethod(tensors.conform)
-    concrete = staticmethod(tensors.concrete)
-    observe = staticmethod(tensors.observe)
-    watch = staticmethod(tensors.watch)
-    may_record = staticmethod(gradients.may_record)
-    compile_function = staticmethod(compile_function)
-    is_compiling = staticmethod(state.is_compiling)
-    host_call = staticmethod(host_call)
-    opaque_to_compiler = staticmethod(opaque_to_compiler)
-    trace_level = staticmethod(state.trace_level)
-    jit = staticmethod(jit)
-    operations = staticmethod(tensors.operations)
-    constant = staticmethod(tensors.constant)
-    update_wrapper = staticmethod(tensors.update_wrapper)
-    is_reading_code = staticmethod(tensors.is_reading_code)
-    defaults_of = staticmethod(tensors.defaults_of)
-    snapshot = staticmethod(tensors.snapshot)
-    depends_on_others = staticmethod(gradients.depends_on_others)
-    without_compilation = staticmethod(without_compilation)
-
-
-ACTIVE = TorchBackend()
+HAS_DEVICES = True
