@@ -4,7 +4,7 @@ import pytest
 from keras import tree
 from support import close
 
-from benchmarks import cases, large_vocabulary, measure
+from benchmarks import calculus, cases, large_vocabulary, measure
 from benchmarks.measure import time_in_turns
 from benchmarks.native import active
 
@@ -19,6 +19,15 @@ def test_every_implementation_has_the_same_gradients(case):
     assert "multigrad" in runs
     for run in runs.values():
         for got, own in zip(tree.flatten(run()), wanted, strict=True):
+            close(got, own, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_op", [False, True])
+def test_the_derivatives_of_the_framework_are_equal(with_op):
+    for case in calculus.cases(with_op, inputs=4).values():
+        pairs = zip(tree.flatten(case.multigrad(case.x)), tree.flatten(case.native(case.x)), strict=True)
+        for got, own in pairs:
             close(got, own, 1e-4)
 
 

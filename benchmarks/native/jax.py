@@ -100,3 +100,47 @@ def accelerator() -> str | None:
 def allocated() -> int | None:
     """Return the bytes of the arrays on the accelerator, None without one."""
     return None if jax.default_backend() == "cpu" else jax.devices()[0].memory_stats()["bytes_in_use"]
+
+
+def bind_both_modes(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an elementwise op for forward mode, of the functions that `bind` takes."""
+
+    @jax.custom_jvp
+    def native(x: Any) -> Any:
+        return forward(x)[0]
+
+    @native.defjvp
+    def push(primals: Any, tangents: Any) -> Any:
+        output, residuals = forward(*primals)
+        return output, backward(residuals, *tangents)
+
+    return native
+
+
+bind_mapped = bind
+
+
+def for_weights(model: Any, loss: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a function of `x` with the value of `loss(call, grad, x)` and its gradients by the weights."""
+
+    def function(weights: Any, x: Any) -> Any:
+        return loss(lambda x: model.stateless_call(weights, [], x)[0], jax.grad, x)
+
+    gradients = jax.value_and_grad(function)
+    return lambda x: gradients([weight.value for weight in model.trainable_variables], x)
+
+
+grad, jacobian, hessian, compiled_function = jax.grad, jax.jacobian, jax.hessian, jax.jit
+
+
+def vmap_grad(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    return jax.vmap(jax.grad(f))
+
+
+def jvp(f: Callable[..., Any], tangent: Any) -> Callable[[Any], Any]:
+    return lambda x: jax.jvp(f, (x,), (tangent,))
+
+
+def hvp(f: Callable[..., Any], tangent: Any) -> Callable[[Any], Any]:
+    gradient = jax.grad(f)
+    return lambda x: jax.jvp(gradient, (x,), (tangent,))[1]

@@ -131,3 +131,73 @@ class _GpuMemory:
 def gpu_memory() -> _GpuMemory | None:
     """Return the memory of the GPU, None without a GPU."""
     return _GpuMemory() if tf.config.list_physical_devices("GPU") else None
+
+
+bind_mapped = bind_both_modes = bind  # forward mode transposes the rule
+
+
+def for_weights(model: Any, loss: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a function of `x` with the value of `loss(call, grad, x)` and its gradients by the weights."""
+
+    def run(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = loss(model, grad, x)
+        return value, tape.gradient(value, [weight.value for weight in model.trainable_variables])
+
+    return run
+
+
+def grad(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    def run(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.gradient(y, x)
+
+    return run
+
+
+def jacobian(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return the Jacobian by a loop, which is faster in eager code than `tf.vectorized_map`."""
+
+    def run(x: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = f(x)
+        return tape.jacobian(y, x, experimental_use_pfor=not tf.executing_eagerly())
+
+    return run
+
+
+def hessian(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    return jacobian(grad(f))
+
+
+def vmap_grad(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    gradient = grad(f)
+    return lambda x: tf.vectorized_map(gradient, x)
+
+
+def jvp(f: Callable[..., Any], tangent: Any) -> Callable[[Any], Any]:
+    def run(x: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(x, tangent) as accumulator:
+            y = f(x)
+        return y, accumulator.jvp(y)
+
+    return run
+
+
+def hvp(f: Callable[..., Any], tangent: Any) -> Callable[[Any], Any]:
+    gradient = grad(f)
+
+    def run(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            slope = gradient(x)
+        return tape.gradient(slope, x, tangent)
+
+    return run
+
+
+def compiled_function(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    return tf.function(f, autograph=False)

@@ -140,3 +140,77 @@ def accelerator() -> str | None:
 def allocated() -> int | None:
     """Return the bytes of the tensors on the accelerator, None without one."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
+
+
+def bind_both_modes(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an elementwise op for torch.func, of the functions that `bind` takes."""
+
+    class Native(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Any) -> Any:
+            return forward(x)[0]
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(output)
+            ctx.save_for_forward(output)
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Any) -> Any:
+            return backward(ctx.saved_tensors, upstream)
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Any) -> Any:
+            return backward(ctx.saved_tensors, tangent)
+
+    return Native.apply
+
+
+bind_mapped = bind_both_modes
+
+
+def for_weights(model: Any, loss: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a function of `x` with the value of `loss(call, grad, x)` and its gradients by the weights."""
+
+    def run(x: torch.Tensor) -> Any:
+        value = loss(model, _grad_with_graph, x)
+        return value.detach(), torch.autograd.grad(value, [w.value for w in model.trainable_variables])
+
+    return run
+
+
+def _grad_with_graph(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda x: _gradient(f, x.requires_grad_(), True)
+
+
+def grad(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda x: _gradient(f, x.detach().requires_grad_(), False)
+
+
+def _gradient(f: Callable[..., Any], x: torch.Tensor, create_graph: bool) -> torch.Tensor:
+    return torch.autograd.grad(f(x), x, create_graph=create_graph)[0]
+
+
+jacobian, hessian = torch.func.jacrev, torch.func.hessian
+
+
+def vmap_grad(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    return torch.func.vmap(torch.func.grad(f))
+
+
+def jvp(f: Callable[..., Any], tangent: Any) -> Callable[[Any], Any]:
+    return lambda x: torch.func.jvp(f, (x,), (tangent,))
+
+
+def hvp(f: Callable[..., Any], tangent: Any) -> Callable[[Any], Any]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(_gradient(f, leaf, True), leaf, tangent)[0]
+
+    return run
+
+
+def compiled_function(f: Callable[..., Any]) -> Callable[[Any], Any]:
+    return torch.compile(f, backend="aot_eager")

@@ -182,6 +182,20 @@ class Backend(Protocol):
         and differentiated. `variables` is as for `value_and_grad`.
         """
 
+    def jvp(
+        self,
+        function: Callable[..., tuple[Sequence[Any], Any]],
+        tensors: Sequence[Any],
+        tangents: Sequence[Any],
+        variables: Sequence[keras.Variable] = (),
+    ) -> tuple[tuple[Sequence[Any], Any], Sequence[Any]]:
+        """Return `(outputs, aux)` of `function(*tensors)` and the tangents of the outputs."""
+
+    def map_rows(
+        self, row: Callable[[Any], tuple[Sequence[Any], Sequence[Any]]], upstream: Any
+    ) -> Sequence[Any]:
+        """Return what `vmap` stacks for a function without side effects, which may also run in a loop."""
+
     def vjp_at_once(self, *args: Any) -> tuple[tuple[Sequence[Any], Any], Callable[..., Sequence[Any]]]:
         """Return what `vjp` returns, for a product that is only called next, as by a Jacobian."""
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from multigrad.backend.base import F, Operation, S
+from multigrad.common.process_wide import FORWARD_MODE
 from multigrad.common.type_sets import TypeSet
 
 CONVERTIBLE: TypeSet = TypeSet(keras.Variable, np.ndarray, np.generic)
@@ -24,6 +25,41 @@ HAS_DEVICES: bool = False
 
 STAND_INS: TypeSet = TypeSet()
 """Types that stand for a tensor while a program is recorded. They cannot have a rule."""
+
+
+def transposed(vjp: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `jvp` of a backend that has no faster one: the transpose of its `vjp`.
+
+    It differentiates an op by the transpose of its rule.
+    """
+
+    def jvp(
+        function: Callable[..., tuple[Sequence[Any], Any]],
+        tensors: Sequence[Any],
+        tangents: Sequence[Any],
+        variables: Sequence[keras.Variable] = (),
+    ) -> tuple[tuple[Sequence[Any], Any], Sequence[Any]]:
+        FORWARD_MODE.append(None)  # a program may run rules
+        try:
+            result, pullback = vjp(function, tensors, variables)
+            # The pullback is linear, so its transpose is the same at any upstream gradient.
+            ones = [keras.ops.ones_like(output) for output in result[0]]
+            _, transpose = vjp(lambda *upstream: (pullback(upstream), None), ones)
+            return result, transpose(tangents)
+        finally:
+            FORWARD_MODE.pop()
+
+    return jvp
+
+
+def mapped(vmap: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `map_rows` of a backend that maps them by its `vmap`."""
+
+    def map_rows(row: Callable[[Any], tuple[Sequence[Any], Sequence[Any]]], upstream: Any) -> Sequence[Any]:
+        rows: Sequence[Any] = vmap(row, [upstream])[0]
+        return rows
+
+    return map_rows
 
 
 def depends_on_element(result: Any, elements: Sequence[Any]) -> bool:

@@ -34,6 +34,7 @@ def vjp(function: Callable[..., Any], tensors: Sequence[Any], variables: Sequenc
 
 
 vjp_at_once = vjp
+jvp = transposed(vjp)
 
 
 def vmap(
@@ -46,6 +47,9 @@ def vmap(
         if not all(np.array_equal(result, keras.ops.convert_to_numpy(x), equal_nan=True) for x in others):
             raise ValueError(dependence_error("vmap", "different values"))
     return [keras.ops.stack(results) for results in stacked], [results[0] for results in shared]
+
+
+map_rows = mapped(vmap)
 
 
 def is_differentiable(tensor: Any) -> bool:

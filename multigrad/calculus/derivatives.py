@@ -12,10 +12,9 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.calculus.flat_function import DifferentiatedCall, DifferentiatedFunction
-from multigrad.calculus.flat_structure import FlatStructure, flatten
+from multigrad.calculus.flat_structure import flatten
 from multigrad.calculus.validation import require_real, require_scalar
 from multigrad.common.errors import describe, message
-from multigrad.common.process_wide import FORWARD_MODE
 from multigrad.core.signature import name_of
 
 
@@ -118,8 +117,7 @@ def value_and_grad(
             output, auxiliary = flat_f(*tensors)
             return require_scalar(function.name, output), auxiliary
 
-        variables = function.variables or ()
-        result, gradients = backend.active.value_and_grad(scalar, flat_f.primals, variables)
+        result, gradients = backend.active.value_and_grad(scalar, flat_f.primals, flat_f.variables)
         value, (aux, assigned) = result
         flat_f.assign(assigned)
         return ((value, aux) if has_aux else value), flat_f.unflatten(gradients)
@@ -169,7 +167,10 @@ def vjp(
         See `grad`.
     """
     name = name_of(f)
-    inputs, output, flat_pullback, *aux = _flat_vjp(f, primals, has_aux, variables)
+    flat_f = _call_of(f, primals, has_aux, variables)
+    inputs = flatten(flat_f.unflatten(flat_f.primals))
+    result, flat_pullback = backend.active.vjp(flat_f.flat_output, flat_f.primals, flat_f.variables)
+    output, *aux = _finish(flat_f, result, has_aux)
 
     def pullback(upstream: Any) -> Any:
         flat_upstream = output.flatten_matching(name, "the upstream gradient", upstream)
@@ -202,10 +203,12 @@ def jvp(
     print(multigrad.jvp(gradient, (), [direction], variables=[w])[1][0])  # [6., 6.]
     ```
 
-    The product is computed as the transpose of `vjp`, which costs two reverse passes in addition to `f`. An
-    op is therefore differentiated by its rule. The rule must be linear in its upstream gradient, as every
-    vector-Jacobian product is. `multigrad.testing.check_gradients` checks this. A rule that is not linear is
-    linearized at an upstream gradient of ones.
+    - JAX: `jax.jvp`. It raises an error for a function that calls a `jax.custom_vjp`.
+    - TensorFlow and PyTorch: the transpose of `vjp`, which costs two reverse passes in addition to `f`.
+
+    The tangent of an op is the transpose of its rule. The rule must be linear in its upstream gradient, as
+    every vector-Jacobian product is. `multigrad.testing.check_gradients` checks this. A rule that is not
+    linear is linearized at an upstream gradient of ones.
 
     Arguments:
         f: a function as for `vjp`.
@@ -228,7 +231,7 @@ def jvp(
         NotImplementedError: on the NumPy and OpenVINO backends.
 
     References:
-        Townsend 2017, A New Trick for Calculating Jacobian Vector Products. It is the transpose of `vjp`.
+        Townsend 2017, A New Trick for Calculating Jacobian Vector Products. It describes the transpose.
     """
     name = name_of(f)
     for role, argument in (("primal", primals), ("tangent", tangents)):
@@ -242,44 +245,32 @@ def jvp(
                     fix="call jvp(f, (x,), (tangent,))",
                 )
             )
-    FORWARD_MODE.append(None)
-    try:
-        inputs, output, pullback, *aux = _flat_vjp(f, primals, has_aux, variables)  # a program may run rules
-        container = tuple if primals or variables is None else list
-        directions = inputs.flatten_matching(name, "the tangents", container(tangents))
-        # The pullback is linear, so its transpose is the same at any upstream gradient.
-        ones = [ops.ones_like(tensor) for tensor in output.differentiable]
-        _, transpose = backend.active.vjp(lambda *upstream: (pullback(upstream), None), ones)
-        tangent = transpose(directions)
-    finally:
-        FORWARD_MODE.pop()
+    flat_f = _call_of(f, primals, has_aux, variables)
+    container = tuple if primals or variables is None else list
+    inputs = flatten(flat_f.unflatten(flat_f.primals))
+    directions = inputs.flatten_matching(name, "the tangents", container(tangents))
+    result, tangent = backend.active.jvp(flat_f.flat_output, flat_f.primals, directions, flat_f.variables)
+    output, *aux = _finish(flat_f, result, has_aux)
     return output.unflatten(output.differentiable), output.unflatten_with_none(tangent), *aux
 
 
-def _flat_vjp(
+def _call_of(
     f: Callable[..., Any],
     primals: Sequence[Any],
     has_aux: bool,
     variables: Sequence[keras.Variable] | None,
-) -> tuple[Any, ...]:
-    """Return the primals and output as `FlatStructure`s, the flat pullback, and the aux if there is one."""
+) -> DifferentiatedCall:
+    """Return the call of a function that is differentiated with respect to all arguments."""
     argnums = range(len(primals)) if primals or variables is None else None
-    function = DifferentiatedFunction(f, argnums, variables)
-    flat_f = DifferentiatedCall(function, primals, {}, has_aux)
-    outputs: list[FlatStructure] = []
+    return DifferentiatedCall(DifferentiatedFunction(f, argnums, variables), primals, {}, has_aux)
 
-    def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
-        output, auxiliary = flat_f(*tensors)
-        structure = flatten(output)  # a separate line: AutoGraph (TensorFlow 2.21) cannot read `:=`
-        outputs[:] = [structure]
-        return structure.differentiable, (structure.others, auxiliary)
 
-    result, pullback = backend.active.vjp(flat, flat_f.primals, function.variables or ())
+def _finish(flat_f: DifferentiatedCall, result: Any, has_aux: bool) -> tuple[Any, ...]:
+    """Assign to variables. Return the output as a `FlatStructure`, and the aux if there is one."""
     differentiable, (others, (aux, assigned)) = result
     flat_f.assign(assigned)
-    output = outputs[0]._replace(differentiable=differentiable, others=others)
-    inputs = flatten(flat_f.unflatten(flat_f.primals))
-    return (inputs, output, pullback, aux) if has_aux else (inputs, output, pullback)
+    output = flat_f.output._replace(differentiable=differentiable, others=others)
+    return (output, aux) if has_aux else (output,)
 
 
 def jacobian(
@@ -319,33 +310,22 @@ def jacobian(
     def jacobian_of(*args: Any, **kwargs: Any) -> Any:
         flat_f = DifferentiatedCall(function, args, kwargs, has_aux)
         require_real(function.name, flat_f.primals)
-        outputs: list[FlatStructure] = []
-
-        def flat(*tensors: Any) -> tuple[Sequence[Any], Any]:
-            output, auxiliary = flat_f(*tensors)
-            structure = flatten(output)
-            outputs[:] = [structure]
-            require_real(function.name, structure.differentiable)
-            return structure.differentiable, auxiliary
-
-        (aux, assigned), rows = _flat_jacobian(flat, flat_f.primals, function.variables or ())
-        flat_f.assign(assigned)
-        result = outputs[0].unflatten_with_none([flat_f.unflatten(row) for row in rows])
-        return (result, aux) if has_aux else result
+        result, rows = _flat_jacobian(flat_f)
+        output, *aux = _finish(flat_f, result, has_aux)
+        jacobian = output.unflatten_with_none([flat_f.unflatten(row) for row in rows])
+        return (jacobian, *aux) if has_aux else jacobian
 
     return backend.active.update_wrapper(jacobian_of, f)
 
 
-def _flat_jacobian(
-    flat: Callable[..., tuple[Sequence[Any], Any]],
-    tensors: Sequence[Any],
-    variables: Sequence[keras.Variable],
-) -> tuple[Any, list[list[Any]]]:
-    """Return the aux of `flat(*tensors) -> (outputs, aux)`, and a list per output with an array per tensor.
+def _flat_jacobian(flat_f: DifferentiatedCall) -> tuple[Any, list[list[Any]]]:
+    """Return the result of `flat_f.flat_output`, and a list per output with an array per primal.
 
-    The shape of an array is that of the output followed by that of the tensor.
+    The shape of an array is that of the output followed by that of the primal.
     """
-    (outputs, aux), pullback = backend.active.vjp_at_once(flat, tensors, variables)
+    result, pullback = backend.active.vjp_at_once(flat_f.flat_output, flat_f.primals, flat_f.variables)
+    outputs = result[0]
+    require_real(flat_f.name, outputs)
     reshape, conform = backend.active.reshape, backend.active.conform
     zeros = [ops.zeros_like(output) for output in outputs]
     specs: list[Any] = backend.active.specs_of(outputs)
@@ -358,17 +338,23 @@ def _flat_jacobian(
                 gradients = list(map(conform, gradients, specs))
             return pullback(gradients), ()
 
-        numbers = ops.cumsum(ops.ones_like(ops.reshape(output, (-1,)), "int32"))
-        sizes = backend.active.sizes(output.shape)
-        may_be_empty = sizes is None or any([not size for size in sizes])
-        # TensorFlow and PyTorch cannot map over no rows, so there is one more, of zeros.
-        padded = ops.pad(numbers, [[0, 1]]) if may_be_empty else numbers
-        identity = ops.cast(ops.equal(padded[:, None], numbers[None]), output.dtype)
-        gradients, _ = backend.active.vmap(row, [reshape(identity, padded, output)])
-        if may_be_empty:
-            gradients = [g[:-1] for g in gradients]
-        rows.append([reshape(g, output, tensor) for g, tensor in zip(gradients, tensors, strict=True)])
-    return aux, rows
+        gradients = _rows(row, output)
+        rows.append([reshape(g, output, x) for g, x in zip(gradients, flat_f.primals, strict=True)])
+    return result, rows
+
+
+def _rows(row: Callable[[Any], tuple[Sequence[Any], Sequence[Any]]], output: Any) -> Sequence[Any]:
+    """Return the rows of a Jacobian, stacked. `row` gets the upstream gradient of the output."""
+    sizes = backend.active.sizes(output.shape)
+    if sizes is not None and all([size == 1 for size in sizes]):
+        return row(ops.ones_like(output))[0]
+    numbers = ops.cumsum(ops.ones_like(ops.reshape(output, (-1,)), "int32"))
+    may_be_empty = sizes is None or any([not size for size in sizes])
+    # TensorFlow and PyTorch cannot map over no rows, so there is one more, of zeros.
+    padded = ops.pad(numbers, [[0, 1]]) if may_be_empty else numbers
+    identity = ops.cast(ops.equal(padded[:, None], numbers[None]), output.dtype)
+    gradients = backend.active.map_rows(row, backend.active.reshape(identity, padded, output))
+    return [g[:-1] for g in gradients] if may_be_empty else gradients
 
 
 def hessian(

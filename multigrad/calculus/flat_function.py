@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from multigrad import backend
+from multigrad.calculus.flat_structure import FlatStructure, flatten
 from multigrad.calculus.validation import (
     as_differentiable,
     as_index,
@@ -37,7 +38,7 @@ class FlatFunction(abc.ABC):
     """
 
     def __init__(self, name: str, variables: Sequence[keras.Variable]) -> None:
-        self.name, self._variables = name, variables
+        self.name, self.variables = name, variables
 
     @abc.abstractmethod
     def arguments(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -49,7 +50,7 @@ class FlatFunction(abc.ABC):
 
     def call(self, f: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any, Pinned | None]:
         """Return the result of `f`, the user's function, for these tensors, and the scope in which it ran."""
-        count = len(tensors) - len(self._variables)
+        count = len(tensors) - len(self.variables)
         args, kwargs = self.arguments(tensors[:count])
         scope = self.scope(tensors[count:])
         if scope is None:
@@ -100,6 +101,9 @@ class DifferentiatedCall(FlatFunction):
     assigned to variables. `primals` are the tensors at which it is differentiated.
     """
 
+    output: FlatStructure
+    """The output of the last call of `flat_output`, with the tensors of that call."""
+
     def __init__(
         self,
         function: DifferentiatedFunction,
@@ -123,8 +127,8 @@ class DifferentiatedCall(FlatFunction):
             for position, structure in zip(self._positions, self._structures, strict=True)
             for leaf in leaves_of(structure)
         ]
-        values = [as_differentiable(function.name, f"variable {v.path!r}", v) for v in self._variables]
-        require_not_constant(function.name, self._variables, values)
+        values = [as_differentiable(function.name, f"variable {v.path!r}", v) for v in self.variables]
+        require_not_constant(function.name, self.variables, values)
         self.primals = leaves + values
         self._assigned_variables: list[keras.Variable] = []
 
@@ -137,6 +141,12 @@ class DifferentiatedCall(FlatFunction):
         self._assigned_variables = [variable for variable, _ in scope.assigned.values()]
         return output, (aux, [value for _, value in scope.assigned.values()])
 
+    def flat_output(self, *tensors: Any) -> tuple[Sequence[Any], tuple[Sequence[Any], tuple[Any, list[Any]]]]:
+        """Call the user's function. Return the differentiable tensors of its output, and the rest."""
+        output, auxiliary = self(*tensors)
+        self.output = flatten(output)
+        return self.output.differentiable, (self.output.others, auxiliary)
+
     def arguments(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         args = list(self._args)
         for position, argument in zip(self._positions, self.unflatten_arguments(tensors), strict=True):
@@ -144,9 +154,9 @@ class DifferentiatedCall(FlatFunction):
         return args, self._kwargs
 
     def scope(self, values: Sequence[Any]) -> Pinned | None:
-        if backend.active.is_reading_code() and not self._variables:  # Dynamo enters no scope in a rule
+        if backend.active.is_reading_code() and not self.variables:  # Dynamo enters no scope in a rule
             return None
-        return _DifferentiatedVariables(self.name, self._variables, values)
+        return _DifferentiatedVariables(self.name, self.variables, values)
 
     def assign(self, values: Sequence[Any]) -> None:
         """Assign values to the variables that the user's function assigned to."""
@@ -164,7 +174,7 @@ class DifferentiatedCall(FlatFunction):
         gradient = by_argument[0] if function.has_one_argnum else tuple(by_argument)
         if function.variables is None:
             return gradient
-        by_variable = list(gradients[len(gradients) - len(self._variables) :])
+        by_variable = list(gradients[len(gradients) - len(self.variables) :])
         return (gradient, by_variable) if function.has_argnums else by_variable
 
 

@@ -61,16 +61,16 @@ class CheckedFunction(FlatFunction):
             self._require_tensor(named)
         self._arguments = self._flatten(_floats_to_tensors(tuple(args)), named)
         tensors = [_cast(tensor, dtype) for tensor in self._arguments.differentiable]
-        self._variables, self._uses_variables = self._find_variables(
+        self.variables, self._uses_variables = self._find_variables(
             self._arguments.unflatten(tensors), variables
         )
-        if dtype is None and not self._variables:
+        if dtype is None and not self.variables:
             tensors = [_cast(tensor, "float64") for tensor in tensors]
-        tensors += [backend.active.as_tensor(variable) for variable in self._variables]
+        tensors += [backend.active.as_tensor(variable) for variable in self.variables]
         self.inputs = [backend.active.snapshot(tensor) for tensor in tensors]  # detached from any tape
         paths = _paths(self._arguments.layout, [name for name, _ in named])
         names = list(itertools.compress(paths, self._arguments.is_differentiable))
-        names += [f"variable {variable.path!r}" for variable in self._variables]
+        names += [f"variable {variable.path!r}" for variable in self.variables]
         self.input_names = distinct_names(names)
         self._name_outputs(args)
 
@@ -131,7 +131,7 @@ class CheckedFunction(FlatFunction):
         # PyTorch (2.13) does not compile a rule in a scope. `compiled` enters the scope outside the program.
         if not self._uses_variables or backend.active.is_reading_code():
             return None
-        return Pinned(self._variables, values)
+        return Pinned(self.variables, values)
 
     def _find_variables(
         self, args: Sequence[Any], variables: Sequence[keras.Variable] | None

@@ -23,6 +23,7 @@ from multigrad.backend.jax.apply import apply
 from multigrad.backend.jax.gradients import (
     compile_function,
     depends_on_element,
+    jvp,
     may_record,
     operations,
     value_and_grad,
@@ -50,3 +51,4 @@ from multigrad.backend.jax.tensors import (
 )
 
 TRACES_ONCE = True
+map_rows = mapped(vmap)

@@ -35,6 +35,16 @@ def vjp(
     return (outputs, aux), transpose
 
 
+def jvp(
+    function: Callable[..., tuple[Sequence[Any], Any]],
+    tensors: Sequence[Any],
+    tangents: Sequence[Any],
+    variables: Sequence[Any] = (),
+) -> tuple[tuple[Sequence[Any], Any], Sequence[Any]]:
+    outputs, pushed, aux = jax.jvp(function, tensors, tangents, has_aux=True)
+    return (outputs, aux), pushed
+
+
 def vmap(
     function: Callable[..., tuple[Sequence[Any], Sequence[Any]]], tensors: Sequence[Any]
 ) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -23,7 +23,7 @@ from multigrad.backend.tensorflow.gradients import reshape, solve, value_and_gra
 from multigrad.backend.tensorflow.gradients import vjp as vjp_at_once
 from multigrad.backend.tensorflow.host_call import host_call, opaque_to_compiler
 from multigrad.backend.tensorflow.jit import jit
-from multigrad.backend.tensorflow.maps import depends_on_element, vmap
+from multigrad.backend.tensorflow.maps import depends_on_element, map_rows, vmap
 from multigrad.backend.tensorflow.programs import (
     compile_function,
     operations,
@@ -50,3 +50,4 @@ from multigrad.backend.tensorflow.tensors import (
 from multigrad.backend.tensorflow.variables import extend_pinned, extend_reads
 
 TRACES_ONCE = True
+jvp = transposed(vjp)

@@ -16,6 +16,9 @@ from multigrad.backend.tensorflow.tapes import may_record
 
 Function = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
 
+_ROWS_IN_LOOP = 48
+"""The number of rows of a Jacobian up to which a loop takes less time in eager code than tracing a map."""
+
 
 def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     if any(tensor.shape[:1].num_elements() is None for tensor in tensors):
@@ -50,6 +53,12 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
         results = program(*tensors) if eager else vectorize(*tensors)
     count = counts[0]
     return results[:count], [result[0] for result in results[count:]]
+
+
+def map_rows(row: Function, upstream: Any) -> Sequence[Any]:
+    if not tf.executing_eagerly() or len(upstream) > _ROWS_IN_LOOP:
+        return vmap(row, [upstream])[0]
+    return [tf.stack(column) for column in zip(*[row(one)[0] for one in tf.unstack(upstream)], strict=True)]
 
 
 def _with_equal_counts(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -53,3 +53,5 @@ from multigrad.backend.torch.tensors import (
 )
 
 HAS_DEVICES = True
+jvp = transposed(vjp)
+map_rows = mapped(vmap)

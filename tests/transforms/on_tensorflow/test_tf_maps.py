@@ -5,10 +5,11 @@ import functools
 import pytest
 import tensorflow as tf
 from cases import CASES, each_of
+from keras import ops
 from support import close
 from tapes import W, X, derivatives, value_and_gradients
 
-from multigrad import op_custom_gradient
+from multigrad import jacobian, op_custom_gradient
 
 XS, WS = tf.stack([X, 2.0 * X]), tf.stack([W, -W])
 cases = each_of()
@@ -133,3 +134,16 @@ def test_a_tf_custom_gradient_is_lost_in_vectorized_map():
         tape.watch(XS)
         y = tf.vectorized_map(rule, XS)
     close(tape.gradient(y, XS), tf.fill(XS.shape, 2.0))
+
+
+@pytest.mark.parametrize(("rows", "eager"), [(1, True), (3, True), (100, False)])
+def test_a_jacobian_of_few_rows_is_not_traced(rows, eager):
+    runs = []
+
+    @op_custom_gradient
+    def op(x):
+        return x * 2.0, lambda u: runs.append(tf.executing_eagerly()) or u * 7.0
+
+    close(jacobian(op)(ops.ones(rows)), 7.0 * ops.eye(rows))
+    assert runs.count(eager) == len(runs) > 0
+    assert len(runs) == rows or not eager
