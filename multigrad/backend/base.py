@@ -191,10 +191,8 @@ class Backend(Protocol):
     ) -> tuple[tuple[Sequence[Any], Any], Sequence[Any]]:
         """Return `(outputs, aux)` of `function(*tensors)` and the tangents of the outputs."""
 
-    def map_rows(
-        self, row: Callable[[Any], tuple[Sequence[Any], Sequence[Any]]], upstream: Any
-    ) -> Sequence[Any]:
-        """Return what `vmap` stacks for a function without side effects, which may also run in a loop."""
+    def map_rows(self, row: Callable[[Any], Sequence[Any]], upstreams: Any) -> Sequence[Any]:
+        """Return the stacked results of a pullback for upstream gradients along the first axis."""
 
     def vjp_at_once(self, *args: Any) -> tuple[tuple[Sequence[Any], Any], Callable[..., Sequence[Any]]]:
         """Return what `vjp` returns, for a product that is only called next, as by a Jacobian."""

@@ -55,8 +55,8 @@ def transposed(vjp: Callable[..., Any]) -> Callable[..., Any]:
 def mapped(vmap: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `map_rows` of a backend that maps them by its `vmap`."""
 
-    def map_rows(row: Callable[[Any], tuple[Sequence[Any], Sequence[Any]]], upstream: Any) -> Sequence[Any]:
-        rows: Sequence[Any] = vmap(row, [upstream])[0]
+    def map_rows(row: Callable[[Any], Sequence[Any]], upstreams: Any) -> Sequence[Any]:
+        rows: Sequence[Any] = vmap(lambda upstream: (row(upstream), ()), [upstreams])[0]
         return rows
 
     return map_rows

@@ -310,10 +310,10 @@ def jacobian(
     def jacobian_of(*args: Any, **kwargs: Any) -> Any:
         flat_f = DifferentiatedCall(function, args, kwargs, has_aux)
         require_real(function.name, flat_f.primals)
-        result, rows = _flat_jacobian(flat_f)
-        output, *aux = _finish(flat_f, result, has_aux)
-        jacobian = output.unflatten_with_none([flat_f.unflatten(row) for row in rows])
-        return (jacobian, *aux) if has_aux else jacobian
+        flat_result, rows = _flat_jacobian(flat_f)
+        output, *aux = _finish(flat_f, flat_result, has_aux)
+        result = output.unflatten_with_none([flat_f.unflatten(row) for row in rows])
+        return (result, *aux) if has_aux else result
 
     return backend.active.update_wrapper(jacobian_of, f)
 
@@ -332,22 +332,22 @@ def _flat_jacobian(flat_f: DifferentiatedCall) -> tuple[Any, list[list[Any]]]:
     rows = []
     for index, output in enumerate(outputs):
 
-        def row(upstream: Any, index: int = index) -> tuple[Sequence[Any], Sequence[Any]]:
+        def row(upstream: Any, index: int = index) -> Sequence[Any]:
             gradients = [*zeros[:index], upstream, *zeros[index + 1 :]]
             if backend.active.HAS_DEVICES:  # those of Keras are on its default device
                 gradients = list(map(conform, gradients, specs))
-            return pullback(gradients), ()
+            return pullback(gradients)
 
         gradients = _rows(row, output)
         rows.append([reshape(g, output, x) for g, x in zip(gradients, flat_f.primals, strict=True)])
     return result, rows
 
 
-def _rows(row: Callable[[Any], tuple[Sequence[Any], Sequence[Any]]], output: Any) -> Sequence[Any]:
-    """Return the rows of a Jacobian, stacked. `row` gets the upstream gradient of the output."""
+def _rows(row: Callable[[Any], Sequence[Any]], output: Any) -> Sequence[Any]:
+    """Return the results of `row`, stacked, for an upstream gradient of the output per element."""
     sizes = backend.active.sizes(output.shape)
     if sizes is not None and all([size == 1 for size in sizes]):
-        return row(ops.ones_like(output))[0]
+        return row(ops.ones_like(output))
     numbers = ops.cumsum(ops.ones_like(ops.reshape(output, (-1,)), "int32"))
     may_be_empty = sizes is None or any([not size for size in sizes])
     # TensorFlow and PyTorch cannot map over no rows, so there is one more, of zeros.

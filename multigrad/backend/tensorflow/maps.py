@@ -55,10 +55,10 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
     return results[:count], [result[0] for result in results[count:]]
 
 
-def map_rows(row: Function, upstream: Any) -> Sequence[Any]:
-    if not tf.executing_eagerly() or len(upstream) > _ROWS_IN_LOOP:
-        return vmap(row, [upstream])[0]
-    return [tf.stack(column) for column in zip(*[row(one)[0] for one in tf.unstack(upstream)], strict=True)]
+def map_rows(row: Callable[[Any], Sequence[Any]], upstreams: Any) -> Sequence[Any]:
+    if not tf.executing_eagerly() or len(upstreams) > _ROWS_IN_LOOP:
+        return vmap(lambda upstream: (row(upstream), ()), [upstreams])[0]
+    return list(map(tf.stack, zip(*map(row, tf.unstack(upstreams)), strict=True)))
 
 
 def _with_equal_counts(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
