@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from cases import CASES, each_of
+from cases import CASES, each_of, weighted
 from keras import ops
 from support import array, close, compiled
 
@@ -26,10 +26,6 @@ def by_rows(function, argnums):
         return tuple(ops.stack(parts) for parts in zip(*gradients, strict=True))
 
     return rows
-
-
-def weighted(function):
-    return lambda x, w: ops.sum(function(x, w) * array(1.0, -2.0, 0.5))
 
 
 @EACH

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from cases import CASES, each_of
+from cases import CASES, each_of, weighted
 from keras import ops
 from support import BACKEND, array, close, compiled, numpy
 
@@ -39,10 +39,6 @@ def loop(function, in_axes=0):
         return keras.tree.map_structure(lambda *parts: ops.stack(parts), *rows)
 
     return looped
-
-
-def weighted(function):
-    return lambda x, w: ops.sum(function(x, w) * array(1.0, -2.0, 0.5))
 
 
 def total(mapped):

@@ -9,6 +9,9 @@ import keras
 import numpy as np
 import pytest
 import torch
+from cases import cube_by_input as by_input
+from cases import cube_by_intermediate as by_intermediate
+from cases import exp_by_output as by_output
 from keras import ops
 from support import array, close, numpy
 
@@ -16,23 +19,6 @@ from multigrad import grad, jvp, op_custom_gradient, trace_gradients, value_and_
 from multigrad.backend.torch.tensors import conform
 from multigrad.keras_graph.saving import Unsaved, decode, encode
 from multigrad.ops import fake_quantize, linear_cross_entropy, spectral_function
-
-
-@op_custom_gradient
-def by_intermediate(x):
-    e = x**2
-    return e * x, lambda u: u * 3 * e * 7.0
-
-
-@op_custom_gradient
-def by_input(x):
-    return x**3, lambda u: u * 3 * x**2 * 7.0
-
-
-@op_custom_gradient
-def by_output(x):
-    y = torch.exp(x)
-    return y, lambda u: u * y * 3.0
 
 
 @op_custom_gradient

@@ -21,6 +21,28 @@ from multigrad.ops import host_call
 stop = ops.stop_gradient
 
 
+def weighted(function):
+    """Return a weighted sum of the elements of a function of two vectors."""
+    return lambda x, w: ops.sum(function(x, w) * ops.convert_to_tensor([1.0, -2.0, 0.5]))
+
+
+@op_custom_gradient
+def cube_by_input(x):
+    return x**3, lambda u: u * 3 * x**2 * 7.0
+
+
+@op_custom_gradient
+def cube_by_intermediate(x):
+    e = x**2
+    return e * x, lambda u: u * 3 * e * 7.0
+
+
+@op_custom_gradient
+def exp_by_output(x):
+    y = ops.exp(x)
+    return y, lambda u: u * y * 3.0
+
+
 def by_input(x, w, scale):
     def rule(u):
         v = scale(u, 2)

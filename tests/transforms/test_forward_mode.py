@@ -1,7 +1,7 @@
 """Forward mode: `multigrad.jvp` on each backend."""
 
 import pytest
-from cases import each_of
+from cases import each_of, weighted
 from keras import ops
 from support import array, close, compiled
 
@@ -20,10 +20,6 @@ def forward(function):
 
 def forward_twice(function):
     return lambda x, w: jvp(forward(function), (x, w), ACROSS)[1]
-
-
-def weighted(function):
-    return lambda x, w: ops.sum(function(x, w) * array(1.0, -2.0, 0.5))
 
 
 def forward_over_reverse(function):

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from cases import WRITTEN, each_of
+from cases import WRITTEN, each_of, weighted
 from forms import FORMS, in_form
 from keras import ops
 from support import BACKEND, array, close, compiled, numpy
@@ -19,10 +19,6 @@ X = array(VALUES)
 def copies(*tensors):
     """Return the tensors as arrays of their own."""
     return [array(np.array(numpy(tensor))) for tensor in tensors]
-
-
-def weighted(function):
-    return lambda x, w: ops.sum(ops.sin(function(x, w)) * array(1.0, -2.0, 0.5))
 
 
 def twice(function):

@@ -2,7 +2,7 @@
 
 import keras
 import pytest
-from cases import BLACK_BOXES, CASES, IN_OTHER_FORMS
+from cases import BLACK_BOXES, CASES, IN_OTHER_FORMS, weighted
 from keras import ops
 from support import array, close, numpy
 from ways import EVERY_PAIR, EVERY_WAY, by_multigrad, own
@@ -12,10 +12,6 @@ X, W = array(0.5, -0.25, 1.0), array(0.75, 1.0, -0.5)
 # Each case as a function is in the tests of the transforms.
 NAMES = ("input", "intermediate", "output", "two outputs", "structure")
 FORMED = {id_: case for id_, case in IN_OTHER_FORMS.items() if case.name in NAMES}
-
-
-def weighted(function):
-    return lambda x, w: ops.sum(ops.sin(function(x, w)) * array(1.0, -2.0, 0.5))
 
 
 def with_weights(case):

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import pytest
 import torch
-from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, each_of
+from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, each_of, weighted
+from cases import cube_by_intermediate as by_intermediate
 from keras import ops
 from support import close
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,10 +26,6 @@ X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 XS, WS = torch.stack([X, W, V, X + W]), torch.stack([W, V, X, X - V])  # four rows of three
 
 cases = each_of({**CASES, "one for all": ONE_FOR_ALL})
-
-
-def weighted(f):
-    return lambda x, w: (f(x, w) * V).sum()
 
 
 def slope(f, argument=0):
@@ -480,12 +477,6 @@ def test_two_runs_are_compared_under_nested_vmap():
     xs = torch.linspace(-1.0, 1.0, 24).reshape(2, 3, 4)
     got = vmap(vmap(slopes, (1, 0), 1), (1, None))(xs, V[:1].expand(4, 1))
     close(got, (7.0 * torch.exp(xs) * V[0]).permute(1, 0, 2))
-
-
-@op_custom_gradient
-def by_intermediate(x):
-    e = x**2
-    return e * x, lambda u: u * 3 * e * 7.0
 
 
 @pytest.mark.parametrize("mode", ["meta", "fake"])

@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from cases import each_of
+from cases import each_of, weighted
 from support import close
 from torch.autograd import functional
 
 X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
 
 cases = each_of()
-
-
-def weighted(f):
-    return lambda x, w: (f(x, w) * V).sum()
 
 
 def curved(f):
