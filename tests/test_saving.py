@@ -656,12 +656,6 @@ def test_two_ops_with_the_same_name_raise(place, source):
     assert keras.saving.get_registered_object("cell>op") is first
 
 
-def test_two_lambdas_with_the_same_name_raise():
-    op_custom_gradient(lambda x: (x * 2.0, rule), name="names>lambda")
-    with pytest.raises(ValueError, match="registered for another object"):
-        op_custom_gradient(lambda x: (x * 3.0, rule), name="names>lambda")
-
-
 @pytest.mark.parametrize("name", ["saved>no_op", "saved>Mode", NODE])
 def test_a_name_of_another_object_raises(name):
     before = keras.saving.get_registered_object(name)

@@ -370,12 +370,6 @@ def test_an_error_in_the_function_names_the_op():
 
 
 @pytest.mark.forward
-def test_arguments_that_do_not_fit_raise():
-    with pytest.raises(TypeError, match="double: "):
-        double(keras.Input((3,)), 2)
-
-
-@pytest.mark.forward
 def test_ops_have_no_state_and_can_be_pickled():
     """The data of a model is not stored in the op, which is pickled by name."""
     before = dict(vars(double))

@@ -115,8 +115,3 @@ def test_masked_tokens_are_ignored():
 def test_invalid_options_raise(options, error, said):
     with pytest.raises(error, match=rf"LinearCrossEntropy: (.|\n)*{said}"):
         layers.LinearCrossEntropy(**options)
-
-
-def test_features_of_another_width_than_the_embedding_raise():
-    with pytest.raises(ValueError, match="width of the embedding"):
-        layers.LinearCrossEntropy(embedding=keras.layers.Embedding(7, 4))(np.ones((2, 3)), np.array([0, 1]))

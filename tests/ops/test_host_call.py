@@ -301,19 +301,6 @@ def test_exceptions_of_the_function():
     assert "KeyError" in text_of(error) or error.type is KeyError
 
 
-@pytest.mark.forward
-def test_invalid_arguments_raise():
-    x = array(1.0)
-    with pytest.raises(TypeError, match="host_call: function cannot be used"):
-        host_call(3, x, output=x)
-    with pytest.raises(TypeError, match=r"(?s)host_call of 'double'.*argument: 'output'.*got: str 'float32'"):
-        host_call(double, x, output="float32")
-    with pytest.raises(TypeError, match="output"):
-        host_call(double, x)
-    with pytest.raises(ValueError, match=r"(?s)a dimension of the output is unknown.*\(None, 3\).*x.shape"):
-        host_call(double, x, output=keras.KerasTensor((None, 3)))
-
-
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="on other backends the compiler can call the host")
 def test_xla_on_tensorflow():
     f = jit(lambda x: host_call(double, x, output=x), jit_compile=True)

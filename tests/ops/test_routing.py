@@ -98,16 +98,6 @@ def test_a_variable_scale():
     assert float(slope(2.0)) == -3.0
 
 
-def test_a_prevented_gradient_raises():
-    def loss(x, y):
-        return x * ops.prevent_gradient(y, "y is a label")
-
-    assert float(loss(array(2.0), array(3.0))) == 6.0
-    with pytest.raises(RuntimeError, match="y is a label") as error:
-        grad(loss, argnums=1)(2.0, 3.0)
-    assert "prevent_gradient" in str(error.value)
-
-
 def test_the_printed_line(capsys):
     grad(lambda x: ops.sum(ops.print_gradient(x, "here") * array(WEIGHTS)))(array(X))
     assert capsys.readouterr().out == "here: shape (3,), mean -0.333333, largest 4\n"

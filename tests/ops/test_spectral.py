@@ -286,11 +286,6 @@ def test_a_scalar_argument_of_a_hermitian_matrix():
     np.testing.assert_allclose(float(grad(loss)(array(0.5))), wanted, rtol=1e-4)
 
 
-def test_an_argument_that_is_not_a_scalar_is_refused():
-    with pytest.raises(ValueError, match="'others'"):
-        spectral_function(array(DISTINCT), ops.power, array([0.5, 1.0, 2.0]))
-
-
 def test_float64():
     with backend.active.wide():
         a = ops.convert_to_tensor(DISTINCT, "float64")
