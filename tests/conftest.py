@@ -77,5 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         forward = [item for item in items if item.get_closest_marker("forward")]
         config.hook.pytest_deselected(items=[item for item in items if item not in forward])
         items[:] = forward
+    for item in items:
+        if any(BACKEND in marker.args for marker in item.iter_markers("slow_on")):
+            item.add_marker("slow")
     for item in left_out(items):
         item.add_marker("slow")

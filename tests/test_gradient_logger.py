@@ -222,6 +222,7 @@ class Counting(layers.Layer):
         return x * 1.0
 
 
+@pytest.mark.slow_on("jax", "tensorflow")
 def test_a_second_fit_compiles_nothing():
     inputs = keras.Input((2,))
     model = keras.Model(inputs, layers.Dense(1)(Counting()(inputs)))

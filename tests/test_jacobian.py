@@ -47,6 +47,7 @@ def test_second_derivatives(case, wrap):
     close(wrap(hessian(case.op))(X, W), jacobian(by_rows(case.meant, (0,)))(X, W)[0], 1e-4)
 
 
+@pytest.mark.slow_on("tensorflow")
 @SOME
 def test_derivatives_of_a_jacobian(case):
     def total(function):

@@ -205,6 +205,7 @@ def test_one_element():
         vmap(cube, 0, None)(rows)
 
 
+@pytest.mark.slow_on("jax", "tensorflow")
 def test_a_compiled_hessian_inside():
     of_sum = lambda x: ops.sum(cube(x))  # noqa: E731
     close(vmap(jit(hessian(of_sum), **OPTIONS))(XS), ops.stack([14.0 * ops.diag(x) for x in XS]))
@@ -452,6 +453,7 @@ def by_products(a):
 AS = array([[1.0, 2.0], [3.0, 4.0], [0.5, 0.25]])
 
 
+@pytest.mark.slow_on("jax", "tensorflow")
 @pytest.mark.parametrize(
     "solve",
     [

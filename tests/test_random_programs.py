@@ -181,6 +181,7 @@ def test_a_lost_derivative_of_an_intermediate_is_found():
     assert failing(20, {**program_names.NAMES, "op_custom_gradient": constant})
 
 
+@pytest.mark.slow_on("jax")
 def test_the_first_of_two_equal_arrays_is_found(monkeypatch):
     """The second input gets the gradient of the first one that holds its array, as with `id`."""
     differentiate = program_names.value_and_grad

@@ -85,6 +85,7 @@ def gradients(layer, function):
     return grad(lambda x: ops.sum(ops.sin(function(x))), argnums=0, variables=variables)(array(X))
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("depth", [3, 20])
 def test_gradients_and_state_equal_the_plain_network(depth):
     plain, reversible = Reversible(depth), Reversible(depth)
@@ -94,6 +95,7 @@ def test_gradients_and_state_equal_the_plain_network(depth):
     assert len(wanted[1]) == 8 * depth
 
 
+@pytest.mark.slow_on("jax", "tensorflow")
 def test_training_in_fit():
     """Two steps of `fit` change weights and state as in the plain network."""
     results = []

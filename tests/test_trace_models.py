@@ -202,6 +202,7 @@ def test_shared_and_recurrent_layers():
     assert [step.call.op for step in trace.steps].count("rnn/cell") == 4
 
 
+@pytest.mark.slow_on("jax")
 def test_an_lstm_and_masks():
     model = keras.Sequential(
         [

@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 from fixing import Row, check
 from keras import ops
 from support import BACKEND, array
@@ -242,6 +243,7 @@ if BACKEND != "torch":  # Dynamo opens the trace outside of its graphs
     ]  # fmt: skip
 
 
+@pytest.mark.slow_on("torch")  # compiles a function
 def test_the_fixes_of_errors_about_traces():
     others = {"import_pyplot": "matplotlib is installed", "trace_gradients": "not on PyTorch"}
     check(TRACES, ["tracing", "compilation.py"], others)

@@ -60,6 +60,7 @@ def test_a_shared_embedding_is_saved_once_and_trained(tmp_path):
     close(inference(TOKENS), cap * ops.tanh(wanted / cap))
 
 
+@pytest.mark.slow_on("torch")
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_gradients_in_jit_equal_those_of_eager_code(reduction):
     training, _ = models(layers.LinearCrossEntropy(7, use_bias=True, reduction=reduction, block_size=4))

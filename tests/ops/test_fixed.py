@@ -163,6 +163,7 @@ def test_derivatives(op, args, options, first, second):
             np.testing.assert_allclose(numpy(got), value, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow_on("torch")
 @each_case
 def test_compiled_derivatives(op, args, options, first, second):
     check_first_derivatives(op, args, options, first, multigrad.jit)
@@ -187,6 +188,7 @@ def test_forward_mode(op, args, options, first, second):
     check_forward_mode(op, args, options, lambda f: f)
 
 
+@pytest.mark.slow_on("torch")
 @each_case
 def test_compiled_forward_mode(op, args, options, first, second):
     check_forward_mode(op, args, options, multigrad.jit)
@@ -216,6 +218,7 @@ def test_broadcasting_and_python_numbers():
     close(grad(lambda y: keras.ops.sum(EVERY["power"](2.0, y)))(array([3.0])), array([8.0 * math.log(2.0)]))
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("scales", [[1e-3, 1e-1, 1.0, 1e2, 1e3], [1e3, 1.0, 1e-3, 1e-1, 1e2]])
 def test_det_of_rows_of_different_sizes(scales):
     x = np.random.default_rng(0).normal(size=(100, 5)) * scales

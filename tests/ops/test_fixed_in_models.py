@@ -78,6 +78,7 @@ def test_in_fit(name, eager):
     np.testing.assert_allclose(numpy(layer.scale), 1.0 - 0.01 * slope(name), rtol=1e-5)
 
 
+@pytest.mark.slow_on("torch")
 @each_function
 def test_compiled(name):
     function, x, _ = FUNCTIONS[name]

@@ -81,6 +81,7 @@ FEW = {"max_elements": 1, "compiled": False}
 ALL = {"order": 2, "compiled": BACKEND != "torch"}
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize(
     ("function", "arguments", "extent"),
     [
@@ -134,6 +135,7 @@ def test_the_initial_guess_has_no_gradient():
     close(grad(lambda z: fixed_point(heron, z, array(4.0)))(3.0), array(0.0))
 
 
+@pytest.mark.slow_on("tensorflow")
 @WRAPS
 def test_closed_over_tensors_have_gradients(wrap):
     def inside(a, b):
@@ -195,6 +197,7 @@ def test_training_a_layer():
     assert last < 0.7 * first
 
 
+@pytest.mark.slow_on("tensorflow")
 @WRAPS
 def test_tensors_reached_through_an_object_have_a_first_derivative(wrap):
     def behind(b, a):
@@ -415,6 +418,7 @@ def bisection(f, z, *args):
     return low
 
 
+@pytest.mark.slow_on("tensorflow")
 @WRAPS
 @pytest.mark.parametrize("solver", [None, bisection])
 def test_a_cube_root(solver, wrap):
@@ -425,6 +429,7 @@ def test_a_cube_root(solver, wrap):
         close(wrap(derivative)(array(8.0)), array(wanted), 1e-4)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize(
     "extent",
     [
@@ -462,6 +467,7 @@ def test_a_root_with_respect_to_a_variable():
     close(grad(f, variables=[variable])(3.0), [array(0.25)], 1e-4)
 
 
+@pytest.mark.slow_on("tensorflow")
 def test_no_root_raises():
     with pytest.raises(RuntimeError, match=r"implicit_root: z did not converge(.|\n)*after 50 iterations"):
         implicit_root(lambda z: z**2 + 1.0, 0.5)
@@ -503,6 +509,7 @@ class Root(keras.layers.Layer):
         return implicit_root(lambda z, a: z**3 + z - a, ops.zeros_like(a), a, **self.options)
 
 
+@pytest.mark.slow_on("jax", "tensorflow")
 @pytest.mark.parametrize("options", [{}, {"batched": True}], ids=["one equation", "batched"])
 def test_training_with_a_smaller_last_batch(options):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Root(**options)])
@@ -548,6 +555,7 @@ def by_unrolling(costs, steps=60):
     return potentials
 
 
+@pytest.mark.slow_on("jax")
 @WRAPS
 def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
     costs = array(RANDOM.uniform(0.0, 2.0, (4, 5)))
@@ -556,6 +564,7 @@ def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
     close(wrap(grad(lambda costs: transport(costs, implicitly)[0]))(costs), plan, 1e-4)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("steps", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_the_gradient_of_a_plan(steps):
     costs, weights = array(RANDOM.uniform(0.0, 2.0, (4, 5))), array(RANDOM.standard_normal((4, 5)))
@@ -566,6 +575,7 @@ def test_the_gradient_of_a_plan(steps):
     close(gradient(implicitly), gradient(lambda costs: by_unrolling(costs, steps)), 1e-4)
 
 
+@pytest.mark.slow_on("tensorflow")
 @pytest.mark.parametrize("start", [1e-6, 1e8])
 def test_a_distant_initial_guess_does_not_lose_precision(start):
     """From 1e-6 the first step of the square root goes to 1e6. Each further step halves the distance."""

@@ -43,6 +43,7 @@ def test_a_solution(method, wrap):
     close(solve(array(B), array(a)), array(np.linalg.solve(a, B)), 1e-4)
 
 
+@pytest.mark.slow_on("jax")
 @METHODS
 @WRAPS
 def test_the_gradient_of_a_linear_equation(method, wrap):
@@ -57,6 +58,7 @@ def test_the_gradient_of_a_linear_equation(method, wrap):
     close((of_a, of_b), (array(-np.outer(w, x)), array(7.0 * w)), 1e-3)
 
 
+@pytest.mark.slow_on("jax")
 def test_one_array_in_two_places():
     """The gradient of each position is its own, although the arguments are one object."""
     x = array([1.0, 2.0, 4.0])
@@ -72,6 +74,7 @@ def test_one_array_in_two_places():
         close(grad(lambda x: function(x, x))(x), 6.0 / x, 1e-4)
 
 
+@pytest.mark.slow_on("jax")
 @METHODS
 def test_the_second_derivative_of_a_linear_equation(method):
     a, direction = MATRICES[method], np.arange(1.0, SIZE + 1.0)
@@ -213,6 +216,7 @@ def ridge_by_hand(weights):
     return t, -(X @ w) * (X @ t - Y)  # the gradient of sum(t**2)
 
 
+@pytest.mark.slow_on("tensorflow")
 @pytest.mark.parametrize("method", [None, "gmres", "cg"])
 @WRAPS
 def test_ridge_regression_by_the_weights_of_the_data(method, wrap):
@@ -237,6 +241,7 @@ def test_the_second_derivative_of_a_minimum_by_a_tensor_that_the_function_closes
     close(grad(grad(smallest))(array(8.0)), array(-7.0 * 7.0 * 2.0 / 9.0 * 8.0 ** (-5.0 / 3.0)), 1e-2)
 
 
+@pytest.mark.slow_on("jax")
 def test_a_minimum_from_an_optimizer():
     """The steps of the optimizer are not differentiated."""
     weights = np.linspace(0.5, 1.0, 20)
@@ -278,6 +283,7 @@ def products(x, a):
     return ops.matmul(a, x[:, :, None])[:, :, 0]
 
 
+@pytest.mark.slow_on("jax")
 @METHODS
 @WRAPS
 def test_a_batch_of_linear_equations(method, wrap):
@@ -324,6 +330,7 @@ class Steady(keras.layers.Layer):
         return ops.stack([z["u"], 7.0 * z["v"]], axis=1)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("method", ["dense", "gmres"])
 @pytest.mark.parametrize(
     "wrap",
@@ -344,6 +351,7 @@ def test_a_batch_of_roots_in_a_layer(method, wrap):
     close((of_x, of_w), (array(w), array(-np.sum(w * np.tanh(z[:, ::-1])))), 1e-3)
 
 
+@pytest.mark.slow_on("jax")
 @WRAPS
 def test_a_batch_of_minima(wrap):
     """The minimum of x**4 / 4 - a * x is the cube root of `a`."""
@@ -409,12 +417,14 @@ def test_a_singular_example_is_nan(method, mapped, is_root):
         close(compiled(grad(total, 1))(a, b), array(gradient), 1e-4)
 
 
+@pytest.mark.slow_on("jax")
 @METHODS
 def test_an_error_names_the_example(method):
     with pytest.raises(RuntimeError, match=r"linear_solve: (.|\n)*, in example 1 of 4\n"):
         linear_solve(products, array(RIGHT), array(SINGULAR), solver=method, batched=True)
 
 
+@pytest.mark.slow_on("jax")
 def test_the_memory_of_a_batch_is_linear():
     """One dense matrix of all examples would take 40 GB."""
     a = ops.reshape(ops.arange(1.0, 100_001.0), (50_000, 2))
@@ -429,6 +439,7 @@ def test_a_batch_needs_an_axis():
             fixed_point(lambda z: z, z0, batched=True)
 
 
+@pytest.mark.slow_on("jax")
 def test_a_batch_without_examples():
     x = ops.zeros((0, 2))
     assert grad(lambda x: ops.sum(Steady()(x)))(x).shape == (0, 2)

@@ -72,6 +72,7 @@ def test_the_gradients(size, transform):
     close(gradients(lambda *args: linear_cross_entropy(*args, block_size=size)), gradients(plain))
 
 
+@pytest.mark.slow_on("jax")
 @DIFFERENCES
 @pytest.mark.parametrize("size", [3, 7])
 def test_differences(size, extent):
@@ -88,6 +89,7 @@ def test_large_logits():
     np.testing.assert_allclose(numpy(got), reference(x, w, Y), rtol=1e-5, atol=1e-2)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes(dtype):
     if (BACKEND, dtype) == ("jax", "float64"):
@@ -102,6 +104,7 @@ def test_dtypes(dtype):
     close([ops.cast(dx, "float32"), ops.cast(dw, "float32")], list(wanted), 0.1 if "16" in dtype else 1e-5)
 
 
+@pytest.mark.slow_on("jax")
 def test_sums_over_blocks_in_float64():
     scores = X.reshape(-1, 4) @ W
     shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True) - np.eye(7)[Y.reshape(-1)]
@@ -181,6 +184,7 @@ def test_a_compiled_label_out_of_range_is_nan():
     assert np.isnan(numpy(loss(array(Y + 2, dtype="int32")))).sum() == 2
 
 
+@pytest.mark.slow_on("torch")
 def test_a_functional_model(tmp_path):
     inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
     outputs = linear_cross_entropy(inputs, W.astype("float32"), labels, block_size=2)
@@ -276,6 +280,7 @@ def test_loops_in_compiled_programs(monkeypatch, transform, reduction):
     assert len(loops) == first  # the compiled program is cached
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
 def test_an_unknown_number_of_tokens(count):
     x, y = np.float32(RANDOM.standard_normal((count, 4))), RANDOM.integers(0, 7, count)
@@ -357,6 +362,7 @@ def loss_of_all(features, kernel, bias=None, sample_weight=None, reduction="mean
     )
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.forward
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("without", [[], ["sample_weight"], ["bias", "sample_weight"]])
@@ -390,6 +396,7 @@ def test_gradients_of_reduced_losses(transform, reduction, without):
     close(gradients(loss_of_all), gradients(plain_loss), 1e-4)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
 @pytest.mark.parametrize("size", SIZES)
 def test_an_unknown_number_of_tokens_in_a_reduced_loss(count, size):
@@ -406,6 +413,7 @@ def test_an_unknown_number_of_tokens_in_a_reduced_loss(count, size):
     close(got, gradients(lambda x, w, b: ops.sum(weights * plain(x, w, y, b))), 1e-4)
 
 
+@pytest.mark.slow_on("jax", "tensorflow")
 @DIFFERENCES
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
 def test_differences_of_reduced_losses(reduction, extent):
@@ -435,6 +443,7 @@ def of_the_slope(f):
     return grad(steep, argnums=(0, 1))
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize(
     "derivative",
     [
@@ -483,6 +492,7 @@ def test_dtypes_of_reduced_losses(dtype):
     close([ops.cast(g, "float32") for g in gradients], list(wanted), 2e-3 if "16" in dtype else 1e-5)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("narrow", [["features", "kernel", "bias"], ["features"], ["kernel"], ["bias"]])
 def test_a_scaled_loss_in_half_precision(narrow):
     """Loss scaling is needed, because the gradient of one token underflows float16."""
@@ -498,6 +508,7 @@ def test_a_scaled_loss_in_half_precision(narrow):
         close(a / ops.max(ops.abs(b)), b / ops.max(ops.abs(b)), 1e-2)
 
 
+@pytest.mark.slow_on("jax")
 def test_the_upstream_gradient_is_not_rounded():
     """In bfloat16 the upstream gradient would be rounded to one."""
     x, w = [ops.cast(MANY[name], "bfloat16") for name in ("features", "kernel")]
@@ -509,6 +520,7 @@ def test_the_upstream_gradient_is_not_rounded():
     assert abs(total(1.0035) / total(1.0) - 1.0035) < 1e-3
 
 
+@pytest.mark.slow_on("jax")
 def test_second_derivatives_with_infinite_logits():
     mask = array([-np.inf] * 3 + [0.0, 1.0, 2.0, 3.0])
     x, y = MANY["features"], 3 + LABELS % 4
@@ -527,6 +539,7 @@ def test_second_derivatives_with_infinite_logits():
     close(got, left, 1e-4)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_no_tokens_and_no_weights_in_a_reduced_loss(reduction):
     def loss(x, w, weights):
@@ -579,6 +592,7 @@ def test_a_functional_model_with_a_reduced_loss():
     )
 
 
+@pytest.mark.slow_on("jax")
 def test_vmap_over_a_batch():
     """With the backend's own map over a leading axis."""
     x, w, y, _ = arguments()
@@ -780,6 +794,7 @@ def test_derivatives_with_options(derivative, run_by, reduction, options):
             close(a / scale, b / scale, tolerance)
 
 
+@pytest.mark.slow_on("jax", "tensorflow")
 @DIFFERENCES
 def test_differences_with_options(extent):
     own, _ = with_options("mean", OPTIONS[3])

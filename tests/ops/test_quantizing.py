@@ -72,6 +72,7 @@ def test_one_step_per_channel():
     close(got, array(terms.sum(axis=0) / np.sqrt(2 * 3)))
 
 
+@pytest.mark.slow_on("jax", "tensorflow")
 def test_training_a_step():
     """For values on a grid, the best step is the step of the grid."""
     values = array(np.random.default_rng(0).integers(-4, 4, 64) * 0.5)

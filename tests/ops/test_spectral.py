@@ -57,11 +57,13 @@ def test_spectral_function(matrix, name, wrap):
     np.testing.assert_allclose(numpy(gradient), wanted, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow_on("torch")
 def test_a_compiled_spectral_function():
     gradient = multigrad.jit(grad(lambda a: ops.sum(spectral_function(a, ops.exp))))(array(IDENTITY))
     np.testing.assert_allclose(numpy(gradient), np.exp(2.0) * np.ones((3, 3)), rtol=1e-5)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_the_second_derivative_of_a_spectral_function(matrix):
     a = MATRICES[matrix]
@@ -75,6 +77,7 @@ def test_the_second_derivative_of_a_spectral_function(matrix):
     np.testing.assert_allclose(numpy(second), differences(along, a), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow_on("jax")
 def test_batches_and_hermitian_matrices():
     a = np.stack([DISTINCT, REPEATED])
     found = grad(lambda a: ops.sum(array(WEIGHTS) * spectral_function(a, ops.exp)))(array(a))
@@ -184,6 +187,7 @@ def test_eigenvalues_of_different_sizes(function):
     np.testing.assert_allclose(numpy(found), wanted, rtol=1e-4)
 
 
+@pytest.mark.slow_on("jax")
 def test_a_third_derivative_is_an_error():
     def derivative(f):
         return lambda a: ops.sum(array(ALONG) * grad(f)(a))
