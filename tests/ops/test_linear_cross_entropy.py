@@ -1,5 +1,7 @@
 """The cross entropy of a large vocabulary: against plain code, and without a tensor of all logits."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -87,21 +89,6 @@ def test_large_logits():
     x, w = 100.0 * X, 100.0 * W
     got = linear_cross_entropy(array(x), array(w), array(Y, dtype="int32"), block_size=2)
     np.testing.assert_allclose(numpy(got), reference(x, w, Y), rtol=1e-5, atol=1e-2)
-
-
-@pytest.mark.slow_on("jax")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_dtypes(dtype):
-    if (BACKEND, dtype) == ("jax", "float64"):
-        pytest.skip("JAX has float64 only in a separate mode, in which test_differences runs")
-    x, w = ops.cast(array(X), dtype), ops.cast(array(W), dtype)
-    loss = linear_cross_entropy(x, w, Y, block_size=3)
-    assert keras.backend.standardize_dtype(loss.dtype) == ("float64" if dtype == "float64" else "float32")
-    close(ops.cast(loss, "float32"), array(reference(X, W, Y)), 0.1 if "16" in dtype else 1e-5)
-    dx, dw = grad(lambda x, w: ops.sum(linear_cross_entropy(x, w, Y, block_size=3)), argnums=(0, 1))(x, w)
-    assert {keras.backend.standardize_dtype(g.dtype) for g in (dx, dw)} == {dtype}
-    wanted = grad(lambda x, w: ops.sum(plain(x, w, Y)), argnums=(0, 1))(array(X), array(W))
-    close([ops.cast(dx, "float32"), ops.cast(dw, "float32")], list(wanted), 0.1 if "16" in dtype else 1e-5)
 
 
 @pytest.mark.slow_on("jax")
@@ -245,15 +232,16 @@ def test_invalid_arguments_raise(changes, error, said):
         linear_cross_entropy(**{"features": X, "kernel": W, "labels": Y, "bias": B} | changes)
 
 
-def largest(loss):
-    """Return the size of the largest tensor in the gradients, for 64 tokens, 2 features and 40 classes."""
-    x, w, y = ops.ones((64, 2)), ops.ones((2, 40)), ops.zeros((64,), "int32")
-    return max(sizes_made(grad(lambda x, w: ops.sum(loss(x, w, y)), argnums=(0, 1)), x, w))
+@pytest.mark.parametrize("reduction", [None, "mean"])
+def test_no_tensor_has_the_size_of_all_logits(reduction):
+    x, w, y = ops.ones((256, 2)), ops.ones((2, 40)), ops.zeros((256,), "int32")
 
+    def largest(loss):
+        return max(sizes_made(grad(lambda x, w: ops.sum(loss(x, w, y)), argnums=(0, 1)), x, w))
 
-def test_no_tensor_has_the_size_of_all_logits():
-    assert largest(plain) >= 64 * 40
-    assert largest(lambda *args: linear_cross_entropy(*args, block_size=5)) <= 5 * 40
+    assert largest(plain) >= 256 * 40
+    in_blocks = functools.partial(linear_cross_entropy, block_size=64, reduction=reduction)
+    assert largest(in_blocks) <= 64 * 40
 
 
 @pytest.mark.parametrize("reduction", [None, "mean"])
@@ -278,21 +266,6 @@ def test_loops_in_compiled_programs(monkeypatch, transform, reduction):
     assert (first > 0) == (transform is compiled and BACKEND in ("jax", "tensorflow"))
     run(w + 1.0)
     assert len(loops) == first  # the compiled program is cached
-
-
-@pytest.mark.slow_on("jax")
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
-def test_an_unknown_number_of_tokens(count):
-    x, y = np.float32(RANDOM.standard_normal((count, 4))), RANDOM.integers(0, 7, count)
-    weights, w = array(RANDOM.standard_normal(count)), array(W)
-
-    def gradients(loss, b):
-        return grad(lambda x, w, b: ops.sum(weights * loss(x, w, y, b)), argnums=(0, 1, 2))(array(x), w, b)
-
-    # So large that its exponential overflows.
-    for b in (array(B), array(100.0 + B)):
-        got = gradients(lambda *args: linear_cross_entropy(*args, block_size=3), b)
-        close(got, gradients(plain, b), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -396,42 +369,6 @@ def test_gradients_of_reduced_losses(transform, reduction, without):
     close(gradients(loss_of_all), gradients(plain_loss), 1e-4)
 
 
-@pytest.mark.slow_on("jax")
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
-@pytest.mark.parametrize("size", SIZES)
-def test_an_unknown_number_of_tokens_in_a_reduced_loss(count, size):
-    x, y, weights = MANY["features"][:count], LABELS[:count], MANY["sample_weight"][:count]
-
-    def gradients(loss):
-        return grad(loss, argnums=(0, 1, 2))(x, MANY["kernel"], 100.0 + MANY["bias"])
-
-    got = gradients(
-        lambda x, w, b: linear_cross_entropy(
-            x, w, y, b, sample_weight=weights, reduction="sum", block_size=size
-        )
-    )
-    close(got, gradients(lambda x, w, b: ops.sum(weights * plain(x, w, y, b))), 1e-4)
-
-
-@pytest.mark.slow_on("jax", "tensorflow")
-@DIFFERENCES
-@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
-def test_differences_of_reduced_losses(reduction, extent):
-    def loss(x, w, b, weights):
-        return linear_cross_entropy(
-            x, w, Y, b, sample_weight=weights, reduction=reduction, block_size=3
-        )  # of a shape (2, 3)
-
-    done = check_gradients(loss, X, W, B, RANDOM.random((2, 3)) + 0.5, **extent)
-    assert done.precision == "float64"
-
-
-def test_complex_weights_raise():
-    weights = ops.cast(array(np.ones((2, 3))), "complex64")
-    with pytest.raises(TypeError, match="'sample_weight'"):
-        linear_cross_entropy(X, W, Y, sample_weight=weights)
-
-
 def along(f):
     return lambda w, b: jvp(f, (w, b), (b[:1] * w, b))[1]
 
@@ -463,6 +400,43 @@ def test_higher_derivatives_of_reduced_losses(derivative):
     close(derivatives(loss_of_all), derivatives(plain_loss), 1e-3)
 
 
+@pytest.mark.slow_on("jax")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("reduction", [None, "mean"])
+def test_dtypes(dtype, reduction):
+    if (BACKEND, dtype) == ("jax", "float64"):
+        pytest.skip("JAX has float64 only in a separate mode, in which test_differences runs")
+    names = ("features", "kernel", "bias")
+    x, w, b = [ops.cast(MANY[name], dtype) for name in names]
+    loss = loss_of_all(x, w, b, reduction=reduction)
+    assert keras.backend.standardize_dtype(loss.dtype) == ("float64" if dtype == "float64" else "float32")
+
+    def gradients(loss, *args):
+        return grad(lambda *args: ops.mean(loss(*args)), argnums=(0, 1, 2))(*args)
+
+    got = gradients(functools.partial(loss_of_all, reduction=reduction), x, w, b)
+    assert {keras.backend.standardize_dtype(g.dtype) for g in got} == {dtype}
+    wanted = gradients(plain_loss, *[MANY[name] for name in names])
+    close([ops.cast(g, "float32") for g in got], list(wanted), 2e-3 if "16" in dtype else 1e-5)
+
+
+@pytest.mark.slow_on("jax")
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("reduction", [None, "sum"])
+def test_an_unknown_number_of_tokens(count, size, reduction):
+    x, y, weights = MANY["features"][:count], LABELS[:count], MANY["sample_weight"][:count]
+
+    def gradients(loss):
+        # So large a bias that its exponential overflows.
+        given = (x, MANY["kernel"], 100.0 + MANY["bias"])
+        return grad(lambda *args: ops.sum(loss(*args)), argnums=(0, 1, 2))(*given)
+
+    options = {"sample_weight": weights, "reduction": reduction, "block_size": size}
+    got = gradients(lambda x, w, b: linear_cross_entropy(x, w, y, b, **options))
+    close(got, gradients(lambda x, w, b: weights * plain(x, w, y, b)), 1e-4)
+
+
 @pytest.mark.parametrize("seen", [(), (3,), (2, 3)])
 def test_unexpected_gradients_are_right(monkeypatch, seen):
     """The kernel and bias are two tensors, and three with the features."""
@@ -477,19 +451,6 @@ def test_unexpected_gradients_are_right(monkeypatch, seen):
         return grad(lambda *args: loss(*args, MANY["sample_weight"]), argnums=(0, 1, 2))(*given)
 
     close(gradients(loss_of_all), gradients(plain_loss), 1e-4)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_dtypes_of_reduced_losses(dtype):
-    if (BACKEND, dtype) == ("jax", "float64"):
-        pytest.skip("JAX has float64 only in a separate mode, see test_differences_of_reduced_losses")
-    x, w, b = [ops.cast(MANY[name], dtype) for name in ("features", "kernel", "bias")]
-    loss = loss_of_all(x, w, b)
-    assert keras.backend.standardize_dtype(loss.dtype) == ("float64" if dtype == "float64" else "float32")
-    gradients = grad(loss_of_all, argnums=(0, 1, 2))(x, w, b)
-    assert {keras.backend.standardize_dtype(g.dtype) for g in gradients} == {dtype}
-    wanted = grad(plain_loss, argnums=(0, 1, 2))(*[MANY[name] for name in ("features", "kernel", "bias")])
-    close([ops.cast(g, "float32") for g in gradients], list(wanted), 2e-3 if "16" in dtype else 1e-5)
 
 
 @pytest.mark.slow_on("jax")
@@ -552,44 +513,6 @@ def test_no_tokens_and_no_weights_in_a_reduced_loss(reduction):
         close(loss(x, MANY["kernel"], weights), array(0.0))
         found = grad(loss, argnums=(0, 1))(x, MANY["kernel"], weights)
         close(list(found), [0.0 * x, 0.0 * MANY["kernel"]])
-
-
-def test_no_tensor_of_a_reduced_loss_has_the_size_of_all_logits():
-    x, w, y = ops.ones((256, 2)), ops.ones((2, 40)), ops.zeros((256,), "int32")
-
-    def largest(loss):
-        return max(sizes_made(grad(loss, argnums=(0, 1)), x, w))
-
-    assert largest(lambda x, w: ops.mean(plain(x, w, y))) >= 256 * 40
-    assert largest(lambda x, w: linear_cross_entropy(x, w, y, block_size=64, reduction="mean")) <= 64 * 40
-
-
-class Loss(Head):
-    def call(self, features, labels):
-        self.add_loss(linear_cross_entropy(features, self.kernel, labels, reduction="mean"))
-        return features
-
-
-def test_training_with_a_reduced_loss():
-    layer = Loss()
-    inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
-    model = keras.Model([inputs, labels], layer(inputs, labels))
-    model.compile(keras.optimizers.SGD(1.0))
-    data = [X.astype("float32"), Y.astype("int32")]
-    first, *_, last = model.fit(data, epochs=10, verbose=0).history["loss"]
-    assert last < 0.7 * first
-    assert model.evaluate(data, verbose=0) < first
-
-
-def test_a_functional_model_with_a_reduced_loss():
-    inputs, labels = keras.Input((3, 4)), keras.Input((3,), dtype="int32")
-    outputs = linear_cross_entropy(inputs, W.astype("float32"), labels, reduction="mean")
-    assert outputs.shape == ()
-    model = keras.Model([inputs, labels], outputs)
-    close(
-        model([array(X), array(Y, dtype="int32")]),
-        ops.mean(plain(array(X), array(W), array(Y, dtype="int32"))),
-    )
 
 
 @pytest.mark.slow_on("jax")
@@ -772,11 +695,6 @@ def second(f):
 
 def forward(f):
     return lambda *args: jvp(f, args, tuple(ops.cos(x) for x in args))[1]
-
-
-def test_the_loss_with_all_options():
-    own, wanted = with_options("sum", OPTIONS[3])
-    close(own(*TENSORS), wanted(*TENSORS), 1e-4)
 
 
 @pytest.mark.parametrize("derivative", [first, second, forward])
