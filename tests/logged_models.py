@@ -50,9 +50,14 @@ def dense() -> Case:
     return _chain(layers.Dense(3, wrong_tanh, name="first"), layers.Dense(1, name="last"), x=_rows(2))
 
 
-def shared() -> Case:
-    layer = layers.Dense(2, wrong_tanh, name="both")
-    return _chain(layer, layer, layers.Dense(1, name="last"), x=_rows(2))
+def layered() -> Case:
+    """Return a model with a frozen layer, state, and a layer that is called twice."""
+    chain = [
+        layers.Dense(3, wrong_tanh, name="first", trainable=False),
+        layers.BatchNormalization(name="norm"),
+    ]
+    both = layers.Dense(3, wrong_tanh, name="both")
+    return _chain(*chain, both, both, layers.Dense(1, name="last"), x=_rows(2))
 
 
 class Block(layers.Layer):
@@ -90,11 +95,6 @@ def nested() -> Case:
     return Case(model, calls, x, {"block": "block/second"})
 
 
-def batch_normalization() -> Case:
-    chain = [layers.Dense(3, wrong_tanh, name="first"), layers.BatchNormalization(name="norm")]
-    return _chain(*chain, layers.Dense(1, name="last"), x=_rows(2))
-
-
 def half() -> Case:
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
@@ -102,16 +102,6 @@ def half() -> Case:
         return dense()
     finally:
         keras.config.set_dtype_policy(before)
-
-
-def convolution() -> Case:
-    chain = [layers.Conv2D(2, 3, activation=wrong_tanh, name="first"), layers.Flatten(name="flat")]
-    return _chain(*chain, layers.Dense(1, name="last"), x=_rows(4, 4, 1))
-
-
-def frozen() -> Case:
-    first = layers.Dense(3, wrong_tanh, name="first", trainable=False)
-    return _chain(first, layers.Dense(3, wrong_tanh, name="second"), layers.Dense(1, name="last"), x=_rows(2))
 
 
 def words() -> Case:

@@ -72,22 +72,14 @@ NOT_ON_TORCH = pytest.mark.skipif(BACKEND == "torch", reason="Keras has no such 
 
 CASES = [
     pytest.param("dense", {}, id="dense"),
-    pytest.param("shared", {}, id="shared", marks=pytest.mark.slow),
-    pytest.param("nested", {}, id="nested", marks=pytest.mark.slow),
-    pytest.param("batch_normalization", {}, id="batch normalization", marks=pytest.mark.slow),
-    pytest.param("half", {"optimizer": scaled}, id="float16 with a scaled loss", marks=pytest.mark.slow),
-    pytest.param("dense", {"optimizer": clipped}, id="clipped and accumulated", marks=pytest.mark.slow),
+    pytest.param("layered", {}, id="layered"),
+    pytest.param("nested", {}, id="nested"),
+    pytest.param("words", {}, id="words"),
+    pytest.param("half", {"optimizer": scaled}, id="float16 with a scaled loss"),
+    pytest.param("dense", {"optimizer": clipped}, id="clipped and accumulated"),
     pytest.param("dense", {"jit_compile": True}, id="jit_compile", marks=pytest.mark.slow),
-    pytest.param("dense", {"run_eagerly": True}, id="run_eagerly", marks=pytest.mark.slow),
-    pytest.param(
-        "dense",
-        {"steps_per_execution": 2},
-        id="steps_per_execution",
-        marks=[NOT_ON_TORCH, pytest.mark.slow],
-    ),
-    pytest.param("convolution", {}, id="convolution", marks=pytest.mark.slow),
-    pytest.param("frozen", {}, id="frozen", marks=pytest.mark.slow),
-    pytest.param("words", {}, id="words", marks=pytest.mark.slow),
+    pytest.param("dense", {"run_eagerly": True}, id="run_eagerly"),
+    pytest.param("dense", {"steps_per_execution": 2}, id="steps_per_execution", marks=NOT_ON_TORCH),
 ]
 
 
@@ -118,7 +110,7 @@ def test_the_numbers_are_those_of_eager_code_and_the_weights_are_the_same(name, 
     tolerance = 1e-2 if name == "half" else 1e-4
     for kind in TENSORS:
         tables = dict(getattr(record, kind))
-        assert sorted(tables) == sorted(wanted[kind]) or (name == "frozen" and kind == "upstream")
+        assert sorted(tables) == sorted(wanted[kind]) or (name == "layered" and kind == "upstream")
         for path, statistics in tables.items():
             compare(statistics, wanted[kind][path], tolerance)
     all_gradients = np.concatenate([g.ravel() for g in wanted["gradients"].values()])
