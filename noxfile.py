@@ -293,7 +293,7 @@ def package(session: nox.Session) -> None:
     install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS["jax"])
     environment = QUIET | COMPILE_FAST | {"KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
     session.run("python", "-c", _only("jax"), env=environment)
-    session.run("pytest", *(session.posargs or ["-m", "package"]), env=environment)
+    session.run("pytest", *(session.posargs or ["-m", "package and not slow"]), env=environment)
     discard(session)
 
 

@@ -25,6 +25,7 @@ def row(output, name):
     return re.findall(rf"^│ {re.escape(name)} .*│$", output, re.MULTILINE)[0].split("│")[2:-1]
 
 
+@pytest.mark.slow
 def test_straight_through(tmp_path):
     output = output_of("straight_through.py", tmp_path)
     assert output.splitlines()[0].endswith(f" on {BACKEND}")
