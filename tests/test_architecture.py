@@ -25,10 +25,14 @@ def members(protocol: type) -> list[str]:
 
 
 DEFAULTS = [
-    name
-    for name, value in vars(defaults).items()
-    if (name.isupper() and len(name) > 1) or getattr(value, "__module__", "") == defaults.__name__
+    *defaults.__annotations__,
+    *[
+        name
+        for name, value in vars(defaults).items()
+        if getattr(value, "__module__", "") == defaults.__name__
+    ],
 ]
+DEFAULTS = [name for name in DEFAULTS if name not in ("mapped", "transposed")]  # which make a member
 
 
 def module_of(path: Path) -> str:
