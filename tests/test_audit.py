@@ -20,7 +20,7 @@ import multigrad
 from multigrad.common.frameworks import DIFFERENTIATING
 from multigrad.ops.fixed import FAULTS
 
-# The page gives the reason for each.
+# docs/gradients-of-keras-ops.md gives the reason for each.
 NOT_FIXED = {"eigh", "svd", "i0", "lu_factor", "ctc_loss", "dot_product_attention", "segment_prod"}
 NOT_FIXED |= {"vectorize", "while_loop", "eig", "bincount"}
 
@@ -197,7 +197,7 @@ def test_what_multigrad_returns(backend):
 
 
 @pytest.mark.package
-def test_the_page_contains_the_stored_results():
+def test_the_tables_contain_the_stored_results():
     _, _, generated = page.PAGE.read_text(encoding="utf-8").partition(page.MARKER)
     assert generated == "\n" + page.table()
 

@@ -162,7 +162,7 @@ def test_explain_lists_the_sections_of_all_pages(capsys):
     ("words", "found"),
     [
         ("forward-mode", ["limits#forward-mode", "from-jax#forward-mode"]),
-        ("NaN", ["debugging-nan#debug-nan", "which-op#avoid-nan", "gradients-in-fit#stop-on-nan"]),
+        ("NaN", ["debugging-nan#debug-nan", "which-op#avoid-nan", "debugging-nan#stop-on-nan"]),
         ("inf", ["debugging-nan#debug-nan"]),  # but not `information`
         ("float64", ["testing-a-rule#how-precise-the-check-is"]),
         ("train_step", ["training-loops#train-step"]),

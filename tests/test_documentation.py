@@ -15,7 +15,7 @@ import multigrad.testing
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 # torch.compile takes ten seconds or more for a training step, which tests/test_compilation.py has too.
-SLOW = ("README.md", "docs/guides/compile.md") if BACKEND == "torch" else ()
+SLOW = ("README.md", "docs/guides/training-loops.md") if BACKEND == "torch" else ()
 LIMITS = "docs/limits.md"
 
 
