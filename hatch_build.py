@@ -18,7 +18,17 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 _LINK = re.compile(r"(?P<before>\]\(|src=\")(?P<link>(?!https?:|#)[^)\"\s]+)")
 
 
-_PAGES = ("limits.md", "faq.md", "which-op.md", "getting-started", "guides", "migrate", "performance")
+_PAGES = (
+    "glossary.md",
+    "which-op.md",
+    "faq.md",
+    "getting-started",
+    "guides",
+    "gradients-of-keras-ops.md",
+    "performance",
+    "limits.md",
+    "migrate",
+)
 
 
 class Pages(BuildHookInterface):
