@@ -376,8 +376,9 @@ def hessian(
         f, argnums, has_aux, variables: as for `jacobian`.
 
     Returns:
-        A function with the arguments of `f`. It returns the result of `jacobian` with each tensor in it
-        replaced by the Jacobian of that tensor.
+        A function with the arguments of `f`. For one argument `x` and a scalar result, it returns a tensor of
+        shape `x.shape + x.shape`. In general, each tensor in the result of `jacobian` is replaced by the
+        Jacobian of that tensor.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for `jacobian`.

@@ -79,12 +79,11 @@ def fixed_point(
         args: tensors or nested structures of tensors, with respect to which the fixed point is
             differentiated, and any other objects that `f` takes. The trainable variables that `f` reads, for
             example in a layer, and the tensors that it closes over, have gradients, too.
-        tolerance: the largest change of `z` in the last iteration, for each of its tensors: the largest
-            absolute element of the change, relative to the largest absolute element of `z`, or to the largest
-            one in any iteration if that is less than 1. Without `batched`, the elements of a batch share the
-            tolerance of the largest one. The same holds for `w`. The default is `eps ** 0.75` of the dtype,
-            6e-6 in float32. If each step is shorter than the previous one by a factor of `r`, the error is at
-            most `1 / (1 - r)` times the last step.
+        tolerance: the iterations end when `max(abs(new - z)) <= tolerance * max(abs(new))`, for each tensor
+            of `z`, and of each example if `batched`. The factor `max(abs(new))` is at least the largest one
+            in any iteration, up to 1, because a solution may be zero. The same holds for `w`. The default is
+            `eps ** 0.75` of the dtype, 6e-6 in float32. If each step is shorter than the previous one by a
+            factor of `r`, the error is at most `1 / (1 - r)` times the last step.
         max_iterations: the largest number of calls of `f`, and of iterations for `w`.
         on_failure: "raise", or "nan" for a result of NaN if `z` has not converged, and for gradients of NaN
             if `w` has not.
