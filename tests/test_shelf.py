@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import BACKEND, DIFFERENTIATES, array, close, compiled, native_jvp, numpy
 
-from multigrad import grad, hessian, jacobian, jvp, layers, ops, vmap
+from multigrad import grad, hessian, jacobian, jvp, layers, ops, vjp, vmap
 from multigrad.testing import check_gradients
 
 
@@ -395,6 +395,45 @@ def test_the_debug_switches_with_every_option_of_the_cross_entropy(reduction):
     wanted = derivative(x, bias)
     with debugging():
         close(derivative(x, bias), wanted)
+
+
+def solve_by_gmres(b):
+    return ops.linear_solve(lambda x: 2.0 * x + 0.5 * ops.flip(x, -1), b, solver="gmres", batched=True)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: ops.safe_eigh(x @ ops.swapaxes(x, -1, -2))[1] ** 2,
+        lambda x: ops.safe_svd(x)[0] ** 2,
+        layers.LinearCrossEntropy(3, use_bias=True),
+        pytest.param(solve_by_gmres, marks=slow_on("jax", "tensorflow")),
+    ],
+    ids=["safe_eigh", "safe_svd", "LinearCrossEntropy", "linear_solve"],
+)
+def test_the_debug_switches_with_a_batch(f):
+    """The inputs of the shelf are matrices. With more axes, JAX's `rank_promotion` finds other operations."""
+    x = array(np.stack([X, 2.0 * X - 1.0]))
+    f(x)  # builds a layer, in which Keras (3.15) promotes ranks
+    derivative = grad(lambda x: ops.sum(ops.tanh(f(x))))
+    wanted = derivative(x)
+    with debugging():
+        close(derivative(x), wanted)
+
+
+def test_the_debug_switches_with_derivatives():
+    f = lambda x: ops.tanh(x) * ops.sum(x, axis=-1, keepdims=True)  # noqa: E731
+    total = lambda x: ops.sum(f(x))  # noqa: E731
+
+    def derivatives(x):
+        matrices = jacobian(f)(x), jacobian(f)(x[:0]), hessian(total)(x), vmap(grad(total))(x[None])
+        return *matrices, jvp(f, (x,), (x,)), vjp(f, x)[1](x)
+
+    x = array(X)
+    wanted = derivatives(x)
+    with debugging():
+        close(derivatives(x), wanted)
+        check_gradients(f, X, dtype="float32", compiled=False)
 
 
 @pytest.mark.parametrize("x", [[0.0, 2.0], [-1.0, float("nan")]], ids=["zero", "not positive"])

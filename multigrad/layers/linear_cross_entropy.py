@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from multigrad.common.errors import message, unusable
-from multigrad.ops.arguments import is_integer, to_python
+from multigrad.ops.arguments import is_integer, to_python, with_rank_of
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.linear_cross_entropy import check_options, linear_cross_entropy
 
@@ -150,7 +150,8 @@ class LinearCrossEntropy(keras.layers.Layer):
 
     def _logits(self, features: Any, kernel: Any) -> Any:
         logits, cap = ops.matmul(features, kernel), self._options["logit_softcap"]
-        logits = logits if self.bias is None else logits + ops.cast(self.bias, logits.dtype)
+        if self.bias is not None:
+            logits = logits + with_rank_of(ops.cast(self.bias, logits.dtype), logits)
         return logits if cap is None else cap * ops.tanh(logits / cap)
 
     def get_config(self) -> dict[str, Any]:

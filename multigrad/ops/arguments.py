@@ -79,6 +79,11 @@ def check_axes(op: str, x: Any, axis: Any) -> None:
     raise unusable(ValueError, op, "axis", required=required, got=axis, fix=fix)
 
 
+def with_rank_of(x: Any, like: Any) -> Any:
+    """Return a tensor with leading axes of size 1, which jax_numpy_rank_promotion="raise" requires."""
+    return ops.reshape(x, (*[1] * (len(like.shape) - len(x.shape)), *x.shape))
+
+
 def shapes_may_match(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
     """Return whether two shapes may be equal. TensorFlow has None for unknown sizes."""
     if len(shape) != len(other):

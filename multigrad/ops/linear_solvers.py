@@ -16,6 +16,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.calculus.derivatives import jacobian
 from multigrad.common.errors import describe, message
+from multigrad.ops.arguments import with_rank_of
 from multigrad.ops.dtypes import dtype_of, nan_unless
 
 Tensors = Sequence[Any]
@@ -228,13 +229,14 @@ def _minimal_residuals(product: Product, b: Any, threshold: Any, count: Any, lim
         move = _dot(q, r)
         x, r = x + move * p, r - move * q
         after = _norm(r)
-        place = ops.cast(ops.arange(steps) == step, b.dtype)[:, None]
+        place = with_rank_of(ops.cast(ops.arange(steps) == step, b.dtype)[:, None], basis)
         following = ops.where(after < 0.9 * before, r / ops.where(after > 0.0, after, 1.0), q)
         basis, images = basis + place * p[..., None, :], images + place * q[..., None, :]
         return x, r, after, following, basis, images, step + 1
 
     length = _norm(b)
-    empty = ops.zeros((steps, 1), b.dtype) + ops.zeros_like(b)[..., None, :]
+    row = ops.zeros_like(b)[..., None, :]
+    empty = with_rank_of(ops.zeros((steps, 1), b.dtype), row) + row
     start = (
         ops.zeros_like(b),
         b,

@@ -19,7 +19,7 @@ from multigrad.common.errors import describe, message, require_function, unusabl
 from multigrad.common.reachable import reachable_tensors
 from multigrad.core.variables import Reads
 from multigrad.op import op_custom_gradient
-from multigrad.ops.arguments import Pair, Tensor, tensor_of
+from multigrad.ops.arguments import Pair, Tensor, tensor_of, with_rank_of
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.routing import prevent_gradient
 
@@ -287,7 +287,7 @@ def safe_eigh(a: Tensor) -> Pair:
         of_values, of_vectors = upstream
         inner = _adjoint(vectors) @ of_vectors
         gaps = values[..., None, :] - values[..., :, None]
-        diagonal = ops.eye(a.shape[-1], dtype=values.dtype) * of_values[..., None, :]
+        diagonal = with_rank_of(ops.eye(a.shape[-1], dtype=values.dtype), a) * of_values[..., None, :]
         middle = _like(diagonal, inner) + _like(_inverse(gaps, values), inner) * inner
         return _symmetric(_from_eigenbasis(vectors, middle))
 
@@ -333,7 +333,7 @@ def safe_svd(a: Tensor) -> Pair:
         squares = ops.square(s)
         gaps = _inverse(squares[..., None, :] - squares[..., :, None], squares)
         one, other = _skew(_adjoint(u) @ of_u), _skew(vt @ of_v)
-        diagonal = ops.eye(s.shape[-1], dtype=s.dtype) * of_s[..., None, :]
+        diagonal = with_rank_of(ops.eye(s.shape[-1], dtype=s.dtype), a) * of_s[..., None, :]
         middle = gaps * one * s[..., None, :] + s[..., :, None] * (gaps * other) + diagonal
         inverse = _inverse(s, s)
         left = (of_u - u @ (_adjoint(u) @ of_u)) * inverse[..., None, :]
