@@ -407,7 +407,7 @@ def solve_by_gmres(b):
         lambda x: ops.safe_eigh(x @ ops.swapaxes(x, -1, -2))[1] ** 2,
         lambda x: ops.safe_svd(x)[0] ** 2,
         layers.LinearCrossEntropy(3, use_bias=True),
-        pytest.param(solve_by_gmres, marks=slow_on("jax", "tensorflow")),
+        pytest.param(solve_by_gmres, marks=pytest.mark.slow_on("jax", "tensorflow")),
     ],
     ids=["safe_eigh", "safe_svd", "LinearCrossEntropy", "linear_solve"],
 )
