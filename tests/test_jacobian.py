@@ -149,6 +149,15 @@ def test_dtypes(dtype):
     close(ops.cast(got, "float32"), ops.diag(array(2.0, 4.0)))
 
 
+def test_the_dtypes_of_a_hessian_are_those_of_the_arguments():
+    x, y = ops.cast(X, "float16"), ops.cast(W, "float32")
+    blocks = hessian(lambda x, y: ops.sum(ops.cast(x, "float32") ** 2 * y), (0, 1))(x, y)
+    dtypes = [[keras.backend.standardize_dtype(block.dtype) for block in row] for row in blocks]
+    assert dtypes == [["float16", "float32"]] * 2
+    close(ops.cast(blocks[0][0], "float32"), ops.diag(2.0 * y), 1e-2)
+    close(blocks[0][1], ops.diag(2.0 * X), 1e-2)
+
+
 def test_scalars_and_numbers():
     close(jacobian(lambda x: x**3)(2.0), array(12.0))
     close(hessian(lambda x: x**3)(2.0), array(12.0))

@@ -23,6 +23,9 @@ TRACES_ONCE: bool = False
 HAS_DEVICES: bool = False
 """Whether a gradient must be on the device of its tensor. TensorFlow and JAX take it from any device."""
 
+FORWARD_OVER_REVERSE: bool = False
+"""Whether a Hessian takes less time as `jvp` of a gradient than as `vjp` of a gradient."""
+
 STAND_INS: TypeSet = TypeSet()
 """Types that stand for a tensor while a program is recorded. They cannot have a rule."""
 

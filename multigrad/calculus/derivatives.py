@@ -4,6 +4,8 @@ Each function here flattens its arguments (`flat_function`), calls one function 
 differentiates functions of flat tensors, and restores the structures of the result.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from multigrad.calculus.flat_structure import flatten
 from multigrad.calculus.validation import require_real, require_scalar
 from multigrad.common.errors import describe, message
 from multigrad.core.signature import name_of
+from multigrad.core.structure import Layout, split
 
 
 def grad(
@@ -305,12 +308,24 @@ def jacobian(
     References:
         See `grad`: one reverse pass for each element of the output.
     """
+    return _jacobian(_reverse, f, argnums, has_aux, variables)
+
+
+def _jacobian(
+    mode: Callable[[DifferentiatedCall], tuple[Any, list[list[Any]]]],
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] | None,
+    has_aux: bool,
+    variables: Sequence[keras.Variable] | None,
+) -> Callable[..., Any]:
+    """Return the function that `jacobian` returns. `mode` is `_reverse` or `_forward`."""
     function = DifferentiatedFunction(f, argnums, variables)
 
     def jacobian_of(*args: Any, **kwargs: Any) -> Any:
         flat_f = DifferentiatedCall(function, args, kwargs, has_aux)
         require_real(function.name, flat_f.primals)
-        flat_result, rows = _flat_jacobian(flat_f)
+        flat_result, rows = mode(flat_f)
+        require_real(function.name, flat_result[0])
         output, *aux = _finish(flat_f, flat_result, has_aux)
         result = output.unflatten_with_none([flat_f.unflatten(row) for row in rows])
         return (result, *aux) if has_aux else result
@@ -318,14 +333,13 @@ def jacobian(
     return backend.active.update_wrapper(jacobian_of, f)
 
 
-def _flat_jacobian(flat_f: DifferentiatedCall) -> tuple[Any, list[list[Any]]]:
+def _reverse(flat_f: DifferentiatedCall) -> tuple[Any, list[list[Any]]]:
     """Return the result of `flat_f.flat_output`, and a list per output with an array per primal.
 
     The shape of an array is that of the output followed by that of the primal.
     """
     result, pullback = backend.active.vjp_at_once(flat_f.flat_output, flat_f.primals, flat_f.variables)
     outputs = result[0]
-    require_real(flat_f.name, outputs)
     reshape, conform = backend.active.reshape, backend.active.conform
     zeros = [ops.zeros_like(output) for output in outputs]
     specs: list[Any] = backend.active.specs_of(outputs)
@@ -357,6 +371,38 @@ def _rows(row: Callable[[Any], Sequence[Any]], output: Any) -> Sequence[Any]:
     return [g[:-1] for g in gradients] if may_be_empty else gradients
 
 
+def _forward(flat_f: DifferentiatedCall) -> tuple[Any, list[list[Any]]]:
+    """Return what `_reverse` returns, from one forward pass for each element of the primals."""
+    primals, reshape = flat_f.primals, backend.active.reshape
+    if not primals:
+        return _reverse(flat_f)  # nothing to map over
+    ends = list(itertools.accumulate([math.prod(primal.shape) for primal in primals]))
+    blocks = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    identity = ops.eye(ends[-1])
+    layouts: list[Layout] = []
+
+    def column(*tangents: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        result, pushed = backend.active.jvp(flat_f.flat_output, primals, tangents, flat_f.variables)
+        tensors, layout = split(result)
+        layouts[:] = [layout]
+        return pushed, tensors
+
+    tangents = [
+        ops.cast(ops.reshape(identity[:, block], (ends[-1], *primal.shape)), primal.dtype)
+        for block, primal in zip(blocks, primals, strict=True)
+    ]
+    stacked, shared = backend.active.vmap(column, tangents)
+    result = layouts[0].join(shared)
+    rows = [
+        [
+            ops.cast(reshape(ops.moveaxis(columns[block], 0, -1), output, primal), primal.dtype)
+            for block, primal in zip(blocks, primals, strict=True)
+        ]
+        for columns, output in zip(stacked, result[0], strict=True)
+    ]
+    return result, rows
+
+
 def hessian(
     f: Callable[..., Any],
     argnums: int | Sequence[int] | None = None,
@@ -384,6 +430,7 @@ def hessian(
         TypeError, ValueError, NotImplementedError: as for `jacobian`.
 
     References:
-        See `jacobian`, which is applied twice.
+        See `jacobian`, which is applied twice. On JAX, the second Jacobian is computed in forward mode.
     """
-    return jacobian(jacobian(f, argnums, has_aux, variables), argnums, has_aux, variables)
+    mode = _forward if backend.active.FORWARD_OVER_REVERSE else _reverse
+    return _jacobian(mode, jacobian(f, argnums, has_aux, variables), argnums, has_aux, variables)

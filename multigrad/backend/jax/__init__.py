@@ -51,4 +51,5 @@ from multigrad.backend.jax.tensors import (
 )
 
 TRACES_ONCE = True
+FORWARD_OVER_REVERSE = True
 map_rows = mapped(vmap)

@@ -41,7 +41,7 @@ def jvp(
     tangents: Sequence[Any],
     variables: Sequence[Any] = (),
 ) -> tuple[tuple[Sequence[Any], Any], Sequence[Any]]:
-    outputs, pushed, aux = jax.jvp(function, tensors, tangents, has_aux=True)
+    outputs, pushed, aux = jax.jvp(function, tuple(tensors), tuple(tangents), has_aux=True)
     return (outputs, aux), pushed
 
 
