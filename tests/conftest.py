@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in forward])
         items[:] = forward
     for item in items:
-        if any(BACKEND in marker.args for marker in item.iter_markers("slow_on")):
+        is_slow = any(BACKEND in marker.args for marker in item.iter_markers("slow_on"))
+        if is_slow and not item.get_closest_marker("package"):
             item.add_marker("slow")
     for item in left_out(items):
         item.add_marker("slow")

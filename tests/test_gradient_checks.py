@@ -14,6 +14,9 @@ from multigrad.testing.causes import Compared
 from multigrad.testing.precision import EPSILON, detect_precision
 from multigrad.testing.tensors import random_weights
 
+# As in test_testing.py.
+pytestmark = pytest.mark.slow_on("jax", "tensorflow")
+
 X = np.array([[0.3, -0.7], [1.2, 0.9]])
 W = np.array([[0.5, 2.0], [-1.5, 0.8]])
 BATCH = np.arange(1.0, 13.0).reshape(4, 3)

@@ -380,6 +380,7 @@ def test_the_debug_switches_of_the_framework(name, wrap):
         close(wrap(derivative)(array(X)), wanted)
 
 
+@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("reduction", [None, "mean"])
 def test_the_debug_switches_with_every_option_of_the_cross_entropy(reduction):
     def loss(x, bias):

@@ -14,6 +14,9 @@ from multigrad.common.processes import run_on
 from multigrad.testing import check_gradients, compare_backends
 from multigrad.testing.comparison import Measurement, _source_file, compare, measure
 
+# `check_gradients` is above the border. It calls a function often, in shapes of its own, which JAX compiles.
+pytestmark = pytest.mark.slow_on("jax", "tensorflow")
+
 X = np.array([[0.3, -0.7], [1.2, 0.9]])
 W = np.array([[0.5, 2.0], [-1.5, 0.8]])
 
@@ -816,7 +819,6 @@ def normalized(x, w):
     return (y - ops.mean(y, axis=0)) / ops.std(y, axis=0)
 
 
-@pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("dtype", ["own", None])
 def test_a_gradient_that_is_zero_up_to_rounding(dtype):
     """Relative to itself, the rounding error of a zero can be anything."""

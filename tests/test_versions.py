@@ -116,7 +116,7 @@ assert found == hidden, hidden - found
 """
 
 
-@pytest.mark.slow_on("torch")
+@pytest.mark.slow_on("jax", "torch")
 def test_without_the_names_that_have_a_fallback(monkeypatch):
     """Every gradient follows the rule without them, too."""
     paths = loaded_without(PRIVATE[BACKEND], (), monkeypatch)[1]
