@@ -73,7 +73,11 @@ def test_reads_and_assignments():
 
 @pytest.mark.parametrize(
     ("optimizer", "built"),
-    [("sgd", True), ("adam", True), pytest.param("adam", False, marks=pytest.mark.slow)],
+    [
+        pytest.param("sgd", True, marks=pytest.mark.slow),
+        ("adam", True),
+        pytest.param("adam", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_training_step_equals_the_eager_step(optimizer, built):
     eager, whole = Batches(optimizer, built), Batches(optimizer, built)
@@ -84,6 +88,7 @@ def test_a_training_step_equals_the_eager_step(optimizer, built):
         close(ours, theirs)
 
 
+@pytest.mark.slow_on("torch")
 def test_a_training_step_equals_fit():
     ours, fitted = Batches(), Batches()
     fitted.model.compile(optimizer=fitted.optimizer, loss="mse", jit_compile=BACKEND == "jax")
@@ -96,6 +101,7 @@ def test_a_training_step_equals_fit():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow_on("torch")
 def test_a_step_is_traced_again_when_a_weight_is_frozen():
     layers = [keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2)]
     layers[0].build((1, 2)), layers[1].build((1, 1))
@@ -120,6 +126,7 @@ def test_a_step_is_traced_again_when_a_weight_is_frozen():
     assert BACKEND == "torch" or len(traces) <= {"jax": 6, "tensorflow": 3}[BACKEND]
 
 
+@pytest.mark.slow_on("torch")
 def test_seed_generators_advance():
     seeds = keras.random.SeedGenerator(3)
     dropout = keras.layers.Dropout(0.5, seed=4)

@@ -170,6 +170,7 @@ class Offset(keras.layers.Layer):
 EMPTY = XS[:0]
 
 
+@pytest.mark.slow_on("torch")
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jit(f, **OPTIONS)], ids=["eager", "jit"])
 def test_no_elements(wrap):
     layer = Offset()

@@ -197,6 +197,8 @@ COSTLY = (
     "FixedPoint",
     "linear_cross_entropy",
     "spectral_function",
+    "safe_eigh",
+    "safe_svd",
 )  # expensive to compile
 
 

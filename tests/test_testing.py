@@ -819,6 +819,7 @@ def normalized(x, w):
     return (y - ops.mean(y, axis=0)) / ops.std(y, axis=0)
 
 
+@pytest.mark.slow_on("torch")
 @pytest.mark.parametrize("dtype", ["own", None])
 def test_a_gradient_that_is_zero_up_to_rounding(dtype):
     """Relative to itself, the rounding error of a zero can be anything."""

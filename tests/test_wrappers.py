@@ -94,6 +94,7 @@ def test_argument_of_a_compiled_function(name):
     close(grad(lambda x: call(function, x))(x), derivative)
 
 
+@pytest.mark.slow_on("torch")
 def test_one_array_in_two_places_of_an_argument():
     x = array(np.random.default_rng(7).uniform(0.5, 1.5, 3))
     op = op_custom_gradient(lambda x, y: (x * y**2, lambda u: (u * 3.0 * y**2, u * 10.0 * x * y)))

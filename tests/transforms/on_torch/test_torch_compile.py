@@ -494,6 +494,7 @@ def test_a_solver_compiles_after_an_eager_call_of_its_function():
         close(slope, wanted, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_gradient_in_compiled_code_of_an_op_whose_rule_holds_a_function():
     def double(x):
         return ops.sum(shelf.scale_gradient(x, 7.0) * x)
@@ -504,6 +505,7 @@ def test_a_gradient_in_compiled_code_of_an_op_whose_rule_holds_a_function():
     close(slope, 8.0 * X)
 
 
+@pytest.mark.slow
 def test_a_layer_of_keras_compiles():
     class Layer(keras.layers.Layer):
         def build(self, shape):

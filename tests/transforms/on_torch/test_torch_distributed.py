@@ -21,6 +21,7 @@ def results_of(work, folder):
     return [torch.load(folder / f"of_{rank}") for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one_process(tmp_path):
     for found, seconds in results_of(data_parallel.each_way, tmp_path):
         assert found.keys() == {(way, name) for way in data_parallel.WAYS for name in CASES}

@@ -273,6 +273,7 @@ def check_derivative(compiled, function, weights):
     close(got, wanted, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_gradient_in_the_loss_of_a_step_that_breaks_stays_in_the_graph_of_the_loss():
     weight, counted = keras.Variable([2.0, 3.0]), []
     slope = grad(lambda x: ops.sum(sine(weight * x)))
@@ -291,6 +292,7 @@ def test_a_gradient_in_the_loss_of_a_step_that_breaks_stays_in_the_graph_of_the_
     assert counted[2:] == [2, 0]  # the break of the step, and the gradient with respect to the weight
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_assigned_after_a_gradient_in_a_program_that_breaks():
     """The gradient is not differentiated again, so the graph does not need the weight of before."""
     weight = keras.Variable([1.0, 2.0])
@@ -492,6 +494,7 @@ def test_an_optimizer_that_is_built_in_the_first_call_is_part_of_one_graph_in_th
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_a_gradient_that_was_not_recorded_raises_outside_of_its_program():
     """The part of the derivative through this gradient would silently be missing."""
     weight = keras.Variable([1.0, 2.0])
@@ -508,6 +511,7 @@ def test_a_gradient_that_was_not_recorded_raises_outside_of_its_program():
             compiled().backward()
 
 
+@pytest.mark.slow
 def test_a_value_that_depends_on_another_tensor_with_a_history():
     weight, factor = keras.Variable(3.0), torch.tensor(2.0, requires_grad=True)
 

@@ -100,6 +100,7 @@ def test_backward_of_a_gradient_that_is_compiled_in_pieces_raises():
             compiled(x).backward()
 
 
+@pytest.mark.slow
 def test_the_fix_of_this_error():
     compiled = multigrad.jit(grad(penalty_in_pieces), backend="aot_eager")
     for _ in range(3):
