@@ -1,11 +1,14 @@
 """The ops of `multigrad.ops.fixed`, on every backend, compared with Keras's values and with formulas."""
 
+import itertools
 import math
 from operator import attrgetter
 
 import keras
 import numpy as np
 import pytest
+from audit.measure import audit_cases
+from audit.table import cases_of
 from support import BACKEND, array, close, numpy
 
 import multigrad
@@ -33,53 +36,16 @@ def cofactors(a):
 
 
 CASES = [
-    case("abs", [0.0, -2.0, 3.0], first=[[0.0, -1.0, 1.0]], second=[[0.0, 0.0, 0.0]]),
-    case("absolute", [0.0, -2.0], first=[[0.0, -1.0]]),
     case("fabs", [0.0, -2.0], first=[[0.0, -1.0]]),
-    case("angle", [0.0, -2.0, 2.0], first=[[0.0, 0.0, 0.0]], second=[[0.0, 0.0, 0.0]]),
-    case("cbrt", [0.0, 8.0], first=[[INF, 1.0 / 12.0]]),
-    case("sinc", [0.0, 1.0, INF], first=[[0.0, -1.0, 0.0]]),
-    case("sinc", [0.0, 1.0], first=[[0.0, -1.0]], second=[[-PI * PI / 3.0, 2.0]]),
-    case("hypot", [1.0, 0.0, 3.0], [1.0, 0.0, -4.0], first=[[ROOT, 0.0, 0.6], [ROOT, 0.0, -0.8]]),
-    # The derivative along (1, 1) of x / hypot is y (y - x) / hypot**3.
-    case("hypot", [1.0, 0.0], [2.0, 0.0], first=[[0.4472136, 0.0], [0.8944272, 0.0]],
-         second=[[2.0 / 5.0**1.5, 0.0], [-1.0 / 5.0**1.5, 0.0]]),
     case("hypot", [3e30], [4e30], first=[[0.6], [0.8]]),
-    case("hypot", [INF, 1.0, -INF], [1.0, -INF, 0.0], first=[[1.0, 0.0, -1.0], [0.0, -1.0, 0.0]],
-         second=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
-    case("logaddexp", [1.0, -INF, 0.0], [1.0, -INF, -INF], first=[[0.5, 0.5, 1.0], [0.5, 0.5, 0.0]]),
-    case("logaddexp2", [1.0, 0.0, INF], [1.0, -1.0, 1.0],
-         first=[[0.5, 2.0 / 3.0, 1.0], [0.5, 1.0 / 3.0, 0.0]]),
-    case("arctan2", [0.0, 1.0], [0.0, 2.0], first=[[0.0, 0.4], [0.0, -0.2]],
-         second=[[0.0, -0.28], [0.0, 0.04]]),
     case("arctan2", [1.0, 1e-30], [INF, 1e-30], first=[[0.0, 5e29], [0.0, -5e29]]),
     case("arctan2", [9e-40, 0.0], [1.6e-39, 9e-40], first=[[0.0, 0.0], [0.0, 0.0]]),  # too large for float32
-    case("arctan2", [1.0, INF, -INF], [INF, 0.0, INF], first=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
-         second=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
-    case("maximum", [1.0, 2.0, 0.0], [1.0, 0.0, 2.0], first=[[0.5, 1.0, 0.0], [0.5, 0.0, 1.0]]),
-    case("minimum", [1.0, 2.0, 0.0], [1.0, 0.0, 2.0], first=[[0.5, 0.0, 1.0], [0.5, 1.0, 0.0]]),
-    case("fmax", [1.0, math.nan, 0.0], [1.0, 0.0, math.nan], first=[[0.5, 0.0, 1.0], [0.5, 1.0, 0.0]]),
-    case("fmin", [1.0, math.nan, 0.0], [1.0, 0.0, math.nan], first=[[0.5, 0.0, 1.0], [0.5, 1.0, 0.0]]),
-    case("fmod", [0.0, 1.0, 7.0, -5.0], [2.0, 3.0, 2.0, 3.0],
-         first=[[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, -3.0, 1.0]]),
     case("clip", [-1.0, 0.0, 1.0, 3.0], first=[[1.0, 1.0, 1.0, 0.0]], x_min=-1.0, x_max=1.0),
     case("clip", [0.5, 3.0], [2.0, 2.0], [1.0, 1.0], first=[[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]),
-    case("power", [0.0, 0.0, 2.0], [0.0, 2.0, 3.0],
-         first=[[0.0, 0.0, 12.0], [0.0, 0.0, 8.0 * math.log(2.0)]]),
-    case("power", [1.0], [0.0], first=[[0.0], [0.0]], second=[[1.0], [1.0]]),
-    case("leaky_relu", [0.0, -1.0, 1.0], first=[[0.2, 0.2, 1.0]]),
-    case("elu", [0.0, -1.0, 1.0], first=[[1.0, math.exp(-1.0), 1.0]], second=[[1.0, math.exp(-1.0), 0.0]]),
     case("elu", [-1.0], first=[[2.0 * math.exp(-1.0)]], alpha=2.0),
     case("celu", [0.0, -1.0, 1.0], first=[[1.0, math.exp(-0.5), 1.0]], alpha=2.0),
-    case("selu", [0.0, 1.0], first=[[1.7580993, 1.0507010]], second=[[1.7580993, 0.0]]),
-    case("softsign", [0.0, 1.0, -1.0], first=[[1.0, 0.25, 0.25]], second=[[0.0, -0.25, 0.25]]),
-    case("hard_tanh", [-1.0, 0.5, 1.0], first=[[0.0, 1.0, 0.0]]),
-    case("hard_sigmoid", [-3.0, 0.5, 3.0], first=[[0.0, 1.0 / 6.0, 0.0]], second=[[0.0, 0.0, 0.0]]),
-    case("sparse_sigmoid", [-1.0, 0.5, 1.0], first=[[0.0, 0.5, 0.0]]),
     case("std", [2.0, 2.0, 2.0], first=[[0.0, 0.0, 0.0]], second=[[0.0, 0.0, 0.0]]),
     case("std", [[1.0, 1.0], [1.0, 3.0]], first=[[[0.0, 0.0], [-0.5, 0.5]]], axis=-1),
-    case("nanstd", [2.0, math.nan, 2.0], first=[[0.0, 0.0, 0.0]]),
-    case("nanstd", [1.0, math.nan, 3.0], first=[[-0.5, 0.0, 0.5]]),
     case("logsumexp", [-INF, -INF], first=[[0.5, 0.5]]),
     case("logsumexp", [[0.0, -INF], [-INF, -INF]], first=[[[1.0, 0.0], [0.5, 0.5]]], axis=1),
     case("norm", [0.0, 0.0], first=[[0.0, 0.0]], second=[[0.0, 0.0]]),
@@ -90,13 +56,10 @@ CASES = [
     case("norm", [[0.0, 0.0], [0.0, -2.0]], first=[[[0.0, 0.0], [0.0, -1.0]]], ord=3, axis=(0,)),
     case("normalize", [[0.0, 0.0]], first=[[[1e7, 1e7]]]),
     case("normalize", [[3.0, 4.0]], first=[[[(1.0 - 0.6 * 1.4) / 5.0, (1.0 - 0.8 * 1.4) / 5.0]]]),
-    case("cdist", [[1.0, 2.0]], [[1.0, 2.0], [1.0, 4.0]], first=[[[0.0, -1.0]], [[0.0, 0.0], [0.0, 1.0]]]),
     case("cumprod", [2.0, 0.0, 3.0], first=[[1.0, 8.0, 0.0]], second=[[4.0, 1.0 + 3.0 + 2.0, 2.0]]),
     case("cumprod", [[2.0, 0.0], [0.0, 3.0]], first=[[[1.0, 4.0], [2.0, 0.0]]], axis=0),
-    case("nancumprod", [2.0, math.nan, 0.0, 3.0], first=[[2.0, 0.0, 8.0, 0.0]]),
     case("prod", [2.0, 0.0, 3.0], first=[[0.0, 6.0, 0.0]], second=[[3.0, 5.0, 2.0]]),
     case("prod", [[2.0, 0.0], [0.0, 0.0]], first=[[[0.0, 2.0], [0.0, 0.0]]], axis=(1,)),
-    case("nanprod", [2.0, math.nan, 0.0], first=[[0.0, 0.0, 2.0]]),
     case("moments", [1.0, 5.0], first=[[0.5 - 2.0, 0.5 + 2.0]], second=[[0.0, 0.0]], axes=[0]),
     case("layer_normalization", [[1.0, 1.0]], [2.0, 4.0], [5.0, 6.0],
          first=[[[-1.0 / math.sqrt(1e-2), 1.0 / math.sqrt(1e-2)]], [0.0, 0.0], [1.0, 1.0]], epsilon=1e-2),
@@ -111,14 +74,6 @@ CASES = [
         [15.0, 0.0, 0.0, -15.0], [0.0, 10.0, 0.0, -10.0], [0.0, 0.0, 6.0, -6.0], [-15.0, -10.0, -6.0, 31.0],
     ]]),
     case("det", SINGULAR.tolist(), first=[cofactors(SINGULAR)]),  # the last row is the sum of the others
-    case("floor_divide", [5.0, -5.0, 4.0], [3.0, 3.0, 2.0], first=[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
-    case("full", (2, 3), 1.5, first=[None, 6.0]),
-    case("full_like", [1.0, 2.0], 1.5, first=[[0.0, 0.0], 2.0]),
-    case("heaviside", [0.5, 0.0, -1.0], [0.5, 0.5, 0.5], first=[[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]),
-    # The sum of the colors is v (3 - s (2 - 6 h)).
-    case("image.hsv_to_rgb", [[[0.1, 0.5, 0.8]]], first=[[[[0.8 * 0.5 * 6.0, -0.8 * 1.4, 3.0 - 0.5 * 1.4]]]]),
-    case("ldexp", [0.0, 1.0], (3, -1), first=[[8.0, 0.5], None]),
-    case("slice_update", [1.0, 2.0, 3.0], (1,), [5.0, 6.0], first=[[1.0, 0.0, 0.0], None, [1.0, 1.0]]),
 ]  # fmt: skip
 if BACKEND in FAULTS["bincount"]:  # Keras's op on JAX needs an array of concrete integers
     CASES.append(case("bincount", (0, 1, 1), [1.0, 2.0, 3.0], first=[None, [1.0, 1.0, 1.0]], minlength=2))
@@ -194,17 +149,31 @@ def test_compiled_forward_mode(op, args, options, first, second):
     check_forward_mode(op, args, options, multigrad.jit)
 
 
-def test_every_fixed_op_has_a_case():
-    missing = set() if BACKEND in FAULTS["bincount"] else {"bincount"}
-    assert {parameters.values[0] for parameters in CASES} == set(EVERY) - missing
+AUDITED = [case for case in cases_of(multigrad.ops, "multigrad.ops") if case.op in EVERY]
 
 
-@each_case
-def test_values_dtypes_and_shapes_are_those_of_keras(op, args, options, first, second):
-    for dtype in ("float32", "float16") if op != "det" and args != ([3e30], [4e30]) else ("float32",):
-        tensors = [value if isinstance(value, tuple) else array(value, dtype=dtype) for value in args]
-        found, wanted = EVERY[op](*tensors, **options), attrgetter(op)(keras.ops)(*tensors, **options)
-        for a, b in zip(keras.tree.flatten(found), keras.tree.flatten(wanted), strict=True):
+# The page of the audit gives the reason for each.
+NOT_FIXED = ("abs", "absolute", "bincount") if BACKEND == "jax" else ()
+
+
+@pytest.mark.parametrize("op", [op for op in EVERY if op not in NOT_FIXED])
+def test_the_audit_finds_no_fault(op):
+    """At all points of the audit, of first and second order, against formulas and differences."""
+    rows = audit_cases([case for case in AUDITED if case.op == op], multigrad.ops)
+    assert rows
+    assert [row for row in rows if row.verdict not in ("right", "convention")] == []
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # to float16
+@pytest.mark.parametrize("op", [op for op in EVERY if op != "bincount"])
+def test_values_dtypes_and_shapes_are_those_of_keras(op):
+    cases = [case for case in AUDITED if case.op == op]
+    for case, dtype in itertools.product(cases, ("float32", "float16") if op != "det" else ("float32",)):
+        tensors = [array(arg, dtype=dtype) for arg in case.args]
+        found, wanted = [
+            keras.tree.flatten(case.call(module, *tensors)) for module in (multigrad.ops, keras.ops)
+        ]
+        for a, b in zip(found, wanted, strict=True):
             assert (a.dtype, tuple(a.shape)) == (b.dtype, tuple(b.shape))
             np.testing.assert_array_equal(numpy(a), numpy(b))
 
