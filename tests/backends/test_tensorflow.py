@@ -982,6 +982,7 @@ def test_linear_cross_entropy_in_other_graphs(around, reduction):
     close(around(lambda x: tape_gradient(own, x))(x), tape_gradient(wanted, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [None, 300])
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)

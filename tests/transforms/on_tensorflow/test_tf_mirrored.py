@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_two_devices_equal_one_device():
     program = Path(__file__).with_name("mirrored.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
