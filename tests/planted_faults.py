@@ -43,7 +43,7 @@ FAULTS = [
         "a rule is called twice", "jax", "core/call.py",
         "return rule(upstream[0])",
         "return [rule(upstream[0]), rule(upstream[0])][0]",
-        "tests/test_calculus.py::test_number_of_runs_of_the_function_and_the_rule",
+        "tests/transforms/on_jax/test_jit.py::test_the_function_and_its_rule_are_traced_once",
     ),
     Fault(
         "a complex gradient is not conjugated", "jax", "backend/jax/gradients.py",
