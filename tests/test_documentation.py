@@ -12,6 +12,7 @@ import multigrad
 import multigrad.callbacks
 import multigrad.layers
 import multigrad.testing
+from multigrad.cli import explain
 
 PAGES = {str(page.relative_to(ROOT)): page for page in pages()}
 # torch.compile takes ten seconds or more for a training step, which tests/test_compilation.py has too.
@@ -78,6 +79,11 @@ def test_each_public_name_has_an_entry_in_the_api():
     }
     assert "host_call" in public
     assert public - entries == set()
+    for section in explain.sections():  # a code host shows the tables, and not the docstrings
+        if section.page.startswith("multigrad"):
+            assert re.search(
+                rf"^\| `{section.anchor}\(.*`\s\| {re.escape(section.title)} \|$", text, re.MULTILINE
+            )
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
@@ -94,6 +100,13 @@ def test_each_install_command_is_on_one_line():
     common = "python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox"
     assert common in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
     assert f"{common} -s demo" in (ROOT / "README.md").read_text().splitlines()
+
+
+@pytest.mark.forward
+def test_each_result_fits_its_column():
+    """A column of code has 88 characters. The result of a longer line is in a comment below it."""
+    lines = [line for page in PAGES for block in blocks(page) for line in block.code.splitlines()]
+    assert [line for line in lines if re.search(r"\)  # ", line[:-1]) and len(line) > 88] == []
 
 
 @pytest.mark.forward
