@@ -251,9 +251,9 @@ FAULTS = [
         "materialize_grads=True",
     ),
     Fault(
-        "forward mode does not transpose", ALL, "calculus/derivatives.py",
-        "tangent = transpose(directions)",
-        "tangent = [ops.sum(d) * u for d, u in zip(directions[:1] * len(ones), ones, strict=True)]",
+        "forward mode does not transpose", "torch tensorflow", "backend/defaults.py",
+        "return result, transpose(tangents)",
+        "return result, [keras.ops.sum(tangents[0]) * u for u in ones]",
     ),
     Fault(
         "a third derivative is lost", "torch", "backend/torch/gradients.py",
