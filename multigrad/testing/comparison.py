@@ -78,7 +78,7 @@ def compare_backends(
     args = (np.array([-1.0, 0.0, 2.0], "float32"),)
     '''
     if all(map(is_installed, DIFFERENTIATING)):
-        print(compare_backends(CODE).backends)  # ('tensorflow', 'jax', 'torch')
+        assert compare_backends(CODE).backends == ("tensorflow", "jax", "torch")
     ```
 
     Each backend runs in its own process, because Keras supports one backend per process. The outputs are
