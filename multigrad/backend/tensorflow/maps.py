@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from multigrad.backend.defaults import mapped
 from multigrad.backend.tensorflow.jit import mark_unrecorded
 from multigrad.backend.tensorflow.private import GRADIENT_KIND, RegisterPFor, wrap
 from multigrad.backend.tensorflow.tapes import may_record
@@ -55,9 +56,12 @@ def vmap(function: Function, tensors: Sequence[Any]) -> tuple[Sequence[Any], Seq
     return results[:count], [result[0] for result in results[count:]]
 
 
+_map_traced = mapped(vmap)
+
+
 def map_rows(row: Callable[[Any], Sequence[Any]], upstreams: Any) -> Sequence[Any]:
     if not tf.executing_eagerly() or len(upstreams) > _ROWS_IN_LOOP:
-        return vmap(lambda upstream: (row(upstream), ()), [upstreams])[0]
+        return _map_traced(row, upstreams)
     return list(map(tf.stack, zip(*map(row, tf.unstack(upstreams)), strict=True)))
 
 

@@ -121,8 +121,7 @@ class _Node(torch.autograd.Function):
                     gradients = rule.pull(saved, upstream, needed)
                 error = _only_first_order(call)
                 sources = [t for t in (*ctx.anchors, *saved, *upstream) if t is not None and t.requires_grad]
-                refused = iter(refuse([g for g in gradients if g is not None], error, *sources))
-                return None, None, *[None if g is None else next(refused) for g in gradients], *others
+                return None, None, *refuse(gradients, error, *sources), *others
             residuals = _residuals_with_history(call, rule, saved, computed)
         versions = versions_of(upstream)
         gradients = rule.pull(residuals, upstream, needed)
@@ -172,7 +171,7 @@ def _tie(call: Call, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch
     others = [output for output in run.outputs if output.requires_grad]
     if others and not call.answers_for_outer_rule(inputs):
         error = closed_over(call.name, call.closed_over_path(lambda tensor: tensor.requires_grad))
-        inputs = [*inputs, *refuse([output.detach().flatten()[:0] for output in others], error, *others)]
+        inputs = [*inputs, *refused_parts(others, error)]
     outputs = _APPLIES[call.name](call, run, *inputs)
     return outputs if type(outputs) is tuple else (outputs,)
 
@@ -361,10 +360,19 @@ _refuse_eagerly = direct_apply(_NotDifferentiable)
 
 
 @skip_frames
-def refuse(results: Sequence[torch.Tensor], error: str, *sources: torch.Tensor) -> Sequence[torch.Tensor]:
+def refuse(results: Sequence[torch.Tensor | None], error: str, *sources: torch.Tensor) -> list[Any]:
     """Return the results, so that differentiating them with respect to a source raises the error."""
+    tensors = [tensor for tensor in results if tensor is not None]
+    if not tensors:
+        return list(results)
     apply = _NotDifferentiable.apply if is_compiling() or is_transforming() else _refuse_eagerly
-    return apply(error, len(results), *results, *sources) if results else []
+    refused = iter(apply(error, len(tensors), *tensors, *sources))
+    return [None if result is None else next(refused) for result in results]
+
+
+def refused_parts(outputs: Sequence[torch.Tensor], error: str) -> list[torch.Tensor]:
+    """Return an empty part of each output. Differentiating it raises the error."""
+    return refuse([output.detach().flatten()[:0] for output in outputs], error, *outputs)
 
 
 def refuse_compiled(
@@ -374,9 +382,8 @@ def refuse_compiled(
 
     They keep their own history: a gradient can be differentiated with respect to its upstream gradient.
     """
-    zeros = [torch.zeros_like(tensor) for tensor in tensors if tensor is not None]
-    refused = iter(refuse(zeros, _COMPILED, *sources))
-    return [None if tensor is None else tensor + next(refused) for tensor in tensors]
+    zeros = refuse([None if t is None else torch.zeros_like(t) for t in tensors], _COMPILED, *sources)
+    return [None if t is None else t + zero for t, zero in zip(tensors, zeros, strict=True)]
 
 
 def _anchors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from multigrad.backend.base import Call, Run
-from multigrad.backend.torch.eager import dense_floating, mark_integers, refuse, require_alike, rerun
+from multigrad.backend.torch.eager import dense_floating, mark_integers, refused_parts, require_alike, rerun
 from multigrad.backend.torch.private import (
     JVP,
     VMAP,
@@ -80,7 +80,7 @@ def _has_one_derivative(run: Run, used: Sequence[torch.Tensor]) -> bool:
 
 def _run_stripped(
     call: Call, tensors: Sequence[torch.Tensor], used: Sequence[torch.Tensor]
-) -> tuple[Run, list[torch.Tensor], Sequence[torch.Tensor]]:
+) -> tuple[Run, list[torch.Tensor], list[torch.Tensor]]:
     """Run the function on tensors without history, as a hand-written Function does.
 
     If no transform wraps a tensor that the function closes over, and no vmap maps an argument, the tensors
@@ -105,7 +105,7 @@ def _run_stripped(
     error = closed_over(call.name, call.closed_over_path(_is_tracked))
     if any(map(_has_tangent, tracked)):
         raise TypeError(error)
-    return run, outputs, refuse([output.detach().flatten()[:0] for output in tracked], error, *tracked)
+    return run, outputs, refused_parts(tracked, error)
 
 
 def _without_transforms(tensor: torch.Tensor) -> torch.Tensor:

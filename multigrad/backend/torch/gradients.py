@@ -357,8 +357,8 @@ def _depends_on_others(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> b
                 nodes.extend(_more_nodes(node, reached))
         else:
             leaf = getattr(node, "variable", None)  # set on nodes of leaves
-            ended = leaf is None or hasattr(leaf, "multigrad_ended") or any([leaf is t for t in inputs])
-            if not ended:
+            is_input = any([leaf is tensor for tensor in inputs])
+            if not (leaf is None or is_input or hasattr(leaf, "multigrad_ended")):
                 return True
     return False
 
