@@ -7,9 +7,9 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_origin, overload
 
 from multigrad import backend
 from multigrad.common.errors import describe, message
-from multigrad.core.call import Call, Pullback
+from multigrad.core.call import Call
 from multigrad.core.conversions import numbers_to_tensors
-from multigrad.core.signature import Signature, name_of, signature_of
+from multigrad.core.signature import Arguments, Signature, name_of, signature_of
 from multigrad.core.structure import FLAT_LAYOUTS, Refused, Symbolic, split
 from multigrad.keras_graph import node, registry
 
@@ -174,24 +174,24 @@ def _define(f: Callable[..., Any], name: str, higher_order: bool) -> Callable[..
     """Return the op of `f`. Messages use `name`."""
     signature = signature_of(f)
     full = signature.full
-    positional_pullback = None if full is None else Pullback(name, full, FLAT_LAYOUTS[full.count])
+    positional = None if full is None else Arguments(name, full, FLAT_LAYOUTS[full.count])
     count = -1 if full is None else full.count
 
     def op(*args: Any, **kwargs: Any) -> Any:
         # The common case: one tensor per parameter, passed by position.
-        if positional_pullback is not None and len(args) == count and not kwargs:
+        if positional is not None and len(args) == count and not kwargs:
             for value in args:
                 if not _TENSORS[type(value)]:
                     break
             else:
-                call = Call(f, positional_pullback, higher_order)
+                call = Call(f, positional, higher_order)
                 outputs = apply(call, args)
                 return call.layout.join(outputs)
         try:
-            tensors, pullback = _split_arguments(name, signature, args, kwargs)
+            tensors, arguments = _split_arguments(name, signature, args, kwargs)
         except Symbolic:
             return node.apply(_define(f, name, higher_order), name, args, kwargs)
-        call = Call(f, pullback, higher_order)
+        call = Call(f, arguments, higher_order)
         outputs = apply(call, tensors)
         return call.layout.join(outputs)
 
@@ -206,24 +206,24 @@ def _define(f: Callable[..., Any], name: str, higher_order: bool) -> Callable[..
 
 def _split_arguments(
     name: str, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Pullback]:
-    """Return the tensors in the arguments, and the pullback of the call."""
+) -> tuple[Sequence[Any], Arguments]:
+    """Return the tensors in the arguments of a call, and the arguments without them."""
     try:
         values, binding = signature.bind(args, kwargs)
     except TypeError as error:
         raise signature.binding_error(name, args, kwargs, error) from error
     try:
-        tensors, arguments = split(values)
+        tensors, layout = split(values)
         if not tensors:
             numbers = numbers_to_tensors(args, kwargs)
             if numbers is not args:
                 values, binding = signature.bind(numbers, kwargs)
-                tensors, arguments = split(values)
+                tensors, layout = split(values)
     except Symbolic:
         raise
     except Refused as refused:
         raise refused.error(name, zip(binding.names(), values, strict=True)) from None
-    return tensors, Pullback(name, binding, arguments)
+    return tensors, Arguments(name, binding, layout)
 
 
 apply: Callable[[Call, Sequence[Any]], Sequence[Any]] = _framework.apply

@@ -28,9 +28,9 @@ FAULTS = [
         "tests/test_gradient_checks.py::test_second_derivatives_whose_terms_cancel",
     ),
     Fault(
-        "a rule reads later values of other variables", "torch", "core/variables.py",
-        "scope = _RuleScope(variables, values[: len(variables)], outer_scope, name)",
-        "scope = _RuleScope(variables, values[: len(variables)], None, name)",
+        "a rule reads later values of other variables", "torch", "core/rule.py",
+        "return RuleScope(self.variables, values, self.outer_scope, self.name)",
+        "return RuleScope(self.variables, values, None, self.name)",
         "tests/test_variables.py::test_a_rule_runs_after_the_scope_of_its_values_has_ended",
     ),
     Fault(
@@ -40,9 +40,9 @@ FAULTS = [
         "tests/test_memory.py",
     ),
     Fault(
-        "a rule is called twice", "jax", "core/call.py",
-        "return rule(upstream[0])",
-        "return [rule(upstream[0]), rule(upstream[0])][0]",
+        "a rule is called twice", "jax", "core/rule.py",
+        "return function(upstream[0])",
+        "return [function(upstream[0]), function(upstream[0])][0]",
         "tests/transforms/on_jax/test_jit.py::test_the_function_and_its_rule_are_traced_once",
     ),
     Fault(
@@ -52,7 +52,7 @@ FAULTS = [
         "tests/test_dtypes.py tests/test_testing.py::test_the_conjugate_of_a_complex_gradient",
     ),
     Fault(
-        "a rule gets the wrong arguments of the op", "jax", "core/rule.py",
+        "a rule gets the wrong arguments of the op", "jax", "core/forms.py",
         "counts = (binding.passed, binding.positional)",
         "counts = (binding.positional, binding.passed)",
         "tests/test_forms.py",
@@ -152,9 +152,9 @@ FAULTS = [
         "    return [1 - r if r in (0, 1) and len(inputs) == 2 else r for r in found]",
     ),
     Fault(
-        "a rule that returns nothing has zero gradients", ALL, "core/call.py",
+        "a rule that returns nothing has zero gradients", ALL, "core/rule.py",
         "            if answer is None:\n                raise self._no_answer()\n",
-        "            if answer is None:\n                return [None] * len(specs)\n",
+        "            if answer is None:\n                return [None] * len(self.specs)\n",
     ),
     Fault(
         "a gradient is not cast", "jax tensorflow", "core/answer.py",
@@ -187,19 +187,19 @@ FAULTS = [
         "yield [(*pair, entry) for pair, entry in zip(by_name.values(), answer.values(), strict=False)]",
     ),
     Fault(
-        "flat upstream gradients have the order of the structure's reverse", ALL, "core/call.py",
-        "return rule(*upstream, **more)",
-        "return rule(*upstream[::-1], **more)",
+        "flat upstream gradients have the order of the structure's reverse", ALL, "core/rule.py",
+        "return function(*upstream, **more)",
+        "return function(*upstream[::-1], **more)",
     ),
     Fault(
         "a rule gets the arguments of the op in another order", ALL, "core/call.py",
-        "rule = functools.partial(rule, *arguments[: arguments_for(name, original_rule, binding)])",
-        "rule = functools.partial(rule, *arguments[: arguments_for(name, original_rule, binding)][::-1])",
+        "function = functools.partial(function, *arguments[:count])",
+        "function = functools.partial(function, *arguments[:count][::-1])",
     ),
     Fault(
         "residuals that are one tensor are saved once or twice", "torch", "backend/torch/eager.py",
         "if len(residuals) > 1:",
-        "if type(run.template) is not tuple:",
+        "if type(run.rule.template) is not tuple:",
         "tests/test_random_programs.py::test_a_program_that_once_failed "
         "tests/transforms/on_torch/test_torch_checkpoint.py tests/transforms/on_torch/test_torch_hooks.py",
     ),
@@ -221,14 +221,14 @@ FAULTS = [
         " if type(template) is Slot else {})\n            return\n        is_tensor",
     ),
     Fault(
-        "a rule reads the values that variables have in the backward pass", ALL, "core/call.py",
-        "scope = self.scope_of(rule) if",
+        "a rule reads the values that variables have in the backward pass", ALL, "core/rule.py",
+        "scope = self.scope_of(values) if",
         "scope = ReadOnly() if",
     ),
     Fault(
-        "a lazy gradient reads a variable outside of the scope of its rule", ALL, "core/call.py",
-        "            answer = self._answer(rule, upstream, specs)\n",
-        "            answer = self._answer(rule, upstream, specs)\n        with contextlib.nullcontext():\n",
+        "a lazy gradient reads a variable outside of the scope of its rule", ALL, "core/rule.py",
+        "            answer = self._answer(function, upstream)\n",
+        "            answer = self._answer(function, upstream)\n        with contextlib.nullcontext():\n",
     ),
     Fault(
         "the second weight is dropped", ALL, "core/variables.py",

@@ -16,7 +16,7 @@ from random_programs import draw, forgetful, run, runnable
 from support import BACKEND, SECOND_OF_COMPILED
 
 from multigrad import op_custom_gradient
-from multigrad.core import call
+from multigrad.core import rule
 
 # Relative to the largest result. A gradient of a low precision is rounded to it.
 TOLERANCE, LOW_TOLERANCE = 1e-4, 0.03
@@ -153,13 +153,13 @@ def failing(count: int, names=program_names.NAMES) -> list[str]:
 
 
 def test_exchanged_gradients_are_found(monkeypatch):
-    read = call.read
+    read = rule.read
 
     def exchanged(*args):
         gradients = read(*args)
         return gradients[::-1] if len(gradients) == 2 and None not in [*gradients] else gradients
 
-    monkeypatch.setattr(call, "read", exchanged)
+    monkeypatch.setattr(rule, "read", exchanged)
     assert failing(20)
 
 

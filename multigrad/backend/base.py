@@ -5,8 +5,8 @@ imports no framework. Below the border, each framework has one package, which ge
 itself is the backend: it has the members of `Backend`, and those of `defaults.py` that it does not replace.
 
 A backend imports only `multigrad.common`. Everything else reaches it as an argument: one call of an op is a
-`Call`, whose `run` returns a `Run` with its `Pullback`. The protocols here name what a backend uses of them;
-`core/call.py` documents it.
+`Call`, whose `run` returns a `Run` with its `Rule`. The protocols here name what a backend uses of them;
+`core/call.py` and `core/rule.py` document it.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,26 +30,21 @@ known only at run time, and None if not."""
 Tensors = Sequence[Any]
 
 
-class Pullback(Protocol):
-    """The pullback of a run, which calls its rule."""
-
-    name: str
-
-    def scope_with_reader(self, read: Callable[[Any], Any]) -> AbstractContextManager[Any]: ...
-    def scope_of(self, rule: Callable[..., Any]) -> AbstractContextManager[Any]: ...
-    def pull(
-        self, rule: Callable[..., Any], upstream: Tensors, needed: Sequence[bool], specs: list[Spec | None]
-    ) -> Tensors: ...
-
-
 class Rule(Protocol):
     """The rule of a run without its residuals."""
 
-    pullback: Any
+    name: str
+    template: Any
     roles: Sequence[int]
+    count: int
     specs: list[Spec | None]
     is_opaque: bool
 
+    def scope_with_reader(self, reader: Callable[[Any], Any]) -> AbstractContextManager[Any]: ...
+    def scope_of(self, values: Tensors) -> AbstractContextManager[Any]: ...
+    def call(
+        self, function: Callable[..., Any], values: Tensors, upstream: Tensors, needed: Sequence[bool]
+    ) -> Tensors: ...
     def held(self) -> list[Any]: ...
     def holds_more_than(self, before: Sequence[Any]) -> bool: ...
     def pull(
@@ -62,35 +57,25 @@ class Run(Protocol):
 
     inputs: Tensors
     outputs: Tensors
-    rule: Callable[..., Any]
-    pullback: Any
+    originals: Tensors
+    function: Callable[..., Any]
+    values: Tensors
+    rule: Any
     residuals: list[Any]
-    roles: list[int]
-    template: Any
-    is_opaque: bool
 
-    def lift(self, owner: Any) -> None: ...
+    def lift(self, owner: Any) -> Rule: ...
     def others(self) -> list[Any]: ...
     def residuals_with(self, inputs: Tensors, outputs: Tensors) -> list[Any]: ...
-    def rule_with(self, specs: list[Spec | None]) -> Rule: ...
 
 
 class Call(Protocol):
     """One call of an op."""
 
     f: Callable[..., Any]
+    name: str
     higher_order: bool
-    pullback: Any
 
-    @property
-    def name(self) -> str: ...
-    def run(
-        self,
-        tensors: Tensors,
-        *,
-        read_as: Callable[[Any], Any] | None = None,
-        values: list[Any] | None = None,
-    ) -> Run: ...
+    def run(self, tensors: Tensors, read_as: Callable[[Any], Any] | None = None) -> Run: ...
     def rerun(self, inputs: Tensors, first: Any) -> Run: ...
     def outputs(self, tensors: Tensors) -> Tensors: ...
     def objects(self) -> Sequence[Any]: ...

@@ -15,7 +15,7 @@ import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from multigrad.common.reachable import assigned_cells, content_of, may_hold_tensors, wrapped_functions
 from multigrad.common.type_sets import ATOMS, Transparent, TypeSet
@@ -35,12 +35,6 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
         tensor_types: the types that count as tensors.
         owner: the function that returned `obj`. Containers and functions in its cells are not copied.
     """
-    if type(obj) is RuleWithTensors:
-        tensors, template, opaque = lift(obj.rule, tensor_types, owner)
-        kept = [None if tensor_types[type(tensor)] else tensor for tensor in obj.tensors]
-        template = _TemplateWithTensors(template, len(tensors), kept)
-        found = [tensor for tensor in obj.tensors if tensor_types[type(tensor)]]
-        return [*tensors, *found], template, opaque
     if type(obj) is types.FunctionType and _has_only_cells(obj):
         cells = obj.__closure__ or ()
         contents = [content_of(cell) for cell in cells]
@@ -50,7 +44,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
         else:
             return contents, (obj.__code__, obj.__globals__, None) if contents else obj, False
         tensors, opaque = [], False
-        kept = list(cells)
+        kept: list[Any] = list(cells)
         for index, content in enumerate(contents):
             kind = type(content)
             if tensor_types[kind]:
@@ -68,7 +62,7 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
 
 
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
-    """Return a copy of the lifted object with `tensors`."""
+    """Return a copy of the lifted object with the first of these tensors."""
     if type(template) is tuple:
         code, scope, kept = template
         if kept is None:
@@ -77,10 +71,6 @@ def restore(template: Any, tensors: Sequence[Any]) -> Any:
             new = iter(tensors)
             cells = tuple([types.CellType(next(new)) if cell is None else cell for cell in kept])
         return types.FunctionType(code, scope, None, None, cells)
-    if type(template) is _TemplateWithTensors:
-        rule = restore(template.rule, tensors[: template.number])
-        new = iter(tensors[template.number :])
-        return RuleWithTensors(rule, [next(new) if t is None else t for t in template.kept])
     return template(tensors, {}) if type(template) is _Template else template
 
 
@@ -109,31 +99,9 @@ def residuals_in(roles: Sequence[int], known: Sequence[Any], others: Iterable[An
     return [next(remaining) if role == OTHER else known[role] for role in roles]
 
 
-class RuleWithTensors:
-    """A rule together with the values of the variables in its scope, in one list that is quick to lift."""
-
-    __slots__ = ("rule", "tensors")
-
-    def __init__(self, rule: Callable[..., Any], tensors: Sequence[Any]) -> None:
-        self.rule, self.tensors = rule, tensors
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.rule(*args, **kwargs)
-
-
-class _TemplateWithTensors(NamedTuple):
-    """The template of a `RuleWithTensors`."""
-
-    rule: Any
-    """The template of the rule, which holds `number` tensors."""
-    number: int
-    kept: list[Any]
-    """The objects in the list, None for each tensor."""
-
-
 _STRUCTURED = TypeSet(
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType,
-    types.ModuleType, type, functools.partial, RuleWithTensors,
+    types.ModuleType, type, functools.partial,
     tuple, list, dict, set, frozenset, collections.deque, types.MappingProxyType,
 )  # fmt: skip
 """Types whose objects hold a tensor only if one of their parts does. All other objects are opaque."""

@@ -26,13 +26,12 @@ class TypeSet(dict[type, bool]):
 
     def __init__(self, *bases: type) -> None:
         self.bases = bases
-        super().__init__({kind: self._includes(kind) for kind in (*_COMMON_TYPES, *bases)})
-
-    def _includes(self, kind: type) -> bool:
-        return issubclass(kind, self.bases)
+        super().__init__()
+        for kind in (*_COMMON_TYPES, *bases):
+            self[kind] = self[kind]
 
     def __missing__(self, kind: type) -> bool:
-        member = self._includes(kind)
+        member = issubclass(kind, self.bases)
         if member or not kind.__flags__ & _HEAP_TYPE:
             self[kind] = member
         return member
@@ -41,9 +40,13 @@ class TypeSet(dict[type, bool]):
 class ForeignArrays(TypeSet):
     """The types of arrays, by DLPack or `__array__`, that are not subclasses of some base classes."""
 
-    def _includes(self, kind: type) -> bool:
+    def __missing__(self, kind: type) -> bool:
         is_array = hasattr(kind, "__array__") or hasattr(kind, "__dlpack__")
-        return is_array and not issubclass(kind, (*self.bases, keras.Variable, keras.KerasTensor, np.generic))
+        owned = (*self.bases, keras.Variable, keras.KerasTensor, np.generic)
+        member = is_array and not issubclass(kind, owned)
+        if member or not kind.__flags__ & _HEAP_TYPE:
+            self[kind] = member
+        return member
 
 
 class HoldsNoTensor:

@@ -13,9 +13,8 @@ from keras import tree
 from multigrad import backend
 from multigrad.backend.base import Spec
 from multigrad.core.expected_gradients import AnswerMismatch, ExpectedGradients, Structured, slot_paths
-from multigrad.core.signature import Binding
-from multigrad.core.structure import Layout, Slot, children, is_converted_type, outline, to_tensor
-from multigrad.core.variables import Variables
+from multigrad.core.signature import Arguments
+from multigrad.core.structure import Slot, children, is_converted_type, outline, to_tensor
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 
@@ -28,9 +27,7 @@ _SEQUENCES = (tuple, list)
 
 
 def read(
-    op: str,
-    arguments: Layout,
-    binding: Binding | Variables,
+    arguments: Arguments,
     answer: Any,
     specs: list[Spec | None],
     needed: Sequence[bool],
@@ -39,8 +36,7 @@ def read(
     """Return the gradient of each tensor argument, None for a gradient that is zero or not needed.
 
     Arguments:
-        op: the name of the op in messages.
-        arguments, binding: the layout and the names of its arguments, or of the variables.
+        arguments: the arguments of the op, or the variables.
         answer: the answer that the rule returned.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
         needed: for each tensor argument, whether its gradient is used.
@@ -51,7 +47,8 @@ def read(
         ValueError: if a gradient has a different shape than its argument.
     """
     entries: Sequence[Any] | None
-    if arguments.is_flat:
+    layout = arguments.layout
+    if layout.is_flat:
         # The common case: every argument is a tensor, and every entry is the gradient of one.
         if _TENSORS[type(answer)]:
             if specs == [(answer.shape, answer.dtype, answer.device if _DEVICES else None)]:
@@ -61,9 +58,9 @@ def read(
             entries = answer if type(answer) in _SEQUENCES and len(answer) == len(specs) else None
     elif len(specs) == 1 and _TENSORS[type(answer)]:
         # One tensor among other arguments, such as `self`.
-        entries = (answer,) if any([type(part) is Slot for part in arguments.template]) else None
+        entries = (answer,) if any([type(part) is Slot for part in layout.template]) else None
     else:
-        entries = arguments.tensors_of(answer)
+        entries = layout.tensors_of(answer)
     if entries is not None:
         for entry, spec in zip(entries, specs):  # noqa: B905 - of equal length, and on the fast path
             if not _TENSORS[type(entry)]:
@@ -72,7 +69,7 @@ def read(
                 break
         else:
             return entries
-    return _Reader(op, arguments, binding, specs, structured).read(answer, needed)
+    return _Reader(arguments, specs, structured).read(answer, needed)
 
 
 class _Lazy:
@@ -92,7 +89,7 @@ class _Lazy:
         try:
             entry = self.compute()
         except Exception as error:
-            error.add_note(f"raised in the rule of {self._reader.op}")
+            error.add_note(f"raised in the rule of {self._reader.arguments.name}")
             raise
         try:
             return self._reader.match_all([(self._path, self._template, entry)])
@@ -160,7 +157,7 @@ class _Reader(ExpectedGradients):
 
     def _structures(self, answer: Any) -> Iterator[Iterable[Entry]]:
         """Yield the entries of `answer` in each documented structure with the same number of entries."""
-        named = list(zip(self.binding.names(), self.arguments.template, strict=True))
+        named = self.arguments.named()
         differentiable = [pair for pair in named if self.is_differentiable(pair[1])]
         if isinstance(answer, (tuple, list)):
             is_method = named and named[0][0] in ("'self'", "'cls'") and named[0] not in differentiable[:1]

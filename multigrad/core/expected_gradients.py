@@ -7,9 +7,9 @@ from keras import tree
 
 from multigrad.backend.base import Spec
 from multigrad.common.errors import describe, message, shape_text
-from multigrad.core.rule import flat_form
-from multigrad.core.signature import Binding
-from multigrad.core.structure import Layout, Slot, children
+from multigrad.core.forms import flat_form
+from multigrad.core.signature import Arguments
+from multigrad.core.structure import Slot, children
 from multigrad.core.variables import Variables
 
 Structured = tuple[Sequence[Any], Sequence[Spec | None]]
@@ -28,29 +28,15 @@ class ExpectedGradients:
     """One gradient for each tensor among the arguments.
 
     Arguments:
-        op: the name of the op in messages.
-        arguments: the layout of the arguments.
-        binding: the names of the arguments, or the variables in place of arguments.
+        arguments: the arguments of the op, or the variables that it read.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
         structured: what a rule that got several upstream gradients in one structure worked with.
     """
 
-    __slots__ = ("arguments", "binding", "op", "specs", "structured")
+    __slots__ = ("arguments", "specs", "structured")
 
-    def __init__(
-        self,
-        op: str,
-        arguments: Layout,
-        binding: Binding | Variables,
-        specs: list[Spec | None],
-        structured: Structured | None,
-    ) -> None:
-        self.op, self.arguments, self.binding, self.specs = op, arguments, binding, specs
-        self.structured = structured
-
-    def with_names(self) -> list[tuple[str, Any]]:
-        """Return the name and the template of each argument."""
-        return list(zip(self.binding.names(), self.arguments.template, strict=True))
+    def __init__(self, arguments: Arguments, specs: list[Spec | None], structured: Structured | None) -> None:
+        self.arguments, self.specs, self.structured = arguments, specs, structured
 
     def by_name(self) -> tuple[dict[str, tuple[str, Any]], list[str]]:
         """Return the path and the template of each parameter by its name, and the names that occur twice.
@@ -59,7 +45,7 @@ class ExpectedGradients:
         """
         by_name: dict[str, tuple[str, Any]] = {}
         repeated = []
-        for path, template in self.with_names():
+        for path, template in self.arguments.named():
             name, in_variadic, _ = path.strip("'").partition("'[")
             if in_variadic:
                 _, items = by_name.get(name, ("", ()))
@@ -67,8 +53,8 @@ class ExpectedGradients:
             elif name in by_name:
                 repeated.append(path)
             by_name[name] = path, template
-        if self.binding.variadic is not None:  # `*args` may be empty
-            by_name.setdefault(self.binding.variadic, (repr(self.binding.variadic), ()))
+        if self.arguments.binding.variadic is not None:  # `*args` may be empty
+            by_name.setdefault(self.arguments.binding.variadic, (repr(self.arguments.binding.variadic), ()))
         return by_name, sorted(repeated)
 
     def is_differentiable(self, template: Any) -> bool:
@@ -79,12 +65,12 @@ class ExpectedGradients:
 
     def path_of(self, index: int) -> str:
         """Return the path of a tensor in messages, such as `'tree'['b']`."""
-        return next(path for path, slot in slot_paths(self.with_names()) if slot == index)
+        return next(path for path, slot in slot_paths(self.arguments.named()) if slot == index)
 
     def ambiguous(self, index: int, answer: Any) -> TypeError:
         return TypeError(
             message(
-                self.op,
+                self.arguments.name,
                 "the rule's result is ambiguous: an entry could belong to a number or to a tensor",
                 argument=self.path_of(index),
                 required="a result with one meaning",
@@ -96,7 +82,7 @@ class ExpectedGradients:
     def wrong_shape(self, index: int, shape: Any, gradient: Any) -> ValueError:
         return ValueError(
             message(
-                self.op,
+                self.arguments.name,
                 "the rule returned a gradient of the wrong shape",
                 argument=self.path_of(index),
                 required=f"shape {shape_text(shape)}, as the argument has, or a shape broadcast from it",
@@ -108,7 +94,7 @@ class ExpectedGradients:
     def of_stacked(self, index: int, gradient: Any) -> ValueError:
         return ValueError(
             message(
-                self.op,
+                self.arguments.name,
                 "the rule probably computed with several upstream gradients as with one tensor",
                 argument=self.path_of(index),
                 required="a gradient without an axis for the outputs",
@@ -127,7 +113,7 @@ class ExpectedGradients:
     def not_a_gradient(self, index: int, entry: Any) -> TypeError:
         return TypeError(
             message(
-                self.op,
+                self.arguments.name,
                 "the rule returned an entry that is not a gradient",
                 argument=self.path_of(index),
                 required="a tensor, None for zero, or a function of no arguments that returns one",
@@ -139,7 +125,7 @@ class ExpectedGradients:
     def wrong_structure(self, mismatch: AnswerMismatch) -> TypeError:
         return TypeError(
             message(
-                self.op,
+                self.arguments.name,
                 "the rule's result has the wrong structure",
                 argument=mismatch.path,
                 required=mismatch.required,
@@ -154,18 +140,18 @@ class ExpectedGradients:
         """Return the error for an answer that has the wrong number of entries, or the wrong keys."""
         if isinstance(answer, Mapping):
             return self._wrong_keys(answer)
-        if isinstance(self.binding, Variables):
+        if isinstance(self.arguments.binding, Variables):
             return self._wrong_number_for_variables(answer)
-        named = self.with_names()
+        named = self.arguments.named()
         differentiable = [name for name, template in named if self.is_differentiable(template)]
-        required = [f"one entry per argument: {', '.join(self.binding.names()) or 'none'}"]
+        required = [f"one entry per argument: {', '.join(self.arguments.binding.names()) or 'none'}"]
         if len(differentiable) < len(named):
             required.append(f"one per differentiable argument: {', '.join(differentiable)}")
         if len(self.specs) not in (len(named), len(differentiable)):
             required.append(f"one per flattened tensor: {len(self.specs)}")
         return TypeError(
             message(
-                self.op,
+                self.arguments.name,
                 "the rule returned the wrong number of gradients",
                 required="; or ".join(required),
                 got=_summary(answer),
@@ -180,7 +166,7 @@ class ExpectedGradients:
         if repeated:
             return TypeError(
                 message(
-                    self.op,
+                    self.arguments.name,
                     "the rule returned a dict, and two arguments have the same name",
                     argument=", ".join(repeated),
                     required="a tuple with one entry per argument",
@@ -191,7 +177,7 @@ class ExpectedGradients:
         keys = [path for path, template in by_name.values() if self.is_differentiable(template)]
         return TypeError(
             message(
-                self.op,
+                self.arguments.name,
                 "the keys of the rule's dict are not the names of the arguments",
                 required=f"the keys {', '.join(keys)}",
                 got=_summary(answer),
@@ -200,10 +186,10 @@ class ExpectedGradients:
         )
 
     def _wrong_number_for_variables(self, answer: Any) -> TypeError:
-        names = ", ".join(self.binding.names())
+        names = ", ".join(self.arguments.binding.names())
         return TypeError(
             message(
-                self.op,
+                self.arguments.name,
                 "the rule returned the wrong number of gradients of variables",
                 required=f"one entry per trainable variable that the function reads: {names}"
                 if names

@@ -1,319 +1,219 @@
-"""Find the form in which a rule is called from its signature. `answer.py` reads the result of the rule."""
+"""The rule of one run: how it is called, and its gradients."""
 
-import difflib
-import functools
-import inspect
-import types
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
 
 from multigrad import backend
-from multigrad.common.errors import OpError, describe, message
-from multigrad.core.signature import POSITIONAL, Binding, name_of
+from multigrad.backend.base import Spec
+from multigrad.common.closure import restore
+from multigrad.common.errors import describe, message, shape_text
+from multigrad.common.process_wide import FORWARD_MODE
+from multigrad.common.reachable import UNREADABLE, reachable_tensors
+from multigrad.common.type_sets import HoldsNoTensor, TypeSet
+from multigrad.core.answer import read
+from multigrad.core.context import Context, restore_context
+from multigrad.core.expected_gradients import Structured, slot_paths
+from multigrad.core.forms import FLAT, KEYWORD, WHOLE, flat_form
+from multigrad.core.signature import Arguments
+from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout
+from multigrad.core.variables import NONE_READ, ReadBy, ReadOnly, RuleScope, Variables
 
-# The forms: how a rule is called with the upstream gradient `U`, which has the structure of the output.
-WHOLE = "rule(U)"
-FLAT = "rule(*flat U)"
-HYBRID = "rule(*args, upstream=U)"
-KEYWORD = "rule(upstream=U)"
-
-# Whether a rule takes the variables that the function read.
-REFUSED, OPTIONAL, REQUIRED = "refused", "optional", "required"
-
-
-class RuleSignature(NamedTuple):
-    """The form of a rule, read from its signature. It holds plain values, which are constants for Dynamo."""
-
-    form: str | None = None
-    """The form. None means FLAT if the output has `required` tensors, and unsupported otherwise."""
-    required: int = 0
-    """The number of positional parameters without a default, except `upstream`."""
-    accepted: float = 0
-    """The number of the op's positional arguments that a HYBRID rule can take."""
-    takes: str = REFUSED
-    """Whether the rule takes variables."""
-    arguments: tuple[str, ...] = ()
-    """HYBRID: the names of the positional parameters before `upstream`."""
-    later: tuple[str, ...] = ()
-    """HYBRID: the names of the parameters after `upstream`, and of keyword-only ones."""
+_framework = backend.active
+HELD = TypeSet(*_framework.TENSORS.bases, *UNREADABLE)
+_NO_CONTEXT = contextlib.nullcontext()
 
 
-_Parameters = Sequence[inspect.Parameter]
-
-
-def _read(signature: inspect.Signature) -> RuleSignature:
-    """Return the form of a rule with this signature."""
-    parameters = list(signature.parameters.values())
-    if len(parameters) == 1 and parameters[0].kind in POSITIONAL:
-        return RuleSignature(WHOLE)  # whatever its name
-    takes = _takes_variables(parameters)
-    parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
-    for form in (_hybrid, _keyword, _whole, _flat):
-        read = form(parameters)
-        if read is not None:
-            return read._replace(takes=takes)
-    return RuleSignature(takes=takes)
-
-
-def _hybrid(parameters: _Parameters) -> RuleSignature | None:
-    """Read `rule(*args, upstream)` and `rule(x, y, *, upstream)`."""
-    positional = [p for p in parameters if p.kind in POSITIONAL]
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    names = [p.name for p in positional if p.kind is not p.POSITIONAL_ONLY]
-    if "upstream" not in names + keywords or parameters[0].name == "upstream":
-        return None
-    if not _required_keywords(parameters) <= {"upstream"}:
-        return None
-    count = next((i for i, p in enumerate(positional) if p.name == "upstream"), len(positional))
-    if any(p.default is p.empty for p in positional[count + 1 :]):
-        return None  # an argument after `upstream` cannot be passed by position
-    return RuleSignature(
-        HYBRID,
-        required=sum(p.default is p.empty for p in positional[:count]),
-        accepted=float("inf") if _is_variadic(parameters) else count,
-        arguments=tuple(p.name for p in positional[:count]),
-        later=tuple(name for name in [p.name for p in positional[count:]] + keywords if name != "upstream"),
-    )
-
-
-def _keyword(parameters: _Parameters) -> RuleSignature | None:
-    """Read `rule(*, upstream)`."""
-    keyword_only = all(p.kind is p.KEYWORD_ONLY for p in parameters)
-    named = any(p.name == "upstream" for p in parameters)
-    if keyword_only and named and _required_keywords(parameters) <= {"upstream"}:
-        return RuleSignature(KEYWORD)
-    return None
-
-
-def _whole(parameters: _Parameters) -> RuleSignature | None:
-    """Read `rule(U)`, with defaults for all further parameters."""
-    positional = [p for p in parameters if p.kind in POSITIONAL]
-    required = [p for p in positional if p.default is p.empty]
-    if _is_variadic(parameters) or _required_keywords(parameters):
-        return None
-    return RuleSignature(WHOLE) if len(required) == 1 or (not required and len(positional) == 1) else None
-
-
-def _flat(parameters: _Parameters) -> RuleSignature | None:
-    """Read `rule(*us)` and `rule(u1, ..., uN)`."""
-    positional = [p for p in parameters if p.kind in POSITIONAL]
-    if _required_keywords(parameters) or any(p.name == "upstream" for p in positional):
-        return None
-    if _is_variadic(parameters):
-        return None if positional else RuleSignature(FLAT)
-    return RuleSignature(required=sum(p.default is p.empty for p in positional))
-
-
-def _is_variadic(parameters: _Parameters) -> bool:
-    return any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def _required_keywords(parameters: _Parameters) -> set[str]:
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
-
-
-def _takes_variables(parameters: _Parameters) -> str:
-    """Return whether a rule with these parameters takes variables."""
-    for p in parameters:
-        if p.name == "variables" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            return REQUIRED if p.default is p.empty else OPTIONAL
-    return OPTIONAL if any(p.kind is p.VAR_KEYWORD for p in parameters) else REFUSED
-
-
-# ------------------------------------------------------------------ signatures are read once per code object
-
-
-def _signature_of(op: str, rule: Any) -> RuleSignature:
-    """Return the signature of any callable."""
-    if type(rule) is types.FunctionType:
-        code = rule.__code__
-        wrapper = code.co_flags & inspect.CO_VARARGS and rule.__dict__
-        if not wrapper:
-            return _signature_of_code(code, backend.active.defaults_of(rule), _keyword_defaults(rule))
-    try:
-        return _read(inspect.signature(rule))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            message(
-                op,
-                "the rule, the second item that the function returns, cannot be called",
-                required="a function with a signature",
-                got=describe(rule),
-                fix="return `output, rule` from the function",
-            )
-        ) from error
-
-
-def _keyword_defaults(rule: types.FunctionType) -> tuple[str, ...]:
-    # A function that Dynamo (PyTorch 2.13) traces has no `__kwdefaults__`: read them only if necessary.
-    code = rule.__code__
-    names = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    if names in ((), ("upstream",), ("variables",)):
-        return names
-    return tuple(rule.__kwdefaults__ or ())
-
-
-@backend.active.constant
-def _signature_of_code(
-    code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]
-) -> RuleSignature:
-    """Return the signature of every function with this code and these defaults."""
-    return _cached_signature(code, defaults, keyword_defaults)
-
-
-@functools.lru_cache(4096)
-def _cached_signature(
-    code: types.CodeType, defaults: int, keyword_defaults: tuple[str, ...]
-) -> RuleSignature:
-    empty = tuple(types.CellType() for _ in code.co_freevars)
-    function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
-    function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
-    return _read(inspect.signature(function))
-
-
-_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-
-
-def is_plain(rule: Any) -> bool:
-    """Return whether `rule` takes only the upstream gradient, as most rules do.
-
-    Reading a signature costs as much as a small op, and each call of an op makes a rule.
-    """
-    if type(rule) is not types.FunctionType:
-        return False
-    code = rule.__code__
-    return code.co_argcount == 1 and not (code.co_kwonlyargcount or code.co_flags & _VARIADIC)
-
-
-# ------------------------------------------------------------------ how a rule is called in one call of an op
-
-
-def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, str]:
-    """Return the form of `rule` for an output of `outputs` tensors, and whether it takes variables.
-
-    Raises:
-        TypeError: if `rule` is not callable, its signature is unsupported, or it has a default for an
-            argument of the op that it is not passed.
-    """
-    signature = _signature_of(op, rule)
-    if signature.form == HYBRID:
-        count = arguments_for(op, rule, binding)
-        if count is not None:
-            passed = (*binding.signature.positional[: binding.passed], *binding.keywords)
-            bound = rule.keywords if isinstance(rule, functools.partial) else ()
-            for name in (*signature.arguments[count:], *signature.later):
-                if name in passed and name not in bound:
-                    raise _default_instead_of_argument(op, rule, name)
-            return HYBRID, signature.takes
-    elif signature.form is not None:
-        return signature.form, signature.takes
-    elif signature.required == outputs > 1:
-        return FLAT, signature.takes
-    raise OpError(
-        message(
-            op,
-            "the rule has an unsupported signature",
-            required=_example(rule, binding, outputs),
-            got=f"{name_of(rule)}{inspect.signature(rule)}",
-            fix=f"{_did_you_mean(rule)}write the rule in this form, or in another one of the page",
-            see="rules#forms",
-        )
-    )
-
-
-def _example(rule: Any, binding: Binding, outputs: int) -> str:
-    """Return the form that fits the op, and the reason."""
-    if "upstream" in inspect.signature(rule).parameters:
-        own = binding.signature.positional[: binding.passed]
-        names = ", ".join([*own, "*" if len(own) == binding.passed else "*args", "upstream"])
-        return f"rule({names}), because the op has {binding.passed} positional argument(s)"
-    if outputs > 1:
-        return f"{flat_form(outputs)}, because the output has {outputs} tensors"
-    return "rule(upstream), because the output is one tensor"
-
-
-def flat_form(outputs: int) -> str:
-    """Return the form of a rule that gets the upstream gradients of several outputs one by one."""
-    names = ", ".join([f"u{number}" for number in range(1, outputs + 1)]) if outputs < 6 else "*us"
-    return f"rule({names})"
-
-
-# Names that users of other libraries may give to the two parameters.
-_OTHER_NAMES = {
-    "upstream": (
-        "g",
-        "dy",
-        "ct",
-        "cotangent",
-        "grad",
-        "grads",
-        "gradient",
-        "grad_output",
-        "upstream_gradient",
-    ),
-    "variables": ("vars", "weights", "trainable_variables"),
-}
-
-
-def _did_you_mean(rule: Any) -> str:
-    """Return the beginning of a fix for a parameter with almost the right name."""
-    names = list(inspect.signature(rule).parameters)
-    for name in names:
-        for right, others in _OTHER_NAMES.items():
-            is_alike = name in others or difflib.get_close_matches(name, [right], cutoff=0.7)
-            if right not in names and is_alike:
-                return f"did you mean `{right}` instead of `{name}`? If not, "
-    return ""
-
-
-def arguments_for(op: str, rule: Any, binding: Binding) -> int | None:
-    """Return the number of positional arguments for a HYBRID rule, None if no number is possible.
-
-    The rule gets the arguments that the caller passed, and the defaults after them if it requires more.
-    """
-    signature = _signature_of(op, rule)
-    counts = (binding.passed, binding.positional)
-    return next((count for count in counts if signature.required <= count <= signature.accepted), None)
-
-
-def _default_instead_of_argument(op: str, rule: Any, name: str) -> TypeError:
-    return TypeError(
-        message(
-            op,
-            "the rule has a default for an argument of the op that it is not passed",
-            argument=repr(name),
-            required="parameters for the op's own positional arguments, and `upstream`",
-            got=f"{name_of(rule)}{inspect.signature(rule)}",
-            fix=f"remove {name!r} from the rule's parameters, so that the rule closes over the op's argument",
-        )
-    )
-
-
-def gets_variables(op: str, rule: Any, takes: str, read: Sequence[str]) -> bool:
-    """Return whether `rule` is passed the variables that the function read.
-
-    A rule that requires them gets an empty list if the function read none, as with a frozen layer.
+class Rule(HoldsNoTensor):
+    """The rule of a run without its residuals. It holds no tensor.
 
     Arguments:
-        op: the name of the op in messages.
-        rule: the rule.
-        takes: REFUSED, OPTIONAL or REQUIRED, as `form_of` returns it.
-        read: the names of the variables.
-
-    Raises:
-        TypeError: if the function read variables and the rule has no parameter for them.
+        arguments: the arguments of the call.
+        context: Keras's state around the call, which is restored for the rule.
     """
-    if read and takes == REFUSED:
-        raise OpError(
+
+    # Set by the run. The class attributes are the common case.
+    is_plain = True
+    """Whether the output is one tensor and the rule takes only the upstream gradient."""
+    output: Layout = ONE_TENSOR
+    """The layout of the output."""
+    form = WHOLE
+    """The form of the rule."""
+    variables: Variables = NONE_READ
+    """The trainable variables that the function read."""
+    gets_variables = False
+    """Whether the rule gets these variables."""
+    outer_scope: keras.StatelessScope | None = None
+    """The scope that was active around the call, from which Keras reads variables."""
+    has_values = False
+    """Whether the last residuals are values of the variables, and of their state, for the rule's scope."""
+
+    template: Any
+    """The rule without its residuals, for `closure.restore`. `Run.lift` sets this attribute and the following
+    ones."""
+    roles: Sequence[int]
+    """What each residual is: an index among the inputs followed by the outputs, or `OTHER`."""
+    is_opaque: bool
+    """Whether the rule holds an object that may hold further tensors."""
+    specs: list[Spec | None]
+    """For each input, the shape and dtype of its gradient."""
+    count: int
+    """The number of residuals in the closure of the rule."""
+
+    def __init__(self, arguments: Arguments, context: Context | None) -> None:
+        self.arguments, self.name, self.context = arguments, arguments.name, context
+
+    def held(self) -> list[Any]:
+        """Return what the rule can reach through objects: tensors, and iterators, which may hold tensors."""
+        if not self.is_opaque:
+            return []
+        return list(reachable_tensors(restore(self.template, [None] * self.count), HELD))
+
+    def holds_more_than(self, before: Sequence[Any]) -> bool:
+        """Return whether the rule can reach a tensor through an object that `Call.held` did not return."""
+        return any([not any([held is other for other in before]) for held in self.held()])
+
+    def scope_with_reader(self, reader: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+        """Return a context in which the rule reads the framework's variables by `reader(variable)`.
+
+        It does not apply to variables whose values are inputs of the op.
+        """
+        return ReadBy(reader)
+
+    def scope_of(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return the scope in which the rule reads variables, with these values.
+
+        A compiler that cannot enter it in the backward pass enters it around the op.
+        """
+        if not self.has_values:
+            return _NO_CONTEXT
+        return RuleScope(self.variables, values, self.outer_scope, self.name)
+
+    def pull(
+        self,
+        residuals: Sequence[Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        transposed: bool = False,
+    ) -> Sequence[Any]:
+        """Call the rule with these residuals, and return the gradient of each input.
+
+        A gradient is None if it is zero or not needed. A trace does not record a call for forward mode.
+
+        Arguments:
+            residuals: the residuals.
+            upstream: the upstream gradient of each output, None for an output without one.
+            needed: for each input, whether its gradient is used.
+            transposed: whether the call is for forward mode.
+        """
+        function = restore(self.template, residuals)
+        values = residuals[self.count : len(self.roles)] if self.has_values else ()
+        if not transposed:
+            return self.call(function, values, upstream, needed, residuals)
+        FORWARD_MODE.append(None)
+        try:
+            return Rule.call(self, function, values, upstream, needed, residuals)
+        finally:
+            FORWARD_MODE.pop()
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        values: Sequence[Any],
+        upstream: Sequence[Any],
+        needed: Sequence[bool],
+        residuals: Sequence[Any] | None = None,
+    ) -> Sequence[Any]:
+        """Call the rule as a function, and return what `pull` returns.
+
+        Arguments:
+            function: the rule, with its residuals.
+            values: the values of the variables in its scope.
+            upstream, needed: as for `pull`.
+            residuals: the residuals, if they have been lifted.
+        """
+        context = _NO_CONTEXT if self.context is None else restore_context(self.context)
+        scope: Any
+        if _framework.is_reading_code():  # Dynamo enters no scope in a rule, and itself refuses assignments
+            scope = _NO_CONTEXT
+        else:
+            scope = self.scope_of(values) if self.has_values else ReadOnly()
+            scope.name = self.name
+            if residuals is not None:
+                scope.rule, scope.residuals = self, residuals
+        with context, scope:  # also while the answer is read, because lazy gradients may read variables
+            answer = self._answer(function, upstream)
+            if answer is None:
+                raise self._no_answer()
+            structured = (upstream, self.specs) if len(upstream) > 1 and self.form != FLAT else None
+            if self.gets_variables:
+                return self._read_with_variables(answer, needed, structured)
+            return read(self.arguments, answer, self.specs, needed, structured)
+
+    def _answer(self, function: Callable[..., Any], upstream: Sequence[Any]) -> Any:
+        """Call the rule in its form."""
+        try:
+            if self.is_plain:
+                return function(upstream[0])
+            more = {"variables": list(self.variables)} if self.gets_variables else {}
+            if self.form == FLAT:
+                return function(*upstream, **more)
+            structured = self.output.join_tensors_only(upstream)
+            return (
+                function(structured, **more) if self.form == WHOLE else function(upstream=structured, **more)
+            )
+        except Exception as error:
+            error.add_note(f"raised in the rule of {self.name}")
+            error.add_note(self._shapes(upstream))
+            if self.form in (WHOLE, KEYWORD) and len(upstream) > 1:
+                error.add_note(f"the op has {len(upstream)} outputs: write {flat_form(len(upstream))}")
+            if "numpy" in str(error):
+                error.add_note("NumPy cannot read a traced tensor: call it by multigrad.ops.host_call")
+            raise
+
+    def _shapes(self, upstream: Sequence[Any]) -> str:
+        """Return the shapes of the upstream gradients, and of the inputs that have a gradient."""
+        paths = [path for path, _ in sorted(slot_paths(self.arguments.named()), key=lambda pair: pair[1])]
+        named = zip([*paths, *self.variables.names()], self.specs, strict=True)
+        shapes = [f"{name}: {shape_text(spec[0])}" for name, spec in named if spec is not None]
+        shapes += [f"upstream: {shape_text(u.shape)}" for u in upstream if u is not None]
+        return f"with the shapes {', '.join(shapes)}"
+
+    def _read_with_variables(
+        self, answer: Any, needed: Sequence[bool], structured: Structured | None
+    ) -> Sequence[Any]:
+        """Return the gradients of the arguments and of the variables."""
+        if type(answer) not in (tuple, list) or len(answer) != 2:
+            raise TypeError(
+                message(
+                    self.name,
+                    "the rule takes variables and does not return their gradients",
+                    required="a pair `gradients, gradients_of_variables`",
+                    got=describe(answer),
+                    fix="return both, with one entry per variable in the second",
+                )
+            )
+        count = len(self.specs) - len(self.variables)
+        # None as the first item is written down, unlike a forgotten `return`: zero for all arguments.
+        gradients: Sequence[Any] = [None] * count
+        if answer[0] is not None:
+            gradients = read(self.arguments, answer[0], self.specs[:count], needed[:count], structured)
+        variables = Arguments(self.name, self.variables, FLAT_LAYOUTS[len(self.variables)])
+        return [*gradients, *read(variables, answer[1], self.specs[count:], needed[count:], structured)]
+
+    def _no_answer(self) -> TypeError:
+        zero = "return gradients, [None for v in variables]" if self.gets_variables else "return None,"
+        return TypeError(
             message(
-                op,
-                "the function reads trainable variables, for which its rule has no gradient",
-                required="a rule with a parameter `variables`, which returns "
-                "`(gradients, gradients_of_variables)`",
-                got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(read)}",
-                fix=f"{_did_you_mean(rule)}write the rule as `def rule(upstream, variables)`, or pass the "
-                "variables as arguments",
-                see="variables-and-layers#weights",
+                self.name,
+                "the rule returned None instead of a gradient",
+                required="a pair `gradients, gradients_of_variables`"
+                if self.gets_variables
+                else "a gradient, or a tuple, list or dict of gradients, in which None stands for zero",
+                got="None, as from a function without `return`",
+                fix=f"end the rule with `return gradient`; if the gradient is zero, write `{zero}`",
             )
         )
-    return takes == REQUIRED or (takes == OPTIONAL and bool(read))

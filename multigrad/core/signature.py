@@ -10,6 +10,7 @@ from typing import Any
 from multigrad import backend
 from multigrad.common.errors import OpError, did_you_mean, message
 from multigrad.common.type_sets import HoldsNoTensor
+from multigrad.core.structure import Layout
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -54,6 +55,31 @@ class Binding:
             return function(*values)
         count = self.count - len(self.keywords)
         return function(*values[:count], **dict(zip(self.keywords, values[count:], strict=True)))
+
+
+class Arguments(HoldsNoTensor):
+    """The arguments of one call of an op, or the variables that it read, without their tensors.
+
+    Arguments:
+        name: the name of the op in messages.
+        binding: the binding of the arguments, or the variables.
+        layout: the layout of the arguments.
+    """
+
+    __slots__ = ("binding", "is_flat", "layout", "name")
+
+    def __init__(self, name: str, binding: Any, layout: Layout) -> None:
+        self.name, self.binding, self.layout = name, binding, layout
+        self.is_flat = layout.is_flat and not binding.keywords
+        """Whether the tensors are the arguments of the function."""
+
+    def call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+        """Call a function with the arguments, made from these tensors."""
+        return self.binding.call(function, self.layout.join(tensors))
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Return the name and the template of each argument."""
+        return list(zip(self.binding.names(), self.layout.template, strict=True))
 
 
 class Signature(HoldsNoTensor):

@@ -27,7 +27,8 @@ class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
     """
 
     variadic: str | None = None
-    """Always None. The arguments of an op have a name for `*args` here."""
+    keywords: Sequence[str] = ()
+    """Always empty, as `variadic` is. The arguments of an op have names of parameters here."""
 
     dtypes: Sequence[str | None] = ()
     """The dtype in which the function read each variable, which autocast may change. None for several."""
@@ -52,9 +53,6 @@ def _value_of(variable: keras.Variable, as_tensor: Callable[[Any], Any]) -> Any:
     return value if _TENSORS[type(value)] else as_tensor(value)
 
 
-ByRole = tuple[Sequence[int], Sequence[Any]]
-"""The roles of residuals, as in `closure.classify`, and the residuals."""
-
 # A dict, because Dynamo (PyTorch 2.13) rejects a read of a `MappingProxyType` in a rule as a side effect.
 _NO_VALUES: dict[int, Any] = {}
 
@@ -75,10 +73,10 @@ class _Scope(keras.StatelessScope):
     values: Sequence[Any] = ()
     current: Any = _NO_VALUES
     """The values that variables have in this scope, by the ids of the variables."""
-    specs: Sequence[Any] = ()
-    """In the scope of a rule, the specs of the inputs of its op."""
-    by_role: ByRole | None = None
-    """In the scope of a rule, its residuals."""
+    rule: Any = None
+    """In the scope of a rule whose residuals have been lifted, the rule."""
+    residuals: Sequence[Any] = ()
+    """In the scope of such a rule, its residuals."""
     _losses: list[Any] | None = None
 
     __init__ = object.__init__
@@ -148,10 +146,10 @@ def inputs_of_outer_rule() -> Sequence[Any] | None:
     An input that the rule does not close over is None.
     """
     scope = vars(global_state.GLOBAL_STATE_TRACKER).get("stateless_scope")
-    if not isinstance(scope, _Scope) or scope.by_role is None:
+    if not isinstance(scope, _Scope) or scope.rule is None:
         return None
-    inputs = dict(zip(*scope.by_role, strict=False))
-    return [inputs.get(index) for index, spec in enumerate(scope.specs) if spec is not None]
+    inputs = dict(zip(scope.rule.roles, scope.residuals, strict=False))
+    return [inputs.get(index) for index, spec in enumerate(scope.rule.specs) if spec is not None]
 
 
 def name_of_caller() -> str:
@@ -306,8 +304,6 @@ class Reads(_Scope):
 
     def final_values(self) -> Sequence[Any]:
         """Return the values of the variables at the end of the function."""
-        if not self.assigned:
-            return self.values
         pairs = zip(self.variables, self.values, strict=True)
         return [self.get_current_value(v) if id(v) in self.assigned else value for v, value in pairs]
 
@@ -342,7 +338,7 @@ class Pinned(_Scope):
     Arguments:
         variables: the variables. If they are a `Variables`, each is cast to the dtype in which it was read,
             and its state has the values that it had before the call.
-        values: their values.
+        values: their values, which those of their state may follow.
         outer_scope: the scope that was active around the call. It has the values of all other variables.
         name: the name of the op or function in messages.
     """
@@ -360,12 +356,14 @@ class Pinned(_Scope):
         name: str = "",
     ) -> None:
         self.variables, self.values, self.name = variables, values, name
-        state: Sequence[tuple[keras.Variable, Any]] = ()
+        self.current = dict(zip(map(id, variables), values, strict=False))
         if isinstance(variables, Variables):
-            state = variables.state
-            values = list(map(_cast, variables, variables.dtypes, values))
-        self.current = dict(zip(map(id, variables), values, strict=True))
-        self.current.update({id(variable): value for variable, value in state})
+            for variable, dtype, value in zip(variables, variables.dtypes, values, strict=False):
+                if dtype is not None and dtype != stored_dtype(variable):
+                    self.current[id(variable)] = ops.cast(value, dtype)
+            of_state = values[len(variables) :] or [value for _, value in variables.state]
+            for (variable, _), value in zip(variables.state, of_state, strict=True):
+                self.current[id(variable)] = value
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
         self.outer_scope = outer_scope
 
@@ -387,12 +385,7 @@ class Pinned(_Scope):
         self.current[id(update[0])] = update[1]
 
 
-def _cast(variable: keras.Variable, dtype: str | None, value: Any) -> Any:
-    """Return the value of a variable in the dtype in which it was read, None if there are several."""
-    return value if dtype is None or dtype == stored_dtype(variable) else ops.cast(value, dtype)
-
-
-class _RuleScope(Pinned):
+class RuleScope(Pinned):
     """The scope of a rule, which may assign only variables that its function used.
 
     The scope discards the new values when it ends.
@@ -435,13 +428,3 @@ class ReadBy(_Scope):
     def _outer_value(self, variable: keras.Variable) -> Any:
         value, stored = super()._outer_value(variable), stored_value(variable)
         return self._read(stored) if value is None and stored is not None else value
-
-
-def scope_of_rule(
-    name: str, variables: Variables, values: Sequence[Any], outer_scope: keras.StatelessScope | None
-) -> contextlib.AbstractContextManager[Any]:
-    """Return the scope in which a rule reads variables. `values` are those of `variables` and their state."""
-    scope = _RuleScope(variables, values[: len(variables)], outer_scope, name)
-    for (variable, _), value in zip(variables.state, values[len(variables) :], strict=True):
-        scope.current[id(variable)] = value
-    return scope

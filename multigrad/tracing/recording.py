@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from multigrad import backend, op
-from multigrad.backend.base import Spec
 from multigrad.common.errors import distinct_names
 from multigrad.common.process_wide import Shared
 from multigrad.common.type_sets import HoldsNoTensor
-from multigrad.core.call import Call, Pullback, Run
+from multigrad.core.call import Call, Run
 from multigrad.core.expected_gradients import slot_paths
-from multigrad.core.variables import ByRole
+from multigrad.core.rule import Rule
 from multigrad.tracing.records import CallRecord, Values
 from multigrad.tracing.trace import Trace
 
@@ -63,48 +62,45 @@ class _RecordedCall(Call):
     _recorder: "CallRecorder"
 
     def __init__(self, call: Call) -> None:
-        super().__init__(call.f, call.pullback, call.higher_order)
+        super().__init__(call.f, call.arguments, call.higher_order)
 
-    def run(self, tensors: Sequence[Any], **how: Any) -> Run:
+    def run(self, tensors: Sequence[Any], read_as: Callable[[Any], Any] | None = None) -> Run:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
         self._recorder = recorder = recorder_here(self.name)
         with enclose_run(recorder):
-            run = super().run(tensors, **how)
+            run = super().run(tensors, read_as)
         if not recorder.has_run:
-            paths = _input_paths(run.pullback), _output_paths(run.pullback)
+            paths = _input_paths(run.rule), _output_paths(run.rule)
             recorder.record_run(*paths, run.inputs, run.outputs)
-        run.pullback = _RecordedPullback(run.pullback, recorder)
+        run.rule = _RecordedRule(run.rule, recorder)
         return run
 
-    def rerun(self, inputs: Sequence[Any], first: Pullback) -> Run:
+    def rerun(self, inputs: Sequence[Any], first: Rule) -> Run:
         """Run the function again for a second derivative. Ops in it are not recorded a second time."""
         with enclose_run(self._recorder):
-            return super().rerun(inputs, first)
+            run = super().rerun(inputs, first)
+        run.rule = _RecordedRule(run.rule, self._recorder)
+        return run
 
 
-class _RecordedPullback(Pullback):
-    """The pullback of a recorded call."""
+class _RecordedRule(Rule):
+    """The rule of a recorded call."""
 
-    def __init__(self, pullback: Pullback, recorder: "CallRecorder") -> None:
-        self.__dict__ |= vars(pullback)
-        self._back, self._recorder = pullback, recorder
+    def __init__(self, rule: Rule, recorder: "CallRecorder") -> None:
+        self.__dict__ |= vars(rule)
+        self._recorder = recorder
 
-    @property
-    def without_trace(self) -> Pullback:
-        """The pullback without recording, for runs of the rule that are not steps of the backward pass."""
-        return self._back
-
-    def pull(
+    def call(
         self,
-        rule: Callable[..., Any],
+        function: Callable[..., Any],
+        values: Sequence[Any],
         upstream: Sequence[Any],
         needed: Sequence[bool],
-        specs: list[Spec | None],
-        by_role: ByRole | None = None,
+        residuals: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
-        """Run the rule and record its gradients."""
+        """Call the rule and record its gradients."""
         with _set_enclosing(self._recorder):
-            gradients = self._back.pull(rule, upstream, needed, specs, by_role)
+            gradients = super().call(function, values, upstream, needed, residuals)
         self._recorder.record_step(upstream, gradients)
         return gradients
 
@@ -219,12 +215,11 @@ def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: S
     backend.active.observe(with_none, [tensor for tensor in tensors if tensor is not None])
 
 
-def _input_paths(pullback: Pullback) -> list[str]:
-    named = zip(pullback.binding.names(), pullback.arguments.template, strict=True)
-    slots = {slot: path.replace("'", "", 2) for path, slot in slot_paths(named)}
-    return distinct_names([*[slots[index] for index in sorted(slots)], *pullback.variables.names()])
+def _input_paths(rule: Rule) -> list[str]:
+    slots = {slot: path.replace("'", "", 2) for path, slot in slot_paths(rule.arguments.named())}
+    return distinct_names([*[slots[index] for index in sorted(slots)], *rule.variables.names()])
 
 
-def _output_paths(pullback: Pullback) -> list[str]:
-    slots = {slot: path for path, slot in slot_paths([("output", pullback.output.template)])}
+def _output_paths(rule: Rule) -> list[str]:
+    slots = {slot: path for path, slot in slot_paths([("output", rule.output.template)])}
     return [slots[index] for index in sorted(slots)]

@@ -33,7 +33,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
         run.lift(call.f)
     outputs, stores = as_arrays(run.outputs), False
     if order > 1 or strip.in_program:
-        stores = run.rule_with([]).holds_more_than(first.held)
+        stores = run.rule.holds_more_than(first.held)
         if stores and order > 1:
             raise TypeError(held(call.name))
         if uses_intermediate(run, first.constants):
@@ -45,9 +45,10 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
             if is_open:
                 outputs = as_arrays(run.outputs)
     strip.traces = None
+    run.rule.specs = specs_of(run.inputs)
     may_close_over = any_traced(outputs)  # a concrete output depends on no tracer
     rule = TiedRule(
-        run.rule_with(specs_of(run.inputs)),
+        run.rule,
         closed_over_path=call.closed_over_path(_is_traced) if may_close_over else None,
         is_open=is_open,
         is_inner=call.answers_for_outer_rule(inputs),
@@ -100,17 +101,16 @@ class _FirstRun:
             with under_trace(here):
                 return self.strip(varying_alike([value, *tensors])[:1])[0]
 
-        self.inputs = list(tensors)
         with under_trace(trace):
-            self.run = self._call.run(stripped, read_as=read_as, values=self.inputs)
-        self.inputs = varying_alike(self.inputs)
+            self.run = self._call.run(stripped, read_as)
+        self.inputs = varying_alike([*tensors, *self.run.originals])
 
     def rerun(self) -> Run:
         """Run the function again on the inputs of the run, all in one equation of `strip`."""
         self.strip.traces = []
         if self.order <= 1:
             self._find_constants()
-        return self._call.rerun(self.strip(self.inputs), self.run.pullback)
+        return self._call.rerun(self.strip(self.inputs), self.run.rule)
 
     def rerun_with_tangents(self) -> Run:
         """Run the function again, with the tangents of outer derivatives, which `strip` lets pass."""

@@ -230,7 +230,7 @@ class TiedRule:
     @property
     def name(self) -> str:
         """The name of the op in messages."""
-        return self.rule.pullback.name
+        return self.rule.name
 
     def pull(
         self, residuals: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool

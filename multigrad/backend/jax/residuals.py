@@ -39,5 +39,5 @@ def uses_intermediate(run: Run, constants: Sequence[Any]) -> bool:
     if any([id(array) not in known for array in others]):
         return True
     # With concrete arrays, the function may also have computed a NumPy array.
-    on_host = lift(run.rule, _HOST_ARRAYS)[0] if are_concrete else ()
+    on_host = lift(run.function, _HOST_ARRAYS)[0] if are_concrete else ()
     return any([id(x) not in known and (x.dtype == object or FLOATING[x.dtype]) for x in on_host])

@@ -24,8 +24,8 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     specs = specs_of(capture(inputs, graph))
     if marker is None and not any(specs):
         return [tf.stop_gradient(output) for output in outputs]
-    run.lift(call.f)
-    rule = run.rule_with(specs)
+    rule = run.lift(call.f)
+    rule.specs = specs
     carrier = None if eager else Carrier(call.name, outputs, inputs, run.others())
     tied_outputs = _copies(outputs) if carrier is None else carrier.outputs
     # The rule differentiates the inputs and the tied outputs that it uses.
@@ -48,7 +48,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
         if not is_nested(graph):
             # Captured again, so that tapes that began after the op record the captured tensors.
             return pull(capture(residuals, graph), upstreams)
-        with call.pullback.scope_with_reader(functools.partial(read_for_gradient, graph)):
+        with rule.scope_with_reader(functools.partial(read_for_gradient, graph)):
             return pull(captured, upstreams)
 
     def forward(residuals: Sequence[Any], *upstreams: Any) -> Sequence[Any]:

@@ -81,9 +81,10 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]
         inputs, markers = run.inputs, []
         if torch.is_grad_enabled() and used.include_others(inputs):
             return _apply_closed_over(call, tensors)
-    state = run.pullback, run.rule, specs_of(inputs), current_autocast(), recorded, len(outputs)
+    run.rule.specs = specs_of(inputs)
+    state = run.rule, run.function, run.values, current_autocast(), recorded, len(outputs)
     # Dynamo enters no scope in a backward pass, and traces it here.
-    with run.pullback.scope_of(run.rule), _enter_rule(), _allow_marks(outputs if recorded else ()):
+    with run.rule.scope_of(run.values), _enter_rule(), _allow_marks(outputs if recorded else ()):
         tied = _InProgram.apply(state, *distinct(inputs), *outputs, *markers)
     if recorded:  # the rule uses the outputs, and the caller may change its own in place
         tied = [output.clone() for output in tied]
@@ -243,9 +244,10 @@ class _InProgram(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         # `*args`: Dynamo (PyTorch 2.13) omits `ctx` if there is one parameter less than arguments.
         ctx.state, *tensors = args
-        _, _, specs, _, recorded, count = ctx.state
-        outputs = tensors[len(specs) : len(specs) + count]  # followed by the results of `_markers`
-        ctx.save_for_backward(*tensors[: len(specs)])  # not in the program, which does not use them
+        rule, _, _, _, recorded, count = ctx.state
+        inputs = len(rule.specs)
+        outputs = tensors[inputs : inputs + count]  # followed by the results of `_markers`
+        ctx.save_for_backward(*tensors[:inputs])  # not in the program, which does not use them
         if recorded:
             ctx.mark_dirty(*outputs)  # existing outputs get the node, also those in the rule
         mark_integers(ctx, outputs)
@@ -254,17 +256,18 @@ class _InProgram(torch.autograd.Function):
     @staticmethod
     @skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        pullback, rule, specs, autocast, recorded, _ = ctx.state
-        needed = ctx.needs_input_grad[1 : 1 + len(specs)]
+        rule, function, values, autocast, recorded, _ = ctx.state
+        end = 1 + len(rule.specs)
+        needed = ctx.needs_input_grad[1:end]
         recording = torch.is_grad_enabled()
         lacks_history = recording and not (recorded or is_dynamo_compiling())
         # Dynamo traces a backward pass without recording, and the program runs it with.
         recording = recording or (recorded and is_dynamo_compiling())
         with torch.set_grad_enabled(recording), restore_autocast(autocast):
-            gradients = pullback.pull(rule, dense_floating(upstream), needed, specs)
+            gradients = rule.call(function, values, dense_floating(upstream), needed)
         if lacks_history:
             gradients = refuse_compiled(gradients, ctx.saved_tensors)
-        return None, *gradients, *[None for _ in ctx.needs_input_grad[1 + len(specs) :]]
+        return None, *gradients, *[None for _ in ctx.needs_input_grad[end:]]
 
 
 def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -281,10 +284,12 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any
     with disable_torch_function(), torch.no_grad():
         copied = _without_derivative(inputs, outputs)
     if torch.is_grad_enabled() and _require_gradients(inputs):
-        run.lift(call.f)
+        rule = run.lift(call.f)
+        rule.specs = specs_of(inputs)
         # The copies of the outputs have the node, so that their derivative is the rule's.
-        rule = restore(run.template, run.residuals_with(inputs, copied))
-        state = run.pullback, rule, specs_of(inputs), current_autocast(), True, len(copied)
+        residuals = run.residuals_with(inputs, copied)
+        function, values = restore(rule.template, residuals), residuals[rule.count :]
+        state = rule, function, values, current_autocast(), True, len(copied)
         with hide_from_trace():
             _InProgram.apply(state, *inputs, *copied)
     return copied

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import is_grad_enabled
 
-from multigrad.backend.base import Call, Pullback, Rule, Run
+from multigrad.backend.base import Call, Rule, Run
 from multigrad.backend.torch.private import (
     base_of,
     direct_apply,
@@ -40,9 +40,10 @@ def apply_eagerly(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
         stripped = [t.detach() if t.requires_grad else t for t in tensors]
         depth, IN_THREAD.depth = IN_THREAD.depth, 0
         try:
-            run = call.run(stripped, read_as=torch.Tensor.detach, values=inputs)
+            run = call.run(stripped, torch.Tensor.detach)
         finally:
             IN_THREAD.depth = depth
+        inputs += run.originals
         for tensor in (*inputs, *run.outputs):
             if tensor.requires_grad:
                 return _tie(call, run, inputs)
@@ -86,7 +87,9 @@ class _Node(torch.autograd.Function):
                 residuals = list(distinct.values())
         # PyTorch restores saved inputs and outputs with their history. For intermediate results, a second
         # derivative runs the function again on the inputs.
-        if not (computed or run.is_opaque):
+        rule = run.rule
+        rule.specs = specs_of(inputs)
+        if not (computed or rule.is_opaque):
             ctx.save_for_backward(*residuals)
             call = None
         elif call.higher_order:
@@ -95,7 +98,6 @@ class _Node(torch.autograd.Function):
             ctx.save_for_backward(*residuals)
             ctx.anchors = _anchors([*inputs, *lift(call.f, TENSORS)[0]])
         autocast = current_autocast() if is_autocast_anywhere() else None
-        rule = run.rule_with(specs_of(inputs))
         ctx.multigrad = _NodeState(rule, slots, autocast, call, computed, closed_over)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -126,7 +128,7 @@ class _Node(torch.autograd.Function):
         versions = versions_of(upstream)
         gradients = rule.pull(residuals, upstream, needed)
         if versions_of(upstream) != versions:
-            raise changed_upstream(rule.pullback.name)
+            raise changed_upstream(rule.name)
         return None, None, *gradients, *others
 
 
@@ -141,8 +143,8 @@ def _residuals_with_history(
     if not computed:  # the second run only shows which tensors the function stores
         inputs = [tensor.detach() for tensor in inputs]
     with fork_random_state():
-        second = rerun(call, rule.pullback, count, inputs)
-    if second.rule_with(rule.specs).holds_more_than(before):
+        second = rerun(call, rule, count, inputs)
+    if second.rule.holds_more_than(before):
         raise TypeError(held(call.name))
     if not computed:
         return residuals
@@ -209,7 +211,7 @@ def _residuals_to_save(
     residuals: list[torch.Tensor] = []
     closed_over: list[Any] = []
     computed, count = False, len(inputs)
-    for residual, role in zip(run.residuals, run.roles, strict=True):
+    for residual, role in zip(run.residuals, run.rule.roles, strict=True):
         if 0 <= role < count:
             residual = inputs[role]
         elif role != OTHER:
@@ -234,7 +236,7 @@ def has_node(tensor: torch.Tensor) -> bool:
     return not is_view(tensor) and torch.func.debug_unwrap(tensor, recurse=False) is tensor
 
 
-def rerun(call: Call, first: Pullback, count: int, tensors: Sequence[torch.Tensor]) -> Run:
+def rerun(call: Call, first: Rule, count: int, tensors: Sequence[torch.Tensor]) -> Run:
     """Run the function again with recording, because its first run was not recorded.
 
     Its rule must have as many residuals as the rule of the first run: `count`.

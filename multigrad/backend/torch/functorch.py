@@ -57,7 +57,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
     if is_computed and not is_alone:
         # Those that also depend on tensors that the function closes over.
         if any(map(_is_tracked, others)) or any(map(_is_wrapped, used)):
-            run = call.rerun(run.inputs, run.pullback)  # on inputs with history
+            run = call.rerun(run.inputs, run.rule)  # on inputs with history
             others = run.others()
             if any(map(is_of_ended_transform, others)):
                 raise TypeError(held(call.name))
@@ -90,17 +90,18 @@ def _run_stripped(
         the run, its outputs without history, and empty tensors whose derivative raises an error: one for each
         output that has a history, which came by another way than the arguments.
     """
-    inputs, strip, context = list(tensors), torch.Tensor.detach, contextlib.nullcontext()
+    strip, context = torch.Tensor.detach, contextlib.nullcontext()
     mapped = active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, tensors)))
     if not (mapped or any(map(_is_wrapped, used))):
         strip, context = _without_transforms, untransformed()
     with torch.enable_grad(), context, outermost_derivative():
-        run = call.run(list(map(strip, tensors)), read_as=strip, values=inputs)
+        run = call.run(list(map(strip, tensors)), strip)
         run.lift(call.f)
-    run.inputs = inputs
+    run.inputs = [*tensors, *run.originals]
+    run.rule.specs = specs_of(run.inputs)
     outputs = [output.detach() for output in run.outputs]
     tracked = [output for output in run.outputs if _is_tracked(output)]
-    if not tracked or call.answers_for_outer_rule(inputs):
+    if not tracked or call.answers_for_outer_rule(run.inputs):
         return run, outputs, []
     error = closed_over(call.name, call.closed_over_path(_is_tracked))
     if any(map(_has_tangent, tracked)):
@@ -156,7 +157,7 @@ class _FunctorchState:
     """The state of a call that is the same at every level of transforms."""
 
     def __init__(self, call: Call, run: Run) -> None:
-        self.call, self.rule, self.autocast = call, run.rule_with(specs_of(run.inputs)), current_autocast()
+        self.call, self.rule, self.autocast = call, run.rule, current_autocast()
         self.inputs, self.outputs = len(run.inputs), len(run.outputs)
 
     def residuals(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -298,7 +299,7 @@ def _pull_intermediates(
         new_inputs = list(inputs)
         for i, tensor in zip(argnums, tensors, strict=True):
             new_inputs[i] = tensor
-        second = rerun(state.call, state.rule.pullback, len(state.rule.roles), new_inputs).others()
+        second = rerun(state.call, state.rule, len(state.rule.roles), new_inputs).others()
         recorded = [i for i in wanted if second[i].requires_grad]
         require_alike(state.call, [first[i] for i in recorded], [second[i] for i in recorded])
         return [second[i] for i in wanted]
