@@ -76,8 +76,9 @@ FOR_A_GPU = {
 }
 MODULES = ("tensorflow", "jax", "torch", "openvino")
 
-# Hide TensorFlow's notices about processor instructions, which would fill the output.
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
+# Hide TensorFlow's notices about processor instructions, which would fill the output. Store bytecode, also where
+# the variable of the caller forbids it: without, each process compiles its framework again, which takes 10 s.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONDONTWRITEBYTECODE": ""}
 
 # JAX's tests compile thousands of small programs. Fewer optimizations halve the time. JAX aborts on unknown
 # flags, and 0.11.2 has removed one of these, so only sessions with the versions of constraints.txt set them.
