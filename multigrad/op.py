@@ -9,8 +9,9 @@ from multigrad import backend
 from multigrad.common.errors import describe, message
 from multigrad.core.call import Call
 from multigrad.core.conversions import numbers_to_tensors
+from multigrad.core.leaves import Refused, Symbolic
 from multigrad.core.signature import Arguments, Signature, name_of, signature_of
-from multigrad.core.structure import FLAT_LAYOUTS, Refused, Symbolic, split
+from multigrad.core.structure import FLAT_LAYOUTS, split
 from multigrad.keras_graph import node, registry
 
 _framework = backend.active

@@ -111,7 +111,7 @@ FAULTS = [
         "    with tf.GradientTape(watch_accessed_variables=False) as tape:",
     ),
     Fault(
-        "two inputs that are one array are confused", "jax", "backend/jax/primitives.py",
+        "two inputs that are one array are confused", "jax", "backend/jax/strip.py",
         "return [other_object(array) for array in arrays]",
         "return list(arrays)",
     ),
@@ -267,7 +267,7 @@ FAULTS = [
         "return True or all(",
     ),
     Fault(
-        "an input is taken for its stop_gradient", "jax", "backend/jax/primitives.py",
+        "an input is taken for its stop_gradient", "jax", "backend/jax/strip.py",
         "is_wrapped = is_differentiated and not TRACERS[type(result)]",
         "is_wrapped = False",
     ),

@@ -8,7 +8,8 @@ from keras import ops, tree
 from multigrad import backend
 from multigrad.calculus.validation import holds_numbers, is_complex
 from multigrad.common.errors import describe, message, shape_text
-from multigrad.core.structure import Layout, Slot, children, leaves_of, outline, split, to_tensor
+from multigrad.core.leaves import to_tensor
+from multigrad.core.structure import Layout, Slot, children, leaves_of, outline, split
 
 
 class FlatStructure(NamedTuple):

@@ -16,18 +16,9 @@ from multigrad import backend
 from multigrad.backend.base import dependence_error
 from multigrad.common.errors import describe, message, require_function, unusable
 from multigrad.core.conversions import arrays_to_tensors, number_to_tensor
+from multigrad.core.leaves import is_converted_type, to_tensor
 from multigrad.core.signature import name_of
-from multigrad.core.structure import (
-    Layout,
-    Slot,
-    children,
-    is_converted_type,
-    leaves_of,
-    outline,
-    rebuild,
-    split,
-    to_tensor,
-)
+from multigrad.core.structure import Layout, Slot, children, leaves_of, outline, rebuild, split
 from multigrad.core.variables import Pinned
 
 Axes = int | None | Sequence[Any] | Mapping[Any, Any]

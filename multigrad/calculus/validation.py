@@ -10,7 +10,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.common.errors import describe, message
 from multigrad.core.conversions import number_to_tensor
-from multigrad.core.structure import is_converted_type, to_tensor
+from multigrad.core.leaves import is_converted_type, to_tensor
 from multigrad.core.variables import in_scope
 
 

@@ -13,8 +13,9 @@ from keras import tree
 from multigrad import backend
 from multigrad.backend.base import Spec
 from multigrad.core.expected_gradients import AnswerMismatch, ExpectedGradients, Structured, slot_paths
+from multigrad.core.leaves import is_converted_type, to_tensor
 from multigrad.core.signature import Arguments
-from multigrad.core.structure import Slot, children, is_converted_type, outline, to_tensor
+from multigrad.core.structure import Slot, children, outline
 
 Shape = tuple[int | None, ...] | None  # None for an unknown dimension, or rank
 

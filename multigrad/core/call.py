@@ -27,9 +27,10 @@ from multigrad.common.errors import describe, message
 from multigrad.common.reachable import path_to_tensor, reachable_tensors
 from multigrad.core.context import Context, current_context, restore_context
 from multigrad.core.forms import HYBRID, arguments_for, form_of, gets_variables, is_plain
+from multigrad.core.leaves import Refused
 from multigrad.core.rule import HELD, Rule
 from multigrad.core.signature import Arguments
-from multigrad.core.structure import ONE_TENSOR, Layout, Refused, split
+from multigrad.core.structure import ONE_TENSOR, Layout, split
 from multigrad.core.variables import Pinned, ReadOnly, Reads, in_scope, inputs_of_outer_rule
 
 _framework = backend.active

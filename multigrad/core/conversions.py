@@ -8,7 +8,8 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.common.reachable import may_hold_tensors
-from multigrad.core.structure import NON_NUMERIC, is_converted_type, leaves_of, rebuild, to_tensor
+from multigrad.core.leaves import NON_NUMERIC, is_converted_type, to_tensor
+from multigrad.core.structure import leaves_of, rebuild
 
 
 def numbers_to_tensors(args: tuple[Any, ...], others: Any) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ the containers and the static leaves. `Layout.join` makes the structure from oth
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,58 +14,25 @@ import numpy as np
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.backend.base import to_numpy
-from multigrad.common.errors import OpError, message
+from multigrad.core.leaves import (
+    CONVERTED,
+    NESTED,
+    NON_NUMERIC,
+    REFUSALS,
+    SPARSE,
+    STATIC,
+    STATIC_CLASSES,
+    SYMBOLIC,
+    TENSOR,
+    Refused,
+    Symbolic,
+    is_converted_type,
+    is_inferring_shapes,
+    kind_of,
+    to_tensor,
+)
 
-_TENSOR, _CONVERTED, _NESTED, _STATIC, _SPARSE, _RAGGED, _SYMBOLIC, _STAND_IN = range(8)
-
-NON_NUMERIC = "OSUMm"
-"""The kinds of NumPy dtypes that no tensor has: objects, text and times."""
-
-_KINDS: dict[type, int] = {}
-_STATIC_CLASSES: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes of static leaves, which users may define in every call. Dynamo cannot trace a WeakSet."""
 _TENSORS = backend.active.TENSORS
-
-
-def _kind(leaf: Any) -> int:
-    cls = type(leaf)
-    kind = _KINDS.get(cls)
-    if kind is None:
-        reading = backend.active.is_reading_code()
-        if not reading and cls in _STATIC_CLASSES:
-            return _STATIC
-        if _TENSORS[cls]:
-            kind = _TENSOR
-        elif issubclass(cls, keras.KerasTensor):
-            kind = _SYMBOLIC
-        elif is_converted_type(cls):
-            kind = _CONVERTED
-        elif backend.active.STAND_INS[cls]:
-            kind = _STAND_IN
-        elif ops.is_tensor(leaf):  # a tensor for Keras, but not dense
-            kind = _RAGGED if hasattr(cls, "nested_row_splits") else _SPARSE
-        else:
-            kind = _NESTED if tree.is_nested(leaf) else _STATIC
-        if reading:  # Dynamo (PyTorch 2.13) rejects a change of the dict in a rule as a side effect
-            return kind
-        if kind != _STATIC or cls.__module__ == "builtins":
-            _KINDS[cls] = kind
-        else:
-            _STATIC_CLASSES.add(cls)
-    return kind
-
-
-def is_converted_type(kind: type) -> bool:
-    """Return whether objects of a type are converted to tensors: arrays of any framework, and variables."""
-    return backend.active.CONVERTIBLE[kind] or backend.active.FOREIGN[kind]
-
-
-def to_tensor(value: Any) -> Any:
-    """Return a number, a variable or an array of any framework as a tensor."""
-    if backend.active.FOREIGN[type(value)] and not isinstance(value, np.ndarray):
-        value = to_numpy(value)
-    return backend.active.as_tensor(value)
 
 
 class Slot(int):
@@ -176,7 +142,7 @@ def rebuild(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     # Tested first, because `tree.is_nested` takes as long as the other tests.
     if kind is Slot or _TENSORS[kind]:
         return leaf(structure)
-    if _kind(structure) == _STATIC or not tree.is_nested(structure):
+    if kind_of(structure) == STATIC or not tree.is_nested(structure):
         proxy = isinstance(structure, tuple) and _is_proxy(structure)
         return rebuild(structure.__wrapped__, leaf) if proxy else leaf(structure)
     return tree.pack_sequence_as(structure, [leaf(part) for part in tree.flatten(structure)])
@@ -219,7 +185,7 @@ def _fill(template: Any, tensors: Sequence[Any], static: bool) -> Any:
     if kind is list or kind is tuple:
         parts = [tensors[part] if type(part) is Slot else _fill(part, tensors, static) for part in template]
         return parts if kind is list else tuple(parts)
-    if _kind(template) == _NESTED:
+    if kind_of(template) == NESTED:
         return rebuild(template, lambda leaf: _fill(leaf, tensors, static))
     return template if static else None
 
@@ -351,22 +317,22 @@ def _is_of_method(structure: Any) -> bool:
     if type(structure) is not tuple or len(structure) < 2 or backend.active.is_reading_code():
         return False
     first, *others = structure
-    is_object = type(first) in _STATIC_CLASSES and not isinstance(first, (Mapping, list, tuple))
+    is_object = type(first) in STATIC_CLASSES and not isinstance(first, (Mapping, list, tuple))
     return is_object and all([_TENSORS[type(part)] for part in others])
 
 
 def _split(part: Any, tensors: list[Any], search_objects: bool) -> Any:
     """Return the template of a part of a structure, and append its tensors to `tensors`."""
-    kind = _kind(part)
-    if kind == _TENSOR:
+    kind = kind_of(part)
+    if kind == TENSOR:
         tensors.append(part)
         return Slot(len(tensors) - 1)
-    if kind == _STATIC:
+    if kind == STATIC:
         items = part if isinstance(part, (Mapping, list, tuple)) else None
         if search_objects and items is None:
             items = getattr(part, "__dict__", None)
         return _split_unknown(part, items, tensors, search_objects) if items else part
-    if kind == _NESTED:
+    if kind == NESTED:
 
         def split_leaf(leaf: Any) -> Any:
             if _TENSORS[type(leaf)]:  # inlined: most leaves are tensors
@@ -375,82 +341,15 @@ def _split(part: Any, tensors: list[Any], search_objects: bool) -> Any:
             return _split(leaf, tensors, search_objects)
 
         return rebuild(part, split_leaf)
-    if kind == _SPARSE and is_inferring_shapes():
+    if kind == SPARSE and is_inferring_shapes():
         tensors.append(ops.convert_to_tensor(part, sparse=False))
         return Slot(len(tensors) - 1)
-    if kind == _CONVERTED:
+    if kind == CONVERTED:
         if isinstance(part, (np.ndarray, np.generic)) and part.dtype.kind in NON_NUMERIC:
             return part
         tensors.append(to_tensor(part))
         return Slot(len(tensors) - 1)
-    raise (Symbolic if kind == _SYMBOLIC else Refused)(part, *_REFUSALS[kind])
-
-
-def is_inferring_shapes() -> bool:
-    """Return whether Keras runs this code on placeholders, to infer the shape of a layer's output.
-
-    For Keras (3.15), `2.0 * x` of a KerasTensor is sparse, so the placeholder for the next layer is sparse.
-    When this layer runs, its input is dense.
-    """
-    with keras.SymbolicScope() as scope:
-        return scope.original_scope is not None
-
-
-_REFUSALS: dict[int, tuple[Any, ...]] = {
-    _SPARSE: (
-        "a sparse tensor has no gradient that works on every backend",
-        "a sparse tensor",
-        "a dense tensor",
-        "pass its values as a dense tensor",
-        "limits#sparse-tensors",
-    ),
-    _RAGGED: (
-        "a ragged tensor cannot be the argument or output of an op",
-        "a ragged tensor",
-        "a dense tensor",
-        "call tf.ragged.map_flat_values(op, x) if the op is elementwise; otherwise pad x with x.to_tensor()",
-    ),
-    _SYMBOLIC: (
-        "the function uses a symbolic tensor that is not an argument of the op",
-        "a KerasTensor",
-        "a tensor",
-        "pass the symbolic tensor to the op as an argument",
-    ),
-    _STAND_IN: (
-        "torch.fx records the program without its gradients",
-        "a stand-in of torch.fx for a tensor",
-        "a tensor",
-        "record it with torch.export, or compile it with torch.compile",
-        "limits#export",
-    ),
-    _STATIC: (
-        "tensors are in an object of an unknown class, in which multigrad does not look for them",
-        None,
-        "a tuple, list or dict, or a class that is registered with keras.tree",
-        "put them into a plain container",
-        "limits#no-side-effects",
-    ),
-}
-
-
-class Refused(Exception):
-    """Raised for a leaf that no op can take or return."""
-
-    def __init__(
-        self, leaf: Any, problem: str, got: str | None, required: str, fix: str, see: str | None = None
-    ) -> None:
-        super().__init__(problem)
-        self._leaf, self._problem, got = leaf, problem, got or f"an object of the class {type(leaf).__name__}"
-        self._lines: dict[str, Any] = {"required": required, "got": got, "fix": fix, "see": see}
-
-    def error(self, op: str, named: Iterable[tuple[str, Any]]) -> OpError:
-        """Return the error with the name of the op, and the name of the value that holds the leaf."""
-        name = next((n for n, value in named if any(self._leaf is x for x in tree.flatten(value))), None)
-        return OpError(message(op, self._problem, argument=name, **self._lines))
-
-
-class Symbolic(Refused):
-    """Raised for a symbolic tensor. An op with one among its arguments is a node of a Functional model."""
+    raise (Symbolic if kind == SYMBOLIC else Refused)(part, *REFUSALS[kind])
 
 
 def _split_unknown(part: Any, items: Any, tensors: list[Any], search_objects: bool) -> Any:
@@ -458,7 +357,7 @@ def _split_unknown(part: Any, items: Any, tensors: list[Any], search_objects: bo
     if _is_proxy(part):
         return _split(part.__wrapped__, tensors, search_objects)
     if _holds_tensors(items):
-        raise Refused(part, *_REFUSALS[_STATIC])
+        raise Refused(part, *REFUSALS[STATIC])
     return part
 
 

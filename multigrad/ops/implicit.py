@@ -22,7 +22,7 @@ from keras import ops
 from multigrad import backend
 from multigrad.calculus.derivatives import grad
 from multigrad.common.errors import require_function
-from multigrad.core.structure import Symbolic
+from multigrad.core.leaves import Symbolic
 from multigrad.keras_graph import node, registry
 from multigrad.ops.arguments import with_python_numbers
 from multigrad.ops.implicit_equations import solution

@@ -14,7 +14,8 @@ from multigrad.calculus.derivatives import vjp
 from multigrad.common.closure import lift, restore
 from multigrad.common.errors import describe, message, unusable
 from multigrad.common.type_sets import HoldsNoTensor
-from multigrad.core.structure import Layout, is_inferring_shapes, split
+from multigrad.core.leaves import is_inferring_shapes
+from multigrad.core.structure import Layout, split
 from multigrad.core.variables import Pinned, Reads
 from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import shapes_may_match

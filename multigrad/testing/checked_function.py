@@ -13,8 +13,9 @@ from multigrad.calculus.flat_function import FlatFunction
 from multigrad.calculus.flat_structure import FlatStructure, flatten
 from multigrad.common.errors import describe, distinct_names, message
 from multigrad.core.expected_gradients import slot_paths
+from multigrad.core.leaves import Refused
 from multigrad.core.signature import name_of, signature_of
-from multigrad.core.structure import Layout, Refused
+from multigrad.core.structure import Layout
 from multigrad.core.variables import Pinned, Reads
 from multigrad.testing.precision import EPSILON
 

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from multigrad.backend.base import Call, Run
-from multigrad.backend.jax.primitives import Strip, TiedRule, tie
+from multigrad.backend.jax.primitives import TiedRule, tie
 from multigrad.backend.jax.private import current_trace, other_object, under_trace
 from multigrad.backend.jax.residuals import constants_of, uses_intermediate
+from multigrad.backend.jax.strip import Strip
 from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, specs_of, varying_alike
 from multigrad.common.errors import closed_over, held, message
 from multigrad.common.reachable import reachable_tensors

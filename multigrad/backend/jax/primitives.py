@@ -1,4 +1,4 @@
-"""The three primitives of an op: `strip`, `tie` and `pull`.
+"""The three primitives of an op: `strip` (in `strip.py`), `tie` and `pull`.
 
 - `strip` removes the tangents of the inputs, so that JAX does not differentiate the function.
 - `tie` returns the outputs. Their tangents are `pull` of the tangents of the inputs.
@@ -30,25 +30,20 @@ from multigrad.backend.jax.private import (
     ClosedJaxpr,
     Primitive,
     Zero,
-    current_trace,
     define_linearization,
     fancy_primitive_batchers,
     instantiate_zeros,
     lower_function,
-    other_object,
     primitive_jvps,
     primitive_transposes,
     register_lowering,
-    without_tangent,
 )
 from multigrad.backend.jax.tensors import (
     FLOATING,
-    TRACERS,
     as_arrays,
     broadcast_along,
     conjugate,
     gather,
-    is_ref,
     move_axes_first,
     scatter,
     varying_alike,
@@ -66,11 +61,11 @@ mapped axes of an operand are its first ones."""
 _NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def _end() -> Any:
+def empty_end() -> Any:
     return ClosedJaxpr(_NOTHING, ())
 
 
-def _identity() -> Any:
+def identity() -> Any:
     """Return a primitive that returns its operands."""
     primitive = Primitive("optimization_barrier")
     primitive.multiple_results = True
@@ -80,7 +75,7 @@ def _identity() -> Any:
     return primitive
 
 
-def _differentiate(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) -> None:
+def differentiate(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) -> None:
     """Define both modes of a primitive.
 
     `linearize(nonzero, *primals, **params)` gets whether each operand has a tangent. It returns the results,
@@ -97,105 +92,9 @@ def _differentiate(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) ->
     define_linearization(primitive, linearize)
 
 
-def _zeros(arrays: Sequence[Any]) -> list[Any]:
+def zero_tangents(arrays: Sequence[Any]) -> list[Any]:
     """Return symbolic zeros as the tangents of arrays."""
     return [Zero(jax.typeof(array).to_tangent_aval()) for array in arrays]
-
-
-# ------------------------------------------------------------------ strip
-
-
-class Strip:
-    """Strips the tangents of arrays. Its equations refer to it.
-
-    In eager code the derivatives around a call are visible at once: `traces` has the trace under each of
-    them. In a program they come later, when the program is differentiated: `level` counts them for each
-    equation. The first derivative uses the rule alone, so its tangents are always stripped. If the rule uses
-    an intermediate result, later derivatives need the derivative of the function, and `is_open` lets their
-    tangents pass.
-    """
-
-    __slots__ = ("__weakref__", "in_program", "is_open", "traces")
-
-    def __init__(self) -> None:
-        self.in_program = False
-        """Whether a program has an equation of this object, and may be differentiated later."""
-        self.is_open = False
-        """Whether the tangents of derivatives after the first one pass."""
-        self.traces: list[Any] | None = []
-        """The trace under each derivative whose tangents were stripped, innermost derivative first, with None
-        for a `jax.vmap` between two. None after the call."""
-
-    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arrays, where floating tracers are new objects without tangents.
-
-        An operation on a concrete array does not tell it from its `stop_gradient`, as an outer derivative
-        must. So if the gradient is being differentiated, a concrete result is a `WithoutTangent`.
-        """
-        traced = [i for i, x in enumerate(arrays) if TRACERS[type(x)] and FLOATING[x.dtype] and not is_ref(x)]
-        stripped = list(arrays)
-        if traced:
-            results = _strip_p.bind(*[arrays[i] for i in traced], strip=self, level=0, end=_end())
-            is_differentiated = self.order > 1 and not self.is_open
-            for i, result in zip(traced, as_arrays(results), strict=True):
-                is_wrapped = is_differentiated and not TRACERS[type(result)]
-                stripped[i] = without_tangent(arrays[i], result) if is_wrapped else result
-        return stripped
-
-    @property
-    def order(self) -> int:
-        """The number of derivatives that are taken around the call in eager code."""
-        # Several equations may be under one derivative.
-        return len({id(trace) for trace in self.traces or () if trace is not None})
-
-    @property
-    def trace_below(self) -> Any:
-        """The trace under the derivatives, None if there is none or a `jax.vmap` is inside of them."""
-        traces = self.traces or []
-        below = traces[: traces.index(None)] if None in traces else traces
-        return below[-1] if below else None
-
-
-_strip_p = _identity()
-
-
-def _other_objects(*arrays: Any, **params: Any) -> list[Any]:
-    # Other objects, so that a residual is known as an input by its position: the value of the input may also
-    # be another input, the value of a variable or a constant.
-    return [other_object(array) for array in arrays]
-
-
-def _types_of_stripped(*arrays: Any, strip: Strip, level: int, end: Any) -> list[Any]:
-    """Return the types of the results, for which JAX asks when it adds an equation to a program."""
-    strip.in_program = True
-    return list(arrays)
-
-
-def _linearize_strip(
-    nonzero: Sequence[bool], *arrays: Any, strip: Strip, level: int, end: Any
-) -> tuple[list[Any], Sequence[bool], Sequence[Any], Linear]:
-    if strip.traces is not None:
-        strip.traces.append(current_trace())
-    params = {"strip": strip, "level": level + 1, "end": end}
-    results = _strip_p.bind(*arrays, **params)
-    if strip.is_open and level:
-        return results, nonzero, (), lambda residuals, *tangents: list(tangents)
-    zeros = _zeros(results)
-    return results, [False] * len(results), (), lambda residuals, *tangents: zeros
-
-
-def _map_strip(
-    axis: Any, arrays: Sequence[Any], axes: Sequence[int | None], *, strip: Strip, **params: Any
-) -> tuple[list[Any], Sequence[int | None]]:
-    if strip.traces is not None:
-        strip.traces.append(None)  # also where nothing is mapped: the function may use the name of the axis
-    return _strip_p.bind(*arrays, strip=strip, **params), axes
-
-
-_strip_p.def_impl(_other_objects)
-_strip_p.def_abstract_eval(_types_of_stripped)
-_differentiate(_strip_p, _linearize_strip)
-fancy_primitive_batchers[_strip_p] = _map_strip
 
 
 # ------------------------------------------------------------------ pull
@@ -327,7 +226,7 @@ def _differentiate_pull(
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     count = len(rule.slots)
     results = _pull_p.bind(*primals, rule=rule, **params)
-    derivatives = _zeros(results)
+    derivatives = zero_tangents(results)
     if any([type(tangent) is not Zero for tangent in tangents[count:]]):
         dense = map(instantiate_zeros, tangents[count:])
         derivatives = _pull_p.bind(*primals[:count], *dense, rule=rule, **params)
@@ -396,12 +295,12 @@ def tie(rule: TiedRule, outputs: Sequence[Any], inputs: Sequence[Any], residuals
     inputs = [x if FLOATING[x.dtype] else np.zeros((), bool) for x in inputs]
     rule.slots, rule.inputs, rule.floating = slots, len(inputs), [FLOATING[o.dtype] for o in outputs]
     operands = varying_alike([*outputs, *inputs, *others])
-    tied = _tie_p.bind(*operands, rule=rule, level=0, batch=(), end=_end())
+    tied = _tie_p.bind(*operands, rule=rule, level=0, batch=(), end=empty_end())
     rule.has_ended = True
     return as_arrays(tied[: len(outputs)])
 
 
-_tie_p = _identity()
+_tie_p = identity()
 
 
 def _linearize_tie(
@@ -413,7 +312,7 @@ def _linearize_tie(
         raise TypeError(held(rule.name))
     # Tied again, for a derivative around this one.
     results = _tie_p.bind(*operands, rule=rule, level=level + 1, batch=batch, end=end)
-    zeros = _zeros(results)
+    zeros = zero_tangents(results)
     # The inputs are stripped, so the tangent of an output is that of a tensor which is not an input. If the
     # function is differentiated in later derivatives, these tangents cannot be told from those of the inputs.
     is_checked = not rule.is_inner and (level == 0 or not rule.is_open)
@@ -471,7 +370,7 @@ def _map_tie(
     return _tie_p.bind(*arrays, rule=rule, batch=(*batch, (axis, firsts)), **params), firsts
 
 
-_differentiate(_tie_p, _linearize_tie)
+differentiate(_tie_p, _linearize_tie)
 fancy_primitive_batchers[_tie_p] = _map_tie
 
 

@@ -7,7 +7,7 @@ from orders import EACH, W, X, first, same
 from support import close
 
 from multigrad import op_custom_gradient
-from multigrad.backend.jax import primitives, private
+from multigrad.backend.jax import primitives, private, strip
 
 LINEARIZATIONS = private._primitive_linearizations
 
@@ -18,7 +18,7 @@ OWN_AND_DERIVED = pytest.mark.parametrize("derived", [False, True], ids=["own", 
 def linearization(derived, monkeypatch):
     """Use the linearizations of the primitives, or remove them, as in a version without the private table."""
     if derived and private._IS_KNOWN:
-        for primitive in (primitives._strip_p, primitives._tie_p):
+        for primitive in (strip._strip_p, primitives._tie_p):
             monkeypatch.delitem(LINEARIZATIONS, primitive)
 
 
