@@ -73,8 +73,7 @@ def jit(
     - TensorFlow: `tf.function`, with `autograph=False` unless you pass another value. Python numbers and
       other objects are static.
     - PyTorch: `torch.compile`. Inductor, its default compiler, takes a minute for a training step.
-      `backend="aot_eager"` takes about a third of this, and its programs take several times as long as
-      Inductor's.
+      `backend="aot_eager"` takes a fifth of this, and its programs take three times as long as Inductor's.
     - NumPy and OpenVINO: `f` runs uncompiled.
 
     `f` is traced again for new structures, shapes, dtypes and static values, as in each framework, and if a
