@@ -1,15 +1,15 @@
 """Models for the tests of `GradientLogger`, and their tensors from plain eager code of the framework."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import layers, ops
-from support import BACKEND, array, numpy
+from support import array, numpy
 
-from multigrad import op_custom_gradient
+from multigrad import grad, op_custom_gradient
 
 BATCH = 4
 
@@ -51,13 +51,18 @@ def dense() -> Case:
 
 
 def layered() -> Case:
-    """Return a model with a frozen layer, state, and a layer that is called twice."""
-    chain = [
+    """Return a model with masked words, a frozen layer, state, and a layer that is called twice."""
+    both = layers.Dense(3, wrong_tanh, name="both")
+    return _chain(
+        layers.Embedding(5, 2, mask_zero=True, name="words"),
+        layers.LSTM(2, name="memory"),
         layers.Dense(3, wrong_tanh, name="first", trainable=False),
         layers.BatchNormalization(name="norm"),
-    ]
-    both = layers.Dense(3, wrong_tanh, name="both")
-    return _chain(*chain, both, both, layers.Dense(1, name="last"), x=_rows(2))
+        both,
+        both,
+        layers.Dense(1, name="last"),
+        x=np.arange(3 * BATCH * 3).reshape(-1, 3).astype("int32") % 5,
+    )
 
 
 class Block(layers.Layer):
@@ -70,7 +75,6 @@ class Block(layers.Layer):
     def build(self, shape):
         self.first.build(shape)
         self.second.build((None, 3))
-        super().build(shape)
 
     def call(self, x):
         return self.second(self.first(x))
@@ -104,34 +108,8 @@ def half() -> Case:
         keras.config.set_dtype_policy(before)
 
 
-def words() -> Case:
-    x = np.arange(3 * BATCH * 3).reshape(-1, 3).astype("int32") % 5
-    chain = [layers.Embedding(5, 2, mask_zero=True, name="words"), layers.LSTM(2, name="memory")]
-    return _chain(*chain, layers.Dense(1, wrong_tanh, name="last"), x=x)
-
-
 def targets(x: np.ndarray) -> np.ndarray:
     return x.reshape(len(x), -1).sum(1, keepdims=True).astype("float32")
-
-
-def plain_gradients(function: Callable[..., Any], tensors: Sequence[Any]) -> list[np.ndarray]:
-    """Return the gradients of a scalar function by the framework, in eager code."""
-    if BACKEND == "jax":
-        import jax
-
-        return [np.asarray(g) for g in jax.grad(lambda ts: function(*ts))(list(tensors))]
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            tape.watch(tensors)
-            value = function(*tensors)
-        found = tape.gradient(value, tensors, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return [np.asarray(tf.convert_to_tensor(gradient)) for gradient in found]
-    import torch
-
-    tensors = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    return [g.numpy() for g in torch.autograd.grad(function(*tensors), tensors, materialize_grads=True)]
 
 
 def eager_tensors(case: Case, x: np.ndarray, y: np.ndarray, scale: float) -> dict[str, dict[str, np.ndarray]]:
@@ -163,15 +141,14 @@ def eager_tensors(case: Case, x: np.ndarray, y: np.ndarray, scale: float) -> dic
     run([0.0] * len(case.calls), values)
     probes = [ops.zeros(output.shape, str(output.dtype)) for output in outputs.values()]
     count = len(probes)
-    gradients = plain_gradients(lambda *ts: run(ts[:count], ts[count:]), [*probes, *values])
+    gradients = grad(lambda ts: run(ts[:count], ts[count:]))([*probes, *values])
+    gradients = [numpy(gradient).astype("float32") / scale for gradient in gradients]
     upstream = dict(zip(outputs, gradients, strict=False))
     for alias, name in case.aliases.items():
         outputs[alias], upstream[alias] = outputs[name], upstream[name]
     return {
         "outputs": dict(outputs),
-        "upstream": {name: g.astype("float32") / scale for name, g in upstream.items()},
+        "upstream": upstream,
         "weights": {path: numpy(variables[path].value) for path in trainable},
-        "gradients": {
-            path: g.astype("float32") / scale for path, g in zip(trainable, gradients[count:], strict=True)
-        },
+        "gradients": dict(zip(trainable, gradients[count:], strict=True)),
     }
