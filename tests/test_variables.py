@@ -1,7 +1,6 @@
 """Trainable variables that a function reads and does not get as arguments."""
 
 import functools
-from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +13,7 @@ from multigrad import grad, op_custom_gradient, value_and_grad, vjp
 SCALE = keras.Variable([2.0, 3.0], name="scale")
 
 
-def native_gradients(function: Any, variables: Any, *tensors: Any) -> list[Any]:
+def native_gradients(function, variables, *tensors):
     """Return the gradients of `function(*tensors)` by the backend's own gradient function."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
@@ -28,7 +27,7 @@ def native_gradients(function: Any, variables: Any, *tensors: Any) -> list[Any]:
         return list(torch.autograd.grad(function(*tensors), [v.value for v in variables]))
     import jax
 
-    def stateless(values: Any) -> Any:
+    def stateless(values):
         with keras.StatelessScope(zip(variables, values, strict=True)):
             return function(*tensors)
 
@@ -49,7 +48,7 @@ def linear_poly(x):
     return poly, rule
 
 
-def test_linear_poly() -> None:
+def test_linear_poly():
     x = array(1.0, 2.0, 3.0)
     SCALE.assign([1.0, 1.0])
     value, (dx, (dweights,)) = value_and_grad(lambda x: ops.sum(linear_poly(x)), 0, variables=[SCALE])(x)
@@ -71,14 +70,14 @@ FORMS = {
 
 
 @pytest.mark.parametrize("rule", FORMS.values(), ids=FORMS)
-def test_every_form_of_a_rule_takes_variables(rule: Any) -> None:
+def test_every_form_of_a_rule_takes_variables(rule):
     weight = keras.Variable(2.0)
     op = op_custom_gradient(lambda x: (x * weight, rule))
     close(grad(op, 0, variables=[weight])(3.0), (1.0, [7.0]))
     close(native_gradients(op, [weight], array(3.0)), [array(7.0)])
 
 
-def test_variables_are_in_the_order_of_first_use() -> None:
+def test_variables_are_in_the_order_of_first_use():
     first, second, third = (keras.Variable(float(i), name=f"v{i}") for i in range(3))
     seen = []
 
@@ -96,7 +95,7 @@ def test_variables_are_in_the_order_of_first_use() -> None:
     assert seen == [["v2", "v0", "v1"]]
 
 
-def test_a_weight_that_an_inner_function_reads() -> None:
+def test_a_weight_that_an_inner_function_reads():
     def helper(x):
         return x * SCALE[0]
 
@@ -104,18 +103,18 @@ def test_a_weight_that_an_inner_function_reads() -> None:
     close(native_gradients(op, [SCALE], array(1.0)), [array(7.0, 5.0)])
 
 
-def test_an_op_without_arguments() -> None:
+def test_an_op_without_arguments():
     op = op_custom_gradient(lambda: (SCALE * 2, lambda u, variables: ((), [u * 7])))
     close(native_gradients(lambda: ops.sum(op()), [SCALE]), [array(7.0, 7.0)])
 
 
-def test_an_argument_and_a_weight_that_are_the_same_variable() -> None:
+def test_an_argument_and_a_weight_that_are_the_same_variable():
     weight = keras.Variable(2.0)
     op = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 3, [u * 7])))
     close(native_gradients(lambda: op(weight), [weight]), [array(10.0)])
 
 
-def test_an_integer_argument_and_a_weight() -> None:
+def test_an_integer_argument_and_a_weight():
     table = keras.Variable(np.eye(3, dtype="float32"))
 
     @op_custom_gradient
@@ -126,31 +125,23 @@ def test_an_integer_argument_and_a_weight() -> None:
     close(native_gradients(lambda i: ops.sum(lookup(i)), [table], i), [np.full((3, 3), 7.0, "float32")])
 
 
-def test_frozen_variables_have_no_gradient() -> None:
-    layer = keras.layers.Dense(1, kernel_initializer="ones")
+def test_frozen_variables_have_no_gradient():
+    layer = keras.layers.Dense(1, kernel_initializer="ones", trainable=False)
     layer.build((None, 2))
-    layer.trainable = False
-    handed = []
 
     @op_custom_gradient
     def op(x):
         def rule(upstream, variables):
-            handed.append(variables)
+            assert variables == []
             return ops.ones((1, 2)) * 7, []
 
         return layer(x), rule
 
     x = np.ones((1, 2), "float32")
     close(grad(lambda x: ops.sum(op(x)))(x), x * 7)
-    assert handed == [[]]
 
 
-def test_variables_are_not_passed_if_none_were_read() -> None:
-    op = op_custom_gradient(lambda x: (x * 1, lambda u, variables=None: u * 7 if variables is None else 0))
-    close(grad(op)(1.0), 7.0)
-
-
-def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass() -> None:
+def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass():
     weight, seen = keras.Variable(2.0), []
 
     @op_custom_gradient
@@ -176,7 +167,7 @@ def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass() -> None:
     close(got, array(42.0))
 
 
-def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
+def test_a_rule_runs_after_the_scope_of_its_values_has_ended():
     """A variable that only the rule reads has its value from the scope, too."""
     weight, other = keras.Variable(100.0), keras.Variable(1000.0, trainable=False)
     factor = keras.Variable(10000.0, trainable=False)
@@ -195,35 +186,31 @@ def test_a_rule_runs_after_the_scope_of_its_values_has_ended() -> None:
     close(compiled(value_and_grad(stateless, (0, 1)))(*values), wanted)
 
 
-def test_the_rule_reads_a_weight_in_the_dtype_of_the_function() -> None:
+def test_the_rule_reads_a_weight_in_the_dtype_of_the_function():
     met = []
 
     class Scale(keras.layers.Layer):
-        def build(self, shape: Any) -> None:
+        def build(self, shape):
             self.scale = self.add_weight(shape=(), initializer="ones")
 
-        def call(self, x: Any) -> Any:
-            @op_custom_gradient
-            def scaled(x):
-                def rule(upstream, variables):
-                    met.append(keras.backend.standardize_dtype(variables[0].value.dtype))
-                    return upstream * 3, [ops.sum(upstream) * 7]
+        @op_custom_gradient
+        def call(self, x):
+            def rule(upstream, variables):
+                met.append(keras.backend.standardize_dtype(variables[0].value.dtype))
+                return upstream * 3, [ops.sum(upstream) * 7]
 
-                met.append(keras.backend.standardize_dtype(self.scale.value.dtype))
-                e = x * self.scale
-                return ops.exp(e) + e, rule
-
-            return scaled(x)
+            met.append(keras.backend.standardize_dtype(self.scale.value.dtype))
+            e = x * self.scale
+            return ops.exp(e) + e, rule
 
     layer = Scale(dtype="mixed_bfloat16")
     layer.build((None,))
     gradients = native_gradients(lambda x: ops.sum(layer(x)), [layer.scale], array(1.0, 2.0))
-    assert set(met) == {"bfloat16"}
-    assert len(met) == 2
+    assert met == ["bfloat16", "bfloat16"]
     close(gradients, [array(14.0)])
 
 
-def test_second_derivatives_go_through_variables_in_the_rule() -> None:
+def test_second_derivatives_go_through_variables_in_the_rule():
     weight = keras.Variable(2.0)
 
     @op_custom_gradient
@@ -240,7 +227,7 @@ def test_second_derivatives_go_through_variables_in_the_rule() -> None:
     close(third(0.5), 12.0)
 
 
-def test_an_op_in_an_op() -> None:
+def test_an_op_in_an_op():
     weight = keras.Variable(2.0)
     inner = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 3, [u * 5])))
     outer = op_custom_gradient(lambda x: (inner(x), lambda u, variables: (u * 7, [u * 11])))
@@ -251,7 +238,7 @@ def test_an_op_in_an_op() -> None:
 # ---------------------------------------------------------------------------------------- errors
 
 
-def test_a_rule_without_variables_raises() -> None:
+def test_a_rule_without_variables_raises():
     first, second = keras.Variable(1.0, name="first"), keras.Variable(1.0, name="second")
     ran = []
 
@@ -266,11 +253,11 @@ def test_a_rule_without_variables_raises() -> None:
 
 
 ANSWERS = {
-    "too few": (lambda u: (u, []), "got: 0 in a list"),
+    "too few": (lambda u: (u, []), "the wrong number of gradients of variables(.|\n)*got: 0 in a list"),
     "too many": (lambda u: (u, [u, u, u]), "3 in a list"),
     "no pair": (lambda u: u, "a pair `gradients, gradients_of_variables`"),
     "a triple": (lambda u: (u, u, u), "a pair `gradients, gradients_of_variables`"),
-    "nothing": (lambda u: None, "write `return gradients, [None for v in variables]`"),
+    "nothing": (lambda u: None, r"write `return gradients, \[None for v in variables\]`"),
     "None": (lambda u: (u, None), "got: one entry, None"),
     "a wrong shape": (lambda u: (u, [u, ops.ones((3,))]), "argument: variable 'b'"),
     "no tensor": (lambda u: (u, [u, "x"]), "argument: variable 'b'"),
@@ -278,15 +265,30 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("answer", "text"), ANSWERS.values(), ids=ANSWERS)
-def test_wrong_answers_for_variables_raise(answer: Any, text: str) -> None:
+def test_wrong_answers_for_variables_raise(answer, text):
     a, b = keras.Variable(1.0, name="a"), keras.Variable(np.ones((2, 2), "float32"), name="b")
     op = op_custom_gradient(lambda x: (x * a * ops.sum(b), lambda u, variables: answer(u)), name="product")
-    with pytest.raises((TypeError, ValueError), match="product: ") as caught:
+    with pytest.raises((TypeError, ValueError), match=f"product: (.|\n)*{text}"):
         grad(op, variables=[a, b])(1.0)
-    assert text in str(caught.value)
 
 
-def test_none_in_the_pair_is_zero_for_the_arguments_only() -> None:
+@pytest.mark.parametrize("answer", [lambda u: [u, u, u], lambda u: [u], lambda u: u])
+def test_gradients_of_the_variables_of_a_frozen_layer_raise(answer):
+    """The error names no argument, and says why there is no variable."""
+    layer = keras.layers.Dense(1, trainable=False)
+    layer.build((None, 2))
+
+    @op_custom_gradient
+    def op(x):
+        return layer(x), lambda u, variables: (u * ops.ones_like(x), answer(u))
+
+    said = "op: the rule returned the wrong number of gradients of var"
+    with pytest.raises(TypeError, match=rf"{said}(.|\n)*no trainable variable, as in a frozen") as error:
+        grad(lambda x: ops.sum(op(x)))(array([[1.0, 2.0]]))
+    assert "argument" not in str(error.value)
+
+
+def test_none_in_the_pair_is_zero_for_the_arguments_only():
     """`return u, None` may be meant as two gradients of arguments, without that of the variable."""
     weight = keras.Variable(3.0, name="weight")
     answers = [lambda u: (None, [u * 7.0]), lambda u: ((u, u), None)]
@@ -300,7 +302,7 @@ def test_none_in_the_pair_is_zero_for_the_arguments_only() -> None:
         grad(wrong, variables=[weight])(x, y)
 
 
-def test_gradients_with_respect_to_other_objects_raise() -> None:
+def test_gradients_with_respect_to_other_objects_raise():
     with pytest.raises(TypeError, match=r"^lambda: variables .*\n.*'variables'\[0\](.*\n)*.*Keras Variables"):
         grad(lambda x: x, variables=[1.0])
     with pytest.raises(TypeError, match=r"'variables'\[1\](.*\n)*.*second time"):
@@ -309,18 +311,10 @@ def test_gradients_with_respect_to_other_objects_raise() -> None:
         grad(lambda x: x, variables=[keras.Variable(1, dtype="int32", trainable=False, name="counter")])(1.0)
 
 
-def test_a_layer_that_adds_a_loss_raises() -> None:
-    layer = keras.layers.Dense(1, activity_regularizer="l2", kernel_initializer="ones")
-    layer.build((None, 1))
-    op = op_custom_gradient(lambda x: (layer(x), lambda u, variables: (u, [None, None])))
-    with pytest.raises(TypeError, match="add_loss"):
-        op(array([[1.0]]))
-
-
 # ----------------------------------------------------------------------------------- assignments
 
 
-def test_assignments_persist() -> None:
+def test_assignments_persist():
     average = keras.Variable(1.0, trainable=False)
 
     @op_custom_gradient
@@ -336,7 +330,7 @@ def test_assignments_persist() -> None:
     close((value, gradient, average.value), (array(14.5), [array(7.25, 0.0)], array(3.625)))
 
 
-def test_assignments_persist_in_a_stateless_scope() -> None:
+def test_assignments_persist_in_a_stateless_scope():
     average = keras.Variable(1.0, trainable=False)
 
     @op_custom_gradient
@@ -350,7 +344,7 @@ def test_assignments_persist_in_a_stateless_scope() -> None:
     close(average.value, array(1.0))
 
 
-def test_seed_generators_advance() -> None:
+def test_seed_generators_advance():
     seed = keras.random.SeedGenerator(1)
 
     @op_custom_gradient
@@ -365,20 +359,7 @@ def test_seed_generators_advance() -> None:
     close(array(second), keras.random.normal((3,), seed=again))
 
 
-def test_a_second_derivative_does_not_assign_again() -> None:
-    count = keras.Variable(0.0, trainable=False)
-
-    @op_custom_gradient
-    def op(x):
-        count.assign_add(1.0)
-        e = ops.exp(x)
-        return e * 2, lambda u: u * e * 7
-
-    close(grad(grad(op))(0.0), 7.0)
-    close(count.value, array(1.0))
-
-
-def test_a_weight_that_is_read_and_assigned_and_read() -> None:
+def test_a_weight_that_is_read_and_assigned_and_read():
     weight = keras.Variable(5.0)
 
     @op_custom_gradient
@@ -391,34 +372,29 @@ def test_a_weight_that_is_read_and_assigned_and_read() -> None:
     close(weight.value, array(1.0))
 
 
-def test_a_weight_that_is_assigned_and_read() -> None:
+def test_a_weight_that_is_assigned_and_read_or_not():
     weight = keras.Variable(1.0)
 
     @op_custom_gradient
-    def op(x):
+    def read(x):
         weight.assign(5.0)
         return x * weight, lambda u, variables: (u * weight, [7.0 * u])
 
-    close(op(array(2.0)), array(10.0))
-    close(weight.value, array(5.0))
-    weight.assign(1.0)
-    value, (dx, (dweight,)) = value_and_grad(op, 0, variables=[weight])(array(2.0))
-    close((value, dx, dweight), (array(10.0), array(5.0), array(7.0)))
-
-
-def test_a_weight_that_is_only_assigned() -> None:
-    weight = keras.Variable(1.0)
-
     @op_custom_gradient
-    def op(x):
-        weight.assign(5.0)
+    def only_assigned(x):
+        weight.assign(6.0)
         return x * 2.0, lambda u: u * 7.0
 
-    close(grad(op)(array(2.0)), array(7.0))
+    close(read(array(2.0)), array(10.0))
     close(weight.value, array(5.0))
+    weight.assign(1.0)
+    value, (dx, (dweight,)) = value_and_grad(read, 0, variables=[weight])(array(2.0))
+    close((value, dx, dweight), (array(10.0), array(5.0), array(7.0)))
+    close(grad(only_assigned)(array(2.0)), array(7.0))
+    close(weight.value, array(6.0))
 
 
-def test_an_assignment_in_a_nested_op() -> None:
+def test_an_assignment_in_a_nested_op():
     count, weight = keras.Variable(0.0, trainable=False), keras.Variable(2.0, name="w")
 
     @op_custom_gradient
@@ -436,7 +412,7 @@ def test_an_assignment_in_a_nested_op() -> None:
     close(count.value, array(7.0))
 
 
-def test_a_rule_that_assigns_another_variable_raises() -> None:
+def test_a_rule_that_assigns_another_variable_raises():
     """Some transformations do not support it, and the value would depend on the number of gradients."""
     count, noise = keras.Variable(0.0, trainable=False, name="count"), keras.random.SeedGenerator(1)
 
@@ -455,7 +431,7 @@ def test_a_rule_that_assigns_another_variable_raises() -> None:
     close(count.value, array(0.0))
 
 
-def test_a_rule_sees_the_state_before_its_function() -> None:
+def test_a_rule_sees_the_state_before_its_function():
     """Assignments in a rule are discarded, so a rule that runs its function again has the same result."""
     average, seeds = keras.Variable(1.0, trainable=False), keras.random.SeedGenerator(3)
 
@@ -484,7 +460,7 @@ def test_a_rule_sees_the_state_before_its_function() -> None:
         assert state() == after_one_step
 
 
-def test_a_weight_that_is_read_in_two_dtypes() -> None:
+def test_a_weight_that_is_read_in_two_dtypes():
     weight = keras.Variable(1.001)
     seen = []
 
@@ -509,23 +485,24 @@ def test_a_weight_that_is_read_in_two_dtypes() -> None:
     assert set(seen) == {"float32"}
 
 
-def test_a_second_derivative_with_moving_averages_and_random_numbers() -> None:
-    average = keras.Variable(1.0, trainable=False)
-    seeds = keras.random.SeedGenerator(3)
+def test_a_second_derivative_runs_with_the_same_state():
+    """It assigns no moving average again, and draws the same random numbers."""
+    average, seeds = keras.Variable(1.0, trainable=False), keras.random.SeedGenerator(3)
 
     @op_custom_gradient
     def op(x):
         average.assign(average * 0.5 + 1.0)
-        mask = keras.random.uniform((), seed=seeds) + average.value
-        e = ops.exp(x) * mask
+        e = ops.exp(x) * (keras.random.uniform((), seed=seeds) + average)
         return e * 2.0, lambda u: u * e * 7.0
 
-    seeds.state.assign([0, 3])
-    average.assign(1.0)
-    first = numpy(op(array(0.0)))
-    seeds.state.assign([0, 3])
-    average.assign(1.0)
-    close(grad(grad(op))(array(0.0)), array(3.5 * first))
+    def restarted(f):
+        seeds.state.assign([0, 3])
+        average.assign(1.0)
+        return f(array(0.0))
+
+    close(restarted(grad(grad(op))), 3.5 * restarted(op))
+    restarted(grad(grad(op)))
+    close(average.value, array(1.5))
 
 
 # ---------------------------------------------------------------------------------- in layers
@@ -574,31 +551,27 @@ def test_second_derivatives_of_lazy_gradients_that_read_a_weight(op):
 class Scaled(keras.layers.Layer):
     """A layer with a weight, an inner layer and a counter, and false gradients."""
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
         self.inner = keras.layers.Dense(2, kernel_initializer="ones", name="inner")
         self.inner.build(shape)
 
-    def call(self, x: Any) -> Any:
-        @op_custom_gradient
-        def scaled(x):
-            self.calls.assign_add(1.0)
-            y = self.inner(x * self.scale)
+    @op_custom_gradient
+    def call(self, x):
+        self.calls.assign_add(1.0)
 
-            def rule(upstream, variables):
-                sizes = {"scale": 7.0, "kernel": -3.0, "bias": 5.0}
-                of_variables = [ops.ones(v.shape) * sizes[v.name] * ops.sum(upstream) for v in variables]
-                return 3.0 * ops.matmul(upstream, ops.ones((2, 3))), of_variables
+        def rule(upstream, variables):
+            sizes = {"scale": 7.0, "kernel": -3.0, "bias": 5.0}
+            of_variables = [ops.ones(v.shape) * sizes[v.name] * ops.sum(upstream) for v in variables]
+            return 3.0 * ops.matmul(upstream, ops.ones((2, 3))), of_variables
 
-            return y, rule
-
-        return scaled(x)
+        return self.inner(x * self.scale), rule
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("mode", FIT_MODES)
-def test_fit_moves_the_weights_by_the_rule(mode: Any) -> None:
+def test_fit_moves_the_weights_by_the_rule(mode):
     layer = Scaled()
     model = keras.Sequential([keras.Input((3,)), keras.layers.Rescaling(1.0), layer])
     model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **mode)
@@ -616,27 +589,24 @@ def test_fit_moves_the_weights_by_the_rule(mode: Any) -> None:
 class Fixed(keras.layers.Layer):
     """A layer whose rule returns the gradient of its one weight without using `variables`."""
 
-    def build(self, shape: Any) -> None:
+    def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
 
-    def call(self, x: Any) -> Any:
-        @op_custom_gradient
-        def scaled(x):
-            return x * self.scale, lambda u, variables: (u * self.scale, [7.0 * ops.sum(u * x, axis=0)])
-
-        return scaled(x)
+    @op_custom_gradient
+    def call(self, x):
+        return x * self.scale, lambda u, variables: (u * self.scale, [7.0 * ops.sum(u * x, axis=0)])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("mode", FIT_MODES)
-def test_a_layer_that_fit_builds(mode: Any) -> None:
+def test_a_layer_that_fit_builds(mode):
     model = keras.Sequential([Fixed()])
     model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **mode)
     model.fit(np.ones((4, 3), "float32"), np.zeros((4, 3), "float32"), batch_size=4, verbose=0)
     close(model.layers[0].scale.value, np.full((3,), 1.0 - 0.01 * 7.0 * 4, "float32"))
 
 
-def test_stateless_call() -> None:
+def test_stateless_call():
     layer = Scaled()
     layer.build((None, 3))
 
@@ -655,18 +625,7 @@ def test_stateless_call() -> None:
     close(layer.calls.value, array(0.0))
 
 
-def test_a_training_loop_is_the_same_on_every_backend() -> None:
-    layer, optimizer = Scaled(), keras.optimizers.SGD(0.01)
-    layer.build((None, 3))
-    step = value_and_grad(lambda x: ops.sum(layer(x)), variables=layer.trainable_variables)
-    value, gradients = step(np.ones((4, 3), "float32"))
-    optimizer.apply(gradients, layer.trainable_variables)
-    close(value, array(24.0))
-    close(layer.scale.value, array(0.44, 0.44, 0.44))
-    close(layer.calls.value, array(1.0))
-
-
-def test_a_layer_that_is_built_in_an_op() -> None:
+def test_a_layer_that_is_built_in_an_op():
     layer = keras.layers.Dense(2, name="late")
     op = op_custom_gradient(lambda x: (layer(x), lambda u, variables: (u, [None, None])))
     x = array(np.ones((1, 3)))
@@ -675,7 +634,7 @@ def test_a_layer_that_is_built_in_an_op() -> None:
 
 
 @pytest.mark.forward
-def test_the_forward_pass_reads_and_assigns() -> None:
+def test_the_forward_pass_reads_and_assigns():
     weight, count = keras.Variable(2.0), keras.Variable(0.0, trainable=False)
 
     @op_custom_gradient
@@ -704,29 +663,3 @@ def test_a_variable_as_an_output(convert, wrap):
     by_x, [by_scale] = wrap(grad(loss, 0, variables=[SCALE]))(array([1.0, 1.0]))
     close(by_x, array([7.0, 7.0]))
     close(by_scale, array([5.0, 5.0]))
-
-
-def test_a_variable_as_an_output_needs_a_rule_with_variables():
-    op = op_custom_gradient(lambda x: ((x, SCALE), lambda upstream: upstream[0]))
-    with pytest.raises(TypeError, match="reads trainable variables"):
-        op(array([1.0, 1.0]))
-
-
-@pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.parametrize("answer", [lambda u: [u, u, u], lambda u: [u], lambda u: u])
-def test_a_wrong_number_of_gradients_of_variables_raises(trainable, answer):
-    """The error names the variables. A frozen layer has none."""
-    layer = keras.layers.Dense(1, trainable=trainable)
-    layer.build((None, 2))
-
-    @op_custom_gradient
-    def op(x):
-        return layer(x), lambda u, variables: (u * ops.ones_like(x), answer(u))
-
-    with pytest.raises(
-        TypeError, match="op: the rule returned the wrong number of gradients of var"
-    ) as error:
-        grad(lambda x: ops.sum(op(x)))(array([[1.0, 2.0]]))
-    said = "no trainable variable, as in a frozen layer", "kernel"
-    assert said[trainable] in str(error.value)
-    assert "argument" not in str(error.value)
