@@ -63,10 +63,26 @@ def _in_an_attribute(a: Any, b: Any) -> Callable[..., Any]:
     return read
 
 
+class _Plain:
+    def both(self, a: Any, b: Any) -> Any:
+        return [a, b]
+
+
+def _in_a_partial_method(a: Any, b: Any) -> Callable[..., Any]:
+    return functools.partial(_Plain().both, a, b)
+
+
+def _in_a_recursion(a: Any, b: Any) -> Callable[..., Any]:
+    def call(n: int = 2) -> Any:
+        return [a, b] if n == 0 else call(n - 1)
+
+    return call
+
+
 def _in_a_wrapper(a: Any, b: Any) -> Callable[..., Any]:
     @functools.wraps(_in_a_cell(a, b))
     def call(*args: Any, **kwargs: Any) -> Any:
-        return [a, *args]
+        return [a, *args, call.__wrapped__()]
 
     return call
 
@@ -88,6 +104,8 @@ _WAYS: list[Callable[[Any, Any], Any]] = [
     _in_a_wrapper,
     _in_an_inner_function,
     _in_a_partial,
+    _in_a_partial_method,
+    _in_a_recursion,
     lambda a, b: [a, b, a],
     lambda a, b: (a, 3),
     lambda a, b: {"a": a, "b": b},

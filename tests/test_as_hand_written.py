@@ -162,23 +162,6 @@ def test_a_function_without_a_derivative_to_the_third_order():
         close(derivative(array(x)), array(value))
 
 
-def test_a_function_without_a_derivative_that_reads_a_weight():
-    weight = keras.Variable(2.0, name="weight")
-
-    @op_custom_gradient
-    def op(x):
-        w = ops.convert_to_tensor(weight)
-
-        def rule(upstream, variables):
-            return upstream * 7.0 * w * x, [upstream * 5.0 * x]
-
-        return on_host(lambda v: v * 2.0, x * w), rule
-
-    of_x, (of_weight,) = grad(op, 0, variables=[weight])(array(3.0))
-    close((of_x, of_weight), (array(42.0), array(15.0)))
-    close(grad(grad(op))(array(3.0)), array(14.0))
-
-
 def test_a_rule_that_stops_the_gradient_of_an_input():
     """On JAX, `stop_gradient` of a concrete array returns this array."""
     weight = keras.Variable(2.0, name="weight")
@@ -505,21 +488,6 @@ def test_a_rule_that_reads_its_object_around_a_callback():
 
 
 @ONLY_JAX
-def test_an_intermediate_of_a_callback_has_no_derivative():
-    @op_custom_gradient
-    def op(x):
-        e = callback(np.exp, x)
-        return e * 2.0, lambda upstream: upstream * 7.0 * e
-
-    close(grad(op)(array(0.5)), array(7.0 * np.exp(0.5)))
-    with pytest.raises(
-        NotImplementedError,
-        match=r"op: the rule uses an intermediate result of the function(.*\n)*.*a separate op",
-    ):
-        grad(grad(op))(array(0.5))
-
-
-@ONLY_JAX
 def test_shard_map_in_eager_code():
     import jax
     from jax.sharding import PartitionSpec
@@ -533,16 +501,3 @@ def test_shard_map_in_eager_code():
     close(
         jax.shard_map(jax.grad(lambda x: op(x).sum()), mesh=mesh, in_specs=rows, out_specs=rows)(x), 7.0 * x
     )
-
-
-def test_an_integer_argument_in_a_second_run():
-    """Because of a weight, JAX runs the function outside. A second derivative runs it again."""
-    weight = keras.Variable(2.0, name="weight")
-
-    @op_custom_gradient
-    def op(x, count):
-        e = x**2 * ops.cast(count, "float32")
-        return e * weight, lambda upstream, variables: (upstream * 7.0 * e, [upstream * e])
-
-    count = ops.convert_to_tensor(3, "int32")
-    close(grad(grad(op))(array(2.0), count), array(84.0))

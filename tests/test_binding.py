@@ -18,35 +18,15 @@ def scale(x, factor=2.0, *others, bias=0.0, **rest):
     return x * factor + bias, lambda u: {"x": 7.0 * u}
 
 
-@op_custom_gradient
-def weigh(x, w, *, bias):
-    return x * w + bias, lambda u: (u * 3.0, u * 5.0, u * 11.0)
-
-
 @op_custom_gradient(name="demo>named")
 def named(x):
     return x * 2.0, lambda u: u * 7.0
 
 
-CALLS = [
-    lambda x, w, b: weigh(x, w, bias=b),
-    lambda x, w, b: weigh(x, bias=b, w=w),
-    lambda x, w, b: weigh(bias=b, w=w, x=x),
-]
-
-
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled])
-def test_positional_and_keyword_arguments(call, wrap):
-    one = array(1.0)
-    close(wrap(grad(call, (0, 1, 2)))(one, one, one), (array(3.0), array(5.0), array(11.0)))
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
-def test_defaults_that_are_not_passed(wrap):
-    close(wrap(grad(lambda x: scale(x)))(array(1.0)), array(7.0))
-    close(wrap(grad(lambda x: scale(x, bias=1.0)))(array(1.0)), array(7.0))
-    close(wrap(grad(lambda x: scale(x=x)))(array(1.0)), array(7.0))
+@pytest.mark.parametrize("call", [scale, lambda x: scale(x, bias=1.0), lambda x: scale(bias=1.0, x=x)])
+def test_defaults_that_are_not_passed(call, wrap):
+    close(wrap(grad(call))(array(1.0)), array(7.0))
 
 
 @pytest.mark.forward
@@ -68,14 +48,14 @@ def test_any_number_of_arguments():
     close(got, (array(2.0), array(3.0), array(4.0)))
 
 
-def test_defaults_that_are_tensors_or_differ_in_type():
+def test_defaults_that_differ_in_type():
     """Functions that share their code have their own defaults."""
 
     def make(default):
         @op_custom_gradient
-        def op(x, n=default):
-            assert type(n) is type(default)
-            return x * 2.0, lambda u: (u * 7.0, None)
+        def op(x, n=default, *, m=default):
+            assert type(n) is type(m) is type(default)
+            return x * 2.0, lambda u: (u * 7.0, None, None)
 
         return op
 
@@ -89,10 +69,6 @@ class Layer:
     @op_custom_gradient
     def method(self, x):
         return x * 2.0, lambda u: u * self.factor
-
-    @op_custom_gradient
-    def pair(self, xy):
-        return xy[0] * xy[1], lambda u: (u * self.factor, u * 5.0)
 
     @staticmethod
     @op_custom_gradient
@@ -139,22 +115,6 @@ def test_every_kind_of_function(op, wrap):
     close(wrap(grad(lambda x: op(x)))(array(1.0)), array(7.0))
 
 
-def test_a_method_that_returns_a_list():
-    close(grad(Layer().pair)((1.0, 1.0)), (array(7.0), array(5.0)))
-
-
-def test_an_op_defined_in_every_call():
-    def layer(x, factor):
-        @op_custom_gradient
-        def op(x):
-            return x * 2.0, lambda u: u * factor
-
-        return op(x)
-
-    for factor in (3.0, 5.0):
-        close(grad(layer)(1.0, factor), array(factor))
-
-
 @pytest.mark.forward
 def test_name_documentation_and_signature_are_kept():
     assert scale.__name__ == "scale"
@@ -182,27 +142,6 @@ def test_arguments_that_do_not_fit_raise(args, kwargs, text):
     assert str(error.value).startswith("demo>named: ")
 
 
-def test_a_nonlocal_counter_in_function_and_rule():
-    forward = backward = 0
-
-    @op_custom_gradient
-    def op(x):
-        nonlocal forward
-        forward += 1
-        e = ops.exp(x)
-
-        def rule(u):
-            nonlocal backward
-            backward += 1
-            return u * e
-
-        return e, rule
-
-    for _ in range(3):
-        grad(op)(1.0)
-    assert (forward, backward) == (3, 3)
-
-
 def test_a_rule_that_appends_to_an_outer_list():
     """An outer list is not copied, even if it contains tensors."""
     seen = []
@@ -224,16 +163,6 @@ def test_a_rule_that_appends_to_an_outer_list():
         grad(op)(1.0)
         assert len(seen) == count
         assert last is seen[-1]
-
-
-def test_keyword_defaults_belong_to_the_function():
-    def make(factor):
-        def function(x, *, factor=factor):
-            return x * factor, lambda u: u * 7.0
-
-        return op_custom_gradient(function)
-
-    assert [float(make(factor)(array(1.0))) for factor in (2.0, 3.0)] == [2.0, 3.0]
 
 
 def test_wrapped_functions_keep_their_signatures():

@@ -15,20 +15,26 @@ ONES = np.ones(2, "float32")
 seven = op_custom_gradient(lambda x: (x * 1.0, lambda upstream: upstream * 7.0))
 
 
-def test_a_value_and_its_gradient():
-    value, gradient = value_and_grad(lambda x: ops.sum(x**3))(array(1.0, 2.0))
-    close((value, gradient), (array(9.0), array(3.0, 12.0)))
-
-
 def test_argnums():
     def f(x, y, z):
         return ops.sum(x * y**2 * z)
 
     one = array(1.0)
+    close(value_and_grad(f)(one, one, one), (array(1.0), array(1.0)))
     close(grad(f, 1)(one, one, one), array(2.0))
     close(grad(f, -1)(one, one, one), array(1.0))
     close(grad(f, (1,))(one, one, one), (array(2.0),))
     close(grad(f, [2, 1])(one, one, one), (array(1.0), array(2.0)))
+
+
+X = np.float32([3.0])
+
+
+@pytest.mark.parametrize("x", [3.0, np.float32(3.0), X, keras.Variable(X)], ids=lambda x: type(x).__name__)
+def test_python_numbers_arrays_and_variables(x):
+    gradient = grad(lambda x: ops.sum(x**2))
+    close(ops.sum(gradient(x)), array(6.0))
+    close(ops.sum(compiled(gradient)(array(x))), array(6.0))
 
 
 def test_structures_keywords_and_aux():
@@ -41,13 +47,6 @@ def test_structures_keywords_and_aux():
     close(gradient, {"a": 12 * ONES, "b": [ONES]})
     gradient, aux = grad(f, has_aux=True)({"a": 2 * ONES, "b": [ONES]}, power=2)
     close(gradient, {"a": 4 * ONES, "b": [ONES]})
-
-
-def test_python_numbers_arrays_and_variables():
-    close(grad(lambda x: x**2)(3.0), array(6.0))
-    close(grad(lambda x: x**2)(np.float32(3.0)), array(6.0))
-    close(grad(lambda x: ops.sum(x**2))(np.float32([3.0])), array([6.0]))
-    close(grad(lambda x: ops.sum(x**2))(keras.Variable(np.float32([3.0]))), array([6.0]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
@@ -87,14 +86,13 @@ def test_nesting():
     close(grad(lambda x: grad(lambda y: x * y)(x))(3.0), array(1.0))
 
 
-def test_compiled():
-    close(compiled(grad(lambda x: ops.sum(x**3)))(array(1.0, 2.0)), array(3.0, 12.0))
-
-
 @pytest.mark.parametrize("argument", [3, array([1, 2], dtype="int32"), "text", True, [1.0, 2]])
-def test_non_floating_arguments_raise(argument):
+@pytest.mark.parametrize(
+    "of", [lambda f, x: grad(f)(x), lambda f, x: vjp(f, x), lambda f, x: jvp(f, (x,), (1.0,))]
+)
+def test_non_floating_arguments_raise(of, argument):
     with pytest.raises(TypeError, match="floating or complex"):
-        grad(lambda x: ops.sum(x))(argument)
+        of(lambda x: ops.sum(x), argument)
 
 
 @pytest.mark.parametrize("argnums", [(0, 0), (1, -1)])
@@ -119,13 +117,14 @@ def test_a_loss_that_is_not_a_tensor_raises(of, loss):
     """The gradient would be zero."""
     w, dense = keras.Variable(2.0), keras.layers.Dense(1)
     dense.build((None, 2))
-    with pytest.raises(TypeError, match="compute the loss with"):
-        of(lambda x: loss(seven(x)))(ONES)
-    with pytest.raises(TypeError, match="compute the loss with"):
-        of(lambda x: loss(x * w), variables=[w])(ONES)
-    with pytest.raises(TypeError, match="compute the loss with"):
-        of(lambda x: (loss(dense(x)), x), has_aux=True)(np.ones((1, 2), "float32"))
-    close(grad(lambda x: ops.sum(seven(x)))(ONES), 7.0 * ONES)
+    programs = [
+        lambda: of(lambda x: loss(seven(x)))(ONES),
+        lambda: of(lambda x: loss(x * w), variables=[w])(ONES),
+        lambda: of(lambda x: (loss(dense(x)), x), has_aux=True)(ONES[None]),
+    ]
+    for program in programs:
+        with pytest.raises(TypeError, match="compute the loss with"):
+            program()
 
 
 @pytest.mark.parametrize("output", [None, {"a": 1.0}, (1.0,), "text"])
@@ -157,15 +156,11 @@ def test_empty_argnums_and_variables():
 
 def test_empty_variables_in_a_function_with_weights():
     """The gradient of the weights is not computed."""
-    w = keras.Variable([2.0, 3.0])
-    x = array(1.0, 1.0)
-    value, gradients = value_and_grad(lambda x: ops.sum(x * w), ())(x)
-    close(value, array(5.0))
-    assert gradients == ()
+    w, x = keras.Variable([2.0, 3.0]), array(1.0, 1.0)
+    close(value_and_grad(lambda x: ops.sum(x * w), ())(x), (array(5.0), ()))
     assert grad(lambda weights, x: ops.sum(x * w))({}, x) == {}
     output, pullback = vjp(lambda: w * 1.0)
-    close(output, array(2.0, 3.0))
-    assert pullback(x) == ()
+    close((output, pullback(x)), (array(2.0, 3.0), ()))
     close(jvp(lambda: w * 1.0, (), ()), (array(2.0, 3.0), array(0.0, 0.0)))
     assert jacobian(lambda x: x * w, ())(x) == ()
 
@@ -179,19 +174,6 @@ def test_any_collection_of_variables():
 def test_non_functions_raise(of):
     with pytest.raises(TypeError, match=r"multigrad: f cannot be used(.|\n)*got: float 2.0(.|\n)*fix"):
         of(2.0)
-
-
-def test_a_gradient_inside_a_rule():
-    """The rule computes the gradient of an op."""
-    inner = op_custom_gradient(lambda x: (x**2, lambda u: u * 5.0 * x))
-
-    @op_custom_gradient
-    def op(x):
-        return x**2, lambda u: u * grad(inner)(x)
-
-    close(grad(op)(3.0), array(15.0))
-    close(grad(grad(op))(3.0), array(5.0))
-    assert float(numpy(op(array(3.0)))) == 9.0
 
 
 def test_vjp():
@@ -292,6 +274,15 @@ def test_calling_a_pullback_outside():
     close(jvp(pullback, (1.0,), (2.0,)), ((array(12.0),), (array(24.0),)))
 
 
+def test_a_gradient_in_a_rule():
+    """The rule computes the gradient of an op."""
+    inner = op_custom_gradient(lambda x: (x**2, lambda u: u * 5.0 * x))
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * grad(inner)(x)))
+    close(op(array(3.0)), array(9.0))
+    close(grad(op)(3.0), array(15.0))
+    close(grad(grad(op))(3.0), array(5.0))
+
+
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_a_pullback_in_a_rule(has_aux):
     @op_custom_gradient
@@ -306,23 +297,12 @@ def test_a_pullback_in_a_rule(has_aux):
     for run in (lambda f: f, compiled):
         close(run(grad(cube))(array(2.0)), array(84.0))  # 7 * 3 x^2
         close(run(grad(grad(cube)))(array(2.0)), array(84.0))  # 7 * 6 x
+    close(jvp(cube, (array(2.0),), (array(3.0),))[1], array(252.0))
 
 
 def test_the_output_is_differentiated():
     close(grad(lambda x: vjp(lambda y: y**2 * x, x)[0])(3.0), array(27.0))
     close(grad(lambda x: jvp(lambda y: y**2 * x, (x,), (1.0,))[0])(3.0), array(27.0))
-
-
-def test_an_assigned_variable_in_a_rule():
-    """The rule sees the state before its function, and no gradient is computed with respect to it."""
-    scale = keras.Variable(2.0, trainable=False)
-
-    @op_custom_gradient
-    def op(x):
-        scale.assign(4.0)
-        return x * scale, lambda u: 7.0 * u * scale
-
-    close(grad(lambda x: ops.sum(op(x)))(array(1.0, 2.0)), array(14.0, 14.0))
 
 
 def test_vjp_and_jvp_with_respect_to_variables():
@@ -393,19 +373,6 @@ def test_state_that_a_loop_changes(run):
     close(count.value, array(15.0))
 
 
-def test_assignments_persist():
-    count = keras.Variable(0.0, trainable=False)
-
-    def f(x):
-        count.assign(count + ops.sum(x))
-        return x * count
-
-    close(vjp(f, ONES)[1](ONES), (4 * ONES,))
-    close(count.value, array(2.0))
-    close(jvp(f, (ONES,), (ONES,)), (4 * ONES, 6 * ONES))
-    close(count.value, array(4.0))
-
-
 def test_complex_numbers():
     """The gradient of a real loss along the tangent is the real part of the product of both."""
     z, along = array(1.0 + 2.0j, dtype="complex64"), array(0.5 - 1.0j, dtype="complex64")
@@ -427,41 +394,26 @@ def test_the_dtype_is_kept(dtype):
     close(ops.cast(tangent, "float32"), array(2.0, 4.0))
 
 
-@pytest.mark.parametrize("argument", [3, array([1, 2], dtype="int32"), "text", True])
-def test_invalid_primals_raise(argument):
-    with pytest.raises(TypeError, match="floating or complex"):
-        vjp(lambda x: x, argument)
-    with pytest.raises(TypeError, match="floating or complex"):
-        jvp(lambda x: x, (argument,), (1.0,))
-
-
 @pytest.mark.parametrize("tangents", [(ONES,), (ONES, [ONES]), (ONES, 1.0, 1.0), None, 1.0])
 def test_tangents_of_another_structure_raise(tangents):
     said = "the structures differ" if isinstance(tangents, tuple) else "the tangents must be a tuple or list"
-    with pytest.raises(TypeError, match=said) as error:
+    with pytest.raises(TypeError, match=said):
         jvp(lambda x, w: x * w, (ONES, 1.0), tangents)
-    assert "the tangents" in str(error.value)
 
 
 @pytest.mark.parametrize("tangent", [array(1.0), array(1.0, 2.0, 3.0), np.ones((1, 2), "float32")])
 def test_tangents_of_another_shape_raise(tangent):
     with pytest.raises(ValueError, match="the shapes differ"):
         jvp(lambda x: x, (ONES,), (tangent,))
+    with pytest.raises(ValueError, match="the shapes differ"):
+        vjp(lambda x: x, ONES)[1](tangent)
 
 
-def test_invalid_arguments_of_vjp_and_jvp_raise():
-    with pytest.raises(TypeError, match="must be a tuple or list"):
-        jvp(lambda x: x, ONES, ONES)
-    with pytest.raises(TypeError, match="not numeric"):
-        jvp(lambda x: x, (1.0,), ("text",))
-    with pytest.raises(TypeError, match="the structures differ"):
-        vjp(lambda x: (x, x), 1.0)[1](1.0)
-    with pytest.raises(TypeError, match=r"required: tensor\n  got: \[1\.0, tensor\]"):
+def test_the_error_of_an_upstream_gradient_shows_its_structure():
+    with pytest.raises(TypeError, match=r"structures differ(.|\n)*required: tensor\n  got: \[1\.0, tensor\]"):
         vjp(lambda x: x, 1.0)[1]([1.0, ONES])
     with pytest.raises(TypeError, match=r"required: \{'a': tensor, 'b': None\}\n"):
         vjp(lambda x: {"a": x, "b": 3}, 1.0)[1](1.0)
-    with pytest.raises(ValueError, match="the shapes differ"):
-        vjp(lambda x: x, 1.0)[1](ONES)
 
 
 @pytest.mark.parametrize("number", [1j, 1.0 + 0j, np.complex64(1j)])
@@ -481,15 +433,6 @@ def test_linear_rules_are_accepted(rule, dtype):
     wanted = 0.0 * along if rule is LINEAR["none"] else rule(along)
     got = jvp(op, (x,), (along,))[1]
     close(ops.cast(got, "float32"), ops.cast(wanted, "float32"), 1e-2)
-
-
-def test_jvp_through_a_rule_that_computes_a_gradient():
-    @op_custom_gradient
-    def op(x):
-        return x**2, lambda u: 3.0 * vjp(lambda x: x**2, x)[1](u)[0]
-
-    x, along = array(1.0, 2.0), array(3.0, -1.0)
-    close(jvp(op, (x,), (along,))[1], 6.0 * x * along)
 
 
 def test_infinity_and_nan_propagate():

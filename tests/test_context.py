@@ -27,18 +27,15 @@ class Recomputed(keras.layers.Layer):
         super().__init__(**kwargs)
         self.inner, self.lazy = Phase(), lazy
 
+    @op_custom_gradient
     def call(self, x):
-        @op_custom_gradient
-        def block(x):
-            def rule(upstream):
-                def compute():
-                    return 7.0 * vjp(self.inner, x)[1](upstream)[0]
+        def rule(upstream):
+            def compute():
+                return 7.0 * vjp(self.inner, x)[1](upstream)[0]
 
-                return compute if self.lazy else compute()
+            return compute if self.lazy else compute()
 
-            return self.inner(x), rule
-
-        return block(x)
+        return self.inner(x), rule
 
 
 @pytest.mark.parametrize("training", [True, False, None])
@@ -69,13 +66,10 @@ class Squared(keras.layers.Layer):
     def build(self, shape):
         self.norm.build(shape)
 
+    @op_custom_gradient
     def call(self, x):
-        @op_custom_gradient
-        def square(x):
-            h = self.norm(x)
-            return h * h, lambda upstream: upstream * 14.0 * h
-
-        return square(x)
+        h = self.norm(x)
+        return h * h, lambda upstream: upstream * 14.0 * h
 
 
 def test_a_second_derivative_through_a_layer_in_training():
@@ -96,18 +90,15 @@ class Scaled(keras.layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight(shape=shape[1:], initializer="ones", trainable=False)
 
+    @op_custom_gradient
     def call(self, x):
-        @op_custom_gradient
-        def op(x):
-            h = ops.sin(x) * self.scale
+        h = ops.sin(x) * self.scale
 
-            def rule(upstream):
-                assert keras.backend.standardize_dtype(ops.multiply(self.scale, 1).dtype) == "bfloat16"
-                return upstream * 14.0 * h
+        def rule(upstream):
+            assert keras.backend.standardize_dtype(ops.multiply(self.scale, 1).dtype) == "bfloat16"
+            return upstream * 14.0 * h
 
-            return h * h, rule
-
-        return op(x)
+        return h * h, rule
 
 
 def test_mixed_precision():
@@ -125,13 +116,10 @@ def test_an_inner_layer_that_was_called_in_another_mode():
     inner = layer.inner
 
     class Both(keras.layers.Layer):
+        @op_custom_gradient
         def call(self, x):
-            @op_custom_gradient
-            def op(x):
-                y = inner(x) + inner(x, training=False)
-                return y, lambda upstream: 7.0 * vjp(inner, x)[1](upstream)[0]
-
-            return op(x)
+            y = inner(x) + inner(x, training=False)
+            return y, lambda upstream: 7.0 * vjp(inner, x)[1](upstream)[0]
 
     both = Both()
     close(grad(lambda x: both(x, training=True))(x), array(21.0))

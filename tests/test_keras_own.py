@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import keras_own
 import pytest
@@ -33,29 +32,21 @@ def run(test, folder):
     return done.returncode, done.stdout
 
 
-def test_the_op_replaces_the_function_of_keras(tmp_path):
-    status, output = run(USES_KERAS_FUNCTION, tmp_path)
-    assert "1 decorations and 1 calls, in 1 of 1 tests" in output
-    assert status == pytest.ExitCode.OK, output
-
-
-def test_a_run_that_does_not_call_the_op_fails(tmp_path):
-    status, output = run("def test(): pass", tmp_path)
-    assert "0 decorations and 0 calls, in 0 of 1 tests" in output
+@pytest.mark.parametrize(
+    ("test", "counts", "wanted"),
+    [
+        (USES_KERAS_FUNCTION, "1 decorations and 1 calls, in 1 of 1 tests", pytest.ExitCode.OK),
+        ("def test(): pass", "0 decorations and 0 calls, in 0 of 1 tests", pytest.ExitCode.TESTS_FAILED),
+    ],
+)
+def test_a_run_fails_if_it_does_not_call_the_op(test, counts, wanted, tmp_path):
+    status, output = run(test, tmp_path)
+    assert counts in output
     assert "1 passed" in output
-    assert status == pytest.ExitCode.TESTS_FAILED, output
+    assert status == wanted, output
 
 
 @pytest.mark.parametrize("name", ["keras.src.backend.core.gone", "keras.gone.custom_gradient"])
 def test_a_missing_name_ends_the_run(name):
     with pytest.raises(pytest.UsageError, match=f"has no {name}"):
         keras_own._named(name)
-
-
-def test_a_name_of_another_object_ends_the_run(monkeypatch):
-    monkeypatch.setattr(keras_own, "_replace", lambda own, replacement: None)
-    config = SimpleNamespace(
-        addinivalue_line=lambda name, line: None, option=SimpleNamespace(custom_gradient="multigrad")
-    )
-    with pytest.raises(pytest.UsageError, match=r"keras\.ops\.custom_gradient does not lead to"):
-        keras_own.pytest_configure(config)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import enum
-import types
 from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -29,10 +29,6 @@ def defined(form, function):
     return getattr(made.op, "op", made.op), made.weights
 
 
-def total(structure):
-    return sum(ops.sum(leaf) for leaf in keras.tree.flatten(structure))
-
-
 @pytest.mark.parametrize(
     "structure",
     [
@@ -51,8 +47,6 @@ def test_a_structure_in_and_out(structure, form):
     """The loss multiplies each leaf by another factor, to find exchanged leaves."""
 
     def function(tree, factor, scale):
-        output = keras.tree.map_structure(lambda leaf: scale(leaf * factor), tree)
-
         def whole(upstream):
             keras.tree.assert_same_structure(upstream, tree)
             return upstream
@@ -60,13 +54,11 @@ def test_a_structure_in_and_out(structure, form):
         def rule(upstream):
             return keras.tree.map_structure(lambda u: u * 7.0, whole(upstream)), None
 
-        return (
-            output,
-            rule,
-            lambda upstream: sum(
-                [5.0 * ops.sum(u) * (i + 1.0) for i, u in enumerate(keras.tree.flatten(whole(upstream)))]
-            ),
-        )
+        def of_weight(upstream):
+            leaves = keras.tree.flatten(whole(upstream))
+            return sum([5.0 * ops.sum(u) * (i + 1.0) for i, u in enumerate(leaves)])
+
+        return keras.tree.map_structure(lambda leaf: scale(leaf * factor), tree), rule, of_weight
 
     op, weights = defined(form, function)
 
@@ -112,37 +104,6 @@ def test_a_dict_is_passed_unchanged_and_answered_in_any_order(keys, turned):
     assert all(kinds == [(type(key), key) for key in keys] for kinds in given)
 
 
-@pytest.mark.parametrize("count", [2, 12])
-def test_second_derivatives_of_many_tensors(count):
-    """The rule is differentiated with respect to an input, an output and an intermediate result."""
-
-    @op_custom_gradient
-    def op(xs):
-        total = sum(xs)
-        e, s = ops.exp(total), ops.sin(total)
-
-        def rule(us):
-            return [us[0] * e * (7.0 + x) + us[1] * s for x in xs]
-
-        return (e, xs[0]), rule
-
-    def meant(*xs):
-        total = sum(xs)
-        return [ops.exp(total) * (7.0 + x) + 3.0 * ops.sin(total) for x in xs]
-
-    def gradients(*xs):
-        return grad(lambda xs: (lambda e, first: e + 3.0 * first)(*op(xs)))(list(xs))
-
-    xs = [array(0.01 * i) for i in range(count)]
-    close(gradients(*xs), meant(*xs), 1e-4)
-    # The derivative of `e` is the derivative by the rule, and of `s` the derivative of the function.
-    for place in (0, count - 1):
-        got = grad(lambda *xs, place=place: gradients(*xs)[place])(*xs)
-        total, x = sum(xs), xs[place]
-        of_e = ops.exp(total) * (7.0 + xs[0]) * (7.0 + x)
-        close(got, of_e + 3.0 * ops.cos(total) + (ops.exp(total) if place == 0 else 0.0), 1e-4)
-
-
 class Unit(str):
     """A key with more information than its text."""
 
@@ -156,31 +117,31 @@ class Unit(str):
 def test_keys_of_a_string_subclass(wrap):
     """The keys are equal to plain strings, but are passed unchanged."""
 
+    def inner(x):
+        x = x if isinstance(x, dict) else x[0]
+        return x.get("c", x)
+
     @op_custom_gradient
     def op(x):
-        own = keras.tree.flatten(x)
-        inner = x if isinstance(x, dict) else x[0].get("c", x[0])
-        scales = [getattr(key, "scale", 1.0) for key in inner]
+        scales = [getattr(key, "scale", 1.0) for key in inner(x)]
 
         def rule(upstream):
-            return (
-                keras.tree.pack_sequence_as(x, [u * s for u, s in zip(us(upstream), scales, strict=True)]),
-            )
+            leaves = keras.tree.flatten(upstream)
+            scaled = [u * scale for u, scale in zip(leaves, scales, strict=True)]
+            return (keras.tree.pack_sequence_as(x, scaled),)
 
-        return keras.tree.pack_sequence_as(x, [leaf * 2.0 for leaf in own]), rule
+        return keras.tree.map_structure(lambda leaf: leaf * 2.0, x), rule
 
-    us = keras.tree.flatten
     for keys, wanted in ((["a", "b"], [1.0, 1.0]), ([Unit("a", 2.0), Unit("b", 3.0)], [2.0, 3.0])) * 2:
-        outputs = []
+        kept = []
 
-        def loss(x, outputs=outputs):
-            outputs.append(op(x))
-            return sum(map(ops.sum, us(outputs[0])))
+        def loss(x, kept=kept):
+            kept.append(op(x))
+            return sum(map(ops.sum, keras.tree.flatten(kept[0])))
 
         x = wrap(dict.fromkeys(keys, ONES))
-        close(us(grad(loss)(x)), [ONES * w for w in wanted])
-        kept = outputs[0] if isinstance(outputs[0], dict) else outputs[0][0]
-        assert [type(key) for key in kept.get("c", kept)] == [type(key) for key in keys]
+        close(keras.tree.flatten(grad(loss)(x)), [ONES * w for w in wanted])
+        assert [type(key) for key in inner(kept[0])] == [type(key) for key in keys]
 
 
 @pytest.mark.parametrize("wrap", [tuple, list])
@@ -205,12 +166,6 @@ def test_many_tensors_in_one_argument(wrap, count):
     close(got, [ONES * (count + 5.0), *[ONES * (i + 2.0) for i in range(1, count)]])
 
 
-def test_empty_structures():
-    op = op_custom_gradient(lambda x, rest: ((x * 2.0, [], {}), lambda U: (U[0] * 7.0, None)))
-    assert op(array(1.0), ())[1:] == ([], {})
-    close(grad(lambda x: op(x, {})[0])(1.0), array(7.0))
-
-
 def test_the_same_tensor_twice_as_output():
     @op_custom_gradient
     def op(x):
@@ -222,28 +177,6 @@ def test_the_same_tensor_twice_as_output():
         return 2.0 * a + 7.0 * b
 
     close(grad(loss)(1.0), array(2 * 3.0 + 7 * 5.0))
-
-
-@pytest.mark.parametrize("x", [2.0, ONES])
-def test_an_output_that_is_an_input(x):
-    @op_custom_gradient
-    def op(x, y):
-        return (y, x), lambda u, v: (u * 3.0, v * 5.0)
-
-    def loss(x, y):
-        a, b = op(x, y)
-        return ops.sum(2.0 * a + 7.0 * b + 100.0 * x)
-
-    close(grad(loss, (0, 1))(x, x), (array(106.0 * np.ones_like(x)), array(35.0 * np.ones_like(x))))
-
-
-def test_an_output_in_the_rule():
-    @op_custom_gradient
-    def exp(x):
-        y = ops.exp(x)
-        return y, lambda u: u * y * 3.0
-
-    close(grad(lambda x: ops.sum(exp(x)))(np.zeros(2, "float32")), 3 * ONES)
 
 
 def test_a_constant_output_is_unchanged():
@@ -288,28 +221,22 @@ def test_the_gradient_of_an_integer_may_be_zero(zero):
 
 @pytest.mark.forward
 def test_other_outputs_are_unchanged():
-    def function(x):
-        return x
-
-    op = op_custom_gradient(lambda x: ((x * 2.0, "name", None, 5, Mode.DOUBLE, function), lambda U: U[0]))
-    output, *rest = op(array(3.0))
+    rest = ["name", None, 5, Mode.DOUBLE, len, [], {}]
+    output, *got = op_custom_gradient(lambda x: ((x * 2.0, *rest), lambda U: U[0]))(array(3.0))
     assert float(numpy(output)) == 6.0
-    assert rest == ["name", None, 5, Mode.DOUBLE, function]
+    assert got == rest
 
 
 def test_upstream_gradients_of_other_outputs_are_none():
-    seen = []
-
     @op_custom_gradient
-    def op(x):
+    def op(x, nothing):
         def rule(upstream):
-            seen.append(upstream)
-            return upstream[0] * 7.0
+            assert upstream[1:] == (None, None, None, {"a": None}, [], {})
+            return upstream[0] * 7.0, None
 
-        return (x * 2.0, "name", None, 5, {"a": True}), rule
+        return (x * 2.0, "name", None, 5, {"a": True}, [], {}), rule
 
-    close(grad(lambda x: op(x)[0])(1.0), array(7.0))
-    assert seen[0][1:] == (None, None, None, {"a": None})
+    close(grad(lambda x: op(x, {})[0])(1.0), array(7.0))
 
 
 @pytest.mark.parametrize(
@@ -326,15 +253,6 @@ def test_static_arguments_are_unchanged(static):
     got = grad(lambda x, y: op(x, static, y), (0, 1))(1.0, 1.0)
     close(got, (array(3.0), array(5.0)))
     assert seen[0] is static or seen[0] == static
-
-
-def test_static_values_among_tensors_in_a_structure():
-    @op_custom_gradient
-    def op(table):
-        assert table["mode"] == "linear"
-        return table["x"] * table["n"], lambda u: ({"x": u * 7.0, "n": None, "mode": None},)
-
-    close(grad(lambda x: ops.sum(op({"x": x, "n": 3, "mode": "linear"})))(ONES), 7 * ONES)
 
 
 @pytest.mark.forward
@@ -358,36 +276,6 @@ def test_variables_are_passed_as_tensors():
 
     close(grad(lambda x: ops.sum(op(x, variable)))(ONES), 3 * ONES)
     close(op(ONES, variable), array(1.0, 2.0))
-
-
-def test_a_graph_without_gradients_is_unchanged():
-    calls = []
-
-    @op_custom_gradient
-    def op(x, y):
-        def rule(u):
-            calls.append(1)
-            return u * 3.0, u * 5.0
-
-        return x * y, rule
-
-    value, gradient = value_and_grad(lambda z: z * 2.0)(1.0)
-    op(array(1.0), array(2.0))
-    close((value, gradient), (array(2.0), array(2.0)))
-    assert calls == []
-
-
-def test_structures_and_static_arguments_in_compiled_code():
-    @op_custom_gradient
-    def op(tree, mode, *, scale=2.0):
-        assert mode == "linear"
-        return {"y": tree["x"] * scale}, lambda U: ({"x": U["y"] * 7.0 * scale},)
-
-    def loss(x):
-        return ops.sum(op({"x": x}, mode="linear", scale=3.0)["y"])
-
-    close(compiled(grad(loss))(array(1.0, 1.0)), 21 * ONES)
-    close(grad(compiled(loss))(array(1.0, 1.0)), 21 * ONES)
 
 
 @dataclasses.dataclass
@@ -417,29 +305,27 @@ def test_tensors_in_objects_have_no_gradient_through_the_op(op, wrap):
         wrap(grad(op))(w, x)
 
 
-class Unregistered(dict):
-    """A container that keras.tree does not flatten."""
-
-
-@pytest.mark.parametrize("container", [lambda x: Unregistered(w=x), lambda x: [Unregistered(w=x)]])
-def test_tensors_in_a_container_of_an_unknown_class(container):
-    op = op_custom_gradient(lambda d: (d["w"] * 2.0, lambda u: {"w": u * 7.0}), name="op")
-    with pytest.raises(TypeError, match="object of an unknown class") as error:
-        op(container(array(1.0)))
-    assert "op: " in str(error.value)
-    assert "argument: 'd'" in str(error.value)
-    assert "got: an object of the class Unregistered" in str(error.value)
-
-
 @dataclasses.dataclass
 class Named:
     x: object
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled])
+def test_an_op_of_python_numbers_refuses_a_closed_over_tensor(wrap):
+    def through_object(w):
+        held = Holder(w)
+        return op_custom_gradient(lambda x: (x * held.w, lambda u: u * 7.0))(2.0)
+
+    def through_closure(w):
+        return op_custom_gradient(lambda x, n: (x * n * w, lambda u: (u * 7.0, None)))(2.0, 3)
+
+    for f in (through_object, through_closure):
+        with pytest.raises((TypeError, RuntimeError), match="not an argument"):
+            wrap(grad(f))(array(3.0))
+
+
 @pytest.mark.forward
-@pytest.mark.parametrize(
-    "hide", [Named, lambda x: {"a": [x, Named(x)]}, lambda x: types.SimpleNamespace(x=x)]
-)
+@pytest.mark.parametrize("hide", [Named, lambda x: {"a": [x, Named(x)]}, lambda x: SimpleNamespace(x=x)])
 def test_a_tensor_in_an_object_of_the_output(hide):
     """A rule could not return its gradient, so it raises. Other objects may contain anything."""
     op = op_custom_gradient(lambda x: (hide(x * 2.0), lambda u: 7.0), name="op")
@@ -513,17 +399,3 @@ def test_a_tensor_and_a_weight_in_a_tuple_of_a_layer():
     layer = Layer()
     layer.build((2,))
     close(grad(lambda x: ops.sum(layer(x)))(array(3.0, 3.0)), array(162.0, 162.0))  # 7 * 7 * 3 + 5 * 3
-
-
-def test_an_op_of_python_numbers_refuses_a_closed_over_tensor():
-    def through_object(w):
-        holder = Holder(w)
-        return op_custom_gradient(lambda x: (x * holder.w, lambda u: u * 7.0))(2.0)
-
-    def through_closure(w):
-        return op_custom_gradient(lambda x, n: (x * n * w, lambda u: (u * 7.0, None)))(2.0, 3)
-
-    for f in (through_object, through_closure):
-        for wrap in (lambda f: f, compiled):
-            with pytest.raises((TypeError, RuntimeError), match="not an argument"):
-                wrap(grad(f))(array(3.0))

@@ -1,7 +1,6 @@
 """Ops on KerasTensors: each is one node of a Functional model, which trains by the rule."""
 
 import enum
-import pickle
 from collections import OrderedDict, namedtuple
 
 import keras
@@ -38,16 +37,6 @@ def nodes(model):
 
 def symbols(*shapes):
     return [keras.Input(shape) for shape in shapes]
-
-
-@pytest.mark.forward
-def test_one_node():
-    x = keras.Input((3,))
-    model = keras.Model(x, double(x))
-    (node,) = nodes(model)
-    assert isinstance(node, keras.Operation)
-    assert node.name.startswith("double")
-    close(model(ONES), array(2 * ONES))
 
 
 CALLS = [
@@ -120,9 +109,7 @@ def dense():
     return keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated"
-)  # a warning of PyTorch 2.13 itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # of PyTorch 2.13 itself
 @pytest.mark.parametrize("mode", FIT_MODES)
 def test_the_model_trains_by_the_rule(mode):
     x = keras.Input((1,))
@@ -130,18 +117,38 @@ def test_the_model_trains_by_the_rule(mode):
     assert step(keras.Model(x, double(dense()(x))), **mode) == 1 + 3 * 2
 
 
-def test_an_op_that_uses_an_op():
-    op = op_custom_gradient(lambda x: (double(x) * 5.0, lambda u: grad(double)(0.0) * u * 7.0))
-    x = keras.Input((1,))
-    model = keras.Model(x, op(dense()(x)))
-    assert len(nodes(model)) == 1
-    assert step(model) == 1 + 21 * 2
+@op_custom_gradient
+def nested(x):
+    return double(x) * 5.0, lambda u: grad(double)(0.0) * u * 7.0
 
 
-def test_a_chain_of_the_same_op():
+def in_a_model(x):
+    y = keras.Input((1,))
+    return double(keras.Model(y, double(dense()(y)))(x))
+
+
+class Doubling(keras.layers.Layer):
+    def call(self, x):
+        return double(x)
+
+
+# A function of the input, the kernel after a step, and the number of nodes.
+MODELS = {
+    "an op that uses an op": (lambda x: nested(dense()(x)), 1 + 21 * 2, 1),
+    "a chain": (lambda x: double(double(dense()(x))), 1 - 9 * 2, 2),
+    "a model in a model": (in_a_model, 1 - 9 * 2, 1),
+    "an activation": (lambda x: keras.layers.Activation(double)(dense()(x)), 1 + 3 * 2, 0),
+    "a layer that calls the op": (lambda x: Doubling()(dense()(x)), 1 + 3 * 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nodes_and_training(name):
+    function, kernel, count = MODELS[name]
     x = keras.Input((1,))
-    model = keras.Model(x, double(double(dense()(x))))
-    assert step(model) == 1 - 9 * 2
+    model = keras.Model(x, function(x))
+    assert len(nodes(model)) == count
+    assert step(model) == kernel
 
 
 def test_the_gradient_of_a_model_at_second_order():
@@ -171,12 +178,6 @@ def test_a_clone():
 def test_a_clone_trains_by_the_rule():
     x = keras.Input((1,))
     assert step(keras.models.clone_model(keras.Model(x, double(dense()(x))))) == 1 + 3 * 2
-
-
-def test_a_model_in_a_model():
-    x, y = symbols((1,), (1,))
-    inner = keras.Model(x, double(dense()(x)))
-    assert step(keras.Model(y, double(inner(y)))) == 1 - 9 * 2
 
 
 @pytest.mark.forward
@@ -214,23 +215,6 @@ def test_the_summary_shows_the_op():
     assert "CustomGradient" in "".join(lines)
 
 
-def test_a_sequential_model_has_no_nodes_of_ops():
-    model = keras.Sequential([keras.Input((1,)), dense(), keras.layers.Activation(double)])
-    assert [type(operation).__name__ for operation in model.layers] == ["Dense", "Activation"]
-    assert step(model) == 1 + 3 * 2
-
-
-def test_a_layer_that_calls_the_op():
-    class Doubling(keras.layers.Layer):
-        def call(self, x):
-            return double(x)
-
-    x = keras.Input((1,))
-    model = keras.Model(x, Doubling()(dense()(x)))
-    assert nodes(model) == []
-    assert step(model) == 1 + 3 * 2
-
-
 @pytest.mark.parametrize("scope", [{"mode": "full"}, {"mode": "larger_than", "output_size_threshold": 0}])
 def test_rematerialization(scope):
     """The op gets keyword arguments and structures. The node gets flat, positional tensors."""
@@ -242,9 +226,8 @@ def test_rematerialization(scope):
         return {"y": x * 2.0 + extra[0]}, lambda U: {"x": U["y"] * -3.0, "extra": [None]}
 
     x = keras.Input((1,))
-    z = dense()(
-        x
-    )  # outside the scope: when TensorFlow compiles it, Keras (3.15) passes a layer in it an extra keyword
+    # Outside of the scope: when TensorFlow compiles it, Keras (3.15) passes a layer in it an extra keyword.
+    z = dense()(x)
     with keras.RematScope(**scope):
         y = op(z, extra=[x], mode="some")["y"]
     del runs[:]
@@ -363,39 +346,11 @@ def test_symbolic_tensors_in_a_container_of_an_unknown_class():
 
 
 @pytest.mark.forward
-def test_an_error_in_the_function_names_the_op():
-    op = op_custom_gradient(lambda x: x, name="lonely")
-    with pytest.raises(TypeError, match="lonely: the function did not return"):
-        op(keras.Input((3,)))
-
-
-@pytest.mark.forward
-def test_ops_have_no_state_and_can_be_pickled():
-    """The data of a model is not stored in the op, which is pickled by name."""
+def test_ops_have_no_state():
+    """The data of a model is not stored in the op."""
     before = dict(vars(double))
     double(keras.Input((3,)))
     assert vars(double) == before
-    assert pickle.loads(pickle.dumps(double)) is double
-
-
-@pytest.mark.parametrize("mode", FIT_MODES[:2])
-def test_a_weight_that_the_function_reads(mode):
-    """If the model contains the weight, `fit` trains it by the gradient that the rule returns for it."""
-    layer = dense()
-
-    @op_custom_gradient
-    def op(x):
-        def rule(u, variables):
-            (kernel,) = variables
-            return u * 5.0, [ops.reshape(-3.0 * ops.sum(u * x), kernel.shape)]
-
-        return layer(x), rule
-
-    x = keras.Input((1,))
-    layer.build((None, 1))
-    model = keras.Model(x, op(x) + 0.0 * layer(x))
-    # The mean of x is 2, and the output of the layer has no influence.
-    assert step(model, **mode) == 1 + 3 * 2
 
 
 def weighed(weight):
@@ -421,6 +376,16 @@ def weighed_argument(weight):
 
 
 @pytest.mark.parametrize("mode", FIT_MODES[:2])
+def test_a_weight_that_the_function_reads(mode):
+    """If the model contains the weight, `fit` trains it by the gradient that the rule returns for it."""
+    layer, x = dense(), keras.Input((1,))
+    layer.build((None, 1))
+    model = keras.Model(x, weighed(layer.kernel)(x) + 0.0 * layer(x))
+    # The mean of x is 2, and the output of the layer has no influence.
+    assert step(model, **mode) == 1 + 3 * 2
+
+
+@pytest.mark.parametrize("mode", FIT_MODES[:2])
 @pytest.mark.parametrize("make", [weighed, weighed_method, weighed_argument])
 def test_a_weight_that_no_layer_of_the_model_owns_raises_in_fit(make, mode):
     weight = keras.Variable([[2.0]], name="factor")
@@ -431,21 +396,14 @@ def test_a_weight_that_no_layer_of_the_model_owns_raises_in_fit(make, mode):
         step(model, **mode)
 
 
-def test_a_weight_of_an_outer_model():
+def test_a_weight_of_another_model():
     layer = dense()
     layer.build((None, 1))
     x = keras.Input((1,))
     inner = keras.Model(x, weighed(layer.kernel)(x))
     outer = keras.Model(x, inner(x) + 0.0 * layer(x))
+    clone = keras.models.clone_model(keras.Model(x, weighed(layer.kernel)(layer(x))))
     assert step(outer) == 1 + 3 * 2
-    with pytest.raises(TypeError, match=r"write a keras\.Layer"):
-        step(inner)
-
-
-def test_a_clone_does_not_train_the_weight_of_another_model():
-    layer = dense()
-    x = keras.Input((1,))
-    y = layer(x)
-    clone = keras.models.clone_model(keras.Model(x, weighed(layer.kernel)(y)))
-    with pytest.raises(TypeError, match=r"write a keras\.Layer"):
-        step(clone)
+    for model in (inner, clone):
+        with pytest.raises(TypeError, match=r"write a keras\.Layer"):
+            step(model)

@@ -34,26 +34,22 @@ def native_gradients(function, variables, *tensors):
     return jax.grad(stateless)([v.value for v in variables])
 
 
-@op_custom_gradient
-def linear_poly(x):
-    """The function of TensorFlow's documentation, with a Keras Variable."""
-    poly = SCALE[1] * x + SCALE[0]
-
-    def rule(upstream, variables):
-        assert len(variables) == 1
-        assert variables[0] is SCALE
-        of_scale = ops.stack([ops.sum(upstream), ops.sum(upstream * x)])
-        return upstream * SCALE[1], [of_scale]
-
-    return poly, rule
-
-
 def test_linear_poly():
+    """The function of TensorFlow's documentation, with a Keras Variable."""
+    scale = keras.Variable([1.0, 1.0])
+
+    @op_custom_gradient
+    def linear_poly(x):
+        def rule(upstream, variables):
+            assert len(variables) == 1
+            assert variables[0] is scale
+            return upstream * scale[1], [ops.stack([ops.sum(upstream), ops.sum(upstream * x)])]
+
+        return scale[1] * x + scale[0], rule
+
     x = array(1.0, 2.0, 3.0)
-    SCALE.assign([1.0, 1.0])
-    value, (dx, (dweights,)) = value_and_grad(lambda x: ops.sum(linear_poly(x)), 0, variables=[SCALE])(x)
+    value, (dx, (dweights,)) = value_and_grad(lambda x: ops.sum(linear_poly(x)), 0, variables=[scale])(x)
     close((value, dx, dweights), (array(9.0), array(1.0, 1.0, 1.0), array(3.0, 6.0)))
-    SCALE.assign([2.0, 3.0])
 
 
 FORMS = {
@@ -95,14 +91,6 @@ def test_variables_are_in_the_order_of_first_use():
     assert seen == [["v2", "v0", "v1"]]
 
 
-def test_a_weight_that_an_inner_function_reads():
-    def helper(x):
-        return x * SCALE[0]
-
-    op = op_custom_gradient(lambda x: (helper(x), lambda u, variables: (u, [array(7.0, 5.0)])))
-    close(native_gradients(op, [SCALE], array(1.0)), [array(7.0, 5.0)])
-
-
 def test_an_op_without_arguments():
     op = op_custom_gradient(lambda: (SCALE * 2, lambda u, variables: ((), [u * 7])))
     close(native_gradients(lambda: ops.sum(op()), [SCALE]), [array(7.0, 7.0)])
@@ -112,17 +100,6 @@ def test_an_argument_and_a_weight_that_are_the_same_variable():
     weight = keras.Variable(2.0)
     op = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 3, [u * 7])))
     close(native_gradients(lambda: op(weight), [weight]), [array(10.0)])
-
-
-def test_an_integer_argument_and_a_weight():
-    table = keras.Variable(np.eye(3, dtype="float32"))
-
-    @op_custom_gradient
-    def lookup(i):
-        return ops.take(table, i, axis=0), lambda u, variables: (None, [ops.ones((3, 3)) * 7])
-
-    i = ops.convert_to_tensor([0, 2], dtype="int32")
-    close(native_gradients(lambda i: ops.sum(lookup(i)), [table], i), [np.full((3, 3), 7.0, "float32")])
 
 
 def test_frozen_variables_have_no_gradient():
@@ -208,31 +185,6 @@ def test_the_rule_reads_a_weight_in_the_dtype_of_the_function():
     gradients = native_gradients(lambda x: ops.sum(layer(x)), [layer.scale], array(1.0, 2.0))
     assert met == ["bfloat16", "bfloat16"]
     close(gradients, [array(14.0)])
-
-
-def test_second_derivatives_go_through_variables_in_the_rule():
-    weight = keras.Variable(2.0)
-
-    @op_custom_gradient
-    def op(x):
-        e = x * weight
-        return ops.exp(e), lambda u, variables: (u * e * weight * 3, [u * x * e * 5])
-
-    # With the rule, df/dx = 3·x·w² and df/dw = 5·x²·w.
-    close(grad(grad(op), variables=[weight])(0.5), [6.0])
-    close(grad(grad(op))(0.5), 12.0)
-    close(grad(lambda x: grad(op, variables=[weight])(x)[0])(0.5), 10.0)
-    close(grad(lambda: grad(op, variables=[weight])(0.5)[0], variables=[weight])(), [1.25])
-    third = grad(lambda x: grad(grad(op), variables=[weight])(x)[0])
-    close(third(0.5), 12.0)
-
-
-def test_an_op_in_an_op():
-    weight = keras.Variable(2.0)
-    inner = op_custom_gradient(lambda x: (x * weight, lambda u, variables: (u * 3, [u * 5])))
-    outer = op_custom_gradient(lambda x: (inner(x), lambda u, variables: (u * 7, [u * 11])))
-    close(grad(outer, 0, variables=[weight])(1.0), (7.0, [11.0]))
-    close(grad(lambda x: inner(outer(x)), 0, variables=[weight])(1.0), (21.0, [38.0]))
 
 
 # ---------------------------------------------------------------------------------------- errors
@@ -344,21 +296,6 @@ def test_assignments_persist_in_a_stateless_scope():
     close(average.value, array(1.0))
 
 
-def test_seed_generators_advance():
-    seed = keras.random.SeedGenerator(1)
-
-    @op_custom_gradient
-    def noisy(x):
-        return x + keras.random.normal((3,), seed=seed), lambda u: u * 7
-
-    x = array(0.0, 0.0, 0.0)
-    first, second = numpy(noisy(x)), numpy(noisy(x))
-    assert not np.allclose(first, second)
-    again = keras.random.SeedGenerator(1)
-    close(array(first), keras.random.normal((3,), seed=again))
-    close(array(second), keras.random.normal((3,), seed=again))
-
-
 def test_a_weight_that_is_read_and_assigned_and_read():
     weight = keras.Variable(5.0)
 
@@ -420,11 +357,10 @@ def test_a_rule_that_assigns_another_variable_raises():
         count.assign_add(1.0)
         return u
 
-    rules = {
-        "count": counts,
-        "seed_generator_state": lambda u: u * keras.random.uniform((), seed=noise),
-    }
-    for name, rule in rules.items():
+    def draws(u):
+        return u * keras.random.uniform((), seed=noise)
+
+    for rule, name in (counts, "count"), (draws, "seed_generator_state"):
         op = op_custom_gradient(lambda x, rule=rule: (x * 1.0, rule), name="op")
         with pytest.raises(TypeError, match=rf"op: the rule assigns a variable(.*\n)*.*{name}"):
             grad(op)(array(2.0))
