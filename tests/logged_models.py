@@ -10,6 +10,7 @@ from keras import layers, ops
 from support import array, numpy
 
 from multigrad import grad, op_custom_gradient
+from multigrad.callbacks.records import TENSORS
 
 BATCH = 4
 
@@ -152,3 +153,40 @@ def eager_tensors(case: Case, x: np.ndarray, y: np.ndarray, scale: float) -> dic
         "weights": {path: numpy(variables[path].value) for path in trainable},
         "gradients": dict(zip(trainable, gradients[count:], strict=True)),
     }
+
+
+def fit(model, x, y, *callbacks, **options):
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
+    return model.fit(x, y, callbacks=list(callbacks), **options)
+
+
+def made(make, seed=3, **options):
+    """Return a case with a compiled model, whose weights are the same for each call."""
+    keras.utils.set_random_seed(seed)
+    case = make()
+    random = np.random.default_rng(0)
+    for variable in case.model.trainable_variables:
+        variable.assign(random.normal(size=variable.shape) * 0.5)
+    optimizer = options.pop("optimizer", lambda: keras.optimizers.Adam(0.05))()
+    case.model.compile(optimizer, "mse", **options)
+    return case
+
+
+def compare(statistics, wanted, tolerance):
+    finite = wanted[np.isfinite(wanted)].astype("float64")
+    assert statistics.size == wanted.size
+    got = [statistics.norm, statistics.largest]
+    np.testing.assert_allclose(got, [np.linalg.norm(finite), abs(finite).max()], tolerance, tolerance * 1e-2)
+    fractions = [(wanted == 0).mean(), np.isnan(wanted).mean(), np.isinf(wanted).mean()]
+    np.testing.assert_allclose(
+        [statistics.zeros, statistics.nans, statistics.infinities], fractions, atol=1e-6
+    )
+
+
+def check_tensors(record, wanted, tolerance, shared=""):
+    """Compare a record with `eager_tensors`. Calls of a layer share one upstream gradient in `shared`."""
+    for kind in TENSORS:
+        tables = dict(getattr(record, kind))
+        assert sorted(tables) == sorted(wanted[kind]) or kind == shared
+        for path, statistics in tables.items():
+            compare(statistics, wanted[kind][path], tolerance)

@@ -1,13 +1,13 @@
 """Random ops as text: functions with false rules, in every form of a definition, a rule and its answer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from random_expressions import (
     FACTORS,
     NUMBERS,
     STATICS,
     STRUCTURES,
-    Expressions,
     Names,
     Op,
     Parameter,
@@ -22,48 +22,27 @@ ARGUMENTS = "abcd"
 
 
 class OpDrawing:
-    """One op while it is drawn.
+    """One op of a program (`random_programs.Drawing`) while it is drawn."""
 
-    Arguments:
-        expressions: draws its expressions.
-        number: the number in its name.
-        weights: the full and the small weights of the program.
-        constants: tensors in the globals of the program.
-        integers: the name of a tensor of integers, if there is one.
-        others: ops that it may call.
-        simple: whether its arguments and outputs are tensors.
-        cast: whether an argument may have low precision.
-        black_box: the name of a function that computes its outputs in NumPy, if there is one.
-        closed: the name of a tensor that it may close over, if there is one.
-    """
-
-    def __init__(
-        self,
-        expressions: Expressions,
-        number: int,
-        weights: tuple[list[str], list[str]],
-        constants: Sequence[str],
-        integers: str | None,
-        others: Sequence[Op],
-        simple: bool,
-        cast: bool,
-        black_box: str | None,
-        closed: str | None,
-    ) -> None:
-        self.draws, self.random, self.chance = expressions, expressions.random, expressions.chance
-        self.black_box, self.cast, self.integers = black_box, cast, integers
-        form = self.random.choice(FORMS)
-        self.form = form
-        full, small = [[w for w in own if self.chance(0.5)] for own in weights]
+    def __init__(self, program: Any, number: int) -> None:
+        self.draws, self.random, self.chance = program.draws, program.random, program.chance
+        # The name of a function that computes the outputs in NumPy.
+        self.black_box = program.black_box if number == 0 or self.chance(0.3) else None
+        self.cast, self.integers = program.low is not None, program.integers
+        simple = self.chance(0.5)  # its arguments and outputs are tensors
+        # On PyTorch, NumPy cannot read the value of a weight.
+        constants = [] if self.black_box else program.constants
+        self.form = form = self.random.choice(FORMS)
+        full, small = [[w for w in own if self.chance(0.5)] for own in program.weights]
         # PyTorch runs a function again, recorded, for a second derivative of a rule that uses an object.
-        of_self = "layer" in form and not black_box
+        of_self = "layer" in form and not self.black_box
         self.written = {w: f"self.{w}" if of_self and self.chance(0.7) else w for w in [*full, *small]}
         self.parameters = self._parameters(simple, form)
         self.tail = self._tail()
         self.name = f"op{number}"
         unpacked, self.names = self._unpacked(constants)
-        nested = [op for op in others if set(op.weights) <= set(self.written)]
-        self.names.ops = nested if self.chance(0.5) and not black_box else []
+        nested = [op for op in program.ops if set(op.weights) <= set(self.written)]
+        self.names.ops = nested if self.chance(0.5) and not self.black_box else []
         self.unpacked = unpacked
         self.inputs = [*self.names.full]
         body = list(unpacked)
@@ -72,9 +51,10 @@ class OpDrawing:
             # The first lines read the weights, so their order is known.
             body.append(f"s{i} = {own} * {self.random.choice(NUMBERS)}")
             kind = self.names.full if w in full else self.names.small
-            kind += [own] if black_box else [own, f"s{i}"]
+            kind += [own] if self.black_box else [own, f"s{i}"]
         used_by = self.random.choice(["nothing", "function", "rule", "rule", "both"])
-        if not closed or black_box:
+        closed = program.closed
+        if not closed or self.black_box:
             used_by = "nothing"
         self.stores = used_by != "nothing" and self.chance(0.15)
         self.names.full += [closed] * 2 * (used_by in ("function", "both"))

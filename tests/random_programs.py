@@ -209,19 +209,7 @@ class Drawing:
     # ------------------------------------------------------------------------------------------ ops and loss
 
     def _op(self, number: int) -> list[str]:
-        black_box = self.black_box if number == 0 or self.chance(0.3) else None
-        drawing = OpDrawing(
-            self.draws,
-            number,
-            self.weights,
-            [] if black_box else self.constants,  # on PyTorch, NumPy cannot read the value of a weight
-            self.integers,
-            self.ops,
-            simple=self.chance(0.5),
-            cast=self.low is not None,
-            black_box=black_box,
-            closed=self.closed,
-        )
+        drawing = OpDrawing(self, number)
         self.ops.append(drawing.op)
         return drawing.lines
 

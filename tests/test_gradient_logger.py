@@ -13,44 +13,16 @@ import logged_models
 import numpy as np
 import pytest
 from keras import layers, ops
-from logged_models import BATCH, eager_tensors, targets
+from logged_models import BATCH, check_tensors, compare, eager_tensors, fit, made, targets
 from support import BACKEND, array, numpy
 
 from multigrad import op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.callbacks import GradientLogger
-from multigrad.callbacks.records import TENSORS, GradientRecord, GradientStatistics, diagnose
+from multigrad.callbacks.records import GradientRecord, GradientStatistics, diagnose
 from multigrad.callbacks.steps import training_of
 from multigrad.common import keras_internals
 
 WHERE = Path(__file__).with_name("logged_on_devices.py")
-
-
-def fit(model, x, y, *callbacks, **options):
-    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0} | options
-    return model.fit(x, y, callbacks=list(callbacks), **options)
-
-
-def made(make, seed=3, **options):
-    """Return a case with a compiled model, whose weights are the same for each call."""
-    keras.utils.set_random_seed(seed)
-    case = make()
-    random = np.random.default_rng(0)
-    for variable in case.model.trainable_variables:
-        variable.assign(random.normal(size=variable.shape) * 0.5)
-    optimizer = options.pop("optimizer", lambda: keras.optimizers.Adam(0.05))()
-    case.model.compile(optimizer, "mse", **options)
-    return case
-
-
-def compare(statistics, wanted, tolerance):
-    finite = wanted[np.isfinite(wanted)].astype("float64")
-    assert statistics.size == wanted.size
-    got = [statistics.norm, statistics.largest]
-    np.testing.assert_allclose(got, [np.linalg.norm(finite), abs(finite).max()], tolerance, tolerance * 1e-2)
-    fractions = [(wanted == 0).mean(), np.isnan(wanted).mean(), np.isinf(wanted).mean()]
-    np.testing.assert_allclose(
-        [statistics.zeros, statistics.nans, statistics.infinities], fractions, atol=1e-6
-    )
 
 
 def values_of(model):
@@ -102,11 +74,7 @@ def test_the_numbers_are_those_of_eager_code_and_the_weights_are_the_same(name, 
     assert record.scale == (float(numpy(before.model.optimizer.dynamic_scale)) if name == "half" else 1.0)
     wanted = eager_tensors(before, x[start : start + BATCH], y[start : start + BATCH], record.scale)
     tolerance = 1e-2 if name == "half" else 1e-4
-    for kind in TENSORS:
-        tables = dict(getattr(record, kind))
-        assert sorted(tables) == sorted(wanted[kind]) or (name == "layered" and kind == "upstream")
-        for path, statistics in tables.items():
-            compare(statistics, wanted[kind][path], tolerance)
+    check_tensors(record, wanted, tolerance, shared="upstream" if name == "layered" else "")
     all_gradients = np.concatenate([g.ravel() for g in wanted["gradients"].values()])
     np.testing.assert_allclose(record.gradient_norm, np.linalg.norm(all_gradients), rtol=tolerance)
     # On PyTorch, a recorded step of a compiled model runs uncompiled.

@@ -29,9 +29,7 @@ def false_rule(x):
 class Power(keras.layers.Layer):
     """A layer whose methods are ops."""
 
-    def __init__(self):
-        super().__init__()
-        self.factor = self.add_weight(shape=(), initializer="ones")
+    factor = keras.Variable(1.0)
 
     @op_custom_gradient
     def power(self, x):
@@ -39,10 +37,8 @@ class Power(keras.layers.Layer):
 
     @op_custom_gradient
     def weighted(self, x):
-        def rule(upstream, variables):
-            return upstream * 30.0 * x**2 * self.factor, [upstream * x**3]
-
-        return x**3 * self.factor, rule
+        by_factor = lambda u, variables: (u * 30.0 * x**2 * self.factor, [u * x**3])  # noqa: E731
+        return x**3 * self.factor, by_factor
 
 
 # Each function with its value at 2 and its derivative there, which is false for an op.
