@@ -17,15 +17,7 @@ RNG = np.random.default_rng(5)
 X, W = (RNG.uniform(0.5, 2.0, [2, 3]).astype("float32") for _ in range(2))
 
 
-class Doubled(keras.layers.Layer):
-    """A layer with a weight, which is two."""
-
-    def build(self, shape):
-        self.w = self.add_weight(shape=(), initializer=keras.initializers.Constant(2.0), name="w")
-
-
-layer = Doubled()
-layer.build(None)
+TWO = keras.Variable(2.0)
 
 
 def as_function(of_x, slope):
@@ -43,7 +35,7 @@ def as_method(of_x, slope):
 
 def as_reader(of_x, slope):
     doubled = op_custom_gradient(
-        lambda x: (of_x(x) * layer.w, lambda u, variables: (u * 7.0 * slope * layer.w, [None]))
+        lambda x: (of_x(x) * TWO, lambda u, variables: (u * 7.0 * slope * TWO, [None]))
     )
     return lambda x: doubled(x) / 2.0
 
@@ -289,19 +281,18 @@ def test_a_tensor_that_a_method_stores_on_its_object():
 def test_a_constant_on_an_object(wrap):
     """It was there before the call, and stays a constant at every order."""
 
-    class Masked:
-        mask = None
+    mask = np.float32([1.0, 0.0, 2.0])
 
+    class Masked:
         @op_custom_gradient
         def of(self, x):
             return x**3 * self.mask, lambda u: u * 7.0 * x**2 * self.mask
 
     masked = Masked()
-    masked.mask = array(np.float32([1.0, 0.0, 2.0]))
+    masked.mask = array(mask)
 
     def loss(x):
         return ops.sum(masked.of(x))
 
-    mask = np.float32([1.0, 0.0, 2.0])
     close(wrap(grad(loss))(X), array(7.0 * X**2 * mask), 1e-4)
     close(wrap(grad(lambda x: ops.sum(grad(loss)(x))))(X), array(14.0 * X * mask), 1e-4)

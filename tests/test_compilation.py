@@ -378,17 +378,3 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert sorted((i, float(numpy(value))) for i, value in results) == [(i, 2.0 * i) for i in range(4)]
-
-
-# ------------------------------------------------------------------------------- errors
-
-
-@pytest.mark.forward
-def test_invalid_arguments_raise():
-    with pytest.raises(TypeError, match=r"multigrad.jit: f cannot be used"):
-        jit(3)
-    with pytest.raises(TypeError, match=r"(?s)f: a static name of multigrad.jit is not.*'x', 'n'.*'m'"):
-
-        @jit(static_argnames="m")
-        def f(x, n):
-            return x

@@ -34,9 +34,6 @@ class Callable:
     def __call__(self, u):
         return u * self.factor
 
-    def method(self, u):
-        return u * self.factor
-
     @staticmethod
     def static(u):
         return u * 7.0
@@ -65,7 +62,7 @@ class Callable:
         lambda x: functools.partial(lambda g, factor: g * factor, factor=7.0 * x / x),
         lambda x: Callable(7.0),
         lambda x: Callable(7.0 * x / x),
-        lambda x: Callable(7.0).method,
+        lambda x: Callable(7.0).__call__,
         lambda x: Callable.static,
         lambda x: op_custom_gradient(lambda g: (g * 7.0, lambda u: u)),
     ],
@@ -96,33 +93,26 @@ def test_a_hybrid_rule_gets_the_positional_arguments():
     @op_custom_gradient
     def op(x, axis=-1, *, keep=False):
         def rule(*args, upstream):
-            seen.append(args)
+            seen.append(args[1:])
             return upstream * 7.0
 
         return x * 2.0, rule
 
-    close(grad(lambda x: op(x))(1.0), array(7.0))
-    close(grad(lambda x: op(x, 0))(1.0), array(7.0))
-    close(grad(lambda x: op(axis=0, x=x, keep=True))(1.0), array(7.0))
-    assert [len(args) for args in seen] == [1, 2, 2]
-    assert seen[1][1] == 0
+    for call in (op, lambda x: op(x, 0), lambda x: op(axis=0, x=x, keep=True)):
+        close(grad(call)(1.0), array(7.0))
+    assert seen == [(), (0,), (0,)]
 
 
 def test_unused_outputs_have_zero_upstream_gradients():
-    seen = []
-
     @op_custom_gradient
     def op(x):
         def rule(u, v, w):
-            seen.append((u, v, w))
-            return u * 7.0
+            assert w is None
+            return u * 7.0 + ops.sum(1.0 - v)
 
         return (x * 1.0, ops.stack([x, x]), ops.cast(x, "int32")), rule
 
-    close(grad(lambda x: op(x)[0])(1.0), array(7.0))
-    ((u, v, w),) = seen
-    close((u, v), (array(1.0), array(0.0, 0.0)))
-    assert w is None
+    close(grad(lambda x: op(x)[0])(1.0), array(9.0))
 
 
 def test_variables_are_not_passed_if_none_were_read():
@@ -137,28 +127,18 @@ def test_variables_are_not_passed_if_none_were_read():
     close(grad(op)(1.0), array(7.0))
 
 
-def test_a_hybrid_rule_gets_arguments_after_a_default():
+def test_a_hybrid_rule_gets_defaults_and_arguments_after_them():
     @op_custom_gradient
     def op(x, a=1.0, b=2.0):
-        def rule(x, a=1.0, b=2.0, *, upstream):
-            return upstream * b
+        def rule(x, a, b=2.0, *, upstream):
+            return upstream * a * b
 
         return x * 1.0, rule
 
     for call in (lambda x: op(x, b=5.0), lambda x: op(x, 1.0, 5.0), lambda x: op(x, b=5.0, a=1.0)):
         close(grad(call)(1.0), array(5.0))
-
-
-def test_a_hybrid_rule_that_requires_a_default_gets_it():
-    @op_custom_gradient
-    def op(x, factor=7.0):
-        def rule(x, factor, *, upstream):
-            return upstream * factor
-
-        return x * 1.0, rule
-
-    close(grad(op)(1.0), array(7.0))
-    close(grad(lambda x: op(x, 3.0))(1.0), array(3.0))
+    close(grad(op)(1.0), array(2.0))
+    close(grad(lambda x: op(x, 3.0))(1.0), array(6.0))
 
 
 def test_a_wrapped_rule_has_the_signature_of_the_inner_rule():

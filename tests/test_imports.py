@@ -54,16 +54,10 @@ def test_the_check_finds_other_frameworks():
     assert loaded("import sys; sys.modules['torch'] = sys.modules['jax'] = sys") == {"jax", "torch"}
 
 
-def test_an_unknown_name_raises():
-    import multigrad
-
-    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
-        multigrad.nothing  # noqa: B018
-
-
 @pytest.mark.parametrize(
     ("module", "name", "meant"),
     [
+        ("multigrad", "nothing", None),
         ("multigrad", "gard", "grad"),
         ("multigrad", "op_custom_gradiant", "op_custom_gradient"),
         ("multigrad.ops", "safe_nrom", "safe_norm"),
@@ -71,7 +65,7 @@ def test_an_unknown_name_raises():
     ],
 )
 def test_the_error_for_an_unknown_name_has_the_nearest_public_name(module, name, meant):
-    said = f"attribute '{name}'. Did you mean '{meant}'\\?$"
+    said = f"attribute '{name}'" + (f". Did you mean '{meant}'\\?$" if meant else "$")
     with pytest.raises(AttributeError, match=said):
         getattr(importlib.import_module(module), name)
     assert not hasattr(importlib.import_module(module), name)

@@ -1,5 +1,6 @@
 """`trace_gradients`: the records of ops in a context."""
 
+import contextlib
 import contextvars
 import json
 import math
@@ -119,15 +120,9 @@ def test_a_function_runs_once_in_a_trace():
     @op_custom_gradient
     def op(x):
         calls.append("f")
-        e = ops.exp(x)
+        return x * 2.0, lambda upstream: calls.append("rule") or upstream * 7.0
 
-        def rule(upstream):
-            calls.append("rule")
-            return upstream * 7.0 * e
-
-        return e * 2.0, rule
-
-    trace = traced(grad(lambda x: ops.sum(op(x))), np.ones(3, "float32"))
+    trace = traced(grad(op), 1.0)
     assert calls == ["f", "rule"]
     assert (len(trace.calls), len(trace.steps)) == (1, 1)
 
@@ -156,19 +151,12 @@ def test_structures_static_arguments_integers_and_none():
         out = {"y": a * b * k, "n": n + 1}
         return out, lambda U: ({"a": U["y"] * 7.0, "rest": (None, None)}, None, None)
 
-    tree = {"a": array(2.0), "rest": (array(1.0, 3.0), array(4, dtype="int32"))}
-
-    def loss(a):
-        return ops.sum(op(tree | {"a": a}, 5)["y"])
-
-    trace = traced(grad(loss), 2.0)
+    rest = array(1.0, 3.0), array(4, dtype="int32")
+    trace = traced(grad(lambda a: ops.sum(op({"a": a, "rest": rest}, 5)["y"])), 2.0)
     (call,), (step,) = trace.calls, trace.steps
     assert list(call.inputs) == ["tree['a']", "tree['rest'][0]", "tree['rest'][1]"]
-    assert {path: None if v is None else v.tolist() for path, v in step.downstream.items()} == {
-        "tree['a']": 14.0,
-        "tree['rest'][0]": None,
-        "tree['rest'][1]": None,
-    }
+    wanted = {"tree['a']": 14.0, "tree['rest'][0]": None, "tree['rest'][1]": None}
+    assert {path: None if v is None else v.tolist() for path, v in step.downstream.items()} == wanted
     assert set(call.outputs) == {"output['y']", "output['n']"}
     assert step.upstream["output['n']"] is None
     assert step.upstream["output['y']"].tolist() == [1.0, 1.0]
@@ -279,14 +267,13 @@ def test_other_threads_are_not_recorded():
 def test_a_shared_context_ends_with_the_last_thread():
     on = []
 
-    class Switch:
-        def __enter__(self):
-            on.append(1)
+    @contextlib.contextmanager
+    def switch():
+        on.append(1)
+        yield
+        on.pop()
 
-        def __exit__(self, *error):
-            on.pop()
-
-    shared = Shared(Switch)
+    shared = Shared(switch)
     first, second = threading.Event(), threading.Event()
 
     def other():

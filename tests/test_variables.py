@@ -190,20 +190,6 @@ def test_the_rule_reads_a_weight_in_the_dtype_of_the_function():
 # ---------------------------------------------------------------------------------------- errors
 
 
-def test_a_rule_without_variables_raises():
-    first, second = keras.Variable(1.0, name="first"), keras.Variable(1.0, name="second")
-    ran = []
-
-    @op_custom_gradient
-    def op(x):
-        ran.append(1)
-        return x * first * second, lambda upstream: upstream
-
-    with pytest.raises(TypeError, match=r"op: .*variables.*\n(.*\n)*.*variable 'first', variable 'second'"):
-        op(array(1.0))
-    assert ran == [1]
-
-
 ANSWERS = {
     "too few": (lambda u: (u, []), "the wrong number of gradients of variables(.|\n)*got: 0 in a list"),
     "too many": (lambda u: (u, [u, u, u]), "3 in a list"),
@@ -254,13 +240,10 @@ def test_none_in_the_pair_is_zero_for_the_arguments_only():
         grad(wrong, variables=[weight])(x, y)
 
 
-def test_gradients_with_respect_to_other_objects_raise():
-    with pytest.raises(TypeError, match=r"^lambda: variables .*\n.*'variables'\[0\](.*\n)*.*Keras Variables"):
-        grad(lambda x: x, variables=[1.0])
-    with pytest.raises(TypeError, match=r"'variables'\[1\](.*\n)*.*second time"):
-        grad(lambda x: x, variables=[SCALE, SCALE])
+def test_a_gradient_with_respect_to_an_integer_raises():
+    counter = keras.Variable(1, dtype="int32", trainable=False, name="counter")
     with pytest.raises(TypeError, match="argument: variable 'counter'"):
-        grad(lambda x: x, variables=[keras.Variable(1, dtype="int32", trainable=False, name="counter")])(1.0)
+        grad(lambda x: x, variables=[counter])(1.0)
 
 
 # ----------------------------------------------------------------------------------- assignments
