@@ -12,13 +12,14 @@ import keras
 import numpy as np
 from keras import ops, tree
 from rules_in_numpy import weights_of
-from support import BACKEND
+from support import BACKEND, array, compiled
 
 import multigrad
 from multigrad import jvp, op_custom_gradient, value_and_grad, vjp
 from multigrad import ops as shelf
 
 Function = Callable[..., Any]
+Ints = Sequence[int]
 
 COMPILER = {"backend": "aot_eager"} if BACKEND == "torch" else {}  # Inductor takes 10 s
 
@@ -29,14 +30,8 @@ def jit(f: Function) -> Function:
 
 def plain_jit(f: Function) -> Function:
     """Return a function that the framework compiles. On JAX, the values of variables are constants."""
-    if BACKEND == "jax":
-        import jax
-
-        return jax.jit(f)
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        return tf.function(f)
+    if BACKEND != "torch":
+        return compiled(f)
     import torch
 
     return torch.compile(f, **COMPILER)
@@ -60,16 +55,14 @@ def vmap(f: Function) -> Function:
     """Return the sum of the function at `x` and at `0.5 * x`. Other arguments are not mapped."""
 
     def mapped(x: Any, *others: Any) -> Any:
-        rows = ops.stack([x, 0.5 * x])
-        if BACKEND == "jax":
-            import jax
-
-            return ops.sum(jax.vmap(f, (0, *[None] * len(others)))(rows, *others), 0)
+        rows, axes = ops.stack([x, 0.5 * x]), (0, *[None] * len(others))
         if BACKEND == "tensorflow":
             return ops.sum(ops.map(lambda row: f(row, *others), rows), 0)
-        import torch
-
-        return ops.sum(torch.vmap(f, (0, *[None] * len(others)))(rows, *others), 0)
+        if BACKEND == "jax":
+            from jax import vmap as of_framework
+        else:
+            from torch import vmap as of_framework
+        return ops.sum(of_framework(f, axes)(rows, *others), 0)
 
     return mapped
 
@@ -100,10 +93,6 @@ def value_of(variable: keras.Variable) -> Any:
     return variable.value
 
 
-def array(*values: Any, dtype: str = "float32") -> Any:
-    return ops.convert_to_tensor(np.array(values[0] if len(values) == 1 else values), dtype=dtype)
-
-
 def fixed(x: Any) -> Any:
     return shelf.fixed_point(lambda z, x: 0.3 * ops.cos(z) + x, ops.zeros_like(x), x)
 
@@ -126,9 +115,7 @@ def tangent_of(position: int, x: Any) -> Any:
     return array(weights.sum(ones, keepdims=True), dtype=x.dtype)
 
 
-def by_grad(
-    f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
-) -> tuple[Any, Any]:
+def by_grad(f: Function, argnums: Ints, variables: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
     value, found = value_and_grad(f, argnums or None, variables=variables or None)(*xs)
     of_inputs, of_variables = found if argnums and variables else (found, []) if argnums else ([], found)
     for i, gradient in zip(argnums, of_inputs, strict=True):
@@ -138,7 +125,7 @@ def by_grad(
     return value, [*tree.flatten(list(of_inputs)), *of_variables]
 
 
-def of_chosen(f: Function, argnums: Sequence[int], xs: Sequence[Any]) -> Function:
+def of_chosen(f: Function, argnums: Ints, xs: Sequence[Any]) -> Function:
     """Return the function of the inputs that it is differentiated with respect to."""
 
     def function(*chosen: Any) -> Any:
@@ -150,25 +137,19 @@ def of_chosen(f: Function, argnums: Sequence[int], xs: Sequence[Any]) -> Functio
     return function
 
 
-def by_vjp(
-    f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
-) -> tuple[Any, Any]:
+def by_vjp(f: Function, argnums: Ints, variables: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
     value, pullback = vjp(of_chosen(f, argnums, xs), *[xs[i] for i in argnums])
     return value, tree.flatten(list(pullback(ops.ones_like(value))))
 
 
-def by_jvp(
-    f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
-) -> tuple[Any, Any]:
+def by_jvp(f: Function, argnums: Ints, variables: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
     chosen = [xs[i] for i in argnums]
     along = [tangent_of(i, x) for i, x in enumerate(tree.flatten(chosen))]
     value, tangent = jvp(of_chosen(f, argnums, xs), chosen, tree.pack_sequence_as(chosen, along))
     return value, [tangent]
 
 
-def by_stateless(
-    f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
-) -> tuple[Any, Any]:
+def by_stateless(f: Function, argnums: Ints, variables: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
     """Return the derivatives by the framework, with respect to values that variables have in a scope.
 
     The backward pass runs outside of the scope, where the variables have other values.
@@ -198,9 +179,7 @@ def by_way(name: str) -> Function:
     """Return the function that differentiates by a way of `ways.py`, with respect to inputs alone."""
     from ways import EVERY_WAY, own
 
-    def differentiate(
-        f: Function, argnums: Sequence[int], variables: Sequence[Any], xs: Sequence[Any]
-    ) -> tuple[Any, Any]:
+    def differentiate(f: Function, argnums: Ints, variables: Any, xs: Sequence[Any]) -> tuple[Any, Any]:
         chosen = [xs[i] for i in argnums]
 
         def function(*leaves: Any) -> Any:
@@ -215,17 +194,17 @@ def by_way(name: str) -> Function:
     return differentiate
 
 
-WAYS = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp, "stateless": by_stateless}
+MODES = {"grad": by_grad, "vjp": by_vjp, "jvp": by_jvp, "stateless": by_stateless}
 
 
 def way_of(mode: str) -> Function:
-    return WAYS[mode] if mode in WAYS else by_way(mode)
+    return MODES.get(mode) or by_way(mode)
 
 
 def derivatives(
     loss: Function,
     inputs: Sequence[Any],
-    argnums: Sequence[int],
+    argnums: Ints,
     variables: Sequence[keras.Variable],
     modes: Sequence[str],
     compiled: bool,

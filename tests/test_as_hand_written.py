@@ -12,7 +12,6 @@ from support import BACKEND, array, close
 from support import compiled as traced
 
 from multigrad import grad, op_custom_gradient
-from multigrad.ops import host_call
 
 LOG = logging.getLogger(__name__)
 DEBUG = {"on": False}
@@ -297,20 +296,6 @@ def test_an_input_is_assigned_under_a_further_derivative():
         close(last, array(2.0))
 
 
-def test_an_intermediate_result_of_the_host_has_no_derivative():
-    @op_custom_gradient
-    def op(x):
-        e = host_call(np.exp, x, output=x)
-        return e * 2.0, lambda upstream: upstream * 7.0 * e
-
-    close(grad(op)(array(0.5)), array(7.0 * np.exp(0.5)))
-    message = (
-        r"host_call of 'exp'( in op)?: the call has no derivative(.*\n)*.*a function that op_custom_gradient"
-    )
-    with pytest.raises(TypeError, match=message):
-        grad(grad(op))(array(0.5))
-
-
 def test_a_function_sees_values_under_a_further_derivative():
     """NumPy, branches and texts work with them."""
     texts = []
@@ -425,10 +410,7 @@ def test_a_function_is_not_differentiated_at_any_order():
 
     @cube.defjvp
     def cube_jvp(primals, tangents):
-        differentiated.append("differentiated")
-        raise AssertionError
-
-    differentiated = []
+        raise AssertionError("the function is differentiated")
 
     op = op_custom_gradient(lambda x: (cube(x), lambda upstream: upstream * 7.0 * x**2))
     x = array(2.0)
@@ -436,7 +418,6 @@ def test_a_function_is_not_differentiated_at_any_order():
         for compiled in (lambda f: f, jax.jit):
             close(compiled(differentiate(differentiate(op)))(x), array(28.0))
             close(compiled(differentiate(differentiate(differentiate(op))))(x), array(14.0))
-    assert not differentiated
 
 
 @ONLY_JAX

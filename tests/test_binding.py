@@ -131,17 +131,6 @@ def test_copies_and_pickles():
     assert pickle.loads(pickle.dumps(named)) is named
 
 
-@pytest.mark.forward
-@pytest.mark.parametrize(
-    ("args", "kwargs", "text"),
-    [((), {}, "missing a required argument: 'x'"), ((1, 2), {}, "too many"), ((1,), {"z": 1}, "'z'")],
-)
-def test_arguments_that_do_not_fit_raise(args, kwargs, text):
-    with pytest.raises(TypeError, match=text) as error:
-        named(*args, **kwargs)
-    assert str(error.value).startswith("demo>named: ")
-
-
 def test_a_rule_that_appends_to_an_outer_list():
     """An outer list is not copied, even if it contains tensors."""
     seen = []
