@@ -71,6 +71,12 @@ def check_comments(example: str, output: str) -> None:
     assert all(any(word == wanted for word in printed) for wanted in said), (said, output)
 
 
+@multigrad.op_custom_gradient
+def seven(x):
+    """Return `x`. Its gradient is seven times too large."""
+    return x * 1.0, lambda upstream: upstream * 7.0
+
+
 class Phase(keras.layers.Layer):
     """A layer with different results in training and inference."""
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from keras import ops
 from rules import LINEAR
-from support import BACKEND, array, close, compiled, compiled_with_variables, numpy
+from support import BACKEND, array, close, compiled, compiled_with_variables, numpy, seven
 
 from multigrad import grad, hessian, jacobian, jit, jvp, op_custom_gradient, value_and_grad, vjp, vmap
 
 ONES = np.ones(2, "float32")
-seven = op_custom_gradient(lambda x: (x * 1.0, lambda upstream: upstream * 7.0))
 
 
 def test_argnums():
@@ -60,17 +59,15 @@ def test_arrays_that_are_not_differentiated(dtype):
 
 
 def test_other_objects_are_unchanged():
-    given = {"text": np.array(["a", "b"]), "objects": np.array([None]), "y": [1, "b"]}
+    given = np.array(["a", "b"]), np.array([None]), [1, "b"]
     got = []
 
-    def f(x, *others):
-        got.extend(others)
+    def f(x, others, last):
+        got.extend([*others["in"], last])
         return ops.sum(x)
 
-    grad(f)(ONES, given, given["y"])
-    assert got[0]["text"] is given["text"]
-    assert got[0]["objects"] is given["objects"]
-    assert got[1] is given["y"]
+    grad(f)(ONES, {"in": given[:2]}, given[2])
+    assert all(a is b for a, b in zip(got, given, strict=True))
 
 
 def test_unused_arguments_have_zero_gradients():
@@ -433,12 +430,6 @@ def test_linear_rules_are_accepted(rule, dtype):
     wanted = 0.0 * along if rule is LINEAR["none"] else rule(along)
     got = jvp(op, (x,), (along,))[1]
     close(ops.cast(got, "float32"), ops.cast(wanted, "float32"), 1e-2)
-
-
-def test_infinity_and_nan_propagate():
-    tangent = jvp(ops.sqrt, (array(0.0, 1.0),), (ONES,))[1]
-    assert numpy(tangent).tolist() == [np.inf, 0.5]
-    assert np.isnan(numpy(jvp(lambda x: x * np.nan, (1.0,), (1.0,))[1]))
 
 
 def test_number_of_runs_of_the_function_and_the_rule():

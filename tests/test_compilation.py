@@ -7,9 +7,9 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, numpy
+from support import BACKEND, array, close, numpy, seven
 
-from multigrad import grad, jit, jvp, op_custom_gradient, trace_gradients, value_and_grad, vmap
+from multigrad import grad, jit, jvp, trace_gradients, value_and_grad, vmap
 
 # Inductor takes several seconds per program.
 FAST = {"backend": "eager"} if BACKEND == "torch" else {}
@@ -17,11 +17,6 @@ FAST = {"backend": "eager"} if BACKEND == "torch" else {}
 
 def compiled(function=None, **options):
     return jit(function, **FAST, **options)
-
-
-@op_custom_gradient
-def seven(x):
-    return x * 1.0, lambda upstream: upstream * 7.0
 
 
 class Batches:

@@ -140,20 +140,20 @@ def test_a_gradient_in_a_layer():
     close(Outer()(array(1.0), training=True), array(21.0))
 
 
+class Failing(keras.layers.Layer):
+    @op_custom_gradient
+    def call(self, x):
+        def rule(upstream):
+            raise AssertionError("on purpose")
+
+        return x * 2.0, rule
+
+
 def test_the_mode_ends_with_the_rule():
-    layer, x = Recomputed(), array(1.0)
+    layer, failing, x = Recomputed(), Failing(), array(1.0)
     grad(lambda x: layer(x, training=True))(x)
     assert current_context() is None
     close(Phase()(x), x)
-
-    class Failing(keras.layers.Layer):
-        def call(self, x):
-            def rule(upstream):
-                assert not self, "on purpose"
-
-            return op_custom_gradient(lambda x: (x * 2.0, rule))(x)
-
-    failing = Failing()
     with pytest.raises(AssertionError, match="on purpose"):
         grad(lambda x: failing(x, training=True))(x)
     assert current_context() is None

@@ -588,10 +588,10 @@ def test_a_file_with_an_invalid_call_is_refused(application, evil):
         load(evil, change)
 
 
-@pytest.mark.parametrize("part", ["name", "application"])
-def test_an_incomplete_file_is_refused(part, evil):
-    with pytest.raises(ValueError, match=UNREADABLE):
-        load(evil, lambda node: node.pop(part))
+def test_an_incomplete_file_is_refused(evil):
+    for part in ("name", "application"):
+        with pytest.raises(ValueError, match=UNREADABLE):
+            load(evil, lambda node, part=part: node.pop(part))
 
 
 CLASSES = [
@@ -780,13 +780,6 @@ def test_definitions_in_threads():
         thread.join()
     assert len(made) == 8
     assert len(set(map(id, made))) == 1
-
-
-def test_names_and_copies():
-    assert saved_ops.bend.__name__ == "bend"
-    assert saved_ops.named_lambda.__name__ == "lambda"
-    assert pickle.loads(pickle.dumps(saved_ops.bend)) is saved_ops.bend
-    assert copy.deepcopy(saved_ops.bend) is saved_ops.bend
 
 
 def test_methods():

@@ -396,11 +396,6 @@ def test_flags_of_values():
     assert str(trace).splitlines()[-2:] == ["1 log: NaN: 1 of 3 in output", "1 log: Inf: 1 of 3 in output"]
 
 
-def test_flags_follow_the_table():
-    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * math.nan), name="op")
-    assert str(traced(grad(op), 2.0)).splitlines()[-2:] == ["", "1 op: NaN: 1 of 1 in downstream of x"]
-
-
 # ------------------------------------------------------------------------------- text, data, figure
 
 

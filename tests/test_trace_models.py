@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import FIT_MODES, array, close
+from support import FIT_MODES, array, close, seven
 
 from multigrad import grad, op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.tracing.diagnosis import diagnose
@@ -16,11 +16,6 @@ from multigrad.tracing.table import format_value
 
 CALL = keras.Operation.__call__
 STATELESS_CALL = keras.Layer.stateless_call
-
-
-@op_custom_gradient
-def seven(x):
-    return x * 1.0, lambda upstream: upstream * 7.0
 
 
 @op_custom_gradient
