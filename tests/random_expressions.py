@@ -85,12 +85,7 @@ class Names:
 
 
 class Expressions:
-    """Draws expressions.
-
-    Arguments:
-        random: draws them.
-        shelf: whether they call ops of multigrad.
-    """
+    """Draws expressions. If `shelf` is set, they call ops of multigrad."""
 
     def __init__(self, random: Random, shelf: bool) -> None:
         self.random = random
@@ -108,9 +103,8 @@ class Expressions:
             return self.expression(depth - 1, names)
 
         kinds = ["+", "*", "*", "number", "sin", "cos", "tanh", "flip", "op", *["shelf"] * 2 * self.shelf]
-        kind = self.random.choice(
-            [*kinds, *["small"] * 3 * bool(names.small), *["numbers"] * 2 * bool(names.numbers)]
-        )
+        kinds += [*["small"] * 3 * bool(names.small), *["numbers"] * 2 * bool(names.numbers)]
+        kind = self.random.choice(kinds)
         if kind in "+*":
             return f"({part()} {kind} {part()})"
         if kind == "number":
@@ -120,14 +114,11 @@ class Expressions:
             return self.random.choice(SHELF).format(inner, inner)
         if kind in ("small", "numbers"):
             return f"({self.random.choice(getattr(names, kind))} * {part()})"
+        if kind == "op" and names.ops:
+            return self.call(self.random.choice(names.ops), part, names)
         if kind == "op":
-            return (
-                self.call(self.random.choice(names.ops), part, names) if names.ops else f"ops.sin({part()})"
-            )
+            return f"ops.sin({part()})"
         return f"ops.{kind}({part()})"
-
-    def _by_keyword(self, op: Op, p: Parameter) -> bool:
-        return not (op.is_layer or p.positional_only) and self.chance(0.15)
 
     def call(self, op: Op, part: Callable[[], str], names: Names) -> str:
         """Return a call of an op. `part` draws a tensor of the shape of the program."""
@@ -154,11 +145,12 @@ class Expressions:
                 drawn = p.structure.format(tensor(False), tensor(True))
             else:
                 drawn = tensor(p.kind == "small")
-            # After a keyword, all arguments are keywords. A Keras layer gets only tensors by position.
-            if p.keyword_only or keywords or self._by_keyword(op, p):
+            # After a keyword or a default, all arguments are keywords.
+            by_name = p.keyword_only or keywords
+            if not (by_name or op.is_layer or p.positional_only):
+                by_name = self.chance(0.15)
+            if by_name or len(arguments) < op.parameters.index(p):
                 keywords.append(f"{p.name}={drawn}")
-            elif len(arguments) < op.parameters.index(p):
-                keywords.append(f"{p.name}={drawn}")  # an argument before it has its default
             else:
                 arguments.append(drawn)
         self.random.shuffle(keywords)

@@ -69,24 +69,19 @@ class OpDrawing:
     def _parameters(self, simple: bool, form: str) -> list[Parameter]:
         kinds = ["full"] * self.random.choice([0, 1, 1])
         if not simple:
-            # A layer of Keras gets literals and None as keywords only.
             others = ["small", "structure", "static", *["integers"] * bool(self.integers)]
             kinds += [self.random.choice(others) for _ in range(self.random.choice([0, 1, 1, 2]))]
         if "full" not in kinds and "structure" not in kinds:
             kinds.insert(self.random.randint(0, len(kinds)), "full")
         if len(kinds) == 1 and self.chance(0.5):
             kinds.append("full")
-        by_position: list[str] = []
-        by_keyword: list[str] = []
-        for kind in kinds:
-            late = kind == "static" and ("layer" in form or self.chance(0.3))
-            (by_keyword if late else by_position).append(kind)
-        kinds, first = by_position + by_keyword, len(by_position)
+        # A layer of Keras gets literals and None as keywords only.
+        late = [(kind == "static" and ("layer" in form or self.chance(0.3)), kind) for kind in kinds]
+        late.sort(key=lambda pair: pair[0])
         made = [
-            Parameter(name, kind, i >= first)
-            for i, (name, kind) in enumerate(zip(ARGUMENTS, kinds, strict=False))
+            Parameter(name, kind, is_late) for name, (is_late, kind) in zip(ARGUMENTS, late, strict=False)
         ]
-        if "layer" not in form and not by_keyword and len(made) > 1 and self.chance(0.2):
+        if "layer" not in form and not made[-1].keyword_only and len(made) > 1 and self.chance(0.2):
             made[-1].keyword_only = True
         for p in made:
             if p.kind == "static":
@@ -142,12 +137,8 @@ class OpDrawing:
     def _values(self, simple: bool) -> list[str]:
         """Return the lines that compute intermediates and outputs."""
         lines, random = [], self.random
-        own = [
-            leaf
-            for p in self.parameters
-            if p.kind in ("full", "structure")
-            for leaf in self.leaves[p.name][:1]
-        ]
+        tensors = [p.name for p in self.parameters if p.kind in ("full", "structure")]
+        own = [self.leaves[name][0] for name in tensors]
         for i in range(0 if self.black_box else random.choice([0, 1, 1, 2])):
             stopped = "ops.stop_gradient({})" if self.chance(0.1) else "{}"
             m = f"m{i}.stored" if self.stores else f"m{i}"
@@ -203,9 +194,8 @@ class OpDrawing:
         entries = {p.name: self._entry(p, us) for p in self.parameters}
         own = [p.name for p in self.parameters if p.is_differentiable]
         forms = {"*rest": ["own", "all"], "**more": ["names"]}.get(self.tail, ["names", "own", "all"])
-        if (
-            len(own) == 1 and self.leaves[own[0]] == own and entries[own[0]] != "None"
-        ):  # None itself is an error
+        # None itself is an error.
+        if len(own) == 1 and self.leaves[own[0]] == own and entries[own[0]] != "None":
             forms.append("alone")
         form = self.random.choice(forms)
         if form == "names":

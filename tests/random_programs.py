@@ -36,14 +36,7 @@ SHAPES = {(3,): [(1,), ()], (2, 3): [(3,), (2, 1), (1, 3), ()]}
 
 
 class Drawing:
-    """One program while it is drawn.
-
-    Arguments:
-        random: draws it.
-        backend: the backend, whose limits it respects.
-        small: whether it has one op and one call.
-        compiled: whether it may be compiled.
-    """
+    """One program while it is drawn, within the limits of a backend. A small one has one op and one call."""
 
     def __init__(self, random: Random, backend: str, small: bool, compiled: bool) -> None:
         self.random = random
