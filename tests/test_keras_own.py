@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import keras_own
 import pytest
@@ -50,3 +51,11 @@ def test_a_run_fails_if_it_does_not_call_the_op(test, counts, wanted, tmp_path):
 def test_a_missing_name_ends_the_run(name):
     with pytest.raises(pytest.UsageError, match=f"has no {name}"):
         keras_own._named(name)
+
+
+def test_a_name_of_another_object_ends_the_run(monkeypatch):
+    monkeypatch.setattr(keras_own, "_replace", lambda own, replacement: None)
+    option = SimpleNamespace(custom_gradient="multigrad")
+    config = SimpleNamespace(addinivalue_line=lambda name, line: None, option=option)
+    with pytest.raises(pytest.UsageError, match=r"keras\.ops\.custom_gradient does not lead to"):
+        keras_own.pytest_configure(config)
