@@ -7,12 +7,15 @@ Each op is written once, and defined in four forms, see `forms.py`: a function, 
 function that reads a trainable weight, and a method that does.
 """
 
+import functools
+import inspect
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from forms import FORMS, Case, Written, in_form, valued
 from keras import ops
+from support import array, close
 
 from multigrad import op_custom_gradient
 from multigrad import ops as shelf
@@ -20,10 +23,13 @@ from multigrad.ops import host_call
 
 stop = ops.stop_gradient
 
+X, W, V = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5), array(1.0, -2.0, 0.5)
+"""The arguments of a case, and a direction or an upstream gradient."""
+
 
 def weighted(function):
     """Return a weighted sum of the elements of a function of two vectors."""
-    return lambda x, w: ops.sum(function(x, w) * ops.convert_to_tensor([1.0, -2.0, 0.5]))
+    return lambda x, w: ops.sum(function(x, w) * V)
 
 
 @op_custom_gradient
@@ -230,6 +236,29 @@ def each_of(cases: dict[str, Case] = CASES, *, forms: Sequence[str] = tuple(FORM
     names = [f"{name}-{form}" for name in _IN_OTHER_FORMS for form in forms if form != "function"]
     every = cases | {id_: IN_OTHER_FORMS[id_] for id_ in names}
     return pytest.mark.parametrize("case", every.values(), ids=every)
+
+
+def as_meant(numbers=None, *, each=None, tolerance=1e-4):
+    """Make a test of a function `numbers(f, ...)`: it gives the same for an op and for what the op means.
+
+    Arguments:
+        numbers: a transform of the function `f` of two vectors, and its result at some arguments. Its other
+            parameters are parameters of the test.
+        each: the cases, by default all of them, and some in other forms.
+        tolerance: of the comparison.
+    """
+    if numbers is None:
+        return functools.partial(as_meant, each=each, tolerance=tolerance)
+
+    def test(case, **parameters):
+        close(numbers(case.op, **parameters), numbers(case.meant, **parameters), tolerance)
+
+    _, *others = inspect.signature(numbers).parameters.values()
+    case = inspect.Parameter("case", inspect.Parameter.KEYWORD_ONLY)
+    others = [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
+    test.__signature__ = inspect.Signature([case, *others])
+    test.__doc__ = numbers.__doc__
+    return (each or each_of())(test)
 
 
 def box_by_input(x, w, scale):

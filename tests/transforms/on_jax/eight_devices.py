@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from cases import CASES
+from cases import CASES, W, each_of
 from jax.sharding import NamedSharding, PartitionSpec
-from orders import EACH, W, first, orders
+from orders import first, orders
 from support import close
 
 from multigrad import layers, op_custom_gradient
 from multigrad.backend.jax.private import pcast
 from multigrad.ops import host_call
 
+EACH = each_of()
 DEVICES = 8
 set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh  # its name in JAX 0.7.0
 MESH = jax.make_mesh((DEVICES,), ("rows",), (jax.sharding.AxisType.Auto,))

@@ -6,7 +6,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-from orders import X, first
+from cases import X
+from orders import first
 from support import close
 
 from multigrad import op_custom_gradient

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES
+from cases import CASES, W, X, as_meant
 from jax.ad_checkpoint import checkpoint_name
-from orders import EACH, WITHOUT_WEIGHTS, W, X, orders, same
-from support import close
+from orders import WITHOUT_WEIGHTS, compiled_orders, orders
 
 from multigrad import op_custom_gradient
 
@@ -35,48 +34,39 @@ def block(function):
     return lambda x, w: checkpoint_name(function(jnp.sin(x), w), "result") * jnp.cos(w)
 
 
-@EACH
-def test_checkpoints_in_jit(case):
-    same(jax.checkpoint(block(case.op)), block(case.meant))
+@as_meant
+def test_checkpoints_in_jit(f):
+    return compiled_orders(jax.checkpoint(block(f)))
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("name", ["intermediate", "output"])
-def test_policies(name, policy):
-    case = CASES[name]
-    same(jax.checkpoint(block(case.op), policy=policy), block(case.meant))
+@as_meant(each=pytest.mark.parametrize("case", [CASES["intermediate"], CASES["output"]]))
+def test_policies(f, policy):
+    return compiled_orders(jax.checkpoint(block(f), policy=policy))
 
 
-@EACH
-def test_checkpoints_in_eager_code(case):
-    close(orders(jax.checkpoint(block(case.op)))(X, W), orders(block(case.meant))(X, W), 1e-4)
+@as_meant
+def test_checkpoints_in_eager_code(f):
+    return orders(jax.checkpoint(block(f)))(X, W)
 
 
-@EACH
-def test_checkpoints_in_a_scan(case):
+@as_meant
+def test_checkpoints_in_a_scan(f):
     def scanned(x, w):
-        body = jax.checkpoint(lambda carry, _: (0.1 * case.op(carry, w), None), prevent_cse=False)
+        body = jax.checkpoint(lambda carry, _: (0.1 * f(carry, w), None), prevent_cse=False)
         return jax.lax.scan(body, x, None, 3)[0]
 
-    def meant(x, w):
-        for _ in range(3):
-            x = 0.1 * case.meant(x, w)
-        return x
-
-    same(scanned, meant)
+    return compiled_orders(scanned)
 
 
-@WITHOUT_WEIGHTS
-def test_checkpoints_in_an_op(case):
-    def outer(function):
-        @op_custom_gradient
-        def op(x, w):
-            y = jax.checkpoint(function)(x, w)
-            return y, lambda u: (u * 3.0 * y, u * 5.0 * x)
+@as_meant(each=WITHOUT_WEIGHTS)
+def test_checkpoints_in_an_op(f):
+    @op_custom_gradient
+    def outer(x, w):
+        y = jax.checkpoint(f)(x, w)
+        return y, lambda u: (u * 3.0 * y, u * 5.0 * x)
 
-        return op
-
-    same(outer(case.op), outer(case.meant))
+    return compiled_orders(outer)
 
 
 @pytest.mark.parametrize(("policy", "saved"), [(None, []), (save.save_only_these_names("e"), ["named 'e'"])])

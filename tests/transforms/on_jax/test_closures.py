@@ -1,4 +1,4 @@
-"""Closed-over tracers of an outer jit, grad, vmap or loop.
+"""Closed-over tracers of an outer jit, grad, vmap or loop, and tracers that a function stores.
 
 The output has no gradient with respect to the tracer, because the function stops it. What the rule computes
 from the tracer has a gradient, in a second derivative.
@@ -6,7 +6,10 @@ from the tracer has a gradient, in a second derivative.
 
 import jax
 import jax.numpy as jnp
-from orders import WITHOUT_WEIGHTS, WS, XS, W, X, first
+import pytest
+from cases import W, X
+from keras import ops
+from orders import WITHOUT_WEIGHTS, WS, XS, first
 from support import close
 
 from multigrad import op_custom_gradient
@@ -71,3 +74,136 @@ def test_tracers_of_checkpoint(case):
         return jax.checkpoint(lambda x, w: closing_over(w, case)(x))(x, w)
 
     close(first(function)(X, W), meant_gradients(X, W))
+
+
+# ------------------------------------------------------------------------------- tracers that are stored
+
+
+PAIR = jnp.asarray([1.0, 2.0])
+
+WRAPS = pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: f,
+        jax.jit,
+        lambda f: lambda x: jax.vmap(f)(x[None])[0],
+        lambda f: lambda x: jax.value_and_grad(f)(x)[0],
+        lambda f: jax.jit(lambda x: jax.value_and_grad(f)(x)[0]),
+    ],
+    ids=["eager", "jit", "vmap", "grad", "jit of grad"],
+)
+
+
+@WRAPS
+def test_tracers_that_a_function_appends_to_a_list(wrap):
+    def net(x):
+        seen = [x]
+
+        @op_custom_gradient
+        def op(x):
+            seen.append(x**2)
+            return x**3, lambda u: u * 7.0 * x
+
+        op(x)
+        return (seen[-1] * len(seen)).sum()
+
+    close(wrap(net)(PAIR), jnp.float32(10.0))
+
+
+@WRAPS
+def test_tracers_that_a_function_writes_to_a_dict(wrap):
+    def net(x):
+        state, both = {"mean": ops.stop_gradient(x) * 0.0}, []
+
+        @op_custom_gradient
+        def op(x):
+            state["mean"] = state["mean"] * 0.5 + x
+            return state["mean"] * 1.0, lambda u: u * 7.0
+
+        both += [op(x), op(x)]
+        return (state["mean"] + sum(both)).sum()
+
+    close(wrap(net)(PAIR), jnp.float32(3.0 * (1.5 + 1.0 + 1.5)))
+
+
+@WRAPS
+def test_tracers_in_an_attribute_of_a_function(wrap):
+    def net(x):
+        def scaled(y):
+            return y * scaled.factor
+
+        scaled.factor, scaled.calls = ops.stop_gradient(x)[1], 0
+
+        @op_custom_gradient
+        def op(x):
+            scaled.calls += 1
+            return scaled(x), lambda u: u * 7.0 * scaled.factor
+
+        return op(op(x)).sum() * scaled.calls
+
+    close(wrap(net)(PAIR), jnp.float32(24.0))
+
+
+def test_a_traced_attribute_that_only_the_rule_uses():
+    class Scaled:
+        @op_custom_gradient
+        def op(self, x):
+            return x * 1.0, lambda u: u * 7.0 * self.factor
+
+    scaled = Scaled()
+
+    def loss(x, factor):
+        scaled.factor = factor
+        return scaled.op(x)
+
+    for wrap in (lambda f: f, jax.jit):
+        close(wrap(jax.grad(loss))(3.0, 2.0), 14.0)
+        close(wrap(jax.grad(lambda factor: jax.grad(loss)(3.0, factor)))(2.0), 7.0)
+    with pytest.raises(TypeError, match=r"Scaled\.op: the rule reaches a tensor through an object"):
+        jax.grad(loss, (0, 1))(3.0, 2.0)
+
+
+def test_the_rule_applies_if_a_function_appends_tracers_to_a_list():
+    def loss(w, x):
+        params = [w]
+
+        @op_custom_gradient
+        def op(x):
+            params.append(x)
+            return x * ops.stop_gradient(params[0]), lambda u: u * 7.0 * params[0] * x
+
+        return op(x).sum()
+
+    for wrap in (lambda f: f, jax.jit, jax.vmap):
+        close(wrap(jax.grad(loss, 1))(3 * PAIR, PAIR), 21 * PAIR**2)
+
+
+def test_a_rule_that_writes_to_a_list_of_tracers():
+    @jax.jit
+    def appended(x):
+        seen = [x]
+        op = op_custom_gradient(lambda x: (x**3, lambda u: (seen.append(None), u * 7.0)[1]))
+        return jax.grad(lambda x: op(x).sum())(x), len(seen)
+
+    close(appended(PAIR), (7.0 * jnp.ones(2), 2))
+
+
+def test_tracers_of_an_earlier_trace_in_a_dict():
+    """The function overwrites them without reading them."""
+    cache = {}
+
+    @op_custom_gradient
+    def op(x):
+        cache["e"] = x**2
+        return cache["e"] * x, lambda u: u * 21.0 * x**2
+
+    def total(x):
+        return op(x).sum()
+
+    for _ in range(2):
+        close(jax.jit(jax.grad(total))(PAIR), 21 * PAIR**2)
+        close(op(PAIR), PAIR**3)
+        assert isinstance(cache["e"], jax.Array)
+        close(cache["e"], PAIR**2)
+        close(jax.grad(total)(PAIR), 21 * PAIR**2)
+        close(jax.jit(total)(PAIR[:1]), jnp.float32(1.0))

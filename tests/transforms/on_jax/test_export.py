@@ -2,28 +2,28 @@
 
 import jax
 import pytest
-from cases import CASES
+from cases import CASES, W, X, as_meant, each_of
 from jax import export
-from orders import EACH, W, X, first, orders
+from orders import first, orders
 from support import close, equations
 
+VECTOR = jax.ShapeDtypeStruct(export.symbolic_shape("n"), "float32")
 
-@EACH
+
+@each_of()
 def test_an_exported_op(case):
-    vector = jax.ShapeDtypeStruct(export.symbolic_shape("n"), "float32")
-    loaded = export.deserialize(export.export(jax.jit(case.op))(vector, vector).serialize(vjp_order=2))
+    loaded = export.deserialize(export.export(jax.jit(case.op))(VECTOR, VECTOR).serialize(vjp_order=2))
     close(orders(loaded.call)(X, W), orders(case.meant)(X, W), 1e-4)
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda", "tpu")], ids=str)
-def test_an_exported_gradient(platforms):
+@as_meant(each=pytest.mark.parametrize("case", [CASES["structure"]]))
+def test_an_exported_gradient(f, platforms):
+    exported = export.export(jax.jit(first(f)), platforms=platforms)(X, W)
+    return export.deserialize(exported.serialize()).call(X, W)
 
-    case = CASES["structure"]
-    exported = export.export(jax.jit(first(case.op)), platforms=platforms)(X, W)
-    close(export.deserialize(exported.serialize()).call(X, W), first(case.meant)(X, W), 1e-4)
 
-
-@EACH
+@each_of()
 @pytest.mark.parametrize("of", [lambda op: op, first], ids=["op", "gradient"])
 def test_names_that_converters_know(case, of):
     """Converters that read the equations of JAX by name return the operands of this equation unchanged."""

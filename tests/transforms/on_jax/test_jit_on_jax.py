@@ -9,16 +9,6 @@ from support import array, close, numpy
 
 import multigrad
 from multigrad import jit
-from multigrad.backend.jax.jit import _COUNT_IN_LIST, _reference_counts
-
-
-def test_creating_variables_in_every_call_raises():
-    @jit
-    def f(x):
-        return x * keras.Variable("ones", shape=())
-
-    with pytest.raises(ValueError, match=r"(?s)f: each trace reads.*required:.*fix: create layers"):
-        f(array(1.0))
 
 
 def test_a_variable_as_argument_and_in_the_output():
@@ -84,9 +74,9 @@ def _run_to_the_end(f):
 
 def test_in_jax_jit():
     v = keras.Variable(1.0, trainable=False)
-    reads, assigns = jit(lambda x: x * v), jit(lambda x: v.assign_add(x))
-    close(jax.jit(reads)(array(2.0)), array(2.0))
-    with pytest.raises(TypeError, match=r"(?s)traced value is assigned.*multigrad\.jit"):
+    close(jax.jit(jit(lambda x: x * v))(array(2.0)), array(2.0))
+    assigns = jit(lambda x: v.assign_add(x))
+    with pytest.raises(TypeError, match="traced value is assigned"):
         jax.jit(lambda x: (assigns(x), 0)[1])(array(2.0))
     assert numpy(v) == 1.0
 
@@ -148,26 +138,6 @@ def test_new_values_do_not_trace_again():
     assert len(traces) == first == 2
     f(array([1.0])[0], 3.0)
     assert len(traces) == first
-
-
-def test_the_reference_count_of_an_array_in_a_list():
-    value = [object()]
-    assert _reference_counts(value) == [_COUNT_IN_LIST]
-    held = value[0]
-    assert _reference_counts(value) == [_COUNT_IN_LIST + 1]
-    del held
-    assert _reference_counts(value) == [_COUNT_IN_LIST]
-
-
-def test_errors_on_jax():
-    with pytest.raises(TypeError, match=r"(?s)has no option 'donate_argnums'.*static_argnames"):
-        jit(lambda x: x, donate_argnums=0)
-    with pytest.raises(
-        TypeError, match=r"(?s)a static argument has no hash.*got: list \[1\].*a tuple for a list"
-    ):
-        jit(lambda x, n: x, static_argnames="n")(array(1.0), [1])
-    with pytest.raises(TypeError, match="not a valid JAX type"):
-        jit(lambda x: "text")(array(1.0))
 
 
 @pytest.mark.parametrize("of", ["grad", "value_and_grad", "jacobian"])

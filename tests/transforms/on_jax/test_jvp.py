@@ -1,49 +1,76 @@
-"""`jax.jvp` and functions that use it: the derivative is the transpose of the rule."""
+"""`jax.jvp`, `linearize`, `vjp` and `jacrev`: the derivative is the transpose of the rule."""
 
-import cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from support import close
+from cases import CASES, IN_OTHER_FORMS, W, X, as_meant, weighted
+from orders import first
+from support import array, close
 
 from multigrad import jvp, op_custom_gradient
 
-X, W = jnp.asarray([0.5, -1.25, 1.5]), jnp.asarray([0.75, 1.0, -0.5])
-ALONG = jnp.asarray([1.0, -0.5, 2.0]), jnp.asarray([0.25, 1.5, -1.0])
-
-EVERY_FORM = {**cases.CASES, **cases.IN_OTHER_FORMS}
-each_case = pytest.mark.parametrize("name", EVERY_FORM)
-
-
-def total(function):
-    return lambda x, w: (function(x, w) * jnp.asarray([1.0, -2.0, 0.5])).sum()
-
+ALONG = array(1.0, -0.5, 2.0), array(0.25, 1.5, -1.0)
+EVERY_FORM = {**CASES, **IN_OTHER_FORMS}
+each_form = pytest.mark.parametrize("case", EVERY_FORM.values(), ids=EVERY_FORM)
+each_wrap = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 TRANSFORMS = {
     "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), ALONG),
     "jvp of jvp": lambda f: TRANSFORMS["jvp"](TRANSFORMS["jvp"](f)),
-    "grad of jvp": lambda f: jax.grad(total(lambda x, w: TRANSFORMS["jvp"](f)(x, w)[1]), (0, 1)),
-    "hessian": lambda f: jax.hessian(total(f), (0, 1)),
+    "grad of jvp": lambda f: jax.grad(weighted(lambda x, w: TRANSFORMS["jvp"](f)(x, w)[1]), (0, 1)),
+    "hessian": lambda f: jax.hessian(weighted(f), (0, 1)),
     "linearize": lambda f: lambda x, w: jax.vmap(jax.linearize(f, x, w)[1])(jnp.eye(3), jnp.eye(3)),
+    "jacrev": lambda f: jax.jacrev(f, (0, 1)),
+    "jacrev of jacrev": lambda f: jax.jacrev(jax.jacrev(f, (0, 1)), (0, 1)),
 }
 
 
-@each_case
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_forward_mode_uses_the_rule(name, transform, wrap):
-    case = EVERY_FORM[name]
-    close(jax.jit(transform(wrap(case.op)))(X, W), jax.jit(transform(case.meant))(X, W), 1e-4)
+@each_wrap
+@as_meant(each=each_form)
+def test_forward_mode_and_jacobians_use_the_rule(f, transform, wrap):
+    return jax.jit(transform(wrap(f)))(X, W)
 
 
-@pytest.mark.parametrize("name", cases.CASES)
-def test_forward_mode_in_eager_code(name):
-    case = cases.CASES[name]
-    for transform in (TRANSFORMS["jvp"], TRANSFORMS["hessian"]):
-        close(transform(case.op)(X, W), jax.jit(transform(case.meant))(X, W), 1e-4)
+@pytest.mark.parametrize("name", ["jvp", "hessian", "jacrev"])
+@as_meant(each=pytest.mark.parametrize("case", CASES.values(), ids=CASES))
+def test_eager_code(f, name):
+    return TRANSFORMS[name](f)(X, W)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("of", [lambda f: f, first], ids=["the op", "its gradient"])
+@as_meant
+def test_vjp(f, of):
+    """One run, several upstream gradients."""
+    value, pull = jax.vjp(of(f), X, W)
+    return value, jax.vmap(pull)(jax.tree.map(lambda y: jnp.stack([y, 2.0 - y]), value))
+
+
+def test_integers_and_complex_numbers():
+    @op_custom_gradient
+    def op(z, index):
+        return (z * 2j, index + 1), lambda U: (U[0] * -2j * 7.0, None)
+
+    index = jnp.asarray([1, 2])
+    z = jnp.asarray([1.0 + 1.0j, 2.0])
+    (out, following), (pushed, _) = jax.jvp(lambda z: op(z, index), (z,), (jnp.ones(2, "complex64"),))
+    close((out, following), (z * 2j, index + 1))
+    close(pushed, 14j * jnp.ones(2, "complex64"))
+
+
+def test_host_code_in_a_rule_names_the_op():
+    @op_custom_gradient
+    def named(x):
+        return x * 2.0, lambda u: jax.pure_callback(lambda u: np.asarray(u) * 7.0, u, u)
+
+    close(jax.grad(named)(1.0), 7.0)
+    with pytest.raises(ValueError, match="callback") as error:
+        jax.jvp(named, (1.0,), (1.0,))
+    assert "named: forward mode computes the transpose of the rule" in "".join(error.value.__notes__)
+
+
+@each_wrap
 def test_jvp_through_a_loop_that_has_no_reverse_mode(wrap):
     @op_custom_gradient
     def doubled(x):

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import keras
+import numpy as np
 import pytest
-from orders import EACH, W, X, first, same
+from cases import W, X, as_meant
+from orders import compiled_orders, first
 from support import close
 
-from multigrad import op_custom_gradient
+from multigrad import grad, op_custom_gradient
 from multigrad.backend.jax import primitives, private, strip
 
 LINEARIZATIONS = private._primitive_linearizations
@@ -23,10 +26,9 @@ def linearization(derived, monkeypatch):
 
 
 @OWN_AND_DERIVED
-@EACH
-def test_derivatives(case, linearization):
-    same(case.op, case.meant)
-    close(first(first(case.op))(X, W), first(first(case.meant))(X, W), 1e-4)
+@as_meant
+def test_derivatives(f, linearization):
+    return compiled_orders(f), first(first(f))(X, W)
 
 
 def test_an_unknown_form_of_the_linearization_is_left_to_jax(monkeypatch):
@@ -111,8 +113,9 @@ def test_lazy_entries_are_called_for_differentiated_arguments():
         return lambda: called.append(name) or factor * jnp.ones(3)
 
     op = op_custom_gradient(lambda x, w: (x * w, lambda u: (entry("x", 7.0), entry("w", 5.0))))
-    close(jax.grad(lambda w: op(X, w).sum())(W), 5.0 * jnp.ones(3))
-    assert called == ["w"]
+    for wrap in (lambda f: f, jax.jit):
+        close(wrap(jax.grad(lambda w: op(X, w).sum()))(W), 5.0 * jnp.ones(3))
+    assert called == ["w", "w"]
 
 
 USES = {
@@ -174,3 +177,79 @@ def test_a_python_number_under_vmap(linearization):
     own = op_custom_gradient(lambda x: (x * x, lambda u: u * x.ndim + u * 7.0))
     close(jax.vmap(lambda x: own(number(x)))(X), 9.0 * jnp.ones(3))
     close(jax.vmap(jax.grad(lambda x: own(number(x))))(X), 14.0 * jnp.ones(3))
+
+
+def test_python_numbers():
+    op = op_custom_gradient(lambda x, y: (x * y, lambda u: (u * 3.0 * y, u * 5.0 * x)))
+    close(jax.grad(op)(2.0, 3.0), jnp.float32(9.0))
+    close(jax.vmap(jax.grad(op, (0, 1)), in_axes=(0, None))(X, 2.0), (6.0 * jnp.ones(3), 5 * X))
+    close(jax.jit(lambda w: jax.grad(op)(2.0, w))(3.0), jnp.float32(9.0))
+
+
+def test_functions_of_jax_are_not_opaque_objects():
+    """A function with an opaque object would be differentiated, which a callback does not support."""
+    mesh, spec = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec()
+    named, single = (
+        jax.sharding.NamedSharding(mesh, spec),
+        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+    )
+    like = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    held = like, jnp.float32, mesh, spec, named, single
+
+    @op_custom_gradient
+    def op(x):
+        return jax.pure_callback(np.sin, held[0], x), lambda u: u * 7.0 * jnp.cos(x)
+
+    close(jax.grad(lambda x: op(x).sum())(X), 7.0 * jnp.cos(X))
+    close(jax.jit(jax.grad(lambda x: op(x).sum()))(X), 7.0 * jnp.cos(X))
+
+
+@jax.custom_vjp
+def rounded(x):
+    return jnp.round(x)
+
+
+rounded.defvjp(lambda x: (jnp.round(x), None), lambda residuals, upstream: (upstream,))
+
+
+@jax.custom_jvp
+def rounded_forward(x):
+    return jnp.round(x)
+
+
+rounded_forward.defjvp(lambda primals, tangents: (jnp.round(primals[0]), tangents[0]))
+
+
+@keras.ops.custom_gradient
+def rounded_by_keras(x):
+    return jnp.round(x), lambda *args, upstream=None: args[0] if upstream is None else upstream
+
+
+@pytest.mark.parametrize("inner", [rounded, rounded_forward, rounded_by_keras, jax.jit(rounded)])
+def test_custom_derivatives_of_jax_and_keras_in_a_function(inner):
+    """A second derivative uses them, if the function reaches only tensors around them."""
+
+    @op_custom_gradient
+    def op(x):
+        r = inner(x)
+        return r**2, lambda upstream: upstream * r * 5.0
+
+    close(grad(grad(op))(jnp.float32(1.2)), jnp.float32(5.0))
+
+
+def test_a_custom_jvp_that_refers_to_itself():
+    def make():
+        @jax.custom_vjp
+        def inner(x):
+            return jnp.round(x)
+
+        inner.defvjp(lambda x: (inner(x), None), lambda residuals, upstream: (upstream,))
+
+        @op_custom_gradient
+        def op(x):
+            r = inner(x)
+            return r**2, lambda upstream: upstream * r * 5.0
+
+        return op
+
+    close(grad(grad(make()))(jnp.float32(1.2)), jnp.float32(5.0))

@@ -1,16 +1,15 @@
-"""`jax.vmap`, with every kind of axis, against a loop."""
+"""`jax.vmap`, with every kind of axis."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, each_of
-from orders import WS, XS, W, X, first, orders, same, weighted
+from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, W, X, as_meant, each_of
+from orders import WS, XS, compiled_orders, first, orders, weighted
 from support import close, sizes_made
 
 from multigrad import op_custom_gradient
 
-EVERY = {**CASES, "one for all": ONE_FOR_ALL}
-EACH = each_of(EVERY)
+EACH = each_of({**CASES, "one for all": ONE_FOR_ALL})
 AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None), 1)]
 
 
@@ -20,80 +19,59 @@ def along(axes):
     return [one if axis is None else jnp.moveaxis(many, 0, axis) for one, many, axis in pairs]
 
 
-def loop(function, axes, out_axes):
-    """Return the expected result of `jax.vmap`."""
-
-    def mapped(x, w):
-        def slice_of(value, axis, i):
-            return value if axis is None else jnp.moveaxis(value, axis, 0)[i]
-
-        answers = [function(slice_of(x, axes[0], i), slice_of(w, axes[1], i)) for i in range(len(XS))]
-        return jax.tree.map(lambda *parts: jnp.stack(parts, out_axes), *answers)
-
-    return mapped
+@pytest.mark.parametrize("name", CASES)
+def test_a_map_is_a_loop(name):
+    got = jax.vmap(first(CASES[name].op))(XS, WS)
+    each = [first(CASES[name].meant)(x, w) for x, w in zip(XS, WS, strict=True)]
+    close(got, jax.tree.map(lambda *parts: jnp.stack(parts), *each), 1e-4)
 
 
-@EACH
 @pytest.mark.parametrize("axes", [(0, None), (1, -1)], ids=str)
-def test_derivatives_in_vmap(case, axes):
+@as_meant(each=EACH)
+def test_derivatives_in_vmap(f, axes):
     """The derivatives of each element."""
-    got = jax.jit(jax.vmap(orders(case.op), axes))(*along(axes))
-    close(got, loop(orders(case.meant), axes, 0)(*along(axes)), 1e-4)
+    return jax.jit(jax.vmap(orders(f), axes))(*along(axes))
 
 
-@EACH
-@pytest.mark.parametrize("along_axes", AXES, ids=str)
-def test_gradients_around_vmap(case, along_axes):
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("axes", "out_axes"), AXES, ids=str)
+@as_meant(each=EACH)
+def test_gradients_around_vmap(f, axes, out_axes, wrap):
     """The gradient of an unmapped argument is the sum over the elements."""
-    axes, out_axes = along_axes
-    got = jax.value_and_grad(lambda x, w: weighted(jax.vmap(case.op, axes, out_axes)(x, w)), (0, 1))
-    wanted = jax.value_and_grad(lambda x, w: weighted(loop(case.meant, axes, out_axes)(x, w)), (0, 1))
-    for wrap in (lambda f: f, jax.jit):
-        close(wrap(got)(*along(axes)), wanted(*along(axes)), 1e-4)
+    loss = jax.value_and_grad(lambda x, w: weighted(jax.vmap(f, axes, out_axes)(x, w)), (0, 1))
+    return wrap(loss)(*along(axes))
 
 
-@EACH
-def test_derivatives_of_a_program_of_mapped_gradients(case):
+@as_meant(each=EACH)
+def test_derivatives_of_a_program_of_mapped_gradients(f):
     """The program is differentiated after the call, where the mapped inputs hide that a program is traced."""
 
-    def mapped(function):
-        def total(x, w):
-            gradients = jax.vmap(first(function))(jnp.stack([x, 2.0 * x]), jnp.stack([w, w]))
-            return sum(map(weighted, gradients))
+    @jax.jit
+    def total(x, w):
+        gradients = jax.vmap(first(f))(jnp.stack([x, 2.0 * x]), jnp.stack([w, w]))
+        return sum(map(weighted, gradients))
 
-        return total
-
-    got = jax.grad(jax.jit(mapped(case.op)), (0, 1))(X, W)
-    close(got, jax.grad(mapped(case.meant), (0, 1))(X, W), 1e-4)
+    return jax.grad(total, (0, 1))(X, W)
 
 
-@EACH
-def test_second_derivatives_around_vmap(case):
-    same(jax.vmap(case.op), loop(case.meant, (0, 0), 0), XS, WS)
+@as_meant(each=EACH)
+def test_second_derivatives_around_vmap(f):
+    return compiled_orders(jax.vmap(f), XS, WS)
 
 
-@EACH
-def test_nested_vmap(case):
-    def all_pairs(function):
-        return jax.vmap(jax.vmap(function, (None, 0)), (0, None), 1)
-
-    close(
-        jax.jit(first(all_pairs(case.op)))(XS, WS),
-        first(loop(loop(case.meant, (None, 0), 0), (0, None), 1))(XS, WS),
-        1e-4,
-    )
+@as_meant(each=EACH)
+def test_nested_vmap(f):
+    return jax.jit(first(jax.vmap(jax.vmap(f, (None, 0)), (0, None), 1)))(XS, WS)
 
 
-@EACH
-def test_named_axes(case):
+@as_meant(each=EACH)
+def test_named_axes(f):
     """The mean over the mapped axis, as in data-parallel training."""
 
-    def mean_gradients(function):
-        return lambda x, w: jax.lax.pmean(first(function)(x, w), "batch")
+    def mean_gradients(x, w):
+        return jax.lax.pmean(first(f)(x, w), "batch")
 
-    got = jax.vmap(mean_gradients(case.op), axis_name="batch", out_axes=None)(XS, WS)
-    each = loop(first(case.meant), (0, 0), 0)(XS, WS)
-    close(got, jax.tree.map(lambda gradients: gradients.mean(0), each), 1e-4)
+    return jax.vmap(mean_gradients, axis_name="batch", out_axes=None)(XS, WS)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,0 +1,144 @@
+"""`jax.lax.cond`, `switch`, `scan`, `fori_loop`, `while_loop` and `map`."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import pytest
+from cases import W, X, as_meant
+from orders import WS, XS, compiled_orders, first, orders
+from support import close
+
+from multigrad import op_custom_gradient
+
+
+def branches(f):
+    return [f, lambda x, w: f(w, x) * x, lambda x, w: jnp.sin(x)]
+
+
+def switched(f):
+    return lambda index, x, w: jax.lax.switch(index, branches(f), x, w)
+
+
+@as_meant
+def test_cond(f):
+    yes, no, _ = branches(f)
+
+    @jax.jit
+    def chosen(truth, x, w):
+        return orders(lambda x, w: jax.lax.cond(truth, yes, no, x, w))(x, w)
+
+    return chosen(True, X, W), chosen(False, X, W)
+
+
+@as_meant
+def test_a_concrete_predicate(f):
+    yes, no, _ = branches(f)
+    return first(lambda x, w: jax.lax.cond(True, yes, no, x, w))(X, W)
+
+
+@as_meant
+def test_branches_that_close_over_their_operands(f):
+    return compiled_orders(lambda x, w: jax.lax.cond(x[0] > 0.0, lambda: f(x, w), lambda: x))
+
+
+@as_meant
+def test_switch(f):
+    chosen = jax.jit(lambda index, x, w: orders(lambda x, w: switched(f)(index, x, w))(x, w))
+    return [chosen(index, X, W) for index in range(3)]
+
+
+@as_meant
+def test_one_index_per_element(f):
+    indices = jnp.asarray([0, 1, 2, 1])
+    return compiled_orders(lambda x, w: jax.vmap(switched(f))(indices, x, w), XS, WS)
+
+
+@as_meant
+def test_branches_in_a_scan(f):
+    def body(x, w):
+        return 0.1 * jax.lax.cond(w[0] > 0.0, f, lambda x, w: x * w, x, w), None
+
+    return jax.jit(first(lambda x, ws: jax.lax.scan(body, x, ws)[0]))(X, WS)
+
+
+@as_meant
+def test_scan(f):
+    def body(carry, w):
+        y = 0.1 * f(carry, w)
+        return y, y
+
+    return compiled_orders(lambda x, ws: jax.lax.scan(body, x, ws, reverse=True), X, WS[:3])
+
+
+@as_meant
+def test_scan_with_closed_over_tensors(f):
+    return compiled_orders(lambda x, w: jax.lax.scan(lambda x, _: (0.1 * f(x, w), None), x, None, 3)[0])
+
+
+@as_meant
+def test_fori_loop(f):
+    """A `fori_loop` is differentiable if its number of iterations is static."""
+    return compiled_orders(lambda x, w: jax.lax.fori_loop(0, 3, lambda i, x: 0.1 * f(x, w), x))
+
+
+@as_meant
+def test_while_loop(f):
+    def looped(x, w):
+        return jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, 0.1 * f(s[1], w)), (0, x))[1]
+
+    # JAX has no reverse mode for a loop of unknown length, with or without an op in it.
+    with pytest.raises(ValueError, match=r"Reverse-mode differentiation does not work for lax\.while_loop"):
+        first(looped)(X, W)
+    return looped(X, W), jax.jit(jax.vmap(looped))(XS, WS)
+
+
+@as_meant
+def test_gradients_in_a_while_loop(f):
+    """Gradient descent until convergence, with gradients by the rule."""
+
+    def descend(state):
+        rounds, x = state
+        return rounds + 1, x - 0.01 * first(f)(x, W)[0]
+
+    return jax.lax.while_loop(lambda state: state[0] < 3, descend, (0, X))[1]
+
+
+@as_meant
+def test_map(f):
+    return compiled_orders(lambda xs, ws: jax.lax.map(lambda both: f(*both), (xs, ws)), XS, WS)
+
+
+def test_a_second_derivative_of_a_mapped_op_in_a_loop():
+    """Before 0.12, JAX drops the rule of a `jax.custom_jvp` there."""
+    op = op_custom_gradient(lambda x: (jnp.exp(x), lambda u: u * 7.0 * jnp.exp(x)))
+
+    def looped(x):
+        return jax.lax.scan(lambda x, _: (jax.vmap(op)(0.5 * x), None), x, None, 2)[0]
+
+    def pulled(x):
+        return jax.vjp(looped, x)[1](jnp.ones_like(x))[0]
+
+    written = jax.make_jaxpr(pulled)(X)
+
+    def again(x):
+        return jax.core.eval_jaxpr(written.jaxpr, written.consts, x)[0].sum()
+
+    y = jnp.exp(0.5 * X)
+    first, second = 3.5 * y, 3.5 * jnp.exp(0.5 * y)  # the rule's derivatives of both iterations
+    close(jax.grad(again)(X), 0.5 * second * first * (first + 1.0))
+
+
+def test_a_traced_value_is_not_assigned_to_a_variable():
+    count = keras.Variable(0.0, trainable=False, name="count")
+
+    @op_custom_gradient
+    def op(x):
+        def step(carry, _):
+            count.assign(count + carry)
+            return carry, carry
+
+        return jax.lax.scan(step, x, None, 3)[0], lambda u: u * 7.0
+
+    with pytest.raises(TypeError, match="count: a traced value is assigned"):
+        op(jnp.float32(2.0))
+    close(count.value, 0.0)
