@@ -1,52 +1,36 @@
 """torch.utils.checkpoint: the recomputed function uses the rule."""
 
+import functools
+
 import keras
 import pytest
 import torch
-from cases import CASES, each_of
+from cases import CASES, V, W, X, as_meant
 from support import close
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from vectors import first, leaves, second
 
 from multigrad import op_custom_gradient
 
-X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
-
-cases = each_of()
 ways = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
 
-def block(f):
+def checkpointed(f, reentrant=False):
     """Return the op between other operations, whose results are recomputed, too."""
-    return lambda x, w: torch.sin(f(x * w, w + 1.0)) * x
+    block = lambda x, w: torch.sin(f(x * w, w + 1.0)) * x  # noqa: E731
+    return functools.partial(checkpoint, block, use_reentrant=reentrant)
 
 
-@cases
 @ways
-def test_a_checkpoint(case, reentrant):
-    def gradients(f, around):
-        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-        (around(block(f), x, w) * V).sum().backward()
-        return x.grad, w.grad
-
-    def checkpointed(f, *args):
-        return checkpoint(f, *args, use_reentrant=reentrant)
-
-    got = gradients(case.op, checkpointed)
-    close(got, gradients(case.meant, lambda f, *args: f(*args)), 1e-4)
+@as_meant
+def test_a_checkpoint(f, reentrant):
+    return first(checkpointed(f, reentrant))
 
 
-@cases
-def test_a_second_derivative_of_a_checkpoint(case):
+@as_meant(tolerance=1e-3)
+def test_a_second_derivative_of_a_checkpoint(f):
     """PyTorch supports it for a checkpoint that is not reentrant."""
-
-    def second(f, around):
-        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-        y = around(block(f), x, w)
-        slopes = torch.autograd.grad((y * V).sum(), (x, w), create_graph=True)
-        return torch.autograd.grad(sum([(slope**2).sum() for slope in slopes]), (x, w))
-
-    got = second(case.op, lambda f, *args: checkpoint(f, *args, use_reentrant=False))
-    close(got, second(case.meant, lambda f, *args: f(*args)), 1e-3)
+    return second(checkpointed(f))
 
 
 @ways
@@ -64,12 +48,10 @@ def test_sequential_and_nested_checkpoints(reentrant):
             x = layer(x)
         return x
 
-    def checkpointed(function):
-        return lambda x: checkpoint(function, x, use_reentrant=reentrant)
-
+    again = functools.partial(functools.partial, checkpoint, use_reentrant=reentrant)
     wanted = gradient(plain)
     close(gradient(lambda x: checkpoint_sequential(layers, 2, x, use_reentrant=reentrant)), wanted)
-    close(gradient(checkpointed(checkpointed(plain))), wanted)
+    close(gradient(again(again(plain))), wanted)
 
 
 @ways
@@ -131,12 +113,8 @@ def test_a_mapped_backward_pass_of_a_checkpoint(op):
     close(rows(y, x, w), (torch.diag(7.0 * W * slope), torch.diag(3.0 * X * slope)), 1e-4)
 
 
-@cases
-def test_a_mapped_second_derivative_of_a_checkpoint(case):
-    def second(f, around):
-        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-        slopes = torch.autograd.grad((around(block(f), x, w) * V).sum(), (x, w), create_graph=True)
-        return rows(sum(slopes), x, w)
-
-    got = second(case.op, lambda f, *args: checkpoint(f, *args, use_reentrant=False))
-    close(got, second(case.meant, lambda f, *args: f(*args)), 1e-3)
+@as_meant(tolerance=1e-3)
+def test_a_mapped_second_derivative_of_a_checkpoint(f):
+    x, w = leaves()
+    slopes = torch.autograd.grad((checkpointed(f)(x, w) * V).sum(), (x, w), create_graph=True)
+    return rows(sum(slopes), x, w)

@@ -575,3 +575,16 @@ def test_the_training_mode_of_the_layers_around_a_rule(whole):
     compiled = torch.compile(lambda x: layer(x, training=True), backend="aot_eager", fullgraph=whole)
     compiled(x).sum().backward()
     close(x.grad, torch.full((2,), 7.0 if whole else 21.0))
+
+
+def test_a_compiled_spectral_function_that_holds_a_tensor_is_refused():
+    """Dynamo cannot read cells. The gradient of `exponent` would silently be zero."""
+    exponent = torch.tensor(0.5, requires_grad=True)
+
+    @functools.partial(torch.compile, backend="eager")
+    def root(a, exponent):
+        return shelf.spectral_function(a, lambda x: x**exponent)
+
+    with pytest.raises(TypeError, match="the function holds a tensor or"):
+        root(torch.eye(2), exponent)
+    close(root(torch.eye(2), 0.5), torch.eye(2))

@@ -5,17 +5,18 @@ import json
 import subprocess
 import sys
 
+import keras
 import pytest
 import torch
-from cases import CASES, each_of
+from cases import CASES, V, W, X, as_meant, each_of
+from keras import ops
 from support import close
 
-from multigrad import op_custom_gradient
-
-X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
+from multigrad import grad, op_custom_gradient
+from multigrad.keras_graph.saving import Unsaved, decode, encode
 
 # A strict export raises a KeyError for a weight that no module holds, with and without an op (PyTorch 2.13).
-cases = each_of(forms=["method"])
+EACH = each_of(forms=["method"])
 
 
 class Module(torch.nn.Module):
@@ -30,29 +31,23 @@ class Module(torch.nn.Module):
 
 # A strict export warns of side effects: here the scope in which Keras's variables are read.
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
-@cases
 @pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_program(case, strict):
-    program = torch.export.export(Module(case.op), (X,), strict=strict)
-    close(program.module()(V), Module(case.meant)(V))
+@as_meant(each=EACH)
+def test_an_exported_program(f, strict):
+    return torch.export.export(Module(f), (X,), strict=strict).module()(V)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # of PyTorch 2.12 itself
-@cases
-def test_an_exported_program_from_a_file(case):
-    file = io.BytesIO()
-    torch.export.save(torch.export.export(Module(case.op), (X,)), file)
-    file.seek(0)
-    close(torch.export.load(file).module()(V), Module(case.meant)(V))
+@as_meant(each=EACH)
+def test_an_exported_program_from_a_file(f):
+    return loaded(torch.export.export(Module(f), (X,))).module()(V)
 
 
-@cases
-def test_a_program_with_a_dynamic_number_of_rows(case):
-    module = Module(case.op)
+@as_meant(each=EACH)
+def test_a_program_with_a_dynamic_number_of_rows(f):
     rows = torch.stack([X, V])
-    program = torch.export.export(module, (rows,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
-    more = torch.stack([X, V, W, X + V, W])
-    close(program.module()(more), Module(case.meant)(more))
+    program = torch.export.export(Module(f), (rows,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
+    return program.module()(torch.stack([X, V, W, X + V, W]))
 
 
 class Layers(torch.nn.Module):
@@ -97,18 +92,71 @@ def trained(program):
     return [name for name, parameter in program.named_parameters() if parameter.grad is not None]
 
 
-@quiet
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("how", ["strict", "not strict", "trace"])
-def test_an_exported_op_has_no_gradient(name, how):
-    """A gradient through it raises, instead of being the gradient of the function's operations, or zero."""
-    module = Layers(CASES[name].op)
-    program = EXPORTS[how](module)
+OPS = {name: case.op for name, case in CASES.items()}
+OPS["an input"] = op_custom_gradient(lambda x, w: (x, lambda u: (-u, None)))
+
+
+def check_that_it_has_no_gradient(program, module):
     y = program(X)
     close(y.detach(), module(X).detach())
     with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
         y.sum().backward()
     assert not [parameter for parameter in trained(program) if "before" in parameter]
+
+
+@quiet
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("how", ["strict", "not strict", "trace"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_exported_op_has_no_gradient(name, how, recorded):
+    """A gradient through it raises, instead of being the gradient of the function's operations, or zero."""
+    module = Layers(OPS[name])
+    with torch.set_grad_enabled(recorded):
+        program = EXPORTS[how](module)
+    check_that_it_has_no_gradient(program, module)
+
+
+@quiet
+@pytest.mark.parametrize("how", ["decomposed", "loaded"])
+def test_a_decomposed_program_has_no_gradient(how):
+    module = Layers(OPS["intermediate"])
+    check_that_it_has_no_gradient(EXPORTS[how](module), module)
+
+
+def slope(f, x, create_graph=False):
+    x = x.detach().requires_grad_()
+    (first,) = torch.autograd.grad(f(x).sum(), x, create_graph=create_graph)
+    return torch.autograd.grad((first * x).sum(), x)[0] if create_graph else first
+
+
+SLOPES = {
+    "autograd": slope,
+    "second": lambda f, x: slope(f, x, create_graph=True),
+    "multigrad.grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+}
+
+
+@quiet
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of torch.autograd itself
+@pytest.mark.parametrize("how", ["export", "trace"])
+@pytest.mark.parametrize("by", SLOPES)
+@pytest.mark.parametrize("name", ["intermediate", "output"])
+def test_a_gradient_in_an_exported_program_uses_the_rule(name, how, by):
+    class Slope(torch.nn.Module):
+        def forward(self, x):
+            with torch.enable_grad():
+                return SLOPES[by](lambda x: CASES[name].op(x, W) + x, x)
+
+    if how == "export":
+        program = torch.export.export(Slope(), (X,)).module()
+    else:  # the check of a trace runs it without gradients, which gives another graph
+        program = torch.jit.trace(Slope(), (X,), check_trace=False)
+    close(program(X), SLOPES[by](lambda x: CASES[name].meant(x, W) + x, X), 1e-4)
+
+
+def test_symbolic_tracing_by_fx_raises():
+    with pytest.raises(TypeError, match=r"output: torch\.fx records the program"):
+        torch.fx.symbolic_trace(Layers(op_custom_gradient(lambda x, w: (x, lambda u: u), name="output")))
 
 
 @op_custom_gradient
@@ -123,12 +171,6 @@ def test_an_exported_step_has_no_gradient(how):
     program = EXPORTS[how](Layers(step))
     with pytest.raises(RuntimeError, match=NO_DERIVATIVE):
         program(X).sum().backward()
-
-
-@quiet
-@pytest.mark.parametrize("how", ["decomposed", "loaded"])
-def test_a_decomposed_program_has_no_gradient(how):
-    test_an_exported_op_has_no_gradient("intermediate", how)
 
 
 @quiet
@@ -196,3 +238,25 @@ def test_a_program_in_a_process_without_multigrad(tmp_path, name):
     values, error = done.stdout.splitlines()
     close(torch.tensor(json.loads(values)), module(X).detach())
     assert error == NO_DERIVATIVE
+
+
+def test_an_exported_model_of_keras(tmp_path):
+    class Layer(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(3,), initializer="ones")
+
+        def call(self, x):
+            return CASES["intermediate"].op(x, self.kernel)
+
+    model = keras.Sequential([keras.Input((3,)), Layer(), keras.layers.Dense(1)])
+    shapes = {0: torch.export.Dim("batch")}
+    model.export(tmp_path / "model.pt2", format="torch", verbose=False, dynamic_shapes=shapes)
+    x = torch.stack([X, W, V])
+    close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x).detach())
+
+
+def test_a_torch_parameter_is_not_saved():
+    """The parameter would be restored as a tensor, which is not trainable."""
+    with pytest.raises(Unsaved):
+        encode(torch.nn.Parameter(torch.ones(2)))
+    assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))

@@ -4,22 +4,12 @@ import re
 
 import pytest
 import torch
-from cases import CASES, each_of
+from cases import CASES, V, W, X, as_meant, each_of
 from support import close
 from torch.autograd import graph
+from vectors import leaves, second
 
 from multigrad import op_custom_gradient
-
-X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
-
-cases = each_of()
-
-
-def leaves():
-    return X.clone().requires_grad_(), W.clone().requires_grad_()
-
-
-# ----------------------------------------------------------------------------------- saved tensors
 
 
 def packed_in_double(tensor):
@@ -31,7 +21,7 @@ def unpacked(packed):
     return tensor.to(dtype)
 
 
-@cases
+@each_of()
 def test_every_residual_goes_through_the_hooks(case):
     """Saved tensors are packed, and gradients are computed from the unpacked tensors only."""
     kept = []
@@ -54,14 +44,18 @@ def test_every_residual_goes_through_the_hooks(case):
         close(spoilt, wanted)
 
 
-@cases
-def test_saved_tensors_on_the_cpu_or_in_another_precision(case):
+HOOKS = {
+    "on the CPU": graph.save_on_cpu,
+    "in another precision": lambda: graph.saved_tensors_hooks(packed_in_double, unpacked),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+@as_meant
+def test_saved_tensors_elsewhere(f, hooks):
     x, w = leaves()
-    wanted = torch.autograd.grad(case.meant(x, w), (x, w), V)
-    with graph.save_on_cpu():
-        close(torch.autograd.grad(case.op(x, w), (x, w), V), wanted, 1e-4)
-    with graph.saved_tensors_hooks(packed_in_double, unpacked):
-        close(torch.autograd.grad(case.op(x, w), (x, w), V), wanted, 1e-4)
+    with hooks():
+        return torch.autograd.grad(f(x, w), (x, w), V)
 
 
 def test_disabled_saved_tensors():
@@ -71,27 +65,20 @@ def test_disabled_saved_tensors():
     close(x.grad, torch.autograd.grad(CASES["intermediate"].meant(x, w).sum(), x)[0], 1e-4)
 
 
-# ------------------------------------------------------------------------- tensors, nodes, modules
-
-
-@cases
-def test_a_hook_on_the_result_and_on_an_input(case):
+@as_meant
+def test_a_hook_on_the_result_and_on_an_input(f):
     """One gets the upstream gradient, the other the gradient of the rule. Each can replace it."""
-
-    def gradients(f):
-        seen = []
-        x, w = leaves()
-        inner = x * 1.0
-        inner.register_hook(lambda g: (seen.append(g), g * 2.0)[1])
-        inner.retain_grad()
-        y = f(inner, w)
-        y.register_hook(lambda g: (seen.append(g), g * V)[1])
-        y.retain_grad()
-        x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
-        y.sum().backward()
-        return seen, inner.grad, y.grad, x.grad, w.grad
-
-    close(gradients(case.op), gradients(case.meant), 1e-4)
+    seen = []
+    x, w = leaves()
+    inner = x * 1.0
+    inner.register_hook(lambda g: (seen.append(g), g * 2.0)[1])
+    inner.retain_grad()
+    y = f(inner, w)
+    y.register_hook(lambda g: (seen.append(g), g * V)[1])
+    y.retain_grad()
+    x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
+    y.sum().backward()
+    return seen, inner.grad, y.grad, x.grad, w.grad
 
 
 def test_a_hook_on_the_node():
@@ -107,43 +94,33 @@ def test_a_hook_on_the_node():
     close((x.grad, w.grad), wanted, 1e-4)
 
 
-@cases
-def test_hooks_on_several_tensors(case):
-    def gradients(f):
-        seen = []
-        x, w = leaves()
-        inner = x * 1.0, w * 1.0
-        handle = graph.register_multi_grad_hook(inner, lambda slopes: seen.extend(slopes))
-        f(*inner).backward(V)
-        handle.remove()
-        return [torch.zeros(3) if slope is None else slope for slope in seen]
-
-    close(gradients(case.op), gradients(case.meant), 1e-4)
+@as_meant
+def test_hooks_on_several_tensors(f):
+    seen = []
+    x, w = leaves()
+    inner = x * 1.0, w * 1.0
+    handle = graph.register_multi_grad_hook(inner, lambda slopes: seen.extend(slopes))
+    f(*inner).backward(V)
+    handle.remove()
+    return [torch.zeros(3) if slope is None else slope for slope in seen]
 
 
-@cases
-def test_backward_hooks_of_a_module(case):
-    class Module(torch.nn.Module):
-        def __init__(self, f):
-            super().__init__()
-            self.f, self.weight = f, torch.nn.Parameter(W.clone())
+class Module(torch.nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f, self.weight = f, torch.nn.Parameter(W.clone())
 
-        def forward(self, x):
-            return self.f(x, self.weight)
-
-    def gradients(f):
-        seen, module, x = [], Module(f), X.clone().requires_grad_()
-        module.register_full_backward_pre_hook(lambda module, upstream: (upstream[0] * V,))
-        module.register_full_backward_hook(
-            lambda module, of_inputs, upstream: seen.append((of_inputs, upstream))
-        )
-        module(x).sum().backward()
-        return seen, x.grad, module.weight.grad
-
-    close(gradients(case.op), gradients(case.meant), 1e-4)
+    def forward(self, x):
+        return self.f(x, self.weight)
 
 
-# ------------------------------------------------------------------------------------- anomaly mode
+@as_meant
+def test_backward_hooks_of_a_module(f):
+    seen, module, x = [], Module(f), X.clone().requires_grad_()
+    module.register_full_backward_pre_hook(lambda module, upstream: (upstream[0] * V,))
+    module.register_full_backward_hook(lambda module, of_inputs, upstream: seen.append((of_inputs, upstream)))
+    module(x).sum().backward()
+    return seen, x.grad, module.weight.grad
 
 
 # Anomaly mode warns that it is slow.
@@ -151,28 +128,20 @@ anomaly = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:
 
 
 @anomaly
-@cases
-def test_anomaly_mode_does_not_change_gradients(case):
-    def second(f):
-        x, w = leaves()
-        slopes = torch.autograd.grad(f(torch.sin(x), w**2), (x, w), V, create_graph=True)
-        return slopes, torch.autograd.grad(sum([(slope**2).sum() for slope in slopes]), (x, w))
-
+@as_meant(tolerance=1e-3)
+def test_anomaly_mode_does_not_change_gradients(f):
     with torch.autograd.detect_anomaly(check_nan=True):
-        got = second(case.op)
-    close(got, second(case.meant), 1e-3)
+        return second(f)
 
 
 @anomaly
 def test_anomaly_mode_finds_a_rule_that_returns_nan():
-    @op_custom_gradient
-    def op(x):
-        return x * 1.0, lambda u: u * float("nan")
-
+    """The error names the op, and the warning the line of the call."""
+    op = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * float("nan")), name="broken")
     x = X.clone().requires_grad_()
     with (
         torch.autograd.detect_anomaly(),
         pytest.warns(UserWarning, match=re.escape("test_torch_hooks.py")),
-        pytest.raises(RuntimeError, match="returned nan values"),
+        pytest.raises(RuntimeError, match="'brokenBackward' returned nan values"),
     ):
         op(x).sum().backward()

@@ -3,18 +3,11 @@
 import keras
 import pytest
 import torch
-from cases import each_of
+from cases import V, X, as_meant, each_of
 from support import close
+from vectors import leaves
 
 from multigrad import grad, op_custom_gradient, vjp
-
-X, W, V = torch.tensor([[0.5, -1.25, 1.5], [0.75, 1.0, -0.5], [1.0, -2.0, 0.5]])
-
-cases = each_of()
-
-
-def leaves():
-    return X.clone().requires_grad_(), W.clone().requires_grad_()
 
 
 def multiplied(y):
@@ -38,7 +31,7 @@ def added_to(y):
 CHANGES = {f.__name__: f for f in (multiplied, with_an_element_set, in_part, added_to)}
 
 
-@cases
+@each_of()
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("order", [1, 2])
 def test_modifying_a_result(case, change, order):
@@ -57,7 +50,7 @@ def test_modifying_a_result(case, change, order):
         close(gradients(case.op), gradients(case.meant), 1e-3)
 
 
-@cases
+@each_of()
 def test_modifying_an_argument(case):
     """Modifying it before the backward pass raises, if the rule uses it."""
     x, w = leaves()
@@ -71,18 +64,34 @@ def test_modifying_an_argument(case):
             torch.autograd.grad(y, (x, w), V)
 
 
-@cases
-def test_modifying_a_leaf_between_two_steps(case):
-    def steps(f):
-        x, w = leaves()
-        for _ in range(3):
-            f(x, w).backward(V)
-            with torch.no_grad():
-                w.sub_(0.01 * w.grad)
-                w.grad = None
-        return x.grad, w.detach()
+@as_meant(tolerance=1e-3)
+def test_modifying_a_leaf_between_two_steps(f):
+    x, w = leaves()
+    for _ in range(3):
+        f(x, w).backward(V)
+        with torch.no_grad():
+            w.sub_(0.01 * w.grad)
+            w.grad = None
+    return x.grad, w.detach()
 
-    close(steps(case.op), steps(case.meant), 1e-3)
+
+OF_INPUTS = {
+    "an input": op_custom_gradient(lambda x: (x, lambda u: u * 7.0)),
+    "one of ten inputs": op_custom_gradient(lambda *xs: (xs[3], lambda u: tuple([u * 7.0 for _ in xs]))),
+    "a view of an input": op_custom_gradient(
+        lambda x: (x[:1], lambda u: torch.cat([u * 7.0, u * 0.0, u * 0.0]))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_INPUTS)
+def test_modifying_a_result_that_shares_memory_with_an_input_raises(name):
+    inputs = [leaves()[0] for _ in range(10 if name == "one of ten inputs" else 1)]
+    y = OF_INPUTS[name](*[x * 1.0 for x in inputs])
+    (got,) = torch.autograd.grad(y.sum(), inputs[3 % len(inputs)], retain_graph=True)
+    close(got, torch.tensor([7.0, 0.0, 0.0] if "view" in name else [7.0] * 3))
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        y.mul_(2.0)
 
 
 def test_modifying_one_of_two_results():
