@@ -63,7 +63,6 @@ BETWEEN = {
     "torch-2.14": (OLDEST_PYTHON, "torch", "torch==2.14.*"),
 }
 BETWEEN_TESTS = (
-    "tests/backends",
     "tests/transforms",
     "tests/test_answers.py",
     "tests/test_training_steps.py",

@@ -16,7 +16,7 @@ RATE = 0.25
 POLICIES = {"mixed_float16": ("float16", 2e-3), "mixed_bfloat16": ("bfloat16", 2e-2)}
 MODES = {"eager": {"run_eagerly": True}, "compiled": {"jit_compile": False}, "jit": {"jit_compile": True}}
 if BACKEND == "torch":
-    del MODES["jit"]  # needs a C++ compiler and 15 seconds, see backends/test_torch.py
+    del MODES["jit"]  # needs a C++ compiler and 15 seconds
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 modes = pytest.mark.parametrize("mode", MODES)

@@ -113,7 +113,7 @@ class Layer(keras.layers.Layer):
     def call(self, x):
         return self.op(x, self.kernel)
 
-    def compute_output_shape(self, shape):  # for "larger_than" on JAX, see backends/test_jax.py
+    def compute_output_shape(self, shape):  # for "larger_than" on JAX, where Keras cannot infer it
         return (shape[0], 2)
 
 

@@ -1,8 +1,17 @@
 """Derivatives of a function of two vectors by TensorFlow's tapes."""
 
+import pytest
 import tensorflow as tf
+from cases import CASES
 
-X, W = tf.constant([0.5, -1.25, 1.5]), tf.constant([0.75, 1.0, -0.5])
+some = pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "two outputs")])
+
+
+def tape_gradient(f, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = f(x)
+    return tape.gradient(y, x)
 
 
 def value_and_gradients(function, x, w):

@@ -3,33 +3,32 @@
 import keras
 import pytest
 import tensorflow as tf
-from cases import CASES, each_of, valued
+from cases import CASES, W, X, as_meant, valued
 from support import close
-from tapes import W, X, derivatives, value_and_gradients
+from tapes import derivatives, some, value_and_gradients
 
 from multigrad import op_custom_gradient
 
-some = pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "two outputs")])
-cases = each_of()
+
+def repeated(body, *state):
+    """Run a loop of two iterations. `body` also gets the number of the iteration."""
+
+    def step(i, *state):
+        return i + 1, *body(i, *state)
+
+    return tf.while_loop(lambda i, *_: i < 2, step, (0, *state), maximum_iterations=2)[1]
 
 
 def in_a_loop(function):
-    def body(i, x, w):
-        return i + 1, tf.sin(function(x, w)), w
-
-    return lambda x, w: tf.while_loop(lambda i, x, w: i < 2, body, (0, x, w), maximum_iterations=2)[1]
+    return lambda x, w: repeated(lambda i, x, w: (tf.sin(function(x, w)), w), x, w)
 
 
 def in_a_loop_around(function):
     """The other argument is from outside of the loop."""
 
     def run(x, w):
-        w = tf.tanh(w)
-
-        def body(i, x):
-            return i + 1, tf.sin(function(x, w))
-
-        return tf.while_loop(lambda i, x: i < 2, body, (0, x), maximum_iterations=2)[1]
+        outside = tf.tanh(w)
+        return repeated(lambda i, x: (tf.sin(function(x, outside)),), x)
 
     return run
 
@@ -48,9 +47,9 @@ def in_one_of_several(function):
 
 def in_a_branch_of_a_loop(function):
     def body(i, x, w):
-        return i + 1, tf.cond(i < 1, lambda: tf.sin(function(x, w)), lambda: function(x, w)), w
+        return tf.cond(i < 1, lambda: tf.sin(function(x, w)), lambda: function(x, w)), w
 
-    return lambda x, w: tf.while_loop(lambda i, x, w: i < 2, body, (0, x, w), maximum_iterations=2)[1]
+    return lambda x, w: repeated(body, x, w)
 
 
 def in_python(function):
@@ -71,26 +70,26 @@ def in_python(function):
 
 SIMPLE = [in_a_loop, in_a_branch]
 PLACES = [*SIMPLE, in_a_loop_around, in_one_of_several, in_a_branch_of_a_loop, in_python]
+places = pytest.mark.parametrize("place", PLACES)
 
 
-@cases
-@pytest.mark.parametrize("place", PLACES)
-def test_control_flow_in_eager_code(case, place):
-    close(derivatives(place(case.op), X, W), derivatives(place(case.meant), X, W), 1e-3)
+@places
+@as_meant(tolerance=1e-3)
+def test_control_flow_in_eager_code(f, place):
+    return derivatives(place(f), X, W)
 
 
-@some
-@pytest.mark.parametrize("place", PLACES)
-def test_gradients_around_control_flow(case, place):
+@places
+@as_meant(each=some, tolerance=1e-3)
+def test_gradients_around_control_flow(f, place):
     """The gradient is computed outside of the function."""
-    got = value_and_gradients(tf.function(place(case.op)), X, W)
-    close(got, value_and_gradients(place(case.meant), X, W), 1e-3)
+    return value_and_gradients(tf.function(place(f)), X, W)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_second_derivatives(place):
-    case = CASES["output"]
-    close(derivatives(tf.function(place(case.op)), X, W), derivatives(place(case.meant), X, W), 1e-3)
+@places
+@as_meant(each=pytest.mark.parametrize("case", [CASES["output"]]), tolerance=1e-3)
+def test_second_derivatives(f, place):
+    return derivatives(tf.function(place(f)), X, W)
 
 
 def tangent(function, x, w):
@@ -104,10 +103,10 @@ def in_a_branch_with_an_input(function):
     return lambda x, w: tf.cond(tf.reduce_sum(x) > 0.0, lambda: function(2.0 * x, W), lambda: x)
 
 
-@cases
-@pytest.mark.parametrize("place", PLACES)
-def test_forward_mode_around_a_function_with_control_flow(case, place):
-    close(tangent(tf.function(place(case.op)), X, W), tangent(place(case.meant), X, W), 1e-3)
+@places
+@as_meant(tolerance=1e-3)
+def test_forward_mode_around_a_function_with_control_flow(f, place):
+    return tangent(tf.function(place(f)), X, W)
 
 
 @pytest.mark.parametrize(
@@ -119,26 +118,22 @@ def test_forward_mode_around_control_flow_in_a_function_raises(place):
         tf.function(lambda x, w: tangent(place(CASES["input"].op), x, w))(X, W)
 
 
-@some
 @pytest.mark.parametrize("place", SIMPLE)
-def test_control_flow_in_xla(case, place):
+@as_meant(each=some, tolerance=1e-3)
+def test_control_flow_in_xla(f, place):
     """XLA computes the gradient of a loop in the function."""
-    function = tf.function(lambda x, w: value_and_gradients(place(case.op), x, w), jit_compile=True)
-    close(function(X, W), value_and_gradients(place(case.meant), X, W), 1e-3)
+    return tf.function(lambda x, w: value_and_gradients(place(f), x, w), jit_compile=True)(X, W)
 
 
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "xla"])
-def test_a_gradient_in_the_body_of_a_loop(options):
+@as_meant
+def test_a_gradient_in_the_body_of_a_loop(f, options):
     """Steps of gradient descent."""
 
-    def descend(function):
-        def step(i, x):
-            return i + 1, x - 0.01 * tf.tanh(value_and_gradients(function, x, W)[1][0])
+    def step(i, x):
+        return i + 1, x - 0.01 * tf.tanh(value_and_gradients(f, x, W)[1][0])
 
-        return lambda: tf.while_loop(lambda i, x: i < 3, step, (0, X))[1]
-
-    for case in CASES.values():
-        close(tf.function(descend(case.op), **options)(), descend(case.meant)(), 1e-4)
+    return tf.function(lambda: tf.while_loop(lambda i, x: i < 3, step, (0, X))[1], **options)()
 
 
 def test_a_loop_body_is_traced_once():
@@ -183,23 +178,20 @@ def rule_of_python(x, w):
 
 @pytest.mark.parametrize("f", [python_of_tensors, rule_of_python])
 @pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "xla"])
-@pytest.mark.parametrize("custom_gradient", [op_custom_gradient, tf.custom_gradient])
-def test_python_control_flow_in_an_op(f, options, custom_gradient):
+def test_python_control_flow_in_an_op(f, options):
     """AutoGraph does not convert the function of an op, as of `tf.custom_gradient`, unless requested."""
-    op = custom_gradient(f)
 
-    def compiled(op):
-        return tf.function(lambda x, w: value_and_gradients(op, x, w), **options)
+    def compiled(f):
+        op = op_custom_gradient(f)
+        return tf.function(lambda x, w: value_and_gradients(op, x, w), **options)(X, W)
 
-    wanted = value_and_gradients(op, X, W)
     with pytest.raises(tf.errors.OperatorNotAllowedInGraphError, match="not allowed"):
-        compiled(op)(X, W)
-    if custom_gradient is op_custom_gradient:
-        close(compiled(custom_gradient(tf.autograph.to_graph(f)))(X, W), wanted)
+        compiled(f)
+    close(compiled(tf.autograph.to_graph(f)), value_and_gradients(op_custom_gradient(f), X, W))
 
 
 @pytest.mark.parametrize("taken", [value_and_gradients, derivatives])
-@pytest.mark.parametrize("place", PLACES)
+@places
 def test_a_rule_that_uses_a_concrete_tensor(place, taken):
     factor = tf.constant([3.0, 5.0, 7.0])
     op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * factor * w, u * factor * x)))
@@ -216,7 +208,7 @@ def rule_by(factor):
 
 
 @pytest.mark.parametrize("taken", [value_and_gradients, derivatives])
-@pytest.mark.parametrize("place", PLACES)
+@places
 def test_a_rule_that_reads_a_variable(place, taken):
     """The gradient of a branch or a loop is built in a graph that cannot capture TensorFlow's variables."""
     if place is in_python and taken is derivatives:

@@ -3,92 +3,60 @@
 import keras
 import pytest
 import tensorflow as tf
-from cases import CASES, each_of
+from cases import W, X, as_meant
 from support import close
-from tapes import W, X, derivatives, value_and_gradients
+from tapes import derivatives, some, value_and_gradients
 
 from multigrad import grad, hessian, jacobian, op_custom_gradient, value_and_grad
 from multigrad.testing import check_gradients
 
-cases = each_of()
-some = pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "two outputs")])
 ways = pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "xla"])
 
 
-@cases
 @ways
-def test_derivatives_in_a_function(case, options):
-    function = tf.function(lambda x, w: derivatives(case.op, x, w), **options)
-    close(function(X, W), derivatives(case.meant, X, W), 1e-4)
+@as_meant
+def test_derivatives_in_a_function(f, options):
+    return tf.function(lambda x, w: derivatives(f, x, w), **options)(X, W)
 
 
-@cases
 @ways
-def test_derivatives_around_a_function(case, options):
-    close(derivatives(tf.function(case.op, **options), X, W), derivatives(case.meant, X, W), 1e-4)
+@as_meant
+def test_derivatives_around_a_function(f, options):
+    return derivatives(tf.function(f, **options), X, W)
 
 
-@some
+def slope(f):
+    return lambda x, w: value_and_gradients(f, x, w)[1][0]
+
+
 @ways
-def test_a_gradient_around_a_gradient_in_a_function(case, options):
-    def slope(function):
-        return lambda x, w: value_and_gradients(function, x, w)[1][0]
-
-    got = value_and_gradients(tf.function(slope(case.op), **options), X, W)
-    close(got, value_and_gradients(slope(case.meant), X, W), 1e-4)
+@as_meant(each=some)
+def test_a_gradient_around_a_gradient_in_a_function(f, options):
+    return value_and_gradients(tf.function(slope(f), **options), X, W)
 
 
-@cases
 @ways
-def test_a_gradient_around_a_gradient_function(case, options):
+@as_meant
+def test_a_gradient_around_a_gradient_function(f, options):
     """The gradient of the inner function is a function, whose gradient is built in another graph."""
-
-    def slope(function):
-        return lambda x, w: value_and_gradients(tf.function(function), x, w)[1][0]
-
-    got = value_and_gradients(tf.function(slope(case.op), **options), X, W)
-    close(got, value_and_gradients(slope(case.meant), X, W), 1e-4)
+    return value_and_gradients(tf.function(slope(tf.function(f)), **options), X, W)
 
 
-def test_a_tape_that_begins_after_the_op():
-    """An inner function computes the gradient. The residuals of the rule are from outside of both."""
-
-    @tf.function
-    def of_the_rule(x, w):
-        @tf.function
-        def within(u):
-            with tf.GradientTape(persistent=True) as tape:
-                tape.watch(x)
-                y = CASES["input"].op(x, w)
-            with tf.GradientTape() as behind:
-                behind.watch(w)
-                slope = tf.function(lambda u: tape.gradient(y, x, u))(u)
-            return behind.gradient(slope, w)
-
-        return within(tf.ones_like(x))
-
-    close(of_the_rule(X, W), 21.0 * X**2)
-
-
-@some
 @ways
-def test_nested_functions(case, options):
-    inner = tf.function(case.op)
-    function = tf.function(lambda x, w: derivatives(tf.function(lambda x, w: inner(x, w)), x, w), **options)
-    close(function(X, W), derivatives(case.meant, X, W), 1e-4)
+@as_meant(each=some)
+def test_nested_functions(f, options):
+    inner = tf.function(tf.function(f))
+    return tf.function(lambda x, w: derivatives(inner, x, w), **options)(X, W)
 
 
-@some
 @pytest.mark.parametrize("shape", [[None], None], ids=["dimension", "rank"])
-def test_input_signatures(case, shape):
+@as_meant(each=some)
+def test_input_signatures(f, shape):
     signature = [tf.TensorSpec(shape, "float32")] * 2
-    inside = tf.function(lambda x, w: derivatives(case.op, x, w), input_signature=signature)
-    outside = tf.function(case.op, input_signature=signature)
-    for count in (3, 2):
-        x, w = X[:count], W[:count]
-        wanted = derivatives(case.meant, x, w)
-        close(inside(x, w), wanted, 1e-4)
-        close(derivatives(outside, x, w), wanted, 1e-4)
+    inside = tf.function(lambda x, w: derivatives(f, x, w), input_signature=signature)
+    outside = tf.function(f, input_signature=signature)
+    arguments = (X, W), (X[:2], W[:2])
+    return [(inside(*both), derivatives(outside, *both)) for both in arguments]
 
 
 @pytest.mark.parametrize("shape", [[None], [None, 2], None], ids=["dimension", "one of two", "rank"])
@@ -127,17 +95,6 @@ def test_the_function_and_the_rule_are_traced_once(options):
     for factor in (1.0, 2.0, 3.0):
         close(gradients(factor * X), 7.0 * factor * X)
     assert runs == ["function", "rule"]
-
-
-def test_a_custom_gradient_of_tensorflow_as_an_argument():
-    """TensorFlow 2.21 passes the wrapped function in place of any wrapper.
-
-    When this test fails with a new TensorFlow, the tracing type of our wrappers can be removed.
-    """
-    op = tf.custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
-    with pytest.raises(TypeError, match="Expected float32, but got"):
-        tf.function(lambda f: tf.sin(f(X)), autograph=False)(op)
-    close(tf.function(lambda f: tf.sin(f(X)), autograph=False)(lambda x: op(x)), tf.sin(2.0 * X))
 
 
 def times_cube_of(w):

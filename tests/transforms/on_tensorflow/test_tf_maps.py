@@ -4,44 +4,34 @@ import functools
 
 import pytest
 import tensorflow as tf
-from cases import CASES, each_of
+from cases import CASES, W, X, as_meant, each_of
 from keras import ops
 from support import close
-from tapes import W, X, derivatives, value_and_gradients
+from tapes import derivatives, tape_gradient, value_and_gradients
 
 from multigrad import jacobian, op_custom_gradient
 
 XS, WS = tf.stack([X, 2.0 * X]), tf.stack([W, -W])
-cases = each_of()
 # Without AutoGraph, which converts a LookupError to another error.
 in_graph = functools.partial(tf.function, autograph=False)
 wraps = pytest.mark.parametrize("wrap", [lambda f: f, in_graph], ids=["eager", "graph"])
 
 
-def loop(function):
+def rows(function):
     """Return the expected result of a map."""
-    return lambda xs, ws: tf.stack([function(x, w) for x, w in zip(XS, WS, strict=True)])
+    each = [function(x, w) for x, w in zip(XS, WS, strict=True)]
+    return tf.nest.map_structure(lambda *parts: tf.stack(parts), *each)
 
 
-def stacked(function):
-    """Return the expected result of a map of derivatives."""
-    rows = [function(x, w) for x, w in zip(XS, WS, strict=True)]
-    return tf.nest.map_structure(lambda *parts: tf.stack(parts), *rows)
-
-
-def mapped(function):
-    return lambda xs, ws: tf.map_fn(lambda row: function(*row), (xs, ws), fn_output_signature="float32")
-
-
-@cases
 @pytest.mark.parametrize(
     ("wrap", "get"), [(lambda f: f, derivatives), (in_graph, value_and_gradients)], ids=["eager", "graph"]
 )
-def test_map_fn(case, wrap, get):
-    def meant(xs, ws):
-        return tf.stack([case.meant(xs[i], ws[i]) for i in range(2)])
+@as_meant(tolerance=1e-3)
+def test_map_fn(f, wrap, get):
+    def mapped(xs, ws):
+        return tf.map_fn(lambda row: f(*row), (xs, ws), fn_output_signature="float32")
 
-    close(wrap(lambda: get(mapped(case.op), XS, WS))(), get(meant, XS, WS), 1e-3)
+    return wrap(lambda: get(mapped, XS, WS))()
 
 
 def vector_derivatives(function):
@@ -49,17 +39,17 @@ def vector_derivatives(function):
 
 
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
-@cases
+@each_of()
 @wraps
 def test_vectorized_map_of_derivatives(case, wrap):
     def inside():
         return tf.vectorized_map(lambda row: vector_derivatives(case.op)(*row), (XS, WS))
 
-    close(wrap(inside)(), stacked(vector_derivatives(case.meant)), 1e-3)
+    close(wrap(inside)(), rows(vector_derivatives(case.meant)), 1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
-@cases
+@each_of()
 @wraps
 def test_a_gradient_of_vectorized_map_raises(case, wrap):
     """TensorFlow copies operations without their gradients, so it silently drops a `tf.custom_gradient`."""
@@ -67,16 +57,9 @@ def test_a_gradient_of_vectorized_map_raises(case, wrap):
     def map_of(function):
         return lambda xs, ws: tf.vectorized_map(lambda row: function(*row), (xs, ws))
 
-    close(wrap(map_of(case.op))(XS, WS), loop(case.meant)(XS, WS), 1e-4)
+    close(wrap(map_of(case.op))(XS, WS), rows(case.meant), 1e-4)
     with pytest.raises(LookupError, match="the rule was lost"):
         wrap(lambda: value_and_gradients(map_of(case.op), XS, WS))()
-
-
-def reverse(function, w):
-    with tf.GradientTape() as tape:
-        tape.watch(w)
-        y = function(w)
-    return tape.gradient(y, w)
 
 
 def forward(function, w):
@@ -94,7 +77,7 @@ WITHIN = {"": lambda f: f, "closing over it": closing, "recomputed": tf.recomput
 
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
 @pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
-@pytest.mark.parametrize("derivative", [reverse, forward])
+@pytest.mark.parametrize("derivative", [tape_gradient, forward])
 @pytest.mark.parametrize("name", ["intermediate", "stopped"])
 @pytest.mark.parametrize("shape", [W.shape, [None], None], ids=["known", "any size", "any rank"])
 def test_a_derivative_with_respect_to_an_unmapped_tensor_raises(name, derivative, within, shape):
@@ -110,8 +93,8 @@ def test_a_derivative_with_respect_to_an_unmapped_tensor_raises(name, derivative
 
 
 @pytest.mark.filterwarnings("ignore:.*while_loop for converting")
-@pytest.mark.parametrize("wrap", [lambda f: f, in_graph], ids=["eager", "graph"])
-@pytest.mark.parametrize("derivative", [reverse, forward])
+@wraps
+@pytest.mark.parametrize("derivative", [tape_gradient, forward])
 @pytest.mark.parametrize("times", [lambda y, x: y, lambda y, x: y * x], ids=["alone", "product"])
 def test_a_derivative_raises_if_only_the_rule_uses_the_mapped_tensor(times, derivative, wrap):
     """All elements would use the rule of the first element."""
@@ -127,23 +110,14 @@ def test_a_derivative_raises_if_only_the_rule_uses_the_mapped_tensor(times, deri
         wrap(of_all)(W)
 
 
-def test_a_tf_custom_gradient_is_lost_in_vectorized_map():
-    """The reason of the errors above. When this test fails, they can be removed."""
-    rule = tf.custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0))
-    with tf.GradientTape() as tape:
-        tape.watch(XS)
-        y = tf.vectorized_map(rule, XS)
-    close(tape.gradient(y, XS), tf.fill(XS.shape, 2.0))
-
-
-@pytest.mark.parametrize(("rows", "eager"), [(1, True), (3, True), (100, False)])
-def test_a_jacobian_of_few_rows_is_not_traced(rows, eager):
+@pytest.mark.parametrize(("count", "eager"), [(1, True), (3, True), (100, False)])
+def test_a_jacobian_of_few_rows_is_not_traced(count, eager):
     runs = []
 
     @op_custom_gradient
     def op(x):
         return x * 2.0, lambda u: runs.append(tf.executing_eagerly()) or u * 7.0
 
-    close(jacobian(op)(ops.ones(rows)), 7.0 * ops.eye(rows))
+    close(jacobian(op)(ops.ones(count)), 7.0 * ops.eye(count))
     assert runs.count(eager) == len(runs) > 0
-    assert len(runs) == rows or not eager
+    assert len(runs) == count or not eager

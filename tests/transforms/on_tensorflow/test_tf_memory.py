@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import tensorflow as tf
-from cases import CASES
+from cases import CASES, W, X
 from support import close
-from tapes import W, X, derivatives, value_and_gradients
+from tapes import derivatives, value_and_gradients
 
 from multigrad import grad, op_custom_gradient
 
