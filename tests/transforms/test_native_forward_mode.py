@@ -1,6 +1,6 @@
 """The forward mode of each framework: it transposes rules."""
 
-import types
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -50,42 +50,6 @@ def cube(x):
     return ops.sum(x**3)
 
 
-class Calling(keras.layers.Layer):
-    """A layer whose methods call host code, or compute a gradient in a rule that uses the layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = 7.0
-        self.w = self.add_weight(shape=(), initializer="ones", name="w")
-
-    @op_custom_gradient
-    def host_code(self, x):
-        return host_call(np.sin, x, output=x), lambda u: u * self.factor
-
-    @op_custom_gradient
-    def host_code_and_weight(self, x):
-        def rule(u, variables=None):
-            return u * self.factor * self.w, [ops.sum(u)]
-
-        return host_call(np.sin, x, output=x) * self.w, rule
-
-    @op_custom_gradient
-    def host_slope(self, x):
-        slope = host_call(np.cos, x, output=x)
-        return host_call(np.sin, x, output=x), lambda u: u * self.factor * slope
-
-    @op_custom_gradient
-    def gradient(self, x):
-        return x * 2.0, lambda u: u * self.factor * grad(cube)(x)
-
-    @op_custom_gradient
-    def gradient_and_weight(self, x):
-        def rule(u, variables=None):
-            return u * self.factor * grad(lambda x: cube(x) * self.w)(x), [ops.sum(u)]
-
-        return x * self.w, rule
-
-
 @op_custom_gradient
 def host_code(x):
     return host_call(np.sin, x, output=x), lambda u: u * 7.0
@@ -102,7 +66,7 @@ def host_rule(x):
     return x * 2.0, lambda u: host_call(np.negative, u, output=u)
 
 
-held = types.SimpleNamespace(factor=ops.ones(3) * 7.0)
+held = SimpleNamespace(factor=ops.ones(3) * 7.0)
 
 
 @op_custom_gradient
@@ -111,39 +75,72 @@ def gradient(x):
     return x * 2.0, lambda u: u * own.factor * grad(cube)(x)
 
 
+class Calling(keras.layers.Layer):
+    """A layer whose methods call host code, or compute a gradient in a rule that uses the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 7.0
+        self.w = self.add_weight(shape=(), initializer="ones", name="w")
+
+    @op_custom_gradient
+    def host_code(self, x):
+        return host_call(np.sin, x, output=x), lambda u: u * self.factor
+
+    @op_custom_gradient
+    def host_code_and_weight(self, x):
+        sine = host_call(np.sin, x, output=x)
+        return sine * self.w, lambda u, variables: (u * self.factor * self.w, [ops.sum(u)])
+
+    @op_custom_gradient
+    def host_slope(self, x):
+        slope = host_call(np.cos, x, output=x)
+        return host_call(np.sin, x, output=x), lambda u: u * self.factor * slope
+
+    @op_custom_gradient
+    def gradient(self, x):
+        return x * 2.0, lambda u: u * self.factor * grad(cube)(x)
+
+    @op_custom_gradient
+    def gradient_and_weight(self, x):
+        def rule(u, variables):
+            return u * self.factor * grad(lambda x: cube(x) * self.w)(x), [ops.sum(u)]
+
+        return x * self.w, rule
+
+
 LAYER = Calling()
+BY_HOST_CODE = [host_code, LAYER.host_code, LAYER.host_code_and_weight]
+BY_A_RESULT = [host_slope, LAYER.host_slope]
+BY_A_GRADIENT = [gradient, LAYER.gradient, LAYER.gradient_and_weight]
+SLOPES = [
+    *[(op, lambda x: 7.0 * ops.ones_like(x)) for op in BY_HOST_CODE],
+    *[(op, lambda x: 7.0 * ops.cos(x)) for op in BY_A_RESULT],
+    *[(op, lambda x: 21.0 * x**2) for op in BY_A_GRADIENT],
+]
 
 
 def by_multigrad(function, x, along):
     return jvp(function, (x,), (along,))[1]
 
 
-@pytest.mark.parametrize("op", [host_code, LAYER.host_code, LAYER.host_code_and_weight])
-@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
-def test_a_function_that_calls_host_code(op, forward):
-    close(forward(op, X, ALONG), 7.0 * ALONG)
+each_mode = pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
 
 
-@pytest.mark.parametrize("op", [host_slope, LAYER.host_slope])
-@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
-def test_a_rule_that_uses_a_result_of_host_code(op, forward):
-    close(forward(op, X, ALONG), 7.0 * ops.cos(X) * ALONG)
+@pytest.mark.parametrize(("op", "slope"), SLOPES)
+@each_mode
+def test_ops_with_host_code_or_a_gradient_in_the_rule(op, slope, forward):
+    close(forward(op, X, ALONG), slope(X) * ALONG, 1e-4)
 
 
-@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
+@each_mode
 def test_a_derivative_of_a_result_of_host_code_raises(forward):
     with pytest.raises((TypeError, NotImplementedError), match="host_slope"):
         forward(grad(lambda x: ops.sum(host_slope(x) ** 2)), X, ALONG)
 
 
-@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
+@each_mode
 def test_a_rule_that_calls_host_code_raises(forward):
     close(grad(lambda x: ops.sum(host_rule(x)))(X), -ops.ones(3))
     with pytest.raises(TypeError, match="host_call of 'negative' in host_rule: the call has no derivative"):
         forward(host_rule, X, ALONG)
-
-
-@pytest.mark.parametrize("op", [gradient, LAYER.gradient, LAYER.gradient_and_weight])
-@pytest.mark.parametrize("forward", [native_jvp, by_multigrad])
-def test_a_rule_that_computes_a_gradient_and_uses_an_object(op, forward):
-    close(forward(op, X, ALONG), 7.0 * 3.0 * X**2 * ALONG, 1e-4)

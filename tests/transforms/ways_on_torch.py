@@ -77,7 +77,7 @@ LACKING = {
     *itertools.product(["a checkpoint", "tensors saved elsewhere"], TRANSFORMS),
 }
 
-EAGER = ["torch.autograd.grad"]
+EAGER = ["torch.autograd.grad", "torch.func.grad", "torch.func.vjp"]
 """The ways in which a function sees concrete values."""
 LACKING_OF_KERAS = {
     *itertools.product(TRANSFORMS, ["keras.remat"]),
