@@ -1,31 +1,32 @@
-"""Closed-over tracers of an outer jit, grad, vmap or loop, and tracers that a function stores.
+"""Closed-over tracers of an outer jit, vmap, loop or checkpoint, and tracers that a function stores.
 
-The output has no gradient with respect to the tracer, because the function stops it. What the rule computes
-from the tracer has a gradient, in a second derivative.
+`tests/test_closed_over.py` has the tests that are equal on every backend.
 """
 
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import W, X
+from cases import CASES, W, X
 from keras import ops
-from orders import WITHOUT_WEIGHTS, WS, XS, first
+from orders import WS, XS, first
 from support import close
 
 from multigrad import op_custom_gradient
 
 
-def closing_over(w, case):
+def closing_over(w):
+    """Return an op without a gradient with respect to `w`, except by what the rule computes from it."""
+
     @op_custom_gradient
     def op(x):
-        y = case.op(x, jax.lax.stop_gradient(w))
+        y = CASES["intermediate"].op(x, jax.lax.stop_gradient(w))
         return y, lambda u: u * 7.0 * jnp.cos(x) * w
 
     return op
 
 
-def gradients(case):
-    return first(lambda x, w: closing_over(w, case)(x))
+def closed_over(x, w):
+    return closing_over(w)(x)
 
 
 def meant_gradients(x, w):
@@ -33,47 +34,38 @@ def meant_gradients(x, w):
     return upstream * 7.0 * jnp.cos(x) * w, jnp.zeros_like(w)
 
 
-@WITHOUT_WEIGHTS
-def test_tracers_of_grad_and_jit(case):
-    got = gradients(case)
-    close(got(X, W), meant_gradients(X, W))
-    close(jax.jit(got)(X, W), meant_gradients(X, W))
-    close(jax.jit(first(got))(X, W), first(meant_gradients)(X, W))
-    within = jax.jit(lambda x, w: first(jax.jit(lambda x, _: closing_over(w, case)(x)))(x, w)[0])
-    close(within(X, W), meant_gradients(X, W)[0])
+WITHIN = {
+    "nothing": closed_over,
+    "jit": jax.jit(closed_over),
+    "checkpoint": jax.checkpoint(closed_over),
+    "a closed-over tracer in jit": lambda x, w: jax.jit(lambda x: closed_over(x, w))(x),
+}
 
 
-@WITHOUT_WEIGHTS
-def test_tracers_of_vmap(case):
-    wanted = jax.tree.map(
-        lambda *parts: jnp.stack(parts), *[meant_gradients(x, w) for x, w in zip(XS, WS, strict=True)]
-    )
-    close(jax.vmap(gradients(case))(XS, WS), wanted)
-    close(jax.jit(jax.vmap(gradients(case)))(XS, WS), wanted)
-    # The op maps over x, and closes over a tensor that the outer vmap maps.
-    inner = jax.vmap(lambda w: jax.vmap(lambda x: closing_over(w, case)(x))(XS))(WS)
-    close(inner, jnp.stack([jnp.stack([case.meant(x, w) for x in XS]) for w in WS]), 1e-4)
+@pytest.mark.parametrize("function", WITHIN.values(), ids=WITHIN)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients(function, wrap):
+    close(wrap(first(function))(X, W), meant_gradients(X, W))
+    close(wrap(first(first(function)))(X, W), first(meant_gradients)(X, W))
+    close(wrap(jax.vmap(first(function)))(XS, WS), jax.vmap(meant_gradients)(XS, WS))
 
 
-@WITHOUT_WEIGHTS
-def test_tracers_of_a_loop(case):
+def test_an_op_that_is_mapped_and_closes_over_a_tensor_that_is_mapped_outside():
+    inner = jax.vmap(lambda w: jax.vmap(closing_over(w))(XS))(WS)
+    meant = CASES["intermediate"].meant
+    close(inner, jax.vmap(lambda w: jax.vmap(lambda x: meant(x, w))(XS))(WS), 1e-4)
+
+
+def test_a_loop():
     def scanned(x, ws):
-        return jax.lax.scan(lambda x, w: (jnp.sin(closing_over(w, case)(x)), None), x, ws)[0]
+        return jax.lax.scan(lambda x, w: (jnp.sin(closed_over(x, w)), None), x, ws)[0]
 
     def unrolled(x, ws):
         for w in ws:
-            x = jnp.sin(closing_over(w, case)(x))
+            x = jnp.sin(closed_over(x, w))
         return x
 
     close(jax.jit(first(scanned))(X, WS[:3]), first(unrolled)(X, WS[:3]), 1e-4)
-
-
-@WITHOUT_WEIGHTS
-def test_tracers_of_checkpoint(case):
-    def function(x, w):
-        return jax.checkpoint(lambda x, w: closing_over(w, case)(x))(x, w)
-
-    close(first(function)(X, W), meant_gradients(X, W))
 
 
 # ------------------------------------------------------------------------------- tracers that are stored

@@ -10,7 +10,11 @@ from functorch.compile import make_boxed_func
 
 
 def graphs(
-    function: Callable[..., Any], arguments: Sequence[torch.Tensor], *, prepared: bool
+    function: Callable[..., Any],
+    arguments: Sequence[torch.Tensor],
+    *,
+    prepared: bool,
+    compiler: Callable[..., Any] = torch.compile,
 ) -> list[torch.fx.Graph]:
     """Return the graphs of the forward and the backward pass of a scalar function.
 
@@ -35,7 +39,7 @@ def graphs(
     else:
         backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     leaves = [x.clone().requires_grad_() for x in arguments]
-    torch.compile(function, fullgraph=True, dynamic=False, backend=backend)(*leaves).backward()
+    compiler(function, fullgraph=True, dynamic=False, backend=backend)(*leaves).backward()
     assert len(found) == 2
     return found
 

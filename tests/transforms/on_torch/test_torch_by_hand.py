@@ -8,6 +8,8 @@ from by_hand import PAIRS, total
 from counts import saved
 from graphs import graphs, handed, operations
 
+from multigrad import jit
+
 pairs = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 # An op that reads a weight does not compile, see `test_torch_compile.py`.
 _compiled = {name: pair for name, pair in PAIRS.items() if name != "weight"}
@@ -29,6 +31,19 @@ def test_the_graphs_that_are_compiled(pair):
     for ours, by_hand in both(pair, True):
         assert operations(ours) == operations(by_hand)
         assert handed(ours) == handed(by_hand)
+
+
+def test_the_graphs_of_multigrad_jit():
+    """The function is the same. Its output may be a copy, which the caller may change."""
+    pair = PAIRS["log1pexp"]
+    ours, by_hand = [
+        [str(node.target) for graph in found for node in graph.nodes if node.op == "call_function"]
+        for found in (
+            graphs(total(pair.op), pair.arguments(), prepared=True, compiler=jit),
+            graphs(total(pair.by_hand), pair.arguments(), prepared=True),
+        )
+    ]
+    assert [name for name in ours if name != "aten.clone.default"] == by_hand
 
 
 @compiled_pairs

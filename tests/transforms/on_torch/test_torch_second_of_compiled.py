@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, IN_OTHER_FORMS
 from keras import ops
 from support import SECOND_OF_COMPILED, close, numpy
 
@@ -11,6 +11,7 @@ from multigrad import grad, hessian, jacobian, jvp, vjp
 from multigrad.backend.torch.private import COMPILED_NODE
 
 X, V = torch.tensor([0.5, -0.75, 1.25]), torch.tensor([1.0, 2.0, -1.0])
+READER = IN_OTHER_FORMS["intermediate-reader"].op
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -46,6 +47,7 @@ FUNCTIONS = {
     "between": lambda x: ops.sin(cases["intermediate"](2.0 * x, V)),
     "beside": lambda x: cases["intermediate"](x, V) * x,
     "without an op": torch.exp,
+    "a weight": lambda x: READER(x, V),
     "reshaped": lambda x: cases["intermediate"](x.reshape(-1), V),
 }
 COMPILERS = {
