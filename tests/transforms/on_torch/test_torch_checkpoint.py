@@ -2,10 +2,10 @@
 
 import functools
 
-import keras
 import pytest
 import torch
 from cases import CASES, V, W, X, as_meant
+from forms import FACTOR, FORMS, WEIGHT, Written, in_form
 from support import close
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from vectors import first, leaves, second
@@ -73,30 +73,9 @@ def test_a_checkpoint_runs_the_function_once_more(reentrant):
     close((x.grad, torch.tensor(len(runs))), (21.0 * X**2, torch.tensor(2)))
 
 
-@op_custom_gradient
-def by_both(x, w):
+def by_both(x, w, scale):
     """A function whose rule uses its inputs in another order."""
-    return x * w, lambda u: (7.0 * u * w, 3.0 * u * x)
-
-
-class Scaled:
-    scale = 2.0
-
-    @op_custom_gradient
-    def by_both(self, x, w):
-        return x * w * self.scale, lambda u: (None, 7.0 * u * w, 3.0 * u * x)
-
-
-class Weighted:
-    def __init__(self):
-        self.weight = keras.Variable(W)
-
-    def __call__(self, x, w):
-        @op_custom_gradient
-        def by_both(x, w):
-            return x * w * self.weight, lambda u, variables: ((7.0 * u * w, 3.0 * u * x), [5.0 * u * x])
-
-        return by_both(x, w)
+    return scale(x * w), lambda u: (scale(7.0 * u * w), scale(3.0 * u * x)), lambda u: 5.0 * u * x
 
 
 def rows(y, *xs):
@@ -104,12 +83,14 @@ def rows(y, *xs):
     return torch.func.vmap(lambda u: torch.autograd.grad(y, xs, u, retain_graph=True))(torch.eye(3))
 
 
-@pytest.mark.parametrize("op", [by_both, Scaled().by_both, Weighted()], ids=["op", "method", "weight"])
-def test_a_mapped_backward_pass_of_a_checkpoint(op):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mapped_backward_pass_of_a_checkpoint(form):
     """The second run has no mapped tensors, and saves the same tensors in the same order as the first."""
-    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    op = in_form(form, Written("both", by_both, None)).op
+    s = {"function": 1.0, "method": FACTOR}.get(form, WEIGHT)
+    x, w = leaves()
     y = checkpoint(lambda *args: torch.sin(op(*args)), x, w, use_reentrant=False)
-    slope = torch.cos(op(X, W)).detach()
+    slope = s * torch.cos(op(X, W)).detach()
     close(rows(y, x, w), (torch.diag(7.0 * W * slope), torch.diag(3.0 * X * slope)), 1e-4)
 
 

@@ -1,9 +1,9 @@
 """In-place modification of a result, of an argument, and of residuals: right, or an error."""
 
-import keras
 import pytest
 import torch
-from cases import V, X, as_meant, each_of
+from cases import V, W, X, as_meant, each_of
+from forms import FORMS, Written, in_form
 from support import close
 from vectors import leaves
 
@@ -134,31 +134,20 @@ def test_a_function_that_changes_its_argument_raises(change):
     close(grad(lambda z: (change(z * 1.0) ** 3).sum())(y), grad(lambda z: (change(z.clone()) ** 3).sum())(X))
 
 
-def tripled(x):
-    return op_custom_gradient(lambda x: (x * 2.0, lambda u: u.mul_(3.0)))(x)
+def in_place(x, w, scale):
+    def rule(u):
+        u[:1].mul_(3.0)
+        return u, None
 
-
-class Tripled:
-    weight = keras.Variable(1.0)
-
-    @op_custom_gradient
-    def of(self, x):
-        return x * 2.0, lambda u: (u[:1].mul_(3.0), u)[1]
-
-    @op_custom_gradient
-    def weighed(self, x):
-        return x * self.weight, lambda u, variables: (u.add_(1.0), [None])
-
-
-IN_PLACE = {"function": tripled, "method": Tripled().of, "weight": Tripled().weighed}
+    return scale(x * 2.0), rule, lambda u: u
 
 
 @pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE)
-def test_a_rule_that_changes_its_upstream_gradient(op, order):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rule_that_changes_its_upstream_gradient(form, order):
     """The other term of the sum gets the same upstream gradient."""
-    x, _ = leaves()
+    op, (x, _) = in_form(form, Written("in place", in_place, None)).op, leaves()
     with pytest.raises(RuntimeError, match=r"the rule changed its upstream gradient(.|\n)*upstream \* 2\.0"):
-        torch.autograd.grad(((op(x) + x) * V).sum() ** 2, x, create_graph=order == 2)
+        torch.autograd.grad(((op(x, W) + x) * V).sum() ** 2, x, create_graph=order == 2)
     with pytest.raises(RuntimeError, match="the rule changed its upstream gradient"):
-        torch.func.grad(lambda x: ((op(x) + x) * V).sum() ** 2)(x)
+        torch.func.grad(lambda x: ((op(x, W) + x) * V).sum() ** 2)(x)
