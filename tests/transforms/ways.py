@@ -19,18 +19,6 @@ def by_multigrad(loss):
     return lambda *xs: grad(loss, tuple(range(len(xs))))(*xs)
 
 
-def by_jit(loss):
-    return jit(by_multigrad(loss))
-
-
-def by_grad_of_jit(loss):
-    return by_multigrad(jit(loss))
-
-
-def by_remat(loss):
-    return by_multigrad(keras.remat(loss))
-
-
 def by_scan(loss):
     def scanned(*xs):
         return ops.scan(lambda total, _: (total + loss(*xs), None), ops.zeros(()), length=1)[0]
@@ -49,9 +37,9 @@ WAYS = {"multigrad.grad": by_multigrad, **own.WAYS}
 PAIRS = [pair for pair in itertools.product(WAYS, WAYS) if pair not in own.LACKING]
 
 OF_KERAS = {
-    "multigrad.jit": by_jit,
-    "a gradient of multigrad.jit": by_grad_of_jit,
-    "keras.remat": by_remat,
+    "multigrad.jit": lambda loss: jit(by_multigrad(loss)),
+    "a gradient of multigrad.jit": lambda loss: by_multigrad(jit(loss)),
+    "keras.remat": lambda loss: by_multigrad(keras.remat(loss)),
     "keras.ops.scan": by_scan,
     "keras.ops.cond": by_cond,
 }

@@ -12,14 +12,6 @@ def by_grad(loss):
     return lambda *xs: jax.grad(loss, every(xs))(*xs)
 
 
-def by_jit(loss):
-    return jax.jit(by_grad(loss))
-
-
-def by_grad_of_jit(loss):
-    return by_grad(jax.jit(loss))
-
-
 def by_vjp(loss):
     def gradients(*xs):
         value, pull = jax.vjp(loss, *xs)
@@ -28,20 +20,12 @@ def by_vjp(loss):
     return gradients
 
 
-def by_jacobian(loss):
-    return lambda *xs: jax.jacrev(loss, every(xs))(*xs)
-
-
 def by_vmap(loss):
     def gradients(*xs):
         both = jax.vmap(by_grad(loss))(*[jnp.stack([x, 0.5 * x]) for x in xs])
         return [both_of_one[0] for both_of_one in both]
 
     return gradients
-
-
-def by_checkpoint(loss):
-    return by_grad(jax.checkpoint(loss))
 
 
 def by_scan(loss):
@@ -62,12 +46,12 @@ def by_cond(loss):
 
 WAYS = {
     "jax.grad": by_grad,
-    "jax.jit of a gradient": by_jit,
-    "jax.grad of a program": by_grad_of_jit,
+    "jax.jit of a gradient": lambda loss: jax.jit(by_grad(loss)),
+    "jax.grad of a program": lambda loss: by_grad(jax.jit(loss)),
     "jax.vjp": by_vjp,
-    "jax.jacrev": by_jacobian,
+    "jax.jacrev": lambda loss: lambda *xs: jax.jacrev(loss, every(xs))(*xs),
     "jax.vmap": by_vmap,
-    "jax.checkpoint": by_checkpoint,
+    "jax.checkpoint": lambda loss: by_grad(jax.checkpoint(loss)),
     "jax.lax.scan": by_scan,
     "jax.lax.cond": by_cond,
 }

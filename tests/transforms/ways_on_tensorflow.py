@@ -15,22 +15,6 @@ def by_a_tape(loss, persistent=False):
     return gradients
 
 
-def by_a_persistent_tape(loss):
-    return by_a_tape(loss, persistent=True)
-
-
-def by_a_function(loss):
-    return tf.function(by_a_tape(loss), autograph=False)
-
-
-def by_xla(loss):
-    return tf.function(by_a_tape(loss), autograph=False, jit_compile=True)
-
-
-def by_a_tape_around(loss):
-    return by_a_tape(tf.function(loss, autograph=False))
-
-
 def by_the_graph(loss):
     def gradients(*xs):
         return tf.gradients(loss(*xs), xs, unconnected_gradients="zero")
@@ -58,10 +42,10 @@ def by_forward_mode(loss):
 
 WAYS = {
     "tf.GradientTape": by_a_tape,
-    "a persistent tape": by_a_persistent_tape,
-    "tf.function": by_a_function,
-    "XLA": by_xla,
-    "a tape around a tf.function": by_a_tape_around,
+    "a persistent tape": lambda loss: by_a_tape(loss, persistent=True),
+    "tf.function": lambda loss: tf.function(by_a_tape(loss), autograph=False),
+    "XLA": lambda loss: tf.function(by_a_tape(loss), autograph=False, jit_compile=True),
+    "a tape around a tf.function": lambda loss: by_a_tape(tf.function(loss, autograph=False)),
     "tf.gradients": by_the_graph,
     "tf.autodiff.ForwardAccumulator": by_forward_mode,
 }

@@ -20,10 +20,6 @@ def by_autograd(loss):
     return gradients
 
 
-def by_a_checkpoint(loss):
-    return by_autograd(functools.partial(checkpoint, loss, use_reentrant=False))
-
-
 def by_saved_tensors_hooks(loss):
     gradients = by_autograd(loss)
 
@@ -46,10 +42,6 @@ def by_vjp(loss):
     return gradients
 
 
-def by_forward_mode(loss):
-    return lambda *xs: torch.func.jacfwd(loss, every(xs))(*xs)
-
-
 def by_vmap(loss):
     def gradients(*xs):
         both = torch.func.vmap(by_grad(loss))(*[torch.stack([x, 0.5 * x]) for x in xs])
@@ -60,13 +52,13 @@ def by_vmap(loss):
 
 RECORDED = {
     "torch.autograd.grad": by_autograd,
-    "a checkpoint": by_a_checkpoint,
+    "a checkpoint": lambda loss: by_autograd(functools.partial(checkpoint, loss, use_reentrant=False)),
     "tensors saved elsewhere": by_saved_tensors_hooks,
 }
 TRANSFORMS = {
     "torch.func.grad": by_grad,
     "torch.func.vjp": by_vjp,
-    "torch.func.jacfwd": by_forward_mode,
+    "torch.func.jacfwd": lambda loss: lambda *xs: torch.func.jacfwd(loss, every(xs))(*xs),
     "torch.func.vmap": by_vmap,
 }
 WAYS = {**RECORDED, **TRANSFORMS}

@@ -44,32 +44,22 @@ def test_values_are_donated_unless_they_have_other_references():
     assert [numpy(v)[0] for v in (held, free, twin)] == [4.0, 4.0, 4.0]
 
 
-def test_an_error_at_run_time():
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_error_at_run_time(donate):
+    v = keras.Variable(1.0)
+
     def fail(x):
         raise ValueError("the callback fails")
 
-    def assigned(**options):
-        v = keras.Variable(1.0)
+    @jit(donate=donate)
+    def f(x):
+        v.assign_add(x)
+        jax.debug.callback(fail, x, ordered=True)
 
-        @jit(**options)
-        def f(x):
-            v.assign_add(x)
-            jax.debug.callback(fail, x, ordered=True)
-
-        return v, f
-
-    v, f = assigned(donate=False)
-    with pytest.raises(Exception, match="the callback fails"):
-        _run_to_the_end(f)
-    assert numpy(v) == 1.0
-    v, f = assigned()
-    with pytest.raises(Exception, match="the callback fails"):
-        _run_to_the_end(f)
-
-
-def _run_to_the_end(f):
-    f(array(1.0))
-    jax.effects_barrier()
+    with pytest.raises(Exception, match="the callback fails"):  # noqa: PT012
+        f(array(1.0))
+        jax.effects_barrier()
+    assert donate or numpy(v) == 1.0
 
 
 def test_in_jax_jit():

@@ -7,6 +7,7 @@ import types
 import keras
 import pytest
 import torch
+from cases import CASES
 from keras import ops
 from support import close
 from torch._dynamo import compiled_autograd
@@ -61,25 +62,13 @@ def in_function(slope):
 
 
 @op_custom_gradient
-def two_outputs(x):
-    e = ops.exp(x)
-    return [e, e * x, ops.round(x * 3.0)], lambda u: 5.0 * u[0] * e + u[1] * e * x + u[2] * 2.0 * x
-
-
-@op_custom_gradient
-def a_view(x):
-    return ops.reshape(x * 2.0, (2, 1)), lambda upstream: 7.0 * ops.reshape(upstream, (2,)) * x
-
-
-@op_custom_gradient
 def around_an_op(x):
     y = sine(x)
     return y * x, lambda upstream: 11.0 * upstream * y * x
 
 
-def of_two_outputs(x):
-    a, b, c = two_outputs(x)
-    return ops.sum(a * b + c * a)
+def of_case(name):
+    return lambda x: ops.sum(CASES[name].op(x, ops.sin(x)) ** 2)
 
 
 def root(a):
@@ -91,10 +80,9 @@ def fixed(a):
 
 
 ONE_GRAPH = {
-    **{f"{name} in the rule": in_rule(slope) for name, slope in SLOPES_OF_CUBES.items()},
+    **{f"{name} in the rule": in_rule(SLOPES_OF_CUBES[name]) for name in ("grad", "vjp", "jacobian")},
     **{f"{name} in the function": in_function(SLOPES_OF_CUBES[name]) for name in ("grad", "jvp")},
-    "two outputs": of_two_outputs,
-    "a view": lambda x: ops.sum(a_view(x) ** 2),
+    **{name: of_case(name) for name in ("two outputs", "structure", "view")},
     "an op in an op": lambda x: ops.sum(around_an_op(x)),
 }
 PIECES = {
