@@ -8,7 +8,6 @@ from keras import ops
 from support import array, close
 
 from multigrad import grad, op_custom_gradient
-from multigrad.backend.torch.tensors import conform
 
 
 def test_a_rule_makes_tensors_on_the_device_of_its_function():
@@ -34,12 +33,6 @@ def test_a_gradient_is_moved_to_the_device_of_its_argument():
     op(elsewhere, here).sum().backward()
     assert elsewhere.grad.device == elsewhere.device
     close(here.grad, array(14.0, 14.0, 14.0))
-
-
-@pytest.mark.parametrize("gradient", [torch.ones(3), torch.ones(2, 3), torch.ones(3, dtype=torch.float64)])
-def test_conform_moves_sums_and_casts(gradient):
-    moved = conform(gradient, (torch.Size([3]), torch.float32, torch.device("meta")))
-    assert (moved.shape, moved.dtype, moved.device.type) == ((3,), torch.float32, "meta")
 
 
 ROWS = torch.tensor([1, 2, 2])
