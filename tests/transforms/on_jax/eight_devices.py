@@ -1,5 +1,6 @@
 """Tests on eight devices, against one device. `test_sharding.py` runs them."""
 
+import contextlib
 import gc
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ DEVICES = 8
 set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh  # its name in JAX 0.7.0
 MESH = jax.make_mesh((DEVICES,), ("rows",), (jax.sharding.AxisType.Auto,))
 EXPLICIT = jax.make_mesh((DEVICES,), ("rows",), (jax.sharding.AxisType.Explicit,))
-ROWS = NamedSharding(MESH, PartitionSpec("rows"))
+BY_ROWS = PartitionSpec("rows")
+ROWS = NamedSharding(MESH, BY_ROWS)
 EVERYWHERE = NamedSharding(MESH, PartitionSpec())
 
 XS = jnp.linspace(-1.0, 1.5, 3 * DEVICES).reshape(DEVICES, 3)
@@ -76,15 +78,15 @@ def test_jit_with_explicit_axes(case):
 WITH_AND_WITHOUT_CHECKS = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 
 
-def by_shards(function, w_spec, check_vma):
-    rows = PartitionSpec("rows")
-    return jax.shard_map(function, mesh=MESH, in_specs=(rows, w_spec), out_specs=rows, check_vma=check_vma)
+def by_shards(function, in_specs=BY_ROWS, out_specs=BY_ROWS, check_vma=True):
+    """Return the function that runs on each device, by default for its rows of the arguments."""
+    return jax.shard_map(function, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 @EACH
 @WITH_AND_WITHOUT_CHECKS
 def test_shard_map_of_rows(case, check_vma):
-    got = by_shards(jax.vmap(case.op), PartitionSpec("rows"), check_vma)
+    got = by_shards(jax.vmap(case.op), check_vma=check_vma)
     close(jax.jit(orders(got))(XS, WS), on_one(orders(jax.vmap(case.meant)), XS, WS), 1e-4)
 
 
@@ -92,37 +94,32 @@ def test_shard_map_of_rows(case, check_vma):
 @WITH_AND_WITHOUT_CHECKS
 def test_shard_map_of_rows_with_a_shared_argument(case, check_vma):
     """The gradient of a replicated argument is the sum over devices."""
-    got = by_shards(whole(case.op), PartitionSpec(), check_vma)
+    got = by_shards(whole(case.op), (BY_ROWS, PartitionSpec()), check_vma=check_vma)
     close(jax.jit(first(got))(XS, W), on_one(first(whole(case.meant)), XS, W), 1e-4)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@WITH_AND_WITHOUT_CHECKS
 def test_shard_map_of_a_rule_that_reaches_an_object(check_vma):
     held = SimpleNamespace(factor=7.0)
     op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * held.factor * x))
-    rows = PartitionSpec("rows")
-    within = jax.shard_map(op, mesh=MESH, in_specs=rows, out_specs=rows, check_vma=check_vma)
+    within = by_shards(op, check_vma=check_vma)
     close(jax.jit(jax.grad(lambda x: within(x).sum()))(XS), 7.0 * XS)
-    slope = jax.grad(lambda x: op(x).sum())
-    around = jax.shard_map(slope, mesh=MESH, in_specs=rows, out_specs=rows, check_vma=check_vma)
+    around = by_shards(jax.grad(lambda x: op(x).sum()), check_vma=check_vma)
     close(jax.jit(around)(XS), 7.0 * XS)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_of_an_unused_output(check_vma):
+@WITH_AND_WITHOUT_CHECKS
+@pytest.mark.parametrize(("index", "factor"), [(0, 7.0), (1, 5.0)])
+def test_shard_map_of_an_unused_output(check_vma, index, factor):
     """The upstream gradient of the unused output is zero, but varies over devices like that of a used one."""
 
     @op_custom_gradient
     def op(x):
-        factor = jnp.cos(x)
-        return (x * 2.0, x * 3.0), lambda u, v: factor * u * 7.0 + factor * v * 5.0
+        cosine = jnp.cos(x)
+        return (x * 2.0, x * 3.0), lambda u, v: cosine * u * 7.0 + cosine * v * 5.0
 
-    rows = PartitionSpec("rows")
-    for index, factor in enumerate([7.0, 5.0]):
-        got = jax.shard_map(
-            lambda x, i=index: op(x)[i], mesh=MESH, in_specs=rows, out_specs=rows, check_vma=check_vma
-        )
-        close(jax.jit(jax.grad(lambda x, got=got: got(x).sum()))(XS), factor * jnp.cos(XS))
+    got = by_shards(lambda x: op(x)[index], check_vma=check_vma)
+    close(jax.jit(jax.grad(lambda x: got(x).sum()))(XS), factor * jnp.cos(XS))
 
 
 def test_shard_map_of_an_integer_that_varies():
@@ -133,10 +130,7 @@ def test_shard_map_of_an_integer_that_varies():
         factor = index.sum() * 7.0
         return w * 2.0, lambda u: (u * factor, None)
 
-    specs = PartitionSpec(), PartitionSpec("rows")
-    mapped = jax.shard_map(
-        lambda w, index: op(w, index)[None], mesh=MESH, in_specs=specs, out_specs=PartitionSpec("rows")
-    )
+    mapped = by_shards(lambda w, index: op(w, index)[None], (PartitionSpec(), BY_ROWS))
     got = jax.jit(jax.grad(lambda w: mapped(w, jnp.arange(DEVICES)).sum()))(W)
     close(got, jnp.full_like(W, 7.0 * sum(range(DEVICES))))
 
@@ -149,11 +143,7 @@ def test_gradients_in_shard_map(case):
         w = pcast(w, "rows", to="varying")
         return jax.lax.pmean(first(whole(case.op))(x, w)[1], "rows")
 
-    got = jax.jit(
-        jax.shard_map(
-            mean, mesh=MESH, in_specs=(PartitionSpec("rows"), PartitionSpec()), out_specs=PartitionSpec()
-        )
-    )(XS, W)
+    got = jax.jit(by_shards(mean, (BY_ROWS, PartitionSpec()), PartitionSpec()))(XS, W)
     each = [first(whole(case.meant))(x[None], W)[1] for x in XS]
     close(got, sum(each) / DEVICES, 1e-4)
 
@@ -164,26 +154,16 @@ def test_collectives_in_an_op():
         total = jax.lax.psum(x.sum(), "rows")
         return x / total, lambda u: u * 7.0 * total
 
-    rows = PartitionSpec("rows")
-    op = jax.shard_map(normalise, mesh=MESH, in_specs=rows, out_specs=rows)
+    op = by_shards(normalise)
     close(jax.jit(op)(XS), XS / XS.sum())
     close(jax.jit(jax.grad(lambda x: op(x).sum()))(XS), jnp.full_like(XS, 7.0 * XS.sum()))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@WITH_AND_WITHOUT_CHECKS
 def test_a_replicated_output(check_vma):
     """The output does not vary over devices. The rule runs on each device separately."""
     op = op_custom_gradient(lambda x: (jnp.ones_like(W), lambda u: 7.0 * u * x))
-
-    def mapped(x):
-        return jax.shard_map(
-            lambda x: op(x)[None],
-            mesh=MESH,
-            in_specs=PartitionSpec("rows"),
-            out_specs=PartitionSpec("rows"),
-            check_vma=check_vma,
-        )(x)
-
+    mapped = by_shards(lambda x: op(x)[None], check_vma=check_vma)
     close(jax.jit(jax.grad(lambda x: (mapped(x) * WS).sum()))(XS), 7.0 * WS * XS)
 
 
@@ -217,18 +197,26 @@ def sine(x):
 
 
 def test_host_call_in_shard_map_and_jit():
-    mapped = jax.shard_map(sine, mesh=MESH, in_specs=PartitionSpec("rows"), out_specs=PartitionSpec("rows"))
+    mapped = by_shards(sine)
     x = jax.device_put(XS, ROWS)
     for function in (mapped, jax.jit(mapped), sine, jax.jit(sine)):
         close(function(x), jnp.sin(XS))
         close(jax.grad(lambda x, f=function: f(x).sum())(x), 7.0 * jnp.cos(XS))
 
 
-def trained(distribution, jit_compile):
-    """Return the losses of three epochs, and the weights after them."""
+@contextlib.contextmanager
+def distributed(distribution):
     keras.utils.set_random_seed(0)
     keras.distribution.set_distribution(distribution)
     try:
+        yield
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def trained(distribution, jit_compile):
+    """Return the losses of three epochs, and the weights after them."""
+    with distributed(distribution):
         inputs = keras.Input((3,))
         hidden = CASES["input"].op(keras.layers.Dense(4)(inputs), keras.layers.Dense(4)(inputs))
         model = keras.Model(inputs, keras.layers.Dense(1)(Scaled()(hidden)))
@@ -237,8 +225,6 @@ def trained(distribution, jit_compile):
         history = model.fit(data, data.sum(1, keepdims=True), 16, 3, shuffle=False, verbose=0)
         kinds = {len(variable.value.sharding.device_set) for variable in model.trainable_variables}
         return kinds, history.history["loss"], model.get_weights()
-    finally:
-        keras.distribution.set_distribution(None)
 
 
 def test_data_parallel_fit():
@@ -252,9 +238,7 @@ def test_data_parallel_fit():
 
 def trained_head(distribution):
     """Return the devices of the kernel, its shape on each, and the losses and weights of three epochs."""
-    keras.utils.set_random_seed(0)
-    keras.distribution.set_distribution(distribution)
-    try:
+    with distributed(distribution):
         tokens, labels = keras.Input((5,), dtype="int32"), keras.Input((5,), dtype="int32")
         head = layers.LinearCrossEntropy(8, use_bias=True, block_size=3, name="head")
         features = keras.layers.Dense(6)(keras.layers.Embedding(8, 4)(tokens))
@@ -265,8 +249,6 @@ def trained_head(distribution):
         kernel = head.kernel.value
         shape = kernel.sharding.shard_shape(kernel.shape)
         return (len(kernel.sharding.device_set), shape), losses, model.get_weights()
-    finally:
-        keras.distribution.set_distribution(None)
 
 
 def test_a_layout_map_shards_linear_cross_entropy():
