@@ -1,8 +1,8 @@
 """Memory over many steps, threads, and no graph without gradients."""
 
 import gc
-import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -93,22 +93,14 @@ def test_ops_leave_no_reference_cycles(case, rounds):
 
 def in_threads(work, count=8):
     """Return the results of `work(i)` in this number of concurrent threads, in their order."""
-    results, start = queue.SimpleQueue(), threading.Barrier(count)
+    start = threading.Barrier(count)
 
     def run(i):
         start.wait()
-        try:
-            results.put((i, work(i)))
-        except BaseException as error:
-            results.put((i, error))
-            raise
+        return work(i)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [result for _, result in sorted([results.get() for _ in threads], key=lambda pair: pair[0])]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
