@@ -8,46 +8,33 @@ from keras import ops
 from multigrad.calculus.derivatives import vjp
 from multigrad.common.errors import message
 from multigrad.ops.arguments import Pair, Tensor
-from multigrad.ops.dtypes import dtype_of
+from multigrad.ops.dtypes import dtype_of, has_gradient
 from multigrad.ops.fixed.common import (
     axes_of,
+    by_derivative,
     define_replacement,
     documentation,
-    entries,
     keep_axes,
-    operands,
     real_only,
-    tensors,
+    to_operand,
 )
 from multigrad.ops.fixed.elementwise import clip, minimum, power
 
 
 @real_only
-def cumprod(x: Tensor, axis: int | None = None, dtype: str | None = None) -> Pair:
+@by_derivative
+def cumprod(u: Any, y: Any, x: Tensor, axis: int | None = None, dtype: str | None = None) -> Any:
     """the sums of the products of the other elements, also where an element is 0."""
-    (x,) = tensors("cumprod", x=x)
-    y = ops.cumprod(x, axis=axis, dtype=dtype)
-
-    def rule(upstream: Any) -> Any:
-        u, z, products = operands(y, upstream, x, y)
-        return _pull_cumprod(u, z, products, axis), None, None
-
-    return y, rule
+    return _pull_cumprod(u, x, y, axis)
 
 
 @real_only
-def nancumprod(x: Tensor, axis: int | None = None, dtype: str | None = None) -> Pair:
+@by_derivative
+def nancumprod(u: Any, y: Any, x: Tensor, axis: int | None = None, dtype: str | None = None) -> Any:
     """that of `cumprod` with 1 in place of NaN, and 0 for the NaN."""
-    (x,) = tensors("nancumprod", x=x)
-    y = ops.nancumprod(x, axis=axis, dtype=dtype)
-
-    def rule(upstream: Any) -> Any:
-        u, z, products = operands(y, upstream, x, y)
-        missing = ops.isnan(z)
-        gradient = _pull_cumprod(u, ops.where(missing, ops.ones_like(z), z), products, axis)
-        return ops.where(missing, ops.zeros_like(z), gradient), None, None
-
-    return y, rule
+    missing = ops.isnan(x)
+    gradient = _pull_cumprod(u, ops.where(missing, ops.ones_like(x), x), y, axis)
+    return ops.where(missing, ops.zeros_like(x), gradient)
 
 
 def _pull_cumprod(u: Any, x: Any, products: Any, axis: int | None) -> Any:
@@ -94,31 +81,21 @@ def _recurrence(factors: Any, terms: Any) -> Any:
 
 
 @real_only
-def prod(x: Tensor, axis: Any = None, keepdims: bool = False, dtype: str | None = None) -> Pair:
+@by_derivative
+def prod(
+    u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False, dtype: str | None = None
+) -> Any:
     """the products of the other elements, also where an element is 0."""
-    (x,) = tensors("prod", x=x)
-    y = ops.prod(x, axis=axis, keepdims=keepdims, dtype=dtype)
-
-    def rule(upstream: Any) -> Any:
-        u, z = operands(y, upstream, x)
-        return keep_axes(z, axis, u) * _products_of_others(z, axis), None, None, None
-
-    return y, rule
+    return keep_axes(x, axis, u) * _products_of_others(x, axis)
 
 
 @real_only
-def nanprod(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
+@by_derivative
+def nanprod(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) -> Any:
     """that of `prod` with 1 in place of NaN, and 0 for the NaN."""
-    (x,) = tensors("nanprod", x=x)
-    y = ops.nanprod(x, axis=axis, keepdims=keepdims)
-
-    def rule(upstream: Any) -> Any:
-        u, z = operands(y, upstream, x)
-        missing = ops.isnan(z)
-        others = _products_of_others(ops.where(missing, ops.ones_like(z), z), axis)
-        return keep_axes(z, axis, u) * ops.where(missing, ops.zeros_like(z), others), None, None
-
-    return y, rule
+    missing = ops.isnan(x)
+    others = _products_of_others(ops.where(missing, ops.ones_like(x), x), axis)
+    return keep_axes(x, axis, u) * ops.where(missing, ops.zeros_like(x), others)
 
 
 def _products_of_others(x: Any, axis: Any) -> Any:
@@ -136,33 +113,26 @@ def _products_of_others(x: Any, axis: Any) -> Any:
 
 
 @real_only
-def vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Pair:  # noqa: N803
+@by_derivative
+def vander(u: Any, y: Any, x: Tensor, N: int | None = None, increasing: bool = False) -> Any:  # noqa: N803
     """`k * x**(k - 1)` for the column of the power `k`, also at 0."""
-    (x,) = tensors("vander", x=x)
-    y = ops.vander(x, N=N, increasing=increasing)
-
-    def rule(upstream: Any) -> Any:
-        u, z = operands(y, upstream, x)
-        count = y.shape[-1]
-        powers = range(count) if increasing else range(count - 1, -1, -1)
-        terms = [u[:, i] * float(k) * power(z, float(k - 1)) for i, k in enumerate(powers) if k]
-        return sum(terms, ops.zeros_like(z)), None, None
-
-    return y, rule
+    count = y.shape[-1]
+    powers = range(count) if increasing else range(count - 1, -1, -1)
+    terms = [u[:, i] * float(k) * power(x, float(k - 1)) for i, k in enumerate(powers) if k]
+    return sum(terms, ops.zeros_like(x))
 
 
 @define_replacement
 def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
     """1 for the update, and 1 for the inputs outside of the slice."""
-    inputs, updates = tensors("slice_update", inputs=inputs, updates=updates)
+    inputs = to_operand("slice_update", "inputs", inputs)
+    updates = to_operand("slice_update", "updates", updates)
     y = ops.slice_update(inputs, start_indices, ops.cast(updates, inputs.dtype))
 
     def rule(upstream: Any) -> Any:
         zeros = ops.zeros(ops.shape(updates), upstream.dtype)
-        outside, inside = entries(
-            (inputs, lambda: slice_update(upstream, start_indices, zeros)),
-            (updates, lambda: ops.slice(upstream, start_indices, ops.shape(updates))),
-        )
+        outside = slice_update(upstream, start_indices, zeros) if has_gradient(inputs) else None
+        inside = ops.slice(upstream, start_indices, ops.shape(updates)) if has_gradient(updates) else None
         return outside, None, inside
 
     return y, rule
@@ -171,7 +141,7 @@ def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
 @define_replacement
 def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0, sparse: bool = False) -> Pair:
     """1 for the count to which a weight is added."""
-    (weights,) = tensors("bincount", weights=weights)
+    weights = to_operand("bincount", "weights", weights)
     y = ops.bincount(x, weights=weights, minlength=minlength, sparse=sparse)
 
     def rule(upstream: Any) -> Any:
@@ -199,18 +169,11 @@ def full_like(x: Tensor, fill_value: Any, dtype: str | None = None) -> Tensor:
 full.__doc__, full_like.__doc__ = map(documentation, (full, full_like))
 
 
-@define_replacement
-def hsv_to_rgb(images: Tensor, data_format: str | None = None) -> Pair:
+@by_derivative
+def hsv_to_rgb(u: Any, y: Any, images: Tensor, data_format: str | None = None) -> Any:
     """that of the linear pieces of the conversion."""
-    (images,) = tensors("hsv_to_rgb", images=images)
-    y = ops.image.hsv_to_rgb(images, data_format=data_format)
     axis = -3 if (data_format or keras.config.image_data_format()) == "channels_first" else -1
-
-    def rule(upstream: Any) -> Any:
-        u, z = operands(y, upstream, images)
-        return vjp(lambda z: _rgb(z, axis), z)[1](u)[0], None
-
-    return y, rule
+    return vjp(lambda z: _rgb(z, axis), images)[1](u)[0]
 
 
 def _rgb(images: Any, axis: int) -> Any:

@@ -1,36 +1,83 @@
 """Functions that the fixed ops share."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import keras
 from keras import ops
 
 from multigrad import backend
+from multigrad.common.type_sets import HoldsNoTensor
 from multigrad.op import op_custom_gradient
-from multigrad.ops.arguments import tensor_of
+from multigrad.ops.arguments import Pair, Tensor, tensor_of
 from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def define_replacement(f: F) -> F:
+def define_replacement(f: Callable[..., Any]) -> Any:
     """Define the op that replaces Keras's op of the same name, with its documentation."""
     op: Any = op_custom_gradient(name=f"multigrad>{f.__name__}")(f)
     op.__doc__ = documentation(f)
     return op
 
 
-def real_only(f: F) -> F:
+def by_derivative(derivative: Callable[..., Any]) -> Any:
+    """Define the op that has the value of Keras's op of the same name, and this derivative.
+
+    `derivative(u, y, *arguments)` gets the upstream gradient, the output and the arguments of the op. It
+    returns the gradient of the argument that is a tensor, or a tuple of gradients if several are. A gradient
+    that may not be needed can be a function of no arguments. The arguments whose annotation contains `Tensor`
+    are tensors, numbers or None. `derivative` gets the tensors and numbers in the dtype in which it computes.
+    """
+    name = derivative.__name__.lstrip("_")
+    keras_op = getattr(ops, name, None) or getattr(ops.image, name)
+    signature = inspect.signature(derivative)
+    parameters = list(signature.parameters.values())[2:]
+    names = [p.name if Tensor in (p.annotation, *get_args(p.annotation)) else None for p in parameters]
+    pull = _Pull(derivative, [name is not None for name in names])
+
+    def f(*arguments: Any) -> Pair:
+        values = tuple(
+            [v if n is None else to_operand(name, n, v) for n, v in zip(names, arguments, strict=True)]
+        )
+        y = keras_op(*values)
+        return y, lambda upstream: pull(upstream, y, values)
+
+    backend.active.update_wrapper(f, derivative)
+    f.__signature__ = signature.replace(parameters=parameters, return_annotation=Tensor)  # type: ignore[attr-defined]
+    op = op_custom_gradient(name=f"multigrad>{derivative.__name__}")(f)
+    op = backend.active.update_wrapper(op, derivative)  # again, so that it has a code object of its own
+    op.__doc__ = documentation(derivative)
+    return op
+
+
+class _Pull(HoldsNoTensor):
+    """Computes the gradients of all arguments of an op from its derivative, see `by_derivative`."""
+
+    def __init__(self, derivative: Callable[..., Any], is_tensor: Sequence[bool]) -> None:
+        self._derivative, self._is_tensor = derivative, is_tensor
+
+    def __call__(self, upstream: Any, y: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+        dtype = wide_dtype(dtype_of(y))
+        pairs = list(zip(values, self._is_tensor, strict=True))
+        cast_values = [
+            cast(value, dtype) if is_tensor and value is not None else value for value, is_tensor in pairs
+        ]
+        gradients = self._derivative(cast(upstream, dtype), cast(y, dtype), *cast_values)
+        remaining = iter(gradients if isinstance(gradients, tuple) else (gradients,))
+        own = [(value, next(remaining)) if is_tensor else (None, None) for value, is_tensor in pairs]
+        return tuple([gradient if has_gradient(value) else None for value, gradient in own])
+
+
+def real_only(op: Any) -> Any:
     """Call Keras's op instead of the fixed op for complex tensors, which the rule does not support."""
-    op = define_replacement(f)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(is_complex(value) for value in (*args, *kwargs.values())):
-            return getattr(ops, f.__name__)(*args, **kwargs)
+            return getattr(ops, op.__name__)(*args, **kwargs)
         return op(*args, **kwargs)
 
-    return backend.active.update_wrapper(call, op)  # type: ignore[return-value]
+    return backend.active.update_wrapper(call, op)
 
 
 def documentation(f: Callable[..., Any]) -> str:
@@ -55,17 +102,10 @@ def operands(y: Any, *values: Any) -> list[Any]:
     return [cast(value, dtype) for value in values]
 
 
-def entries(*pairs: tuple[Any, Callable[[], Any]]) -> Any:
-    """Return the answer of a rule: the gradient of each argument that has one, else None."""
-    return tuple(gradient() if has_gradient(value) else None for value, gradient in pairs)
-
-
-def tensors(op: str, **arguments: Any) -> list[Any]:
-    """Return the arguments as tensors, numbers or None. A list of tensors raises an error."""
-    return [
-        value if value is None or isinstance(value, (int, float)) else tensor_of(op, name, value)
-        for name, value in arguments.items()
-    ]
+def to_operand(op: str, argument: str, value: Any) -> Any:
+    """Return the argument as a tensor, number or None. A list of tensors raises an error."""
+    is_plain = value is None or isinstance(value, (int, float))
+    return value if is_plain else tensor_of(op, argument, value)
 
 
 def keep_axes(x: Any, axis: Any, y: Any) -> Any:

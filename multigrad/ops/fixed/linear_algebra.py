@@ -16,20 +16,14 @@ from keras import ops
 from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.fixed.common import operands, real_only, tensors
+from multigrad.ops.fixed.common import by_derivative, real_only
 
 
 @real_only
-def det(x: Tensor) -> Pair:
+@by_derivative
+def det(u: Any, y: Any, x: Tensor) -> Any:
     """the matrix of cofactors, which is exact at singular matrices."""
-    (x,) = tensors("det", x=x)
-    y = ops.det(x)
-
-    def rule(upstream: Any) -> Any:
-        u, a = operands(y, upstream, x)
-        return u[..., None, None] * (_small_cofactors(a) if x.shape[-1] <= 3 else _cofactors(a))
-
-    return y, rule
+    return u[..., None, None] * (_small_cofactors(x) if x.shape[-1] <= 3 else _cofactors(x))
 
 
 def _small_cofactors(x: Any) -> Any:

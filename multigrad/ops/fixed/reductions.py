@@ -9,30 +9,23 @@ from keras import ops
 from multigrad.ops.arguments import Pair, Tensor, to_python
 from multigrad.ops.fixed.common import (
     axes_of,
+    by_derivative,
     define_replacement,
     divide,
-    entries,
     is_complex,
     keep_axes,
     operands,
     real_only,
-    tensors,
+    to_operand,
 )
 
 
 @real_only
-def std(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
+@by_derivative
+def std(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) -> Any:
     """`(x - mean(x)) / (n * std(x))`, and 0 if all elements are equal."""
-    (x,) = tensors("std", x=x)
-    y = ops.std(x, axis=axis, keepdims=keepdims)
-
-    def rule(upstream: Any) -> Any:
-        u, z, deviation = operands(y, upstream, x, y)
-        centered = z - ops.mean(z, axis=axis, keepdims=True)
-        share = keep_axes(z, axis, u) / _count(z, axis)
-        return share * divide(centered, keep_axes(z, axis, deviation)), None, None
-
-    return y, rule
+    centered = x - ops.mean(x, axis=axis, keepdims=True)
+    return keep_axes(x, axis, u) / _count(x, axis) * divide(centered, keep_axes(x, axis, y))
 
 
 def _count(x: Any, axis: Any) -> Any:
@@ -40,45 +33,32 @@ def _count(x: Any, axis: Any) -> Any:
 
 
 @real_only
-def nanstd(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
+@by_derivative
+def nanstd(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) -> Any:
     """`(x - mean) / (n * std)` of the elements that are not NaN, and 0 if they are equal."""
-    (x,) = tensors("nanstd", x=x)
-    y = ops.nanstd(x, axis=axis, keepdims=keepdims)
-
-    def rule(upstream: Any) -> Any:
-        u, z, deviation = operands(y, upstream, x, y)
-        valid = ops.logical_not(ops.isnan(z))
-        z, weights = ops.where(valid, z, ops.zeros_like(z)), ops.cast(valid, z.dtype)
-        count = ops.sum(weights, axis=axis, keepdims=True)
-        count = ops.where(ops.equal(count, 0.0), ops.ones_like(count), count)
-        centered = weights * (z - ops.sum(z, axis=axis, keepdims=True) / count)
-        return keep_axes(z, axis, u) / count * divide(centered, keep_axes(z, axis, deviation)), None, None
-
-    return y, rule
+    valid = ops.logical_not(ops.isnan(x))
+    z, weights = ops.where(valid, x, ops.zeros_like(x)), ops.cast(valid, x.dtype)
+    count = ops.sum(weights, axis=axis, keepdims=True)
+    count = ops.where(ops.equal(count, 0.0), ops.ones_like(count), count)
+    centered = weights * (z - ops.sum(z, axis=axis, keepdims=True) / count)
+    return keep_axes(z, axis, u) / count * divide(centered, keep_axes(z, axis, y))
 
 
 @real_only
-def logsumexp(x: Tensor, axis: Any = None, keepdims: bool = False) -> Pair:
+@by_derivative
+def logsumexp(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) -> Any:
     """`exp(x - logsumexp(x))`, and `1 / n` if all elements are -inf."""
-    (x,) = tensors("logsumexp", x=x)
-    y = ops.logsumexp(x, axis=axis, keepdims=keepdims)
-
-    def rule(upstream: Any) -> Any:
-        u, z, total = operands(y, upstream, x, y)
-        total = keep_axes(z, axis, total)
-        nothing = ops.logical_and(ops.isinf(total), total < 0.0)
-        both = ops.broadcast_to(nothing, ops.shape(z))
-        shifted = ops.where(both, ops.zeros_like(z), z) - ops.where(nothing, ops.zeros_like(total), total)
-        parts = ops.where(both, 1.0 / _count(z, axis), ops.exp(shifted))
-        return keep_axes(z, axis, u) * parts, None, None
-
-    return y, rule
+    total = keep_axes(x, axis, y)
+    nothing = ops.logical_and(ops.isinf(total), total < 0.0)
+    both = ops.broadcast_to(nothing, ops.shape(x))
+    shifted = ops.where(both, ops.zeros_like(x), x) - ops.where(nothing, ops.zeros_like(total), total)
+    return keep_axes(x, axis, u) * ops.where(both, 1.0 / _count(x, axis), ops.exp(shifted))
 
 
 @define_replacement
 def moments(x: Tensor, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Pair:
     """`1 / n` for the mean, and `2 * (x - mean) / n` for the variance."""
-    (x,) = tensors("moments", x=x)
+    x = to_operand("moments", "x", x)
     mean, variance = ops.moments(x, axes, keepdims=keepdims, synchronized=synchronized)
     axes = tuple(axes) if isinstance(axes, (tuple, list)) else axes
 
@@ -104,34 +84,33 @@ def layer_normalization(
     return _layer_normalization(x, gamma, beta, axis=axis, epsilon=epsilon)
 
 
-@define_replacement
+@by_derivative
 def _layer_normalization(
-    x: Tensor, gamma: Any = None, beta: Any = None, axis: Any = -1, epsilon: float | None = None
-) -> Pair:
+    u: Any,
+    y: Any,
+    x: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    axis: Any = -1,
+    epsilon: float | None = None,
+) -> Any:
     """that of `gamma * (x - mean) / sqrt(variance + epsilon) + beta`, in which both moments depend on `x`."""
-    y = ops.layer_normalization(x, gamma, beta, axis=axis, epsilon=epsilon)
-    count = len(x.shape)
     axes = sorted(axes_of(x, axis))
+    others = [a for a in range(len(x.shape)) if a not in axes]
     shape = [size if i in axes else 1 for i, size in enumerate(x.shape)]
-    bound = keras.config.epsilon() if epsilon is None else epsilon
 
     def mean(value: Any) -> Any:
         return ops.mean(value, axis=axes, keepdims=True)
 
-    def rule(upstream: Any) -> Any:
-        u, z = operands(y, upstream, x)
-        centered = z - mean(z)
-        inverse = ops.rsqrt(mean(centered * centered) + bound)
-        unit = centered * inverse
-        scaled = u if gamma is None else u * ops.reshape(ops.cast(gamma, u.dtype), shape)
-        others = [a for a in range(count) if a not in axes]
-        return {
-            "x": inverse * (scaled - mean(scaled) - unit * mean(scaled * unit)),
-            "gamma": None if gamma is None else ops.reshape(ops.sum(u * unit, axis=others), ops.shape(gamma)),
-            "beta": None if beta is None else ops.reshape(ops.sum(u, axis=others), ops.shape(beta)),
-        }
-
-    return y, rule
+    centered = x - mean(x)
+    inverse = ops.rsqrt(mean(centered * centered) + (keras.config.epsilon() if epsilon is None else epsilon))
+    unit = centered * inverse
+    scaled = u if gamma is None else u * ops.reshape(gamma, shape)
+    return (
+        inverse * (scaled - mean(scaled) - unit * mean(scaled * unit)),
+        lambda: ops.reshape(ops.sum(u * unit, axis=others), ops.shape(gamma)),
+        lambda: ops.reshape(ops.sum(u, axis=others), ops.shape(beta)),
+    )
 
 
 def norm(x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Tensor:  # noqa: A002
@@ -160,18 +139,11 @@ def _order_of(x: Any, ord: Any, axis: Any) -> float | None:  # noqa: A002
     return float(ord) if count == 1 and is_number and 1.0 <= float(ord) < math.inf else None
 
 
-@define_replacement
-def _norm(x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Pair:  # noqa: A002
+@by_derivative
+def _norm(u: Any, y: Any, x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: A002
     """`sign(x) * (abs(x) / norm(x))**(ord - 1)`, and 0 if `x` is zero."""
-    (x,) = tensors("norm", x=x)
-    y = ops.norm(x, ord=ord, axis=axis, keepdims=keepdims)
     order = _order_of(x, ord, axis) or 2.0
-
-    def rule(upstream: Any) -> Any:
-        u, z, length = operands(y, upstream, x, y)
-        return keep_axes(z, axis, u) * _norm_slope(z, keep_axes(z, axis, length), order), None, None, None
-
-    return y, rule
+    return keep_axes(x, axis, u) * _norm_slope(x, keep_axes(x, axis, y), order)
 
 
 def _norm_slope(x: Any, length: Any, order: float) -> Any:
@@ -188,35 +160,22 @@ def _norm_slope(x: Any, length: Any, order: float) -> Any:
 
 
 @real_only
-def normalize(x: Tensor, axis: Any = -1, order: int = 2, epsilon: float | None = None) -> Pair:
+@by_derivative
+def normalize(u: Any, y: Any, x: Tensor, axis: Any = -1, order: int = 2, epsilon: float | None = None) -> Any:
     """that of `x / max(norm(x), epsilon)`, which is `1 / epsilon` at zero."""
-    (x,) = tensors("normalize", x=x)
-    y = ops.normalize(x, axis=axis, order=order, epsilon=epsilon)
+    z = ops.reshape(x, ops.shape(u))  # a scalar is normalized as an array of one element
     bound = keras.config.epsilon() if epsilon is None else epsilon
-
-    def rule(upstream: Any) -> Any:
-        u, z = operands(y, upstream, x)
-        z = ops.reshape(z, ops.shape(u))  # a scalar is normalized as an array of one element
-        length = norm(z, ord=None if order == 2 else order, axis=axis, keepdims=True)
-        above = ops.greater(length, bound)
-        divisor = ops.where(above, length, bound * ops.ones_like(length))
-        along = ops.sum(u * z, axis=axis, keepdims=True) / divisor / divisor
-        bent = ops.where(above, along, ops.zeros_like(along)) * _norm_slope(z, length, float(order))
-        return ops.reshape(u / divisor - bent, ops.shape(x)), None, None, None
-
-    return y, rule
+    length = norm(z, ord=None if order == 2 else order, axis=axis, keepdims=True)
+    above = ops.greater(length, bound)
+    divisor = ops.where(above, length, bound * ops.ones_like(length))
+    along = ops.sum(u * z, axis=axis, keepdims=True) / divisor / divisor
+    bent = ops.where(above, along, ops.zeros_like(along)) * _norm_slope(z, length, float(order))
+    return ops.reshape(u / divisor - bent, ops.shape(x))
 
 
-@define_replacement
-def cdist(x: Tensor, y: Tensor) -> Pair:
+@by_derivative
+def cdist(u: Any, distances: Any, x: Tensor, y: Tensor) -> Any:
     """`(x - y) / distance`, and 0 where the points are equal."""
-    x, y = tensors("cdist", x=x, y=y)
-    distances = ops.cdist(x, y)
-
-    def rule(upstream: Any) -> Any:
-        u, a, b, length = operands(distances, upstream, x, y, distances)
-        units = divide(a[..., :, None, :] - b[..., None, :, :], length[..., None])
-        pulled = u[..., None] * units
-        return entries((x, lambda: ops.sum(pulled, axis=-2)), (y, lambda: -ops.sum(pulled, axis=-3)))
-
-    return distances, rule
+    units = divide(x[..., :, None, :] - y[..., None, :, :], distances[..., None])
+    pulled = u[..., None] * units
+    return lambda: ops.sum(pulled, axis=-2), lambda: -ops.sum(pulled, axis=-3)
