@@ -6,34 +6,28 @@ sections of the API are the docstrings of the package.
 
 import ast
 import difflib
-import math
 import re
 import sys
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
-PAGES = {
-    "glossary.md": 1.0,
-    "which-op.md": 1.0,
-    "faq.md": 1.0,
-    "getting-started/*.md": 1.0,
-    "guides/*.md": 1.0,
-    "gradients-of-keras-ops.md": 0.9,
-    "performance/*.md": 0.8,
-    "limits.md": 0.7,
-    "migrate/*.md": 0.6,
-}
-"""The pages, and the weights of their sections in a search: guides come before limits."""
-_PUBLIC = (
-    "__init__.py",
-    "ops/__init__.py",
-    "layers/__init__.py",
-    "testing/__init__.py",
-    "callbacks/__init__.py",
+PAGES = (
+    "glossary.md",
+    "which-op.md",
+    "faq.md",
+    "getting-started/*.md",
+    "guides/*.md",
+    "gradients-of-keras-ops.md",
+    "performance/*.md",
+    "limits.md",
+    "migrate/*.md",
 )
-_OF_API = 0.6
+"""The pages. Of sections that fit a question equally well, that of the first page is shown."""
+_PUBLIC = ("", "ops", "layers", "testing", "callbacks")
+"""The folders whose `__init__.py` lists public names."""
 _TITLE = r"(?P<title>.+?)"
 _ANCHOR = r" \{#(?P<anchor>[\w-]+)[^}\n]*\}"
 _HEADING = re.compile(rf"^(?:\A# |## |###+ (?=.*\{{#)){_TITLE}(?:{_ANCHOR})?$", re.MULTILINE)
@@ -53,17 +47,25 @@ _OF_QUESTIONS = re.compile(
 _SUFFIX = re.compile(r"(?<=\w{4})(?:izations?|izing|ize[ds]?|ations?|ings?|als?|e?[ds]|e)$")
 
 
+@dataclass(eq=False)
 class Section:
     """A section of a page, or the docstring of a public name."""
 
-    def __init__(
-        self, page: str, anchor: str, title: str, text: str, weight: float, before: str = ""
-    ) -> None:
-        self.page, self.anchor, self.title = page, anchor, title
-        self.text = text
-        self.weight = weight
-        self.before = before  # the page above the section
-        self.name = f"{page}.{anchor}" if page.startswith("multigrad") else f"{page}#{anchor}"
+    page: str
+    anchor: str
+    title: str
+    text: str
+    before: str = ""
+    """The page above the section."""
+
+    @property
+    def name(self) -> str:
+        """The name that `explain` gets, such as `limits#forward-mode` or `multigrad.ops.spike`."""
+        return (
+            f"{self.page}.{self.anchor}"
+            if self.page.startswith("multigrad")
+            else f"{self.page}#{self.anchor}"
+        )
 
     @cached_property
     def keywords(self) -> list[str]:
@@ -94,11 +96,8 @@ class Section:
                 if title in ("", block["title"]) and line not in block["code"]
                 if any(re.search(rf"(?<![\w.]){name}\b", block["code"]) for name in _names(line))
             ]
-            return (
-                block[0].replace(block["code"], "\n".join([*needed, "", block["code"]]), 1)
-                if needed
-                else block[0]
-            )
+            code = "\n".join([*needed, "", block["code"]]) if needed else block["code"]
+            return block[0].replace(block["code"], code, 1)
 
         return _MARKUP.sub("", _BLOCK.sub(complete, self.text)).strip()
 
@@ -131,7 +130,7 @@ def explain(words: str = "") -> int:
     if not found:
         _print_nearest(words, everything)
         return 1
-    if not is_named and _coverage(_terms(wanted), found[0]) < 1.0:
+    if not is_named and not all(_places(_terms(wanted), found[0])):
         print("No section has all of these words. The nearest ones:\n")
         _print_list(found[:3])
     else:
@@ -150,9 +149,7 @@ def sections() -> list[Section]:
     if not folder.is_dir():
         folder = _PACKAGE.parent / "docs"
     found = []
-    for path, weight in [
-        (path, PAGES[pattern]) for pattern in PAGES for path in sorted(folder.glob(pattern))
-    ]:
+    for path in [path for pattern in PAGES for path in sorted(folder.glob(pattern))]:
         page = path.read_text(encoding="utf-8")
         headings = list(_HEADING.finditer(page))
         ends = [heading.start() for heading in headings[1:]] + [len(page)]
@@ -160,18 +157,17 @@ def sections() -> list[Section]:
             title, text = heading["title"].replace("`", ""), page[heading.end() : end].strip()
             anchor = heading["anchor"] or re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()))
             if text:  # and not only the title of a group
-                found.append(Section(path.stem, anchor, title, text, weight, page[: heading.start()]))
+                found.append(Section(path.stem, anchor, title, text, page[: heading.start()]))
     return found + _api()
 
 
 def _api() -> list[Section]:
     """Return the docstrings of the public names, read from the source."""
     public: dict[str, str] = {}
-    for file in _PUBLIC:
-        listed = re.search(
-            r"^__all__ = (\[.*?\])", (_PACKAGE / file).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-        )
-        module = ".".join(["multigrad", *Path(file).parent.parts])
+    for folder in _PUBLIC:
+        source = (_PACKAGE / folder / "__init__.py").read_text(encoding="utf-8")
+        listed = re.search(r"^__all__ = (\[.*?\])", source, re.DOTALL | re.MULTILINE)
+        module = f"multigrad.{folder}".rstrip(".")
         public |= dict.fromkeys(ast.literal_eval(listed[1]) if listed else [], module)
     found = {}
     for path in sorted(_PACKAGE.rglob("*.py")):
@@ -183,41 +179,35 @@ def _api() -> list[Section]:
                 continue
             if text := ast.get_docstring(node):
                 summary = text.partition("\n")[0].rstrip(".")
-                found[node.name] = Section(public[node.name], node.name, summary, text, _OF_API)
+                found[node.name] = Section(public[node.name], node.name, summary, text)
     return list(found.values())
 
 
 def search(words: str, among: list[Section]) -> list[Section]:
     """Return the sections in which any of the words occur, the best first.
 
-    A rare word has a larger weight, and so does a word in a title or in the keywords of a section. Words of
+    The best one answers this question by its keywords, or has most of the words, in its title first. Words of
     questions, such as "how", do not count.
     """
     terms = _terms(words)
-    weights = {}
-    for term in terms:
-        having = sum([bool(_count(term, section.heading) or _count(term, section.body)) for section in among])
-        weights[term] = math.log(1.0 + len(among) / having) if having else 1.0
-    scores = {section: _score(section, weights) for section in among}
-    return sorted([section for section in among if scores[section]], key=lambda section: -scores[section])
+    places = {section: _places(terms, section) for section in among}
+
+    def rank(section: Section) -> tuple[float, ...]:
+        in_text = [_count(term, section.body) for term in terms]
+        return (
+            " ".join(terms) in section.keywords,
+            sum(map(bool, places[section])),
+            sum(places[section]),
+            not section.page.startswith("multigrad"),  # guides before docstrings
+            sum([count / (count + 2.0) for count in in_text]),
+        )
+
+    return sorted([section for section in among if any(places[section])], key=rank, reverse=True)
 
 
-def _score(section: Section, weights: dict[str, float]) -> float:
-    phrase, score = " ".join(weights), 0.0
-    for term, weight in weights.items():
-        count = _count(term, section.body)
-        score += weight * (4.0 * bool(_count(term, section.heading)) + count / (count + 2.0))
-    if phrase in section.keywords:
-        score += 40.0
-    elif len(weights) > 1:
-        score += 8.0 * bool(_count(phrase, section.heading)) + 3.0 * bool(_count(phrase, section.body))
-    return score * section.weight * _coverage(list(weights), section) ** 2
-
-
-def _coverage(terms: list[str], section: Section) -> float:
-    """Return the part of the terms that the section has."""
-    found = [_count(term, section.heading) or _count(term, section.body) for term in terms]
-    return sum(map(bool, found)) / len(found) if found else 0.0
+def _places(terms: list[str], section: Section) -> list[int]:
+    """Return 2 for each term in the title or the keywords of a section, 1 for one in its text, and 0."""
+    return [2 if _count(term, section.heading) else int(bool(_count(term, section.body))) for term in terms]
 
 
 def _terms(words: str) -> list[str]:
