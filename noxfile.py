@@ -75,8 +75,8 @@ FOR_A_GPU = {
 }
 MODULES = ("tensorflow", "jax", "torch", "openvino")
 
-# Hide TensorFlow's notices about processor instructions, which would fill the output. Store bytecode, also where
-# the variable of the caller forbids it: without, each process compiles its framework again, which takes 10 s.
+# Hide TensorFlow's notices about processor instructions, which would fill the output. Store bytecode, also
+# where the variable of the caller forbids it: without, each process compiles its framework again, in 10 s.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONDONTWRITEBYTECODE": ""}
 
 # JAX's tests compile thousands of small programs. Fewer optimizations halve the time. JAX aborts on unknown

@@ -15,10 +15,11 @@ from multigrad.callbacks.records import GradientRecord, diagnose, read
 from multigrad.callbacks.steps import training_of
 from multigrad.callbacks.steps.base import Training
 from multigrad.callbacks.table import format_record
-from multigrad.callbacks.taps import Taps, use_taps
+from multigrad.callbacks.taps import Taps
 from multigrad.common.errors import describe, message, unusable
 from multigrad.ops.arguments import to_python
-from multigrad.tracing.layers import hooking_layers
+from multigrad.tracing.layers import TAPS, hooking_layers
+from multigrad.tracing.recording import setting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -229,7 +230,7 @@ class GradientLogger(keras.callbacks.Callback):
         own = "train_step" not in vars(model) and type(model).train_step is keras.Model.train_step
 
         def step(*args: Any) -> Any:
-            with use_taps(Taps(model, has_layers=own)):
+            with setting(TAPS, Taps(model, has_layers=own)):
                 return training.step(*args)
 
         self._training, self._tapped = training, training.function(step)

@@ -15,20 +15,9 @@ from multigrad import backend
 from multigrad.common.errors import message
 from multigrad.common.keras_internals import get_mask, set_mask
 from multigrad.op import op_custom_gradient
-from multigrad.tracing.layers import TAPS
 
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 """Layers that call their inner layers in a loop. These are skipped on every backend."""
-
-
-@contextlib.contextmanager
-def use_taps(taps: "Taps") -> Iterator[None]:
-    """Set the taps of the step that this thread runs or traces."""
-    token = TAPS.set(taps)
-    try:
-        yield
-    finally:
-        TAPS.reset(token)
 
 
 def statistics(x: Any) -> Any:

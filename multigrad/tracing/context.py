@@ -9,7 +9,7 @@ from multigrad import backend
 from multigrad.common.errors import message
 from multigrad.tracing.layers import hooking_layers
 from multigrad.tracing.paths import TracedLayers
-from multigrad.tracing.recording import OPEN_TRACES, recording
+from multigrad.tracing.recording import OPEN_TRACES, recording, setting
 from multigrad.tracing.trace import Trace
 
 
@@ -96,14 +96,10 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
             )
         )
     trace = Trace(exploding, TracedLayers(layers) if layers else None)
-    token = OPEN_TRACES.set((*OPEN_TRACES.get(), trace))
+    hooks = hooking_layers if layers else contextlib.nullcontext()
+    traces = (*OPEN_TRACES.get(), trace)
     try:
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(backend.active.without_compilation())
-            contexts.enter_context(recording)
-            if layers:
-                contexts.enter_context(hooking_layers)
+        with setting(OPEN_TRACES, traces), backend.active.without_compilation(), recording, hooks:
             yield trace
     finally:
         trace.open = False
-        OPEN_TRACES.reset(token)

@@ -12,8 +12,7 @@ from multigrad.tracing.records import CallRecord, StepRecord, Values, summarize
 
 def innermost(calls: Sequence[CallRecord]) -> list[CallRecord]:
     """Return the calls that no other op made, without layers that call other layers."""
-    containers = {call.within for call in calls if call.layer}
-    layers = {call.op for call in calls if call.layer}
+    containers, layers = _containers(calls), {call.op for call in calls if call.layer}
     return [
         call
         for call in calls
@@ -23,21 +22,20 @@ def innermost(calls: Sequence[CallRecord]) -> list[CallRecord]:
 
 def diagnose(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> list[str]:
     """Return a line about the first bad value in the forward pass, and one about the first bad gradient."""
-    results = [_first_bad_value(calls), _first_bad_gradient(calls, steps)]
-    return [line for _, line in filter(None, results)]
+    return [line for _, line in (_first_bad_value(calls), _first_bad_gradient(calls, steps)) if line]
 
 
 def first_bad(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> tuple[int | None, int | None]:
     """Return the numbers of the calls with the first bad value and gradient, which `diagnose` names."""
-    values, gradients = _first_bad_value(calls), _first_bad_gradient(calls, steps)
-    return values and values[0], gradients and gradients[0]
+    return _first_bad_value(calls)[0], _first_bad_gradient(calls, steps)[0]
 
 
 def _containers(calls: Sequence[CallRecord]) -> set[str | None]:
+    """Return the names of the calls in which a layer is called."""
     return {call.within for call in calls if call.layer}
 
 
-def _first_bad_value(calls: Sequence[CallRecord]) -> tuple[int, str] | None:
+def _first_bad_value(calls: Sequence[CallRecord]) -> tuple[int | None, str]:
     containers = _containers(calls)
     before: CallRecord | None = None
     for call in calls:  # nested layers return before the layer that contains them
@@ -62,10 +60,10 @@ def _first_bad_value(calls: Sequence[CallRecord]) -> tuple[int, str] | None:
                 f"Forward: {word} first appears in {_title(call)}, whose inputs are finite: {where}."
             )
         before = call
-    return None
+    return None, ""
 
 
-def _first_bad_gradient(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> tuple[int, str] | None:
+def _first_bad_gradient(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> tuple[int | None, str]:
     containers = _containers(calls)
     before: StepRecord | None = None
     for i, step in enumerate(steps):
@@ -86,7 +84,7 @@ def _first_bad_gradient(calls: Sequence[CallRecord], steps: Sequence[StepRecord]
         if word:
             return step.call.number, f"Backward: {word} first appears in the rule of {_title(step.call)}."
         before = step
-    return None
+    return None, ""
 
 
 def _vanishing_or_exploding(step: StepRecord, before: StepRecord | None) -> str | None:

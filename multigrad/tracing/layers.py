@@ -19,7 +19,14 @@ from multigrad.common.process_wide import Shared
 from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.structure import Slot, leaves_of, rebuild
 from multigrad.op import op_custom_gradient
-from multigrad.tracing.recording import OPEN_TRACES, CallRecorder, enclose_run, recorder_here
+from multigrad.tracing.recording import (
+    OPEN_TRACES,
+    CallRecorder,
+    enclose_run,
+    recorder_here,
+    replacing,
+    setting,
+)
 
 _LAYER: ContextVar[keras.Layer | None] = ContextVar("traced layer", default=None)
 """The innermost layer whose call is running."""
@@ -50,13 +57,9 @@ def _hook_layers() -> Iterator[None]:
 
         return _record_call(self, args, kwargs, run)
 
-    keras.Operation.__call__ = call_hooked
-    keras.Layer.stateless_call = stateless_call_recorded
-    try:
+    hooked = replacing(keras.Operation, "__call__", call_hooked)
+    with hooked, replacing(keras.Layer, "stateless_call", stateless_call_recorded):
         yield
-    finally:
-        keras.Operation.__call__ = call
-        keras.Layer.stateless_call = stateless_call
 
 
 def _record_call(
@@ -74,12 +77,8 @@ def _record_call(
     if not paths:
         return run()
     recorder = recorder_here(next(iter(paths.values())), type(layer).__name__, list(paths))
-    token = _LAYER.set(layer)
-    try:
-        with enclose_run(recorder):
-            outputs, *others = run()
-    finally:
-        _LAYER.reset(token)
+    with setting(_LAYER, layer), enclose_run(recorder):
+        outputs, *others = run()
     return (outputs if recorder.has_run else _record(recorder, layer, args, kwargs, outputs), *others)
 
 
@@ -126,8 +125,5 @@ def _tie(recorder: CallRecorder, tensors: Sequence[Any]) -> Sequence[Any]:
         return upstream
 
     identity = op_custom_gradient(lambda *tensors: (tensors, rule), name=recorder.op)
-    token = OPEN_TRACES.set(())
-    try:
+    with setting(OPEN_TRACES, ()):
         return identity(*tensors) if tensors else ()
-    finally:
-        OPEN_TRACES.reset(token)

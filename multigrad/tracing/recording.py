@@ -32,6 +32,27 @@ ENCLOSING: ContextVar["CallRecorder | _RerunRecorder | None"] = ContextVar("encl
 
 
 @contextlib.contextmanager
+def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or a class in a context."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a context variable in a context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def _record_calls() -> Iterator[None]:
     """Record the calls of ops in the contexts that have an open trace."""
     apply = op.apply
@@ -44,11 +65,8 @@ def _record_calls() -> Iterator[None]:
         call.layout = recorded.layout
         return outputs
 
-    op.apply = apply_recorded
-    try:
+    with replacing(op, "apply", apply_recorded):
         yield
-    finally:
-        op.apply = apply
 
 
 recording = Shared(_record_calls)
@@ -99,24 +117,15 @@ class _RecordedRule(Rule):
         residuals: Sequence[Any] | None = None,
     ) -> Sequence[Any]:
         """Call the rule and record its gradients."""
-        with _set_enclosing(self._recorder):
+        with setting(ENCLOSING, self._recorder):
             gradients = super().call(function, values, upstream, needed, residuals)
         self._recorder.record_step(upstream, gradients)
         return gradients
 
 
-@contextlib.contextmanager
-def _set_enclosing(recorder: "CallRecorder | _RerunRecorder") -> Iterator[None]:
-    token = ENCLOSING.set(recorder)
-    try:
-        yield
-    finally:
-        ENCLOSING.reset(token)
-
-
 def enclose_run(recorder: "CallRecorder") -> AbstractContextManager[None]:
     """Return a context in which the function of a call runs, for the first time or again."""
-    return _set_enclosing(_RerunRecorder(recorder) if recorder.has_run else recorder)
+    return setting(ENCLOSING, _RerunRecorder(recorder) if recorder.has_run else recorder)
 
 
 def recorder_here(op: str, layer: str = "", traces: Sequence[Trace] | None = None) -> "CallRecorder":

@@ -197,7 +197,7 @@ def as_dict(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> dict[st
                 "op": step.call.op,
                 "call": step.call.number,
                 "upstream": _values_as_dict(step.upstream),
-                "current": {path: _as_json_number(value) for path, value in step.current.items()},
+                "current": {path: _as_json(value) for path, value in step.current.items()},
                 "downstream": _values_as_dict(step.downstream),
                 "flags": list(step.flags),
             }
@@ -207,18 +207,13 @@ def as_dict(calls: Sequence[CallRecord], steps: Sequence[StepRecord]) -> dict[st
 
 
 def _values_as_dict(values: Values) -> dict[str, Any]:
-    return {
-        path: None if array is None else _summary_as_dict(summarize(array)) for path, array in values.items()
-    }
+    plain = {path: None if array is None else vars(summarize(array)) for path, array in values.items()}
+    return {p: v and {name: _as_json(value) for name, value in v.items()} for p, v in plain.items()}
 
 
-def _summary_as_dict(summary: Summary) -> dict[str, Any]:
-    statistics = ("mean", "largest", "zeros", "nans", "infinities", "value")
-    plain: dict[str, Any] = {"shape": list(summary.shape), "dtype": summary.dtype}
-    return plain | {name: _as_json_number(getattr(summary, name)) for name in statistics}
-
-
-def _as_json_number(value: float | complex | None) -> float | str | None:
-    """Return a number for JSON. NaN, Inf and complex numbers become strings that Python can parse."""
-    is_json = value is None or (not isinstance(value, complex) and math.isfinite(value))
-    return value if is_json else str(value)  # type: ignore[return-value]
+def _as_json(value: Any) -> Any:
+    """Return a value for JSON. NaN, Inf and complex numbers become strings that Python can parse."""
+    if isinstance(value, tuple):
+        return list(value)
+    is_special = isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_special else value

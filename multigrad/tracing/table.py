@@ -67,38 +67,25 @@ def _cell(values: Values, path: str | None, with_path: bool = False) -> str:
     return f"{path}: {text}" if with_path else text
 
 
-def format_value(values: Values, path: str) -> str:
-    """Format a scalar as its number, and other arrays as lines of shape, mean, largest value and zeros."""
+def format_value(values: Values, path: str, compact: bool = False) -> str:
+    """Format a scalar as its number, and other arrays as lines of shape, mean, largest value and zeros.
+
+    With `compact`, an array is one line with its shape, and its largest value or its NaN and Inf.
+    """
     array = values[path]
     if array is None:
         return "none"
     summary = summarize(array)
     if summary.value is not None:
         return format_number(summary.value)
-    lines = [str(summary.shape)]
-    if summary.mean is not None:
-        of = " of the finite" if summary.nans or summary.infinities else ""
-        lines.append(f"mean{of} {format_number(summary.mean)}")
-    if summary.largest is not None:
-        lines.append(f"largest {format_number(summary.largest)}")
-    counts = (("NaN", summary.nans), ("Inf", summary.infinities))
-    lines += [f"{count} {word}" for word, count in counts if count]
-    if summary.zeros is not None:
-        lines.append(f"{100 * summary.zeros:.3g} % zeros")
-    return "\n".join(lines)
-
-
-def format_compact(values: Values, path: str) -> str:
-    """Format an array on one line: a number, or the shape and the largest value."""
-    array = values[path]
-    if array is None:
-        return "none"
-    summary = summarize(array)
-    if summary.value is not None:
-        return format_number(summary.value)
-    counts = [f"{n} {word}" for word, n in (("NaN", summary.nans), ("Inf", summary.infinities)) if n]
     largest = [] if summary.largest is None else [f"largest {format_number(summary.largest)}"]
-    return "  ".join([str(summary.shape), *(counts or largest)])
+    counts = [f"{n} {word}" for word, n in (("NaN", summary.nans), ("Inf", summary.infinities)) if n]
+    if compact:
+        return "  ".join([str(summary.shape), *(counts or largest)])
+    of = " of the finite" if counts else ""
+    mean = [] if summary.mean is None else [f"mean{of} {format_number(summary.mean)}"]
+    zeros = [] if summary.zeros is None else [f"{100 * summary.zeros:.3g} % zeros"]
+    return "\n".join([str(summary.shape), *mean, *largest, *counts, *zeros])
 
 
 def format_number(number: float | complex) -> str:
