@@ -123,18 +123,17 @@ class _Equation(HoldsNoTensor):
 
     def pull(self, z: Tensors, parameters: Tensors, w: Tensors) -> list[Any]:
         """Return `A^T w`: the gradients of the parameters, and None for parameters without a gradient."""
-        floating = [backend.active.is_differentiable(x) for x in parameters]
-        if not any(floating):
-            return [None] * len(floating)
+        floating = {i: x for i, x in enumerate(parameters) if backend.active.is_differentiable(x)}
+        if not floating:
+            return [None] * len(parameters)
 
         def f(*primals: Any) -> Any:
-            remaining = iter(primals)
-            pairs = zip(parameters, floating, strict=True)
-            return list(self.at([next(remaining) if f else x for x, f in pairs])(z))
+            moved = dict(enumerate(parameters)) | dict(zip(floating, primals, strict=True))
+            return list(self.at(list(moved.values()))(z))
 
-        _, pull = vjp(f, *[x for x, f in zip(parameters, floating, strict=True) if f])
-        gradients = iter(pull(list(w)))
-        return [next(gradients) if f else None for f in floating]
+        _, pull = vjp(f, *floating.values())
+        gradients = dict(zip(floating, pull(list(w)), strict=True))
+        return [gradients.get(i) for i in range(len(parameters))]
 
 
 class _Adjoint(_Equation):
@@ -175,9 +174,18 @@ class _UserEquation(_Equation):
         with Reads() as scope:
             returned = self.call(z, [ops.stop_gradient(x) for x in tensors])
         if scope.assigned:
-            raise self._assigns_error([variable for variable, _ in scope.assigned.values()])
-        self._check_structure(z, returned, "f")
-        self._check_tensors(z, returned, "f")
+            paths = [repr(variable.path) for variable, _ in scope.assigned.values()]
+            raise TypeError(
+                message(
+                    self.solver.name,
+                    "the function assigns variables, so that it differs in every call",
+                    argument=repr(argument_names(self.solver.name)[0]),
+                    required="a function that depends only on its arguments",
+                    got=f"an assignment to {', '.join(paths)}",
+                    fix="call layers with training=False, and draw random numbers outside of the function",
+                )
+            )
+        self.flat_result(z, returned, "f")
         self.variables = list(scope.variables)
         return [*tensors, *map(backend.active.as_tensor, self.variables)]
 
@@ -212,50 +220,33 @@ class _UserEquation(_Equation):
         except Exception as error:
             if all([backend.active.concrete(x) is not None for x in (*z, *constants)]):
                 raise
-            raise self._needs_host_call(error) from error
-        self._check_structure(z, returned, "solver")
-        returned = tree.map_structure(
-            lambda x, like: ops.convert_to_tensor(x, dtype_of(like)) if isinstance(x, _NUMBERS) else x,
-            returned,
-            self.z.join(z),
-        )
-        self._check_tensors(z, returned, "solver")
-        return split(returned)[0]
+            raise RuntimeError(
+                message(
+                    self.solver.name,
+                    "the solver failed on tensors that have no values, in a compiled function or vmap",
+                    argument="'solver'",
+                    required="Keras ops, or NumPy code that multigrad.ops.host_call calls",
+                    got=f"{type(error).__name__}: {error}",
+                    fix="call the NumPy code as host_call(g, z0, *args, output=z0), with a function g of "
+                    "arrays",
+                )
+            ) from error
+        return self.flat_result(z, returned, "solver")
 
-    def _needs_host_call(self, error: Exception) -> RuntimeError:
-        return RuntimeError(
-            message(
-                self.solver.name,
-                "the solver failed on tensors that have no values, in a compiled function or vmap",
-                argument="'solver'",
-                required="Keras ops, or NumPy code that multigrad.ops.host_call calls",
-                got=f"{type(error).__name__}: {error}",
-                fix="call the NumPy code as host_call(g, z0, *args, output=z0), with a function g of arrays",
-            )
-        )
-
-    def _assigns_error(self, assigned: Sequence[keras.Variable]) -> TypeError:
-        return TypeError(
-            message(
-                self.solver.name,
-                "the function assigns variables, so that it differs in every call",
-                argument=repr(argument_names(self.solver.name)[0]),
-                required="a function that depends only on its arguments",
-                got=f"an assignment to {', '.join(repr(variable.path) for variable in assigned)}",
-                fix="call layers with training=False, and draw random numbers outside of the function",
-            )
-        )
-
-    def _check_structure(self, z: Tensors, returned: Any, argument: str) -> None:
-        """Raise unless the function or solver returned the structure of `z`."""
+    def flat_result(self, z: Tensors, returned: Any, argument: str) -> Tensors:
+        """Return the tensors of a result. Raise unless they are like those of `z`."""
+        start = self.z.join(z)
         try:
-            tree.assert_same_structure(self.z.join(z), returned)
+            tree.assert_same_structure(start, returned)
         except (TypeError, ValueError) as error:
             required = f"the structure of `{argument_names(self.solver.name)[1]}`"
             raise self._differs(TypeError, argument, "structure", describe(returned), required) from error
-
-    def _check_tensors(self, z: Tensors, returned: Any, argument: str) -> None:
-        """Raise unless the function or solver returned tensors with the dtypes and shapes of `z`."""
+        if argument == "solver":
+            returned = tree.map_structure(
+                lambda x, like: ops.convert_to_tensor(x, dtype_of(like)) if isinstance(x, _NUMBERS) else x,
+                returned,
+                start,
+            )
         results, layout = split(returned)
         if len(results) != len(z):
             got = ", ".join(map(describe, layout.static_leaves()))
@@ -266,6 +257,7 @@ class _UserEquation(_Equation):
                 raise self._differs(TypeError, argument, "dtype", *texts)
             if not shapes_may_match(tuple(like.shape), tuple(result.shape)):
                 raise self._differs(ValueError, argument, "shape", *texts)
+        return results
 
     def _differs(
         self, kind: type[Exception], argument: str, attribute: str, got: str, required: str
@@ -295,9 +287,10 @@ class _LinearEquation(_UserEquation):
     def parameters_at(self, z: Tensors) -> Tensors:
         return [*super().parameters_at([ops.zeros_like(x) for x in z]), *self.right]
 
-    def _check_tensors(self, z: Tensors, returned: Any, argument: str) -> None:
-        super()._check_tensors(z, returned, argument)
-        require_zero(self.solver, split(returned)[0], self.right)
+    def flat_result(self, z: Tensors, returned: Any, argument: str) -> Tensors:
+        results = super().flat_result(z, returned, argument)
+        require_zero(self.solver, results, self.right)
+        return results
 
     def at(self, parameters: Tensors) -> Map:
         count = len(self.right)

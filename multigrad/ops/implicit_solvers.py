@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from keras import ops
@@ -12,6 +12,7 @@ from multigrad.common.errors import message, unusable
 from multigrad.ops.arguments import is_integer, is_number
 from multigrad.ops.dtypes import dtype_of, nan_unless
 from multigrad.ops.linear_solvers import (
+    ADJOINT,
     METHODS,
     Affine,
     Map,
@@ -19,14 +20,10 @@ from multigrad.ops.linear_solvers import (
     Tensors,
     as_rows,
     inverse_at,
-    raise_for,
     repeat,
     solve_linear,
     unflatten,
 )
-
-_ADJOINT = "w, the solution of the adjoint equation,"
-"""The name of the adjoint in messages."""
 
 _PRODUCTS = 1000
 """The largest number of products with a matrix for one step of Newton's method, or for an adjoint."""
@@ -45,10 +42,6 @@ def argument_names(op: str) -> tuple[str, str]:
 class FixedPointIteration(Settings):
     """Finds a fixed point by applying the map repeatedly."""
 
-    def adjoint(self) -> "FixedPointIteration":
-        """Return the solver of the adjoint equation."""
-        return replace(self, unknown=_ADJOINT)
-
     def solve(self, equation: Map, z: Tensors) -> Tensors:
         """Return the solution of an equation, starting from `z`."""
         return _iterate(self, equation, z)
@@ -56,9 +49,6 @@ class FixedPointIteration(Settings):
 
 class Linear(Settings):
     """Solves a linear equation, an `Affine` map whose value is zero at the solution."""
-
-    def adjoint(self) -> "Linear":
-        return replace(self, unknown=_ADJOINT)
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
         assert isinstance(equation, Affine)
@@ -75,9 +65,9 @@ class Newton(Settings):
 
     by_user: Callable[[], Tensors] | None = None
 
-    def adjoint(self) -> Linear:
+    def adjoint(self) -> Linear:  # type: ignore[override]
         # The tolerance for a user's solver is not that of linear equations.
-        return self._linear(_ADJOINT, None if self.by_user else self.tolerance)
+        return self._linear(ADJOINT, None if self.by_user else self.tolerance)
 
     def solve(self, equation: Map, z: Tensors) -> Tensors:
         if self.by_user is not None:
@@ -106,8 +96,7 @@ class Newton(Settings):
         residual = _maximum(
             [self._largest(x) / scale for x, scale in zip(equation(solved), scales, strict=True)]
         )
-        if self.on_failure == "raise":
-            raise_for(residual <= tolerance, residual, lambda *got: _not_a_root(self, tolerance, *got))
+        self.raise_for(residual <= tolerance, residual, lambda *got: _not_a_root(self, tolerance, *got))
         rows = [nan_unless(residual <= tolerance, as_rows(x, self.batched)) for x in solved]
         return [ops.reshape(row, ops.shape(x)) for row, x in zip(rows, solved, strict=True)]
 
@@ -155,12 +144,9 @@ def _iterate(solver: FixedPointIteration | Newton, step: Map, z: Tensors) -> Ten
     length = ops.full_like(_maximum(sizes), _UNMOVED)
     carry = repeat(more, body, (*rows, *sizes, length, ops.convert_to_tensor(0, "int32")), limit)
     length, iterations = carry[-2:]
-    if solver.on_failure == "raise":
-        raise_for(
-            length <= tolerance,
-            length,
-            lambda *got: _not_converged(solver, tolerance, int(iterations), *got),
-        )
+    solver.raise_for(
+        length <= tolerance, length, lambda *got: _not_converged(solver, tolerance, int(iterations), *got)
+    )
     return restored([nan_unless(length <= tolerance, x) for x in carry[:count]])
 
 

@@ -9,7 +9,7 @@ whether it has converged, that of TensorFlow is conjugate gradients alone, and P
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from keras import ops
 
@@ -25,6 +25,9 @@ Product = Callable[[Any], Any]
 
 METHODS = ("dense", "gmres", "cg")
 """The names of the linear solvers."""
+
+ADJOINT = "w, the solution of the adjoint equation,"
+"""The name of the adjoint in messages."""
 
 _SMALL = 1000
 """The largest number of unknowns for which the default is a dense matrix."""
@@ -70,6 +73,22 @@ class Settings:
     batched: bool
     method: str | None = None
     unknown: str = "z"
+
+    def adjoint(self) -> Self:
+        """Return the solver of the adjoint equation."""
+        return dataclasses.replace(self, unknown=ADJOINT)
+
+    def raise_for(self, passed: Any, lengths: Any, error: Callable[[float, str], Exception]) -> None:
+        """Raise the error for the first row that has not passed, unless the rows are traced.
+
+        `error` gets the length of the row, and a text that names the row if there are several.
+        """
+        rows, values = backend.active.concrete(passed), backend.active.concrete(lengths)
+        if self.on_failure != "raise" or rows is None or values is None or rows.all():
+            return
+        row = int(rows.argmin())
+        where = f", in example {row} of {len(rows)}" if rows.ndim > 1 else ""
+        raise error(float(values.flat[row]), where)
 
     def tolerance_for(self, z: Tensors, power: float = 0.75) -> float:
         """Return the tolerance for a solution `z`."""
@@ -131,10 +150,11 @@ def solve_linear(settings: Settings, product: Map, right: Tensors) -> Tensors:
     error = _norm(flat_product(x * size) - unscaled) / scale
     converged = length <= threshold
     linear = ops.logical_not(ops.abs(error - length) > threshold + 0.5 * length)  # NaN is not a sign of it
-    if settings.on_failure == "raise":
-        required = f"matvec(x) - b of norm {tolerance:.3g} or less, as for b / norm(b), relative to b"
-        raise_for(linear, error, lambda *got: _not_linear(settings, required, *got))
-        raise_for(converged, length, lambda *got: _not_solved(settings, method, tolerance, int(count), *got))
+    required = f"matvec(x) - b of norm {tolerance:.3g} or less, as for b / norm(b), relative to b"
+    settings.raise_for(linear, error, lambda *got: _not_linear(settings, required, *got))
+    settings.raise_for(
+        converged, length, lambda *got: _not_solved(settings, method, tolerance, int(count), *got)
+    )
     solved = ops.logical_and(converged, linear)
     return unflatten(nan_unless(solved, x * size), right, batched)
 
@@ -149,7 +169,9 @@ def require_zero(settings: Settings, at_zero: Tensors, right: Tensors) -> None:
     if settings.on_failure == "raise":
         offset = size(at_zero)
         passed = offset <= settings.tolerance_for(right) * size(right)
-        raise_for(passed, offset, lambda *got: _not_linear(settings, "matvec(x) of 0 for x = 0", *got))
+        settings.raise_for(
+            passed, offset, lambda *got: _not_linear(settings, "matvec(x) of 0 for x = 0", *got)
+        )
 
 
 def inverse_at(equation: Map, z: Tensors, batched: bool) -> tuple[Any, Product]:
@@ -269,18 +291,6 @@ def repeat(
         carry = step(*carry)
         value = backend.active.concrete(more(*carry))
     return carry if value is not None else tuple(backend.active.while_loop(more, step, carry, limit))
-
-
-def raise_for(passed: Any, lengths: Any, error: Callable[[float, str], Exception]) -> None:
-    """Raise the error for the first row that has not passed, unless the rows are traced.
-
-    `error` gets the length of the row, and a text that names the row if there are several.
-    """
-    rows, values = backend.active.concrete(passed), backend.active.concrete(lengths)
-    if rows is None or values is None or rows.all():
-        return
-    row = int(rows.argmin())
-    raise error(float(values.flat[row]), f", in example {row} of {len(rows)}" if rows.ndim > 1 else "")
 
 
 def flatten(tensors: Tensors, batched: bool, like: Tensors | None = None) -> Any:

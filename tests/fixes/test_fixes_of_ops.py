@@ -240,7 +240,7 @@ def test_the_fixes_of_errors_of_solvers():
     check(
         SOLVERS,
         [f"ops/{name}.py" for name in modules],
-        {"_needs_host_call": "in compiled functions and vmap only"},
+        {"solve_by": "in compiled functions and vmap only"},
     )
 
 
