@@ -16,77 +16,10 @@ At a point without a derivative, all backends return one convention:
 | `leaky_relu`, `elu`, `selu`, `celu` at 0 | the derivative on the left | as `relu` at 0 |
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import keras
 
-from multigrad.ops.fixed import activations, arrays, elementwise, linear_algebra, reductions
-
-_ALL = ("tensorflow", "jax", "torch")
-
-FAULTS: dict[str, tuple[str, ...]] = {
-    "abs": ("jax",),
-    "absolute": ("jax",),
-    "angle": _ALL,
-    "arctan2": _ALL,
-    "bincount": ("tensorflow", "torch"),
-    "cbrt": ("tensorflow", "torch"),
-    "cdist": _ALL,
-    "celu": _ALL,
-    "clip": ("jax",),
-    "cumprod": ("tensorflow",),
-    "det": ("tensorflow", "torch"),
-    "elu": ("tensorflow", "torch"),
-    "fabs": ("jax",),
-    "floor_divide": ("torch",),
-    "fmax": _ALL,
-    "fmin": _ALL,
-    "fmod": ("tensorflow",),
-    "full": ("torch",),
-    "full_like": ("torch",),
-    "hard_sigmoid": ("torch",),
-    "hard_tanh": ("tensorflow", "jax"),
-    "heaviside": ("torch",),
-    "hypot": _ALL,
-    "layer_normalization": ("tensorflow",),
-    "image.hsv_to_rgb": ("tensorflow",),
-    "ldexp": ("tensorflow", "jax"),
-    "leaky_relu": ("jax",),
-    "logaddexp": _ALL,
-    "logaddexp2": ("tensorflow", "jax"),
-    "logsumexp": _ALL,
-    "maximum": ("tensorflow",),
-    "minimum": ("tensorflow",),
-    "moments": ("tensorflow",),
-    "nancumprod": ("tensorflow",),
-    "nanprod": ("tensorflow",),
-    "nanstd": _ALL,
-    "norm": _ALL,
-    "normalize": _ALL,
-    "power": _ALL,
-    "prod": ("tensorflow",),
-    "selu": ("tensorflow", "torch"),
-    "sinc": _ALL,
-    "slice_update": ("tensorflow",),
-    "softsign": ("tensorflow", "jax"),
-    "sparse_sigmoid": ("jax",),
-    "std": ("tensorflow", "jax"),
-    "vander": _ALL,
-}
-"""The backends on which Keras's op (3.15) has a fault, or another convention."""
-
-_MODULES = (activations, arrays, elementwise, linear_algebra, reductions)
-
-
-def _find(name: str) -> Callable[..., Any]:
-    short = name.rpartition(".")[2]
-    found = [vars(module)[short] for module in _MODULES if short in vars(module)]
-    return found[0]
-
-
-EVERY = {name: _find(name) for name in FAULTS}
-"""All fixed ops."""
+from multigrad.ops.fixed import activations, arrays, elementwise, linear_algebra, reductions  # noqa: F401
+from multigrad.ops.fixed.common import EVERY, FAULTS
 
 FIXED = {
     name: op

@@ -12,24 +12,21 @@ from multigrad.ops.dtypes import dtype_of, has_gradient
 from multigrad.ops.fixed.common import (
     axes_of,
     by_derivative,
-    define_replacement,
-    documentation,
+    define_op,
     keep_axes,
-    real_only,
+    replacement,
     to_operand,
 )
 from multigrad.ops.fixed.elementwise import clip, minimum, power
 
 
-@real_only
-@by_derivative
+@by_derivative("tensorflow", real_only=True)
 def cumprod(u: Any, y: Any, x: Tensor, axis: int | None = None, dtype: str | None = None) -> Any:
     """the sums of the products of the other elements, also where an element is 0."""
     return _pull_cumprod(u, x, y, axis)
 
 
-@real_only
-@by_derivative
+@by_derivative("tensorflow", real_only=True)
 def nancumprod(u: Any, y: Any, x: Tensor, axis: int | None = None, dtype: str | None = None) -> Any:
     """that of `cumprod` with 1 in place of NaN, and 0 for the NaN."""
     missing = ops.isnan(x)
@@ -80,8 +77,7 @@ def _recurrence(factors: Any, terms: Any) -> Any:
     return ops.reshape(ops.stack([even, odd], axis=1), shape)
 
 
-@real_only
-@by_derivative
+@by_derivative("tensorflow", real_only=True)
 def prod(
     u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False, dtype: str | None = None
 ) -> Any:
@@ -89,8 +85,7 @@ def prod(
     return keep_axes(x, axis, u) * _products_of_others(x, axis)
 
 
-@real_only
-@by_derivative
+@by_derivative("tensorflow", real_only=True)
 def nanprod(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) -> Any:
     """that of `prod` with 1 in place of NaN, and 0 for the NaN."""
     missing = ops.isnan(x)
@@ -112,8 +107,7 @@ def _products_of_others(x: Any, axis: Any) -> Any:
     return ops.transpose(others, [order.index(a) for a in range(count)])
 
 
-@real_only
-@by_derivative
+@by_derivative(real_only=True)
 def vander(u: Any, y: Any, x: Tensor, N: int | None = None, increasing: bool = False) -> Any:  # noqa: N803
     """`k * x**(k - 1)` for the column of the power `k`, also at 0."""
     count = y.shape[-1]
@@ -122,7 +116,8 @@ def vander(u: Any, y: Any, x: Tensor, N: int | None = None, increasing: bool = F
     return sum(terms, ops.zeros_like(x))
 
 
-@define_replacement
+@replacement("tensorflow")
+@define_op
 def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
     """1 for the update, and 1 for the inputs outside of the slice."""
     inputs = to_operand("slice_update", "inputs", inputs)
@@ -138,7 +133,8 @@ def slice_update(inputs: Tensor, start_indices: Any, updates: Tensor) -> Pair:
     return y, rule
 
 
-@define_replacement
+@replacement("tensorflow", "torch")
+@define_op
 def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0, sparse: bool = False) -> Pair:
     """1 for the count to which a weight is added."""
     weights = to_operand("bincount", "weights", weights)
@@ -155,21 +151,20 @@ def _take_rows(x: Any, indices: Any) -> Any:
     return ops.take_along_axis(x, indices, axis=-1)
 
 
+@replacement("torch")
 def full(shape: Any, fill_value: Any, dtype: str | None = None) -> Tensor:
     """1 for each element."""
     return ops.broadcast_to(ops.convert_to_tensor(fill_value, dtype or keras.config.floatx()), shape)
 
 
+@replacement("torch")
 def full_like(x: Tensor, fill_value: Any, dtype: str | None = None) -> Tensor:
     """0 for `x`, and 1 for the value in each element."""
     zeros = ops.zeros_like(x, dtype=dtype)
     return zeros + ops.cast(fill_value, dtype_of(zeros))
 
 
-full.__doc__, full_like.__doc__ = map(documentation, (full, full_like))
-
-
-@by_derivative
+@by_derivative("tensorflow", path="image.hsv_to_rgb")
 def hsv_to_rgb(u: Any, y: Any, images: Tensor, data_format: str | None = None) -> Any:
     """that of the linear pieces of the conversion."""
     axis = -3 if (data_format or keras.config.image_data_format()) == "channels_first" else -1

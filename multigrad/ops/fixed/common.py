@@ -1,8 +1,10 @@
 """Functions that the fixed ops share."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from operator import attrgetter
+from typing import Any, TypeVar, get_args
 
 import keras
 from keras import ops
@@ -13,42 +15,79 @@ from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, tensor_of
 from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def define_replacement(f: Callable[..., Any]) -> Any:
-    """Define the op that replaces Keras's op of the same name, with its documentation."""
-    op: Any = op_custom_gradient(name=f"multigrad>{f.__name__}")(f)
-    op.__doc__ = documentation(f)
-    return op
+EVERY: dict[str, Callable[..., Any]] = {}
+"""All fixed ops, by their names in `keras.ops`."""
+
+FAULTS: dict[str, tuple[str, ...]] = {}
+"""The backends on which Keras's op (3.15) has a fault, or another convention."""
 
 
-def by_derivative(derivative: Callable[..., Any]) -> Any:
-    """Define the op that has the value of Keras's op of the same name, and this derivative.
+def replacement(*backends: str, path: str | None = None) -> Callable[[F], F]:
+    """Add a function to the fixed ops, with its documentation.
+
+    Arguments:
+        backends: the backends on which Keras's op has a fault. None are all of them.
+        path: the name in `keras.ops`, if it is not the name of the function.
+    """
+
+    def add(f: F) -> F:
+        name = path or f.__name__
+        EVERY[name], FAULTS[name] = f, backends or ("tensorflow", "jax", "torch")
+        f.__doc__ = documentation(f)
+        return f
+
+    return add
+
+
+def define_op(f: F) -> F:
+    """Define an op that a saved model finds."""
+    return op_custom_gradient(name=f"multigrad>{f.__name__}")(f)  # type: ignore[return-value]
+
+
+def by_derivative(
+    *backends: str, real_only: bool = False, path: str | None = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """Define the op that has the value of Keras's op of the same name, and the decorated derivative.
 
     `derivative(u, y, *arguments)` gets the upstream gradient, the output and the arguments of the op. It
     returns the gradient of the argument that is a tensor, or a tuple of gradients if several are. A gradient
     that may not be needed can be a function of no arguments. The arguments whose annotation contains `Tensor`
     are tensors, numbers or None. `derivative` gets the tensors and numbers in the dtype in which it computes.
+
+    Arguments:
+        backends, path: as for `replacement`.
+        real_only: whether complex tensors are passed to Keras's op, because the derivative does not support
+            them.
     """
-    name = derivative.__name__.lstrip("_")
-    keras_op = getattr(ops, name, None) or getattr(ops.image, name)
+
+    def define(derivative: Callable[..., Any]) -> Any:
+        op = _op_of(derivative, path)
+        op = _without_complex(op) if real_only else op
+        return op if op.__name__.startswith("_") else replacement(*backends, path=path)(op)
+
+    return define
+
+
+def _op_of(derivative: Callable[..., Any], path: str | None) -> Callable[..., Any]:
+    keras_op = attrgetter(path or derivative.__name__.lstrip("_"))  # not every version of Keras has it
     signature = inspect.signature(derivative)
     parameters = list(signature.parameters.values())[2:]
     names = [p.name if Tensor in (p.annotation, *get_args(p.annotation)) else None for p in parameters]
     pull = _Pull(derivative, [name is not None for name in names])
 
     def f(*arguments: Any) -> Pair:
-        values = tuple(
-            [v if n is None else to_operand(name, n, v) for n, v in zip(names, arguments, strict=True)]
-        )
-        y = keras_op(*values)
+        pairs = zip(names, arguments, strict=True)
+        values = tuple([v if n is None else to_operand(derivative.__name__, n, v) for n, v in pairs])
+        y = keras_op(ops)(*values)
         return y, lambda upstream: pull(upstream, y, values)
 
-    backend.active.update_wrapper(f, derivative)
+    functools.update_wrapper(f, derivative)
     f.__signature__ = signature.replace(parameters=parameters, return_annotation=Tensor)  # type: ignore[attr-defined]
-    op = op_custom_gradient(name=f"multigrad>{derivative.__name__}")(f)
-    op = backend.active.update_wrapper(op, derivative)  # again, so that it has a code object of its own
-    op.__doc__ = documentation(derivative)
-    return op
+    # A code object of its own. Dynamo compiles a limited number of programs for each.
+    f.__code__ = f.__code__.replace(co_name=derivative.__name__)
+    return define_op(f)
 
 
 class _Pull(HoldsNoTensor):
@@ -69,8 +108,8 @@ class _Pull(HoldsNoTensor):
         return tuple([gradient if has_gradient(value) else None for value, gradient in own])
 
 
-def real_only(op: Any) -> Any:
-    """Call Keras's op instead of the fixed op for complex tensors, which the rule does not support."""
+def _without_complex(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Call Keras's op instead of the fixed op for complex tensors."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(is_complex(value) for value in (*args, *kwargs.values())):

@@ -7,36 +7,34 @@ from keras import ops
 
 from multigrad.ops.arguments import Tensor
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.fixed.common import by_derivative, documentation, is_complex, quotient, real_only
+from multigrad.ops.fixed.common import by_derivative, is_complex, quotient, replacement
 
 
-@real_only
-@by_derivative
+@by_derivative("jax", real_only=True)
 def abs(u: Any, y: Any, x: Tensor) -> Any:  # noqa: A001  the name in Keras
     """`sign(x)`, which is 0 at 0."""
     return u * ops.sign(x)
 
 
-@real_only
-@by_derivative
+@by_derivative("jax", real_only=True)
 def absolute(u: Any, y: Any, x: Tensor) -> Any:
     """`sign(x)`, which is 0 at 0."""
     return u * ops.sign(x)
 
 
-@by_derivative
+@by_derivative("jax")
 def fabs(u: Any, y: Any, x: Tensor) -> Any:
     """`sign(x)`, which is 0 at 0."""
     return u * ops.sign(x)
 
 
-@by_derivative
+@by_derivative("tensorflow", "torch")
 def cbrt(u: Any, y: Any, x: Tensor) -> Any:
     """`1 / (3 * cbrt(x)**2)`, which is infinite at 0."""
     return u / (3.0 * y * y)
 
 
-@by_derivative
+@by_derivative()
 def sinc(u: Any, y: Any, x: Tensor) -> Any:
     """`(cos(pi * x) - sinc(x)) / x`, and its series near 0, where the quotient cancels."""
     t = math.pi * x
@@ -51,21 +49,19 @@ def sinc(u: Any, y: Any, x: Tensor) -> Any:
     return u * ops.where(infinite, ops.zeros_like(x), slope)
 
 
+@replacement()
 def angle(x: Tensor) -> Tensor:
     """0 for real numbers, and that of `arctan2` for complex numbers."""
     return arctan2(ops.imag(x), ops.real(x)) if is_complex(x) else _angle(x)
 
 
-@by_derivative
+@by_derivative()
 def _angle(u: Any, y: Any, x: Tensor) -> Any:
     """0 for real numbers."""
     return ops.zeros_like(u)
 
 
-angle.__doc__ = documentation(angle)
-
-
-@by_derivative
+@by_derivative("jax")
 def clip(u: Any, y: Any, x: Tensor, x_min: float | Tensor | None, x_max: float | Tensor | None) -> Any:
     """1 for `x` in the closed interval, and 0 outside, where the bound has the gradient."""
     # The value is min(max(x, x_min), x_max), also where x_min > x_max.
@@ -86,31 +82,31 @@ def _extreme(u: Any, x1: Any, x2: Any, sign: float, ignores_nan: bool = False) -
     return lambda: u * first, lambda: u * (1.0 - first)
 
 
-@by_derivative
+@by_derivative("tensorflow")
 def maximum(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """1 for the greater argument, and half for each if they are equal."""
     return _extreme(u, x1, x2, 1.0)
 
 
-@by_derivative
+@by_derivative("tensorflow")
 def minimum(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """1 for the smaller argument, and half for each if they are equal."""
     return _extreme(u, x1, x2, -1.0)
 
 
-@by_derivative
+@by_derivative()
 def fmax(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """1 for the greater argument, or the one that is not NaN, and half for each if they are equal."""
     return _extreme(u, x1, x2, 1.0, ignores_nan=True)
 
 
-@by_derivative
+@by_derivative()
 def fmin(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """1 for the smaller argument, or the one that is not NaN, and half for each if they are equal."""
     return _extreme(u, x1, x2, -1.0, ignores_nan=True)
 
 
-@by_derivative
+@by_derivative()
 def hypot(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """`x / hypot(x1, x2)` for each argument `x`, 0 if both are 0, and the limit if one is infinite."""
     of_a, of_b = ops.isinf(x1), ops.isinf(x2)
@@ -128,19 +124,19 @@ def _logaddexp(u: Any, x1: Any, x2: Any, scale: float) -> Any:
     return lambda: u * ops.sigmoid(delta), lambda: u * ops.sigmoid(-delta)
 
 
-@by_derivative
+@by_derivative()
 def logaddexp(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """`sigmoid(x1 - x2)` and `sigmoid(x2 - x1)`."""
     return _logaddexp(u, x1, x2, 1.0)
 
 
-@by_derivative
+@by_derivative("tensorflow", "jax")
 def logaddexp2(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """`sigmoid((x1 - x2) * log(2))` and `sigmoid((x2 - x1) * log(2))`."""
     return _logaddexp(u, x1, x2, math.log(2.0))
 
 
-@by_derivative
+@by_derivative()
 def arctan2(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """`x2 / (x1**2 + x2**2)` and `-x1 / (x1**2 + x2**2)`, and 0 if both are 0."""
     # The size cancels. It avoids the overflow and underflow of the squares.
@@ -155,32 +151,31 @@ def arctan2(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     return lambda: b * scale, lambda: -a * scale
 
 
-@by_derivative
+@by_derivative("tensorflow")
 def fmod(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """1 and `-trunc(x1 / x2)`."""
     return u, lambda: u * ops.round((y - x1) / x2)
 
 
-@by_derivative
+@by_derivative("torch")
 def floor_divide(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """0."""
     return ops.zeros_like(u), ops.zeros_like(u)
 
 
-@by_derivative
+@by_derivative("torch")
 def heaviside(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """0 for `x1`, and 1 for `x2` where `x1` is 0."""
     return ops.zeros_like(u), lambda: u * ops.cast(ops.equal(x1, 0.0), u.dtype)
 
 
-@by_derivative
+@by_derivative("tensorflow", "jax")
 def ldexp(u: Any, y: Any, x1: Tensor, x2: Any) -> Any:
     """`2**x2`, also where `x1` is 0."""
     return ldexp(u, x2)  # the fixed op, because forward mode and second derivatives differentiate the rule
 
 
-@real_only
-@by_derivative
+@by_derivative(real_only=True)
 def power(u: Any, y: Any, x1: Tensor, x2: Tensor) -> Any:
     """`x2 * x1**(x2 - 1)` and `x1**x2 * log(x1)`, and 0 where these are 0 times infinity."""
     zero = ops.equal(x1, 0.0)

@@ -16,11 +16,10 @@ from keras import ops
 from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.fixed.common import by_derivative, real_only
+from multigrad.ops.fixed.common import by_derivative
 
 
-@real_only
-@by_derivative
+@by_derivative("tensorflow", "torch", real_only=True)
 def det(u: Any, y: Any, x: Tensor) -> Any:
     """the matrix of cofactors, which is exact at singular matrices."""
     return u[..., None, None] * (_small_cofactors(x) if x.shape[-1] <= 3 else _cofactors(x))

@@ -10,18 +10,17 @@ from multigrad.ops.arguments import Pair, Tensor, to_python
 from multigrad.ops.fixed.common import (
     axes_of,
     by_derivative,
-    define_replacement,
+    define_op,
     divide,
     is_complex,
     keep_axes,
     operands,
-    real_only,
+    replacement,
     to_operand,
 )
 
 
-@real_only
-@by_derivative
+@by_derivative("tensorflow", "jax", real_only=True)
 def std(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) -> Any:
     """`(x - mean(x)) / (n * std(x))`, and 0 if all elements are equal."""
     centered = x - ops.mean(x, axis=axis, keepdims=True)
@@ -32,8 +31,7 @@ def _count(x: Any, axis: Any) -> Any:
     return ops.sum(ops.ones_like(ops.stop_gradient(x)), axis=axis, keepdims=True)
 
 
-@real_only
-@by_derivative
+@by_derivative(real_only=True)
 def nanstd(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) -> Any:
     """`(x - mean) / (n * std)` of the elements that are not NaN, and 0 if they are equal."""
     valid = ops.logical_not(ops.isnan(x))
@@ -44,8 +42,7 @@ def nanstd(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) 
     return keep_axes(z, axis, u) / count * divide(centered, keep_axes(z, axis, y))
 
 
-@real_only
-@by_derivative
+@by_derivative(real_only=True)
 def logsumexp(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = False) -> Any:
     """`exp(x - logsumexp(x))`, and `1 / n` if all elements are -inf."""
     total = keep_axes(x, axis, y)
@@ -55,7 +52,8 @@ def logsumexp(u: Any, y: Any, x: Tensor, axis: Any = None, keepdims: bool = Fals
     return keep_axes(x, axis, u) * ops.where(both, 1.0 / _count(x, axis), ops.exp(shifted))
 
 
-@define_replacement
+@replacement("tensorflow")
+@define_op
 def moments(x: Tensor, axes: Any, keepdims: bool = False, synchronized: bool = False) -> Pair:
     """`1 / n` for the mean, and `2 * (x - mean) / n` for the variance."""
     x = to_operand("moments", "x", x)
@@ -71,6 +69,7 @@ def moments(x: Tensor, axes: Any, keepdims: bool = False, synchronized: bool = F
     return (mean, variance), rule
 
 
+@replacement("tensorflow")
 def layer_normalization(
     x: Tensor,
     gamma: Any = None,
@@ -79,12 +78,13 @@ def layer_normalization(
     epsilon: float | None = None,
     **kwargs: Any,
 ) -> Tensor:
+    """that of `gamma * (x - mean) / sqrt(variance + epsilon) + beta`, in which both moments depend on `x`."""
     if kwargs:  # `rms_scaling`, which Keras deprecates
         return ops.layer_normalization(x, gamma, beta, axis, epsilon, **kwargs)
     return _layer_normalization(x, gamma, beta, axis=axis, epsilon=epsilon)
 
 
-@by_derivative
+@by_derivative()
 def _layer_normalization(
     u: Any,
     y: Any,
@@ -94,7 +94,6 @@ def _layer_normalization(
     axis: Any = -1,
     epsilon: float | None = None,
 ) -> Any:
-    """that of `gamma * (x - mean) / sqrt(variance + epsilon) + beta`, in which both moments depend on `x`."""
     axes = sorted(axes_of(x, axis))
     others = [a for a in range(len(x.shape)) if a not in axes]
     shape = [size if i in axes else 1 for i, size in enumerate(x.shape)]
@@ -113,7 +112,9 @@ def _layer_normalization(
     )
 
 
+@replacement()
 def norm(x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Tensor:  # noqa: A002
+    """0 at zero for a vector norm and the Frobenius norm, and Keras's for other matrix norms."""
     rank = len(getattr(x, "shape", ()))
     if ord is None and axis is None and rank > 2:  # Keras (3.15) raises on TensorFlow
         y = norm(ops.reshape(x, (-1,)))
@@ -121,12 +122,6 @@ def norm(x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -
     if is_complex(x) or _order_of(x, ord, axis) is None:
         return ops.norm(x, ord=ord, axis=axis, keepdims=keepdims)
     return _norm(x, ord=to_python(ord), axis=axis, keepdims=keepdims)
-
-
-norm.__doc__ = (
-    "Return a matrix or vector norm.\n\n    As `keras.ops.norm`. The derivative of a vector norm or of the "
-    "Frobenius norm is 0 at zero.\n    The other matrix norms are Keras's.\n    "
-)
 
 
 def _order_of(x: Any, ord: Any, axis: Any) -> float | None:  # noqa: A002
@@ -139,7 +134,7 @@ def _order_of(x: Any, ord: Any, axis: Any) -> float | None:  # noqa: A002
     return float(ord) if count == 1 and is_number and 1.0 <= float(ord) < math.inf else None
 
 
-@by_derivative
+@by_derivative()
 def _norm(u: Any, y: Any, x: Tensor, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: A002
     """`sign(x) * (abs(x) / norm(x))**(ord - 1)`, and 0 if `x` is zero."""
     order = _order_of(x, ord, axis) or 2.0
@@ -159,8 +154,7 @@ def _norm_slope(x: Any, length: Any, order: float) -> Any:
     return ops.sign(unit) * ops.where(zero, ops.zeros_like(size), powers)
 
 
-@real_only
-@by_derivative
+@by_derivative(real_only=True)
 def normalize(u: Any, y: Any, x: Tensor, axis: Any = -1, order: int = 2, epsilon: float | None = None) -> Any:
     """that of `x / max(norm(x), epsilon)`, which is `1 / epsilon` at zero."""
     z = ops.reshape(x, ops.shape(u))  # a scalar is normalized as an array of one element
@@ -173,7 +167,7 @@ def normalize(u: Any, y: Any, x: Tensor, axis: Any = -1, order: int = 2, epsilon
     return ops.reshape(u / divisor - bent, ops.shape(x))
 
 
-@by_derivative
+@by_derivative()
 def cdist(u: Any, distances: Any, x: Tensor, y: Tensor) -> Any:
     """`(x - y) / distance`, and 0 where the points are equal."""
     units = divide(x[..., :, None, :] - y[..., None, :, :], distances[..., None])
