@@ -13,7 +13,7 @@ import numpy as np
 from multigrad.common.errors import describe, message
 from multigrad.common.keras_internals import scope_here
 from multigrad.core.context import outermost_layer
-from multigrad.core.signature import signature_of
+from multigrad.core.signature import Binding, signature_of
 from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
 from multigrad.core.variables import Reads
 from multigrad.keras_graph import registry
@@ -95,13 +95,8 @@ class Application:
             ) from unsaved
 
     def _name_of(self, index: int) -> str:
-        count = len(self._arguments.template) - len(self._keywords)
-        signature = signature_of(self.op)
-        if index >= count:
-            return repr(self._keywords[index - count])
-        if index < len(signature.positional):
-            return repr(signature.positional[index])
-        return f"{signature.variadic!r}[{index - len(signature.positional)}]"
+        count = len(self._arguments.template)
+        return Binding(signature_of(self.op), count, count, self._keywords).names()[index]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Application":

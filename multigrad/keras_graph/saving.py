@@ -118,15 +118,9 @@ def _parts(value: Any) -> dict[Any, Any]:
         return {part: part for part in value}
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
-    slots = [
-        name
-        for kind in type(value).__mro__
-        if "__slots__" in vars(kind)
-        for name, slot in vars(kind).items()
-        if isinstance(slot, types.MemberDescriptorType)
-    ]
-    slot_values = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**slot_values, **getattr(value, "__dict__", {})}
+    state: Any = object.__getstate__(value)  # of attributes, and of slots if there are any
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(attributes or {}), **(slots or {})}
 
 
 def decode(data: Any) -> Any:

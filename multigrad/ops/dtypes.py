@@ -5,6 +5,12 @@ from typing import Any
 import keras
 from keras import ops
 
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+"""The distance from 1 to the next larger number of each dtype."""
+
+REAL_DTYPES = {"complex64": "float32", "complex128": "float64"}
+"""The dtype of the real part of each complex dtype."""
+
 
 def dtype_of(tensor: Any) -> str:
     """Return the name of a tensor's dtype, which is the same on every backend."""

@@ -1,6 +1,7 @@
 """`host_call`: Python code on NumPy arrays as an op."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -188,6 +189,7 @@ def _has_unknown_sizes(structure: Any) -> bool:
     return any(None in _spec_of(tensor).shape for tensor in tensors)
 
 
+@dataclass
 class HostFunction:
     """A function of flat NumPy arrays that checks its outputs.
 
@@ -200,17 +202,12 @@ class HostFunction:
         ranks: the number of axes of each array among the arguments, without batch axes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        arguments: Layout,
-        output: Layout,
-        specs: Sequence[Spec],
-        ranks: Sequence[int],
-    ) -> None:
-        self.name, self._function, self._arguments = name, function, arguments
-        self._output, self._specs, self._ranks = output, specs, ranks
+    name: str
+    function: Callable[..., Any]
+    arguments: Layout
+    output: Layout
+    specs: Sequence[Spec]
+    ranks: Sequence[int]
 
     def __call__(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Call the function, and let its exceptions pass."""
@@ -231,12 +228,12 @@ class HostFunction:
         return self._check(result, arrays)
 
     def _call(self, arrays: Sequence[Any]) -> Any:
-        args, kwargs = self._arguments.join([_read_only(array) for array in arrays])
-        return self._function(*args, **kwargs)
+        args, kwargs = self.arguments.join([_read_only(array) for array in arrays])
+        return self.function(*args, **kwargs)
 
     def _check(self, result: Any, arrays: Sequence[Any]) -> list[np.ndarray]:
-        batch = arrays[0].shape[: arrays[0].ndim - self._ranks[0]] if arrays else ()
-        template = self._output.template
+        batch = arrays[0].shape[: arrays[0].ndim - self.ranks[0]] if arrays else ()
+        template = self.output.template
         nested = tree.is_nested(template)
         try:
             if nested or tree.is_nested(result):
@@ -246,7 +243,7 @@ class HostFunction:
                 message(
                     self.name,
                     "the function returns another structure than `output`",
-                    required=str(rebuild(template, lambda slot: _text(self._specs[slot], batch))),
+                    required=str(rebuild(template, lambda slot: _text(self.specs[slot], batch))),
                     got=describe(result),
                     fix="return the structure of `output`, with an array for each tensor",
                 )
@@ -255,7 +252,7 @@ class HostFunction:
         leaves = tree.flatten(result) if nested else [result]
         return [
             self._check_leaf("".join([f"[{key!r}]" for key in path]), leaf, spec, batch)
-            for path, leaf, spec in zip(paths, leaves, self._specs, strict=True)
+            for path, leaf, spec in zip(paths, leaves, self.specs, strict=True)
         ]
 
     def _check_leaf(self, path: str, leaf: Any, spec: Spec, batch: Sequence[int]) -> np.ndarray:

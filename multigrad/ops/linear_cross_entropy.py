@@ -122,12 +122,14 @@ def linear_cross_entropy(
     """
     if isinstance(labels, np.ndarray) and labels.dtype in ("int64", "uint64"):
         labels = np.clip(labels, _INVALID, 2**31 - 1)  # JAX could truncate an invalid label to a valid one
-    given = {"features": features, "kernel": kernel, "labels": labels}
-    optional = {"bias": bias, "sample_weight": sample_weight, "class_weight": class_weight}
-    given |= {name: value for name, value in optional.items() if value is not None}
-    for name, value in given.items():  # a Variable is read here, where TensorFlow records the read
-        given[name] = value.value if isinstance(value, keras.Variable) else stack_tensors(_NAME, name, value)
-    tensors = {name: as_tensor(value) for name, value in given.items()}
+    given = {"features": features, "kernel": kernel, "labels": labels, "bias": bias}
+    given |= {"sample_weight": sample_weight, "class_weight": class_weight}
+    tensors = {
+        # A Variable is read here, where TensorFlow records the read.
+        name: as_tensor(x.value if isinstance(x, keras.Variable) else stack_tensors(_NAME, name, x))
+        for name, x in given.items()
+        if x is not None or name in ("features", "kernel", "labels")
+    }
     numbers: Any = {"label_smoothing": label_smoothing, "logit_softcap": logit_softcap, "z_loss": z_loss}
     check_options(_NAME, reduction, **numbers, ignore_index=ignore_index, block_size=block_size)
     tensors["labels"] = _in_32_bits(tensors["labels"])

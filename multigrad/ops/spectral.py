@@ -20,12 +20,10 @@ from multigrad.common.reachable import reachable_tensors
 from multigrad.core.variables import Reads
 from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, tensor_of, with_rank_of
-from multigrad.ops.dtypes import dtype_of
+from multigrad.ops.dtypes import EPSILON, REAL_DTYPES, dtype_of
 from multigrad.ops.routing import prevent_gradient
 
-_EPSILON = {"float32": 1.2e-7, "complex64": 1.2e-7, "float64": 2.2e-16, "complex128": 2.2e-16}
-
-_REAL = {"complex64": "float32", "complex128": "float64"}
+_DTYPES = ("float32", "float64", *REAL_DTYPES)
 
 
 @op_custom_gradient(name="multigrad>spectral_function")
@@ -128,7 +126,7 @@ def _scalar(other: Any, a: Any) -> Any:
         raise unusable(
             ValueError, "spectral_function", "others", required="scalar tensors", got=other, fix=fix
         )
-    return ops.cast(other, _REAL.get(dtype_of(a), dtype_of(a)))
+    return ops.cast(other, REAL_DTYPES.get(dtype_of(a), dtype_of(a)))
 
 
 def _slopes_of_others(fn: Callable[..., Any], others: Sequence[Any]) -> list[Callable[..., Any]]:
@@ -206,7 +204,7 @@ def _difference(fn: Callable[[Any], Any], x: Any, y: Any) -> tuple[Any, Any]:
     x, y = x + ops.zeros_like(y), y + ops.zeros_like(x)
     at_x, at_y, gap = fn(x), fn(y), x - y
     middle, ends = _slope(fn, 0.5 * (x + y)), 0.5 * (_slope(fn, x) + _slope(fn, y))
-    rounding = _EPSILON[dtype_of(x)] * (ops.abs(at_x) + ops.abs(at_y))
+    rounding = EPSILON[dtype_of(x)] * (ops.abs(at_x) + ops.abs(at_y))
     same = ops.equal(gap, 0.0)
     gap = ops.where(same, ops.ones_like(gap), gap)
     return _better(
@@ -234,7 +232,7 @@ def _second_divided_differences(fn: Callable[[Any], Any], values: Any) -> Any:
     (upper, upper_error), (lower, lower_error) = _difference(fn, high, middle), _difference(fn, middle, low)
     same, gap = ops.equal(high, low), high - low
     gap = ops.where(same, ops.ones_like(gap), gap)
-    rounding = upper_error + lower_error + _EPSILON[dtype_of(values)] * (ops.abs(upper) + ops.abs(lower))
+    rounding = upper_error + lower_error + EPSILON[dtype_of(values)] * (ops.abs(upper) + ops.abs(lower))
     center = 0.5 * _curvature(fn, (low + middle + high) / 3.0)
     ends = 0.25 * (_curvature(fn, low) + _curvature(fn, high))
     return _better((upper - lower) / gap, rounding / gap, center, ops.abs(center - ends), same)[0]
@@ -351,7 +349,7 @@ def _skew(x: Any) -> Any:
 def _inverse(gaps: Any, values: Any) -> Any:
     """Return `1 / gaps`, and zero where they vanish in comparison with the largest value."""
     largest = ops.max(ops.abs(values), axis=-1, keepdims=True, initial=0.0)
-    bound = values.shape[-1] * _EPSILON[dtype_of(values)] * largest
+    bound = values.shape[-1] * EPSILON[dtype_of(values)] * largest
     if len(gaps.shape) > len(bound.shape):
         bound = bound[..., None]
     equal = ops.less_equal(ops.abs(gaps), ops.stop_gradient(bound))
@@ -361,7 +359,7 @@ def _inverse(gaps: Any, values: Any) -> Any:
 def _matrices(op: str, a: Any, real: bool = False) -> Any:
     """Return the argument as a tensor. Raise TypeError for other dtypes, and ValueError for other shapes."""
     a = tensor_of(op, "a", a)
-    if dtype_of(a) not in _EPSILON or (real and dtype_of(a).startswith("complex")):
+    if dtype_of(a) not in _DTYPES or (real and dtype_of(a).startswith("complex")):
         required = "float32 or float64" if real else "float32, float64, complex64 or complex128"
         fix = "use safe_eigh of the product of the adjoint and the matrix" if real else "cast it"
         raise unusable(TypeError, op, "a", required=required, got=a, fix=fix)

@@ -34,12 +34,9 @@ def measure(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
         (f"{GRADIENT_PREFIX}{name}", gradient, gradient_precision)
         for name, gradient in zip(flat.input_names, gradients, strict=True)
     ]
-    arrays = {f"array{i}": to_numpy(tensor) for i, (_, tensor, _) in enumerate(measured)}
-    return {
-        "names": [name for name, _, _ in measured],
-        "precisions": [precision for _, _, precision in measured],
-        **arrays,
-    }
+    names, tensors, precisions = zip(*measured, strict=True)
+    arrays = {f"array{i}": to_numpy(tensor) for i, tensor in enumerate(tensors)}
+    return {"names": names, "precisions": precisions, **arrays}
 
 
 def _precision(tensor: Any) -> str:

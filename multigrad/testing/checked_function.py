@@ -17,7 +17,7 @@ from multigrad.core.leaves import Refused
 from multigrad.core.signature import name_of, signature_of
 from multigrad.core.structure import Layout
 from multigrad.core.variables import Pinned, Reads
-from multigrad.testing.precision import EPSILON
+from multigrad.ops.dtypes import EPSILON
 
 _NOT_DIFFERENTIABLE = (int, str, bytes, type(None))
 """Types of arguments that have no gradient, and hold no variables."""

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
 
 import numpy as np
 
@@ -195,7 +194,11 @@ def compare(
         precision = max((m.precisions[name] for m in measurements.values()), key=_PRECISIONS.index)
         size = largest_magnitude(required)
         gradient = largest_number if name.startswith(GRADIENT_PREFIX) else 0.0
-        limits = _limits(precision, rtol, atol, size, gradient)
+        limits = 0.0, 0.0
+        if precision != "exact":
+            tolerance = Tolerance(precision, rtol, atol)
+            rounding = tolerance.rounding
+            limits = rounding if rtol is None else rtol, tolerance.atol(rounding * size, gradient)
         largest[name] = 0.0
         for other in others:
             got = measurements[other].arrays[name]
@@ -204,64 +207,40 @@ def compare(
                 difference = largest_magnitude(1.0 * got - required)
             largest[name] = max(largest[name], relative_to(difference, size))
     if mismatches:
-        _raise_mismatches(mismatches, measurements, missing)
+        worst = worst_of(mismatches)
+        other, _ = worst.labels[1].split(", ")
+        wrong, right = map(format_number, worst.numbers)
+        text = message(
+            _NAME,
+            "the backends disagree",
+            argument=worst.labels[0],
+            required=f"{right} on {first}",
+            got=f"{wrong} on {other}",
+            fix="correct the function or its rule, or pass rtol and atol if the difference is rounding",
+        )
+        compared = f"compared: {', '.join(measurements)}; not installed: {', '.join(missing) or 'none'}"
+        headings = ("name", "backends", "element", "first", "second", "relative")
+        raise AssertionError(f"{text}\n{compared}\n{format_table(headings, mismatches)}")
     return largest
-
-
-def _limits(
-    precision: str, rtol: float | None, atol: float | None, size: float, gradient: float
-) -> tuple[float, Any]:
-    """Return `rtol` and `atol` for an array of this precision whose largest magnitude is `size`."""
-    if precision == "exact":
-        return 0.0, 0.0
-    tolerance = Tolerance(precision, rtol, atol)
-    return tolerance.rounding if rtol is None else rtol, tolerance.atol(tolerance.rounding * size, gradient)
 
 
 def _require_same_shapes(measurements: Mapping[str, Measurement]) -> None:
     """Raise if an output or gradient is missing on a backend or has another shape."""
     __tracebackhide__ = True
-    shapes = {
-        backend: {name: array.shape for name, array in measurement.arrays.items()}
-        for backend, measurement in measurements.items()
-    }
-    first, *others = shapes
-    for other in others:
-        names = [*shapes[first], *shapes[other]]
-        different = [name for name in names if shapes[first].get(name) != shapes[other].get(name)]
-        if different:
-            required, got = (
-                f"{shapes[backend].get(different[0], 'no such output')} on {backend}"
-                for backend in (first, other)
-            )
-            raise AssertionError(
-                message(
-                    _NAME,
-                    "the backends return different structures or shapes",
-                    argument=different[0],
-                    required=required,
-                    got=got,
-                    fix="return the same structure and shapes on each backend",
+    for name in dict.fromkeys(name for each in measurements.values() for name in each.arrays):
+        (first, required), *others = (
+            (backend, each.arrays[name].shape if name in each.arrays else "no such output")
+            for backend, each in measurements.items()
+        )
+        for other, got in others:
+            if got != required:
+                raise AssertionError(
+                    message(
+                        _NAME,
+                        "the backends return different structures or shapes",
+                        argument=name,
+                        required=f"{required} on {first}",
+                        got=f"{got} on {other}",
+                        fix="return the same structure and shapes on each backend",
+                    )
                 )
-            )
-
-
-def _raise_mismatches(
-    mismatches: list[Mismatch], measurements: Mapping[str, Measurement], missing: Sequence[str]
-) -> NoReturn:
-    __tracebackhide__ = True
-    worst = worst_of(mismatches)
-    name, pair = worst.labels
-    other, first = pair.split(", ")
-    got, required = map(format_number, worst.numbers)
-    text = message(
-        _NAME,
-        "the backends disagree",
-        argument=name,
-        required=f"{required} on {first}",
-        got=f"{got} on {other}",
-        fix="correct the function or its rule, or pass rtol and atol if the difference is rounding",
-    )
-    compared = f"compared: {', '.join(measurements)}; not installed: {', '.join(missing) or 'none'}"
-    headings = ("name", "backends", "element", "first", "second", "relative")
-    raise AssertionError(f"{text}\n{compared}\n{format_table(headings, mismatches)}")

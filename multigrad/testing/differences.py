@@ -35,8 +35,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multigrad.ops.dtypes import EPSILON
 from multigrad.testing.mismatches import disagree
-from multigrad.testing.precision import EPSILON, Tolerance, lowest_precision
+from multigrad.testing.precision import Tolerance, lowest_precision
 from multigrad.testing.tensors import random_weights, to_numpy, to_tensors
 
 Function = Callable[..., Sequence[Any]]

@@ -12,6 +12,7 @@ import numpy as np
 from multigrad import backend
 from multigrad.common.errors import distinct_names, message, unusable
 from multigrad.core.signature import name_of
+from multigrad.ops.dtypes import EPSILON
 from multigrad.testing.causes import Compared, probable_cause
 from multigrad.testing.checked_function import CheckedFunction
 from multigrad.testing.differences import (
@@ -42,12 +43,7 @@ from multigrad.testing.mismatches import (
     true_elements,
     worst_of,
 )
-from multigrad.testing.precision import (
-    EPSILON,
-    Tolerance,
-    detect_precision,
-    largest_magnitude,
-)
+from multigrad.testing.precision import Tolerance, detect_precision, largest_magnitude
 from multigrad.testing.tensors import flat_vjp, random_weights, to_numpy, to_tensors
 
 _INPUT_ROUNDING = 0.4

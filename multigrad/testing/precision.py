@@ -7,11 +7,7 @@ import keras
 import numpy as np
 
 from multigrad import backend
-
-EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""The distance from 1 to the next larger number of each dtype."""
-
-_REAL_DTYPES = {"complex64": "float32", "complex128": "float64"}
+from multigrad.ops.dtypes import EPSILON, REAL_DTYPES
 
 
 class Tolerance:
@@ -75,5 +71,5 @@ def detect_precision(
 
 def _real_dtypes(names: Sequence[str]) -> list[str]:
     """Return the real dtypes of floating and complex dtypes."""
-    dtypes = [_REAL_DTYPES.get(name, name) for name in names]
+    dtypes = [REAL_DTYPES.get(name, name) for name in names]
     return [dtype for dtype in dtypes if dtype in EPSILON]

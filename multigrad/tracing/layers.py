@@ -16,13 +16,13 @@ import keras
 
 from multigrad import backend
 from multigrad.common.process_wide import Shared
-from multigrad.core.expected_gradients import slot_paths
 from multigrad.core.structure import Slot, leaves_of, rebuild
 from multigrad.op import op_custom_gradient
 from multigrad.tracing.recording import (
     OPEN_TRACES,
     CallRecorder,
     enclose_run,
+    paths_of,
     recorder_here,
     replacing,
     setting,
@@ -113,8 +113,8 @@ def _tensors_of(named: Sequence[tuple[str, Any]]) -> tuple[list[Any], list[str]]
         tensors.append(leaf)
         return Slot(len(tensors) - 1)
 
-    slots = {slot: path for path, slot in slot_paths([(name, rebuild(value, take)) for name, value in named])}
-    return tensors, [slots[index] for index in sorted(slots)]
+    paths = paths_of([(name, rebuild(value, take)) for name, value in named])
+    return tensors, paths
 
 
 def _tie(recorder: CallRecorder, tensors: Sequence[Any]) -> Sequence[Any]:

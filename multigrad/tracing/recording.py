@@ -7,7 +7,7 @@ no trace is open, `op.apply` is the function of the backend, so that ops have no
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
@@ -88,7 +88,14 @@ class _RecordedCall(Call):
         with enclose_run(recorder):
             run = super().run(tensors, read_as)
         if not recorder.has_run:
-            paths = _input_paths(run.rule), _output_paths(run.rule)
+def paths_of(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the path of each tensor in named templates, in the order of their slots."""
+    return [path for path, _ in sorted(slot_paths(named), key=lambda pair: pair[1])]
+
+
+def _input_paths(rule: Rule) -> list[str]:
+    paths = [path.replace("'", "", 2) for path in paths_of(rule.arguments.named())]
+    return distinct_names([*paths, *rule.variables.names()])
             recorder.record_run(*paths, run.inputs, run.outputs)
         run.rule = _RecordedRule(run.rule, recorder)
         return run
@@ -224,11 +231,11 @@ def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: S
     backend.active.observe(with_none, [tensor for tensor in tensors if tensor is not None])
 
 
+def paths_of(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the path of each tensor in named templates, in the order of their slots."""
+    return [path for path, _ in sorted(slot_paths(named), key=lambda pair: pair[1])]
+
+
 def _input_paths(rule: Rule) -> list[str]:
-    slots = {slot: path.replace("'", "", 2) for path, slot in slot_paths(rule.arguments.named())}
-    return distinct_names([*[slots[index] for index in sorted(slots)], *rule.variables.names()])
-
-
-def _output_paths(rule: Rule) -> list[str]:
-    slots = {slot: path for path, slot in slot_paths([("output", rule.output.template)])}
-    return [slots[index] for index in sorted(slots)]
+    paths = [path.replace("'", "", 2) for path in paths_of(rule.arguments.named())]
+    return distinct_names([*paths, *rule.variables.names()])

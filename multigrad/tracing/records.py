@@ -146,20 +146,15 @@ class StepRecord:
         return [*flags, *self._flag_exploding(upstream, downstream)]
 
     def _flag_exploding(self, upstream: float | None, downstream: float | None) -> Iterator[str]:
-        if not self.downstream:  # a layer
-            reference, largest = self.first_upstream, upstream
-            if reference and largest is not None and reference * self.exploding < largest < math.inf:
-                grown = f"{largest:.3g}, is {largest / reference:.3g} times that of the first step"
-                yield f"exploding: the largest upstream gradient, {grown}"
-            return
-        references = {
-            "the largest upstream gradient": upstream,
-            "the largest upstream gradient of the first step": self.first_upstream,
-        }
+        role, largest, references = "upstream", upstream, {"that of the first step": self.first_upstream}
+        if self.downstream:  # not a layer
+            name = "the largest upstream gradient"
+            references = {name: upstream, f"{name} of the first step": self.first_upstream}
+            role, largest = "downstream", downstream
         for name, reference in references.items():
-            if reference and downstream is not None and reference * self.exploding < downstream < math.inf:
-                grown = f"{downstream:.3g}, is {downstream / reference:.3g} times {name}"
-                yield f"exploding: the largest downstream gradient, {grown}"
+            if reference and largest is not None and reference * self.exploding < largest < math.inf:
+                grown = f"{largest:.3g}, is {largest / reference:.3g} times {name}"
+                yield f"exploding: the largest {role} gradient, {grown}"
                 return
 
 

@@ -2,7 +2,7 @@
 
 The value of a fixed op is that of Keras's op, and its rule is a formula. Each op is registered on every
 backend, so that a saved model loads everywhere. `multigrad.ops` has it only where Keras's op has a fault
-(`FAULTS`).
+(`FAULTS`). The decorator of each op names these backends.
 
 At a point without a derivative, all backends return one convention:
 

@@ -28,7 +28,7 @@ def replacement(*backends: str, path: str | None = None) -> Callable[[F], F]:
     """Add a function to the fixed ops, with its documentation.
 
     Arguments:
-        backends: the backends on which Keras's op has a fault. None are all of them.
+        backends: the backends on which Keras's op has a fault. The default is all backends.
         path: the name in `keras.ops`, if it is not the name of the function.
     """
 
