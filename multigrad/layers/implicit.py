@@ -10,7 +10,7 @@ from keras import ops
 from multigrad.common.errors import describe, message, shape_text
 from multigrad.ops.arguments import to_python
 from multigrad.ops.implicit import fixed_point
-from multigrad.ops.implicit_solvers import check_options
+from multigrad.ops.implicit_solvers import FixedPointIteration
 
 
 @keras.saving.register_keras_serializable("multigrad")
@@ -75,7 +75,7 @@ class FixedPoint(keras.layers.Layer):
             )
         self.supports_masking = True
         self.cell, self.tolerance, self.max_iterations = cell, to_python(tolerance), to_python(max_iterations)
-        check_options("FixedPoint", self.tolerance, self.max_iterations)
+        FixedPointIteration("FixedPoint", self.tolerance, self.max_iterations)  # raises if they are invalid
         self._shape = None if shape is None else to_python(tuple(shape))
 
     def build(self, input_shape: Any) -> None:

@@ -26,7 +26,7 @@ from multigrad.core.leaves import Symbolic
 from multigrad.keras_graph import node, registry
 from multigrad.ops.arguments import with_python_numbers
 from multigrad.ops.implicit_equations import solution
-from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, check_options
+from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton
 
 
 def _solver_op(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +115,6 @@ def fixed_point(
     """
     name = "fixed_point"
     require_function(name, "f", f)
-    check_options(name, tolerance, max_iterations, on_failure)
     return solution(FixedPointIteration(name, tolerance, max_iterations, on_failure, batched), f, z0, args)
 
 
@@ -195,7 +194,6 @@ def implicit_root(
     require_function(name, "f", f)
     if solver is not None:
         require_function(name, "solver", solver)
-    check_options(name, tolerance, max_iterations, on_failure, linear_solver)
     newton = Newton(name, tolerance, max_iterations, on_failure, batched, linear_solver)
     return solution(newton, f, z0, args, solver)
 
@@ -261,7 +259,6 @@ def linear_solve(
     """
     name = "linear_solve"
     require_function(name, "matvec", matvec)
-    check_options(name, tolerance, max_iterations, on_failure, solver, "solver")
     linear = Linear(name, tolerance, max_iterations, on_failure, batched, solver, "x")
     return solution(linear, matvec, b, (b, *args), is_linear=True)
 
@@ -320,7 +317,6 @@ def implicit_argmin(
     require_function(name, "f", f)
     if solver is not None:
         require_function(name, "solver", solver)
-    check_options(name, tolerance, max_iterations, on_failure, linear_solver)
     newton = Newton(name, tolerance, max_iterations, on_failure, batched, linear_solver, "x")
     minimizer = None if solver is None else lambda _, *start_and_args: solver(f, *start_and_args)
     total = (lambda *x_and_args: ops.sum(f(*x_and_args))) if batched else f

@@ -8,12 +8,10 @@ from typing import Any
 from keras import ops
 
 from multigrad.calculus.derivatives import vjp
-from multigrad.common.errors import message, unusable
-from multigrad.ops.arguments import is_integer, is_number
+from multigrad.common.errors import message
 from multigrad.ops.dtypes import dtype_of, nan_unless
 from multigrad.ops.linear_solvers import (
     ADJOINT,
-    METHODS,
     Affine,
     Map,
     Settings,
@@ -202,28 +200,3 @@ def _not_a_root(solver: Newton, tolerance: float, residual: float, where: str) -
             fix="run the solver for more iterations, or pass a larger tolerance",
         )
     )
-
-
-def check_options(
-    name: str,
-    tolerance: Any,
-    max_iterations: Any,
-    on_failure: Any = "raise",
-    linear_solver: Any = None,
-    argument: str = "linear_solver",
-) -> None:
-    """Raise ValueError for an option that cannot be used."""
-    fix = "pass one, or leave it out"
-    if tolerance is not None and not (is_number(tolerance) and 0.0 < tolerance < math.inf):
-        required = "a positive number, or None"
-        raise unusable(ValueError, name, "tolerance", required=required, got=tolerance, fix=fix)
-    if not (is_integer(max_iterations) and max_iterations > 0):
-        required = "a positive integer"
-        raise unusable(ValueError, name, "max_iterations", required=required, got=max_iterations, fix=fix)
-    for option, value, values in (
-        ("on_failure", on_failure, ("raise", "nan")),
-        (argument, linear_solver, (None, *METHODS)),
-    ):
-        if not (isinstance(value, (str, type(None))) and value in values):
-            required = " or ".join(map(repr, values))
-            raise unusable(ValueError, name, option, required=required, got=value, fix=fix)

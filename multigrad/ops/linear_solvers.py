@@ -15,9 +15,9 @@ from keras import ops
 
 from multigrad import backend
 from multigrad.calculus.derivatives import jacobian
-from multigrad.common.errors import describe, message
-from multigrad.ops.arguments import with_rank_of
-from multigrad.ops.dtypes import dtype_of, nan_unless
+from multigrad.common.errors import describe, message, unusable
+from multigrad.ops.arguments import is_integer, is_number, with_rank_of
+from multigrad.ops.dtypes import EPSILON, REAL_DTYPES, dtype_of, nan_unless
 
 Tensors = Sequence[Any]
 Map = Callable[[Tensors], Tensors]
@@ -37,9 +37,6 @@ _BASIS = 30
 
 _PROGRESS = 0.99
 """A row is given up after a cycle that multiplies its residual by more than this."""
-
-_EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-_EPS["complex128"] = _EPS["float64"]
 
 
 class Affine:
@@ -69,10 +66,29 @@ class Settings:
     name: str
     tolerance: float | None
     max_iterations: int
-    on_failure: str
-    batched: bool
+    on_failure: str = "raise"
+    batched: bool = False
     method: str | None = None
     unknown: str = "z"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an option that cannot be used."""
+        tolerance, steps, fix = self.tolerance, self.max_iterations, "pass one, or leave it out"
+        if tolerance is not None and not (is_number(tolerance) and 0.0 < tolerance < math.inf):
+            required = "a positive number, or None"
+            raise unusable(ValueError, self.name, "tolerance", required=required, got=tolerance, fix=fix)
+        if not (is_integer(steps) and steps > 0):
+            required = "a positive integer"
+            raise unusable(ValueError, self.name, "max_iterations", required=required, got=steps, fix=fix)
+        solver = "solver" if self.name == "linear_solve" else "linear_solver"
+        choices: Any = (
+            ("on_failure", self.on_failure, ("raise", "nan")),
+            (solver, self.method, (None, *METHODS)),
+        )
+        for option, value, values in choices:
+            if not (isinstance(value, (str, type(None))) and value in values):
+                required = " or ".join(map(repr, values))
+                raise unusable(ValueError, self.name, option, required=required, got=value, fix=fix)
 
     def adjoint(self) -> Self:
         """Return the solver of the adjoint equation."""
@@ -92,7 +108,8 @@ class Settings:
 
     def tolerance_for(self, z: Tensors, power: float = 0.75) -> float:
         """Return the tolerance for a solution `z`."""
-        return self.tolerance or max(_EPS.get(dtype_of(x), _EPS["float32"]) for x in z) ** power
+        dtypes = [REAL_DTYPES.get(dtype_of(x), dtype_of(x)) for x in z]
+        return self.tolerance or max(EPSILON.get(dtype, EPSILON["float32"]) for dtype in dtypes) ** power
 
     def method_for(self, z: Tensors) -> str:
         """Return the linear solver for a solution `z`. The number of unknowns may not be known."""
