@@ -345,13 +345,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"multigrad {multigrad.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "required: COMMAND"),
-        (["dance"], "'dance'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [([], "required: COMMAND"), (["dance"], "'dance'")])
 def test_invalid_arguments(words, said, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words)

@@ -128,11 +128,7 @@ def answering(answer):
 
 
 WRONG = [
-    (
-        lambda u: None,
-        TypeError,
-        ["returned None instead of a gradient", "the rule with `return gradient`"],
-    ),
+    (lambda u: None, TypeError, ["returned None instead of a gradient", "the rule with `return gradient`"]),
     (lambda u: u, TypeError, ["number of gradients", "got: one entry"]),
     (lambda u: (u,), TypeError, ["number of gradients", "got: 1 in a tuple", "'left', 'right', 'n'"]),
     (lambda u: (u, u, None, u), TypeError, ["number of gradients", "got: 4 in a tuple"]),

@@ -50,10 +50,7 @@ def define(runs):
         e = ops.exp(ops.matmul(x, w))
 
         def rule(u):
-            return (
-                3.0 * ops.matmul(u * e, ops.transpose(w)),
-                7.0 * ops.matmul(ops.transpose(x), u * e),
-            )
+            return (3.0 * ops.matmul(u * e, ops.transpose(w)), 7.0 * ops.matmul(ops.transpose(x), u * e))
 
         return e * 1.0, rule
 

@@ -20,10 +20,7 @@ from multigrad.cli.doctor import doctor
 from multigrad.common import frameworks
 
 BACKEND = keras.backend.backend()
-PRIVATE = {
-    "keras": "multigrad.common.keras_internals",
-    BACKEND: f"multigrad.backend.{BACKEND}.private",
-}
+PRIVATE = {"keras": "multigrad.common.keras_internals", BACKEND: f"multigrad.backend.{BACKEND}.private"}
 
 
 # The absence of these names only costs time.

@@ -60,6 +60,13 @@ def test_a_shared_embedding_is_saved_once_and_trained(tmp_path):
     close(inference(TOKENS), cap * ops.tanh(wanted / cap))
 
 
+def test_training_in_mixed_precision():
+    training, _ = models(layers.LinearCrossEntropy(7, dtype="mixed_bfloat16"))
+    training.compile(keras.optimizers.SGD(1.0))
+    first, *_, last = training.fit([TOKENS, LABELS], epochs=10, verbose=0).history["loss"]
+    assert last < 0.7 * first
+
+
 @pytest.mark.slow_on("torch")
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_gradients_in_jit_equal_those_of_eager_code(reduction):

@@ -31,10 +31,7 @@ OPTIONS = {
         ),
         int,
     ),
-    "fixed_point": (
-        lambda x, n: ops.fixed_point(lambda z, x: 0.5 * z + x, x, x, tolerance=n(1e-5)),
-        float,
-    ),
+    "fixed_point": (lambda x, n: ops.fixed_point(lambda z, x: 0.5 * z + x, x, x, tolerance=n(1e-5)), float),
     "fixed_point, iterations": (
         lambda x, n: ops.fixed_point(lambda z, x: 0.5 * z + x, x, x, max_iterations=n(50)),
         int,

@@ -37,11 +37,7 @@ def cosine(x):
     return host_call(np.cos, x, output=x), lambda upstream: upstream * -3.0 * sine(x)
 
 
-WAYS = {
-    "eager": lambda f: f,
-    "compiled": compiled,
-    "jit": lambda f: jit(f, **FAST),
-}
+WAYS = {"eager": lambda f: f, "compiled": compiled, "jit": lambda f: jit(f, **FAST)}
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 

@@ -147,11 +147,7 @@ def test_closed_over_tensors_have_gradients(wrap):
 
 
 @pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param(lambda f: f, id="eager"),
-        pytest.param(compiled_with_variables, id="compiled"),
-    ],
+    "wrap", [pytest.param(lambda f: f, id="eager"), pytest.param(compiled_with_variables, id="compiled")]
 )
 def test_variables_have_gradients(wrap):
     layer = keras.layers.Dense(3, activation="tanh", kernel_initializer=keras.initializers.Orthogonal(0.5))
@@ -431,11 +427,7 @@ def test_a_cube_root(solver, wrap):
 
 @pytest.mark.slow_on("jax")
 @pytest.mark.parametrize(
-    "extent",
-    [
-        pytest.param(FEW, id="one element"),
-        pytest.param(ALL, id="all", marks=pytest.mark.slow),
-    ],
+    "extent", [pytest.param(FEW, id="one element"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
 )
 def test_differences_of_a_root(extent):
     def f(a, b):

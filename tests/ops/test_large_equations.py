@@ -272,11 +272,7 @@ def test_an_error_names_the_unknown_of_a_minimum(method):
 MATRICES_OF_BATCH = np.stack([GENERAL, DEFINITE, 2.0 * np.eye(SIZE)])
 DEFINITE_OF_BATCH = np.stack([DEFINITE, np.diag(np.arange(1.0, 7.0)), 2.0 * np.eye(SIZE)])
 BS = RANDOM.standard_normal((3, SIZE))
-SOLVED_ONE_BY_ONE = {
-    "dense": MATRICES_OF_BATCH,
-    "gmres": MATRICES_OF_BATCH,
-    "cg": DEFINITE_OF_BATCH,
-}
+SOLVED_ONE_BY_ONE = {"dense": MATRICES_OF_BATCH, "gmres": MATRICES_OF_BATCH, "cg": DEFINITE_OF_BATCH}
 
 
 def products(x, a):
@@ -333,11 +329,7 @@ class Steady(keras.layers.Layer):
 @pytest.mark.slow_on("jax")
 @pytest.mark.parametrize("method", ["dense", "gmres"])
 @pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param(lambda f: f, id="eager"),
-        pytest.param(compiled_with_variables, id="compiled"),
-    ],
+    "wrap", [pytest.param(lambda f: f, id="eager"), pytest.param(compiled_with_variables, id="compiled")]
 )
 def test_a_batch_of_roots_in_a_layer(method, wrap):
     """Each example has the gradients that it has alone. So has the weight."""

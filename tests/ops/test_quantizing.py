@@ -92,10 +92,7 @@ def test_training_a_step():
 def test_surrogates_are_derivatives_of_smooth_steps():
     x = np.float64([-0.7, 0.2, 1.3])
     check_gradients(lambda x: x / (1.0 + 10.0 * ops.abs(x)), x)
-    smooth = [
-        lambda x: x / (1.0 + 10.0 * ops.abs(x)),
-        lambda x: ops.arctan(np.pi / 2 * 2.0 * x) / np.pi,
-    ]
+    smooth = [lambda x: x / (1.0 + 10.0 * ops.abs(x)), lambda x: ops.arctan(np.pi / 2 * 2.0 * x) / np.pi]
     for name, step in zip(("fast_sigmoid", "arctan"), smooth, strict=True):
         got = grad(lambda x, name=name: ops.sum(ops.spike(x, name)))(array(x))
         close(got, grad(lambda x, step=step: ops.sum(step(x)))(array(x)))
