@@ -159,6 +159,15 @@ NO_OPTIONS = {
     "clip_gradient: axis": lambda: ops.clip_gradient(array(X), norm=1.0, axis=9),
     "clip_gradient: axis ": lambda: ops.clip_gradient(array(X), norm=1.0, axis=np.array([0, 1])),
     "fixed_point: f": lambda: ops.fixed_point(None, array(X)),
+    "fixed_point: the initial guess": lambda: ops.fixed_point(lambda z: z, ()),
+    "fixed_point: tolerance ": lambda: ops.fixed_point(lambda z: z, array(X), tolerance=0.0),
+    "fixed_point: max_iterations": lambda: ops.fixed_point(lambda z: z, array(X), max_iterations=0),
+    "fixed_point: max_iterations ": lambda: ops.fixed_point(lambda z: z, array(X), max_iterations=True),
+    "linear_solve: solver": lambda: ops.linear_solve(lambda x: x, array(X), solver="lu"),
+    "linear_solve: on_failure": lambda: ops.linear_solve(lambda x: x, array(X), on_failure="ignore"),
+    "linear_solve: the result of the function has another shape": lambda: ops.linear_solve(
+        lambda x: x[:1], array(X)
+    ),
     "implicit_root: solver": lambda: ops.implicit_root(lambda z: z, array(X), solver="newton"),
     "linear_cross_entropy: kernel": lambda: ops.linear_cross_entropy(
         array(np.ones((2, 0))), array(np.ones((0, 3))), array([0, 1], dtype="int32")
@@ -177,6 +186,27 @@ NO_OPTIONS = {
     "VectorQuantizer: the options are invalid": lambda: layers.VectorQuantizer(4, commitment=None),
     "spike: slope": lambda: ops.spike(array(X), slope="2"),
     "round_straight_through: x": lambda: ops.round_straight_through(3),
+    "safe_norm: axis": lambda: ops.safe_norm(array([X]), 5),
+    "safe_norm: axis ": lambda: ops.safe_norm(array([X]), (0, 2)),
+    "safe_norm: axis  ": lambda: ops.safe_norm(array([X]), 0.5),
+    "safe_norm: axis   ": lambda: ops.safe_norm(2.0, 0),
+    "clip_gradient: the bound  ": lambda: ops.clip_gradient(array(X), value=1.0, norm=1.0),
+    "clip_gradient: the bound   ": lambda: ops.clip_gradient(array(X), value=0.0),
+    "clip_gradient: the bound    ": lambda: ops.clip_gradient(array(X), norm=-1.0),
+    "reverse_gradient: the shape": lambda: ops.reverse_gradient(array(X), array([[1.0, 2.0, 3.0]])),
+    "stop_gradient_if: the shape": lambda: ops.stop_gradient_if(array(MASK[:2], dtype="bool"), array(X)),
+    "fake_quantize: the number of bits is invalid ": lambda: ops.fake_quantize(array(X), 0.1, 0, False),
+    "fake_quantize: the number of bits is invalid  ": lambda: ops.fake_quantize(array(X), 0.1, 2.5),
+    "fake_quantize: the shape": lambda: ops.fake_quantize(array(X), array(np.ones((2, 4)))),
+    "fake_quantize: x": lambda: ops.fake_quantize(array(MASK, dtype="int32"), 0.5),
+    "clip_straight_through: x": lambda: ops.clip_straight_through(array(MASK, dtype="bool"), -0.5, 0.5),
+    "straight_through: the function changes the shape": lambda: ops.straight_through(
+        lambda x: x[:2], name="straight_through"
+    )(array(X)),
+    "vector_quantize: x": lambda: ops.vector_quantize(np.float32(1.0), array([X])),
+    "vector_quantize: codebook": lambda: ops.vector_quantize(array(X), array([[1, 2, 3]], dtype="int32")),
+    "vector_quantize: codebook ": lambda: ops.vector_quantize(array(X), array(np.zeros((0, 3)))),
+    "vector_quantize: commitment ": lambda: ops.vector_quantize(array([X]), array([X]), "a lot"),
     "vector_quantize: commitment": lambda: ops.vector_quantize(array([X]), array([X]), array(1.0)),
 }
 if BACKEND == "numpy":  # scalar tensors are NumPy scalars

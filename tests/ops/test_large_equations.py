@@ -43,19 +43,32 @@ def test_a_solution(method, wrap):
     close(solve(array(B), array(a)), array(np.linalg.solve(a, B)), 1e-4)
 
 
+BATCHES = {
+    "dense": np.stack([GENERAL, DEFINITE, 2.0 * np.eye(SIZE)]),
+    "gmres": np.stack([GENERAL, DEFINITE, 2.0 * np.eye(SIZE)]),
+    "cg": np.stack([DEFINITE, np.diag(np.arange(1.0, 7.0)), 2.0 * np.eye(SIZE)]),
+}
+
+
+def products(x, a):
+    return ops.matmul(a, x[:, :, None])[:, :, 0]
+
+
 @pytest.mark.slow_on("jax")
 @METHODS
+@pytest.mark.parametrize("batched", [False, True], ids=["one", "batch"])
 @WRAPS
-def test_the_gradient_of_a_linear_equation(method, wrap):
-    a = MATRICES[method]
+def test_the_gradient_of_a_linear_equation(method, batched, wrap):
+    product, a = (products, BATCHES[method]) if batched else (matvec, MATRICES[method])
+    b = RANDOM.standard_normal(a.shape[:-1])
 
     def loss(a, b):
-        return ops.sum(linear_solve(matvec, seven_fold(b), a, solver=method) ** 2)
+        return ops.sum(linear_solve(product, seven_fold(b), a, solver=method, batched=batched) ** 2)
 
-    of_a, of_b = wrap(grad(loss, argnums=(0, 1)))(array(a), array(B))
-    x = np.linalg.solve(a, B)
-    w = np.linalg.solve(a.T, 2.0 * x)
-    close((of_a, of_b), (array(-np.outer(w, x)), array(7.0 * w)), 1e-3)
+    of_a, of_b = wrap(grad(loss, argnums=(0, 1)))(array(a), array(b))
+    x = np.linalg.solve(a, b[..., None])
+    w = np.linalg.solve(np.swapaxes(a, -1, -2), 2.0 * x)
+    close((of_a, of_b), (array(-w * np.swapaxes(x, -1, -2)), array(7.0 * w[..., 0])), 1e-3)
 
 
 @pytest.mark.slow_on("jax")
@@ -269,31 +282,6 @@ def test_an_error_names_the_unknown_of_a_minimum(method):
 # ------------------------------------------------------------------------------- batches
 
 
-MATRICES_OF_BATCH = np.stack([GENERAL, DEFINITE, 2.0 * np.eye(SIZE)])
-DEFINITE_OF_BATCH = np.stack([DEFINITE, np.diag(np.arange(1.0, 7.0)), 2.0 * np.eye(SIZE)])
-BS = RANDOM.standard_normal((3, SIZE))
-SOLVED_ONE_BY_ONE = {"dense": MATRICES_OF_BATCH, "gmres": MATRICES_OF_BATCH, "cg": DEFINITE_OF_BATCH}
-
-
-def products(x, a):
-    return ops.matmul(a, x[:, :, None])[:, :, 0]
-
-
-@pytest.mark.slow_on("jax")
-@METHODS
-@WRAPS
-def test_a_batch_of_linear_equations(method, wrap):
-    a = SOLVED_ONE_BY_ONE[method]
-
-    def loss(a, b):
-        return ops.sum(linear_solve(products, seven_fold(b), a, solver=method, batched=True) ** 2)
-
-    of_a, of_b = wrap(grad(loss, argnums=(0, 1)))(array(a), array(BS))
-    x = np.linalg.solve(a, BS[:, :, None])
-    w = np.linalg.solve(a.transpose(0, 2, 1), 2.0 * x)
-    close((of_a, of_b), (array(-w * x.transpose(0, 2, 1)), array(7.0 * w[:, :, 0])), 1e-3)
-
-
 @pytest.mark.parametrize("method", ["dense", "gmres"])
 def test_the_second_derivative_of_a_batch(method):
     a, x = array([[1.0, 2.0], [4.0, 8.0]]), array([[1.0, 2.0], [3.0, 4.0]])
@@ -460,17 +448,24 @@ def test_the_residual_is_that_of_the_solution():
         linear_solve(matvec, array([1.0, 1.0, 1.0]), a, solver="cg", max_iterations=20)
 
 
-@pytest.mark.parametrize("function", [lambda x: 2.0 * x + 1.0, lambda x: x + x**3], ids=["affine", "cubic"])
-@pytest.mark.parametrize("b", [10.0, 0.0])
-@pytest.mark.parametrize("method", ["gmres", "dense"])
-def test_a_function_that_is_not_linear_raises(function, b, method):
-    if b == 0.0 and float(function(0.0)) == 0.0:
-        close(linear_solve(function, array(b), solver=method), array(0.0))  # a solution
-        return
-    is_singular = method == "dense" and float(function(0.0)) == 0.0
-    said = "the matrix of the equation for x is singular" if is_singular else "the function is not linear"
-    with pytest.raises(RuntimeError, match=f"linear_solve: {said}"):
+@pytest.mark.parametrize(
+    ("function", "b", "method", "said"),
+    [
+        (lambda x: x + x**3, [10.0], "gmres", "linear_solve: the function is not linear"),
+        (lambda x: x + x**3, [10.0], "dense", "linear_solve: the matrix of the equation for x is singular"),
+        (lambda x: ops.flip(x) + x, [1.0, 2.0], "dense", "linear_solve: the matrix of the equation for x is"),
+    ],
+)
+def test_an_equation_that_cannot_be_solved(function, b, method, said):
+    with pytest.raises(RuntimeError, match=said):
         linear_solve(function, array(b), solver=method)
+    close(linear_solve(function, array(b) * 0.0, solver="gmres"), array(b) * 0.0)  # is a solution
+
+
+def test_a_minimum_with_a_singular_hessian():
+    """The error says so. The other error, of a fixed point, is about contractions."""
+    with pytest.raises(RuntimeError, match=r"implicit_argmin: x did not converge, because (.|\n)*singular"):
+        implicit_argmin(lambda x: ops.sum(x[0] + x[1]) ** 2 + x[0], array([1.0, 2.0]))
 
 
 @pytest.mark.parametrize("b", [[3.0, 1.0], [0.6, 0.8], [0.0, 0.0]])
@@ -485,14 +480,6 @@ def test_an_affine_function_is_not_linear(method, b):
     close(linear_solve(lambda x: 2.0 * x, array(b), solver=method), array(b) / 2.0)
 
 
-def test_a_dense_matrix_that_is_singular():
-    """The error says so. The other error, of a fixed point, is about contractions."""
-    with pytest.raises(RuntimeError, match=r"linear_solve: the matrix of the equation for x is singular"):
-        linear_solve(lambda x: ops.flip(x) + x, array([1.0, 2.0]))
-    with pytest.raises(RuntimeError, match=r"implicit_argmin: x did not converge, because (.|\n)*singular"):
-        implicit_argmin(lambda x: ops.sum(x[0] + x[1]) ** 2 + x[0], array([1.0, 2.0]))
-
-
 def test_a_matrix_that_is_ill_conditioned():
     """The solution is as exact as the dtype and the matrix allow."""
     a = np.diag([1.0, 0.1, 1e-4]) @ (np.eye(3) + 0.3 * np.ones((3, 3)))
@@ -500,18 +487,14 @@ def test_a_matrix_that_is_ill_conditioned():
     close(x, array([1.0, 2.0, 3.0]), 1e-3)
 
 
-def test_an_adjoint_without_a_solution():
+def test_an_adjoint_without_a_solution_is_nan():
     """A hand-written solver finds the root, at which the Jacobian is singular."""
 
-    def loss(a, on_failure):
-        options = {"solver": lambda f, z, a: z * 0.0, "linear_solver": "gmres", "on_failure": on_failure}
+    def loss(a):
+        options = {"solver": lambda f, z, a: z * 0.0, "linear_solver": "gmres", "on_failure": "nan"}
         return implicit_root(lambda z, a: z**3 - a, 1.0, a, **options)
 
-    with pytest.raises(
-        RuntimeError, match=r"implicit_root: w, the solution of the adjoint equation, did not"
-    ):
-        grad(loss)(array(0.0), "raise")
-    assert np.isnan(numpy(grad(loss)(array(0.0), "nan")))
+    assert np.isnan(numpy(grad(loss)(array(0.0))))
 
 
 @pytest.mark.forward
@@ -522,35 +505,3 @@ def test_a_fixed_point_that_does_not_converge():
     with pytest.raises(RuntimeError, match="did not converge"):
         fixed_point(double, 1.0, max_iterations=5)
     assert np.isnan(numpy(fixed_point(double, 1.0, max_iterations=5, on_failure="nan")))
-
-
-@pytest.mark.forward
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"solver": "lu"}, r"linear_solve: solver cannot be used(.|\n)*'gmres'"),
-        ({"on_failure": "ignore"}, r"on_failure cannot be used(.|\n)*'raise' or 'nan'"),
-        ({"max_iterations": 0}, "max_iterations cannot be used"),
-        ({"tolerance": -1.0}, "tolerance cannot be used"),
-    ],
-)
-def test_options_that_cannot_be_used(options, match):
-    with pytest.raises(ValueError, match=match):
-        linear_solve(lambda x: x, array([1.0]), **options)
-
-
-@pytest.mark.forward
-def test_arguments_that_cannot_be_used():
-    with pytest.raises(TypeError, match="linear_solve: matvec cannot be used"):
-        linear_solve(array([1.0]), array([1.0]))
-    with pytest.raises(TypeError, match="linear_solve"):
-        linear_solve(lambda x: x, array([1, 2], dtype="int32"))
-    with pytest.raises(ValueError, match="linear_solve: the result of the function has another shape"):
-        linear_solve(lambda x: x[:1], array([1.0, 2.0]))
-    with pytest.raises(TypeError, match="implicit_argmin: f cannot be used"):
-        implicit_argmin(1.0, array([1.0]))
-
-
-def test_complex_numbers_are_refused():
-    with pytest.raises(TypeError, match="cannot solve a complex equation"):
-        linear_solve(lambda x: x, ops.cast(array([1.0]), "complex64"), solver="gmres")

@@ -133,38 +133,6 @@ def test_xla_cannot_print():
         compiled_by_xla(grad(lambda x: 3.0 * ops.print_gradient(x)))(array(1.0))
 
 
-@pytest.mark.forward
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: ops.scale_gradient(x, array(1.0, 2.0)),
-        lambda x: ops.reverse_gradient(x, array([[1.0, 2.0, 3.0]])),
-        lambda x: ops.stop_gradient_if(array([True, False], dtype="bool"), x),
-    ],
-)
-def test_factors_that_do_not_broadcast_raise(call):
-    with pytest.raises(ValueError, match=r"does not broadcast(.|\n)*fix"):
-        call(array(X))
-
-
-@pytest.mark.forward
-@pytest.mark.parametrize("bounds", [{}, {"value": 1.0, "norm": 1.0}, {"value": 0.0}, {"norm": -1.0}])
-def test_invalid_bounds_raise(bounds):
-    with pytest.raises(ValueError, match="the bound for the gradient is invalid"):
-        ops.clip_gradient(array(X), **bounds)
-
-
-def test_saving_a_functional_model(tmp_path):
-    x = keras.Input((3,))
-    y = ops.clip_gradient(ops.reverse_gradient(ops.scale_gradient(x, 0.5), 2.0), value=2.0)
-    model = keras.Model(x, ops.stop_gradient_if(False, y))
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    for m in (model, loaded):
-        got = grad(lambda x, m=m: ops.sum(m(x) * array([WEIGHTS])))(array([X]))
-        close(got, array([[-2.0, 0.0, 2.0]]))
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 def test_clipping_the_largest_and_empty_gradients(wrap):
     def slope(upstream):
