@@ -1,7 +1,6 @@
 """The audit of `keras.ops`: its verdicts, and the stored results."""
 
 import importlib
-import types
 
 import keras
 import numpy as np
@@ -9,9 +8,7 @@ import pytest
 from audit import page
 from audit.__main__ import main
 from audit.cases import Known, elementwise, whole
-from audit.elementwise import complex_number
 from audit.measure import audit_case, audit_cases
-from audit.rows import Row
 from audit.table import all_cases, cases_of
 from keras import ops
 from support import BACKEND
@@ -81,27 +78,6 @@ def test_a_false_gradient_gets_its_verdict():
     assert verdicts("abs", 1.0, known=known) == ["right", "wrong"]
 
 
-def test_a_row_contains_the_numbers():
-    case = whole("square", "x", np.array([1.0, 2.0]), orders=(1,))
-    (row,) = audit_case(case, Wrong)
-    assert [float(a) / float(b) for a, b in zip(row.got.split(", "), row.truth.split(", "), strict=True)] == [
-        pytest.approx(1.5, rel=1e-3)
-    ] * 2
-    (row,) = audit_case(whole("square", "x", np.arange(1.0, 9.0), orders=(1,)), Wrong)
-    assert row.got.count(",") == 6
-    assert row.got.endswith(", ...")
-
-
-def test_an_op_of_two_outputs_is_compared_with_differences():
-    case = whole("slogdet", "x", np.array([[2.0, 1.0], [0.5, 3.0]]), orders=(1,))
-    assert [row.verdict for row in audit_case(case, ops)] == ["right"]
-
-
-def test_a_false_second_derivative_is_wrong():
-    case = whole("square", "x", np.array([1.0, 2.0]))
-    assert [row.verdict for row in audit_case(case, Wrong)] == ["wrong", "wrong"]
-
-
 def test_float64_is_restored():
     before = keras.backend.result_type("float64", "float32"), keras.config.floatx()
     audit_case(whole("square", "x", np.array([1.0])), keras.ops)
@@ -164,22 +140,8 @@ def test_the_rows_are_the_stored_ones(module):
     rows = audit_cases(cases_of(imported, module), imported)
     versions, count, stored = page.load(module, BACKEND)
     assert page.changes(stored, rows) == {}, versions
+    assert len(page.changes(stored[1:], rows)) == min(1, len(stored))
     assert len(rows) == count
-
-
-def test_an_op_that_keras_lacks_has_no_cases():
-    assert cases_of(types.ModuleType("older"), "keras.ops") == []
-    assert {case.op for case in cases_of(types.SimpleNamespace(square=ops.square), "keras.ops")} == {"square"}
-
-
-def test_a_changed_row_is_named():
-    stored = [Row("hypot", "0, 0", 1, "NaN", "nan", "0"), Row("abs", "0", 1, "convention", "0", "0")]
-    found = [Row("hypot", "0, 0", 1, "right", "0", "0"), *stored[1:], Row("sin", "0", 2, "wrong", "1", "0")]
-    assert page.changes(stored, stored) == {}
-    assert page.changes(stored, found) == {
-        ("hypot", "0, 0", 1): ("NaN", "right"),
-        ("sin", "0", 2): ("right", "wrong"),
-    }
 
 
 @pytest.mark.package
@@ -200,31 +162,6 @@ def test_what_multigrad_returns(backend):
 def test_the_tables_contain_the_stored_results():
     _, _, generated = page.PAGE.read_text(encoding="utf-8").partition(page.MARKER)
     assert generated == "\n" + page.table()
-
-
-def test_a_formula_replaces_the_values_of_the_op():
-    square = whole("square", "x", np.array([1.0, 2.0]), formula=lambda x: x**3)
-    assert [row.verdict for row in audit_case(square, keras.ops)] == ["wrong", "wrong"]
-    square = whole("square", "x", np.array([1.0, 2.0]), formula=lambda x: x**2)
-    assert [row.verdict for row in audit_case(square, keras.ops)] == ["right", "right"]
-
-
-def test_a_stated_derivative_replaces_the_differences():
-    (case, *_) = elementwise("square", 1.0, half=None, known={1.0: Known(first=3.0, second=3.0)})
-    assert [row.verdict for row in audit_case(case, Wrong)] == ["right", "right"]
-    assert [row.verdict for row in audit_case(case, keras.ops)] == ["wrong", "wrong"]
-    # The other points are compared with differences.
-    known = {1.0: Known(first=3.0, second=3.0)}
-    (case, *_) = elementwise("square", 1.0, 2.0, half=None, known=known)
-    assert [row.verdict for row in audit_case(case, Wrong)] == ["right", "wrong", "right", "wrong"]
-
-
-def test_a_complex_output_is_compared_with_differences():
-    def call(module, x):
-        return module.square(complex_number(module, x, 2.0 * x + 1.0))
-
-    case = whole("square", "x", np.array([1.0, 2.0]), call=call, orders=(1,))
-    assert [row.verdict for row in audit_case(case, keras.ops)] == ["right"]
 
 
 def test_the_rows_of_an_op_are_printed(capsys):

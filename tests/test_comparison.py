@@ -45,7 +45,7 @@ def keras_second_derivative_is_missing():
     close(grad(grad(function))(array(2.0)), 0.0)  # 28.0 by the rule
 
 
-def custom_vjp():
+def custom_vjp_takes_keywords_and_needs_weights_as_arguments():
     import jax
 
     weight = keras.Variable(3.0)
@@ -58,23 +58,12 @@ def custom_vjp():
         return scaled(x, factor), (x, factor)
 
     scaled.defvjp(forward, lambda residuals, u: (u * 7.0, u * 5.0))
-    return scaled, weight
-
-
-def custom_vjp_needs_weights_as_arguments():
-    import jax
-
-    function, weight = custom_vjp()
+    close(grad(lambda x, f: scaled(x, factor=f), (0, 1))(array(2.0), array(3.0)), (7.0, 5.0))
     with pytest.raises(jax.errors.UnexpectedTracerError):
-        grad(function, variables=[weight])(array(2.0))
+        grad(scaled, variables=[weight])(array(2.0))
 
 
-def custom_vjp_takes_keywords():
-    function, _ = custom_vjp()
-    close(grad(lambda x, f: function(x, factor=f), (0, 1))(array(2.0), array(3.0)), (7.0, 5.0))
-
-
-def function_class():
+def function_takes_keywords_and_needs_weights_as_arguments():
     import torch
 
     weight = keras.Variable(3.0)
@@ -88,18 +77,9 @@ def function_class():
         def backward(ctx, u):
             return u * 7.0
 
-    return Scaled, weight
-
-
-def function_needs_weights_as_arguments():
-    function, weight = function_class()
-    of_x, of_weights = grad(function.apply, 0, variables=[weight])(array(2.0))
+    close(grad(lambda x: Scaled.apply(x=x))(array(2.0)), 7.0)
+    of_x, of_weights = grad(Scaled.apply, 0, variables=[weight])(array(2.0))
     close((of_x, of_weights), (7.0, [0.0]))
-
-
-def function_takes_keywords():
-    function, _ = function_class()
-    close(grad(lambda x: function.apply(x=x))(array(2.0)), 7.0)
 
 
 def keras_second_derivative_uses_the_rule():
@@ -114,15 +94,13 @@ FACTS = {
     "jax": [
         keras_keyword_argument_raises,
         keras_weight_raises,
-        custom_vjp_needs_weights_as_arguments,
-        custom_vjp_takes_keywords,
+        custom_vjp_takes_keywords_and_needs_weights_as_arguments,
     ],
     "torch": [
         keras_keyword_argument_raises,
         keras_has_another_signature,
         keras_second_derivative_is_missing,
-        function_needs_weights_as_arguments,
-        function_takes_keywords,
+        function_takes_keywords_and_needs_weights_as_arguments,
     ],
 }
 

@@ -90,27 +90,11 @@ def test_an_example(module, example, capsys, monkeypatch):
 
 @pytest.mark.forward
 def test_each_example_in_the_source_runs():
+    assert len(EXAMPLES) > 50
     for module in modules():
         written = inspect.getsource(module).count("```python\n")
         run = [example for example in EXAMPLES if example.values[0] is module]
         assert len(run) == written, module.__name__
-
-
-@pytest.mark.forward
-def test_the_examples_are_found():
-    names = {example.id for example in EXAMPLES}
-    assert {"multigrad.calculus.derivatives:grad", "multigrad.op:op_custom_gradient"} <= names
-    assert {"multigrad.core.structure:Layout", "multigrad.cli.main:main"} <= names
-
-
-@pytest.mark.forward
-@pytest.mark.parametrize(
-    ("example", "output"),
-    [("print(y)  # 12.0", "7.0\n"), ("print(y)  # [3., 12.]", "[12. 3.]"), ("print(s)\n# a\n# b\n", "a\n")],
-)
-def test_a_wrong_comment_is_found(example, output):
-    with pytest.raises(AssertionError):
-        check_output(example, output)
 
 
 @pytest.mark.forward

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from keras import ops
 from support import array, close, numpy
@@ -96,38 +95,6 @@ def test_the_fused_second_order_pattern():
     close(grad(grad(op_with_fused_backprop))(2.0), array(22.0))
     # Inside a larger graph: d2/dx2 of y^2 = 2 (dy/dx)^2 + 2 y * second.
     close(grad(grad(lambda x: op_with_fused_backprop(x) ** 2))(2.0), array(2 * 20.0**2 + 2 * 8 * 22.0))
-
-
-def test_several_arguments():
-    @op_custom_gradient
-    def bar(x, y):
-        def rule(upstream):
-            return upstream * y, upstream * x
-
-        return x * y, rule
-
-    gradients = grad(bar, argnums=(0, 1))(2.0, 3.0)
-    assert [float(numpy(g)) for g in gradients] == [3.0, 2.0]
-
-
-def test_several_outputs_and_nested_structures():
-    @op_custom_gradient
-    def op(pair, table):
-        (a, b), c = pair, table["c"]
-
-        def rule(upstream):
-            u, v = upstream["sum"], upstream["rest"][0]
-            return (u * 2.0, u * 3.0 + v * 5.0), {"c": v * 7.0}
-
-        return {"sum": a + b, "rest": [b * c]}, rule
-
-    def loss(pair, table):
-        out = op(pair, table)
-        return ops.sum(out["sum"]) + 10.0 * ops.sum(out["rest"][0])
-
-    ones = np.ones(2, "float32")
-    gradient = grad(loss, argnums=(0, 1))((ones, ones), {"c": ones})
-    close(gradient, ((2 * ones, 53 * ones), {"c": 70 * ones}))
 
 
 def test_the_hybrid_signature_of_keras_and_r():

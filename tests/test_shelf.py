@@ -324,13 +324,17 @@ def test_no_rows(name):
 
 
 @every
-def test_maps_of_no_elements_and_of_one(name):
-    row, one = ROWS[name], array(X[None])
+def test_maps_of_no_elements_of_one_and_of_two(name):
+    row, one, two = ROWS[name], array(X[None]), array(np.stack([X, 2.0 * X - 1.0]))
     of_sum = lambda x: ops.sum(ops.cast(row.call(x), "float32"))  # noqa: E731
     close(vmap(row.call)(one)[0], row.call(one[0]))
     assert tuple(vmap(row.call)(one[:0]).shape) == (0, *row.value(X).shape)
+    close(vmap(row.call)(two), ops.stack([row.call(x) for x in two]), 1e-4)
     if row.slope is not RuntimeError:
         close(vmap(grad(of_sum))(one)[0], grad(of_sum)(one[0]))
+        slopes = ops.stack([grad(of_sum)(x) for x in two])
+        close(vmap(grad(of_sum))(two), slopes, 1e-4)
+        close(grad(lambda xs: ops.sum(vmap(of_sum)(xs)))(two), slopes, 1e-4)
         assert tuple(vmap(grad(of_sum))(one[:0]).shape) == (0, 2, 3)
         assert tuple(grad(lambda xs: ops.sum(vmap(of_sum)(xs)))(one[:0]).shape) == (0, 2, 3)
 

@@ -108,18 +108,3 @@ def test_masked_tokens_are_ignored():
     close(head.losses[0], wanted)
     with pytest.raises(ValueError, match="a label is out of range"):
         head(embedding(np.ones_like(TOKENS)), LABELS - 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({}, ValueError, "'classes'"),
-        ({"classes": 0}, ValueError, "'classes'"),
-        ({"classes": 7, "embedding": "embedding"}, TypeError, "'embedding'"),
-        ({"classes": 7, "reduction": None}, ValueError, "'reduction'"),
-        ({"classes": 7, "z_loss": -1.0}, ValueError, "'z_loss'"),
-    ],
-)
-def test_invalid_options_raise(options, error, said):
-    with pytest.raises(error, match=rf"LinearCrossEntropy: (.|\n)*{said}"):
-        layers.LinearCrossEntropy(**options)

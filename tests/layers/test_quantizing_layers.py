@@ -86,13 +86,6 @@ def test_training_a_codebook_finds_clusters():
 
 
 @pytest.mark.forward
-@pytest.mark.parametrize("arguments", [(0,), (2.5,), (True,), (4, -0.1)])
-def test_invalid_options_raise(arguments):
-    with pytest.raises(ValueError, match=r"the options are invalid(.|\n)*fix"):
-        layers.VectorQuantizer(*arguments)
-
-
-@pytest.mark.forward
 @pytest.mark.parametrize("axis", [2, -3])
 def test_unknown_axes_raise(axis):
     with pytest.raises(ValueError, match=r"does not have the axis(.|\n)*-2 to 1(.|\n)*fix"):

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 from support import array, close, numpy
 
 from multigrad import grad, layers
@@ -82,22 +81,3 @@ def test_a_schedule_counts_training_calls_only():
 def test_python_and_numpy_numbers_are_factors():
     for scale in (3, np.float32(3.0), np.int64(3)):
         close(grad(lambda x, scale=scale: layers.GradientReversal(scale)(x))(2.0), array(-3.0))
-
-
-@pytest.mark.forward
-@pytest.mark.parametrize("scale", ["much", None, True, [1.0]])
-def test_invalid_factors_raise(scale):
-    with pytest.raises(TypeError, match=r"GradientReversal: the factor(.|\n)*fix"):
-        layers.GradientReversal(scale)
-
-
-@pytest.mark.forward
-def test_invalid_arguments_raise():
-    with pytest.raises(ValueError, match="the bound for the gradient is invalid"):
-        layers.GradientClip()
-    with pytest.raises(ValueError, match="surrogate cannot be used"):
-        layers.Spike(surrogate="step")
-    with pytest.raises(ValueError, match="the number of bits is invalid"):
-        layers.FakeQuantize(1)
-    with pytest.raises(ValueError, match="the step is not positive"):
-        layers.FakeQuantize(4, step=0.0)

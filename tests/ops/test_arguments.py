@@ -56,22 +56,6 @@ def test_numpy_scalars_are_options_of_ops(op, python, run_by):
             close(got, right)
 
 
-def test_numpy_scalars_are_options_of_layers(tmp_path):
-    for layer, right in (
-        (
-            layers.GradientClip(norm=np.float64(1.0), axis=np.int64(-1)),
-            layers.GradientClip(norm=1.0, axis=-1),
-        ),
-        (layers.Spike(np.float32(0.25), slope=np.int64(3)), layers.Spike(0.25, slope=3)),
-        (layers.FakeQuantize(np.int64(4), axis=np.int64(-1)), layers.FakeQuantize(4, axis=-1)),
-        (layers.VectorQuantizer(np.int64(8), np.float32(0.5)), layers.VectorQuantizer(8, 0.5)),
-    ):
-        own, wanted = layer.get_config(), right.get_config()
-        own.pop("name"), wanted.pop("name")
-        assert own == wanted
-        assert all(type(own[key]) is type(wanted[key]) for key in own)
-
-
 MUST_BE_A_TENSOR = {
     "scale_gradient": lambda x: ops.scale_gradient(x, 2.0),
     "reverse_gradient": ops.reverse_gradient,
@@ -184,6 +168,22 @@ NO_OPTIONS = {
     "fixed_point: tolerance": lambda: ops.fixed_point(lambda z: z, array(X), tolerance="1"),
     "FakeQuantize: the step": lambda: layers.FakeQuantize(step="1"),
     "VectorQuantizer: the options are invalid": lambda: layers.VectorQuantizer(4, commitment=None),
+    "VectorQuantizer: the options are invalid ": lambda: layers.VectorQuantizer(2.5),
+    "VectorQuantizer: the options are invalid  ": lambda: layers.VectorQuantizer(True),
+    "VectorQuantizer: the options are invalid   ": lambda: layers.VectorQuantizer(4, -0.1),
+    "GradientReversal: the factor": lambda: layers.GradientReversal("much"),
+    "GradientReversal: the factor ": lambda: layers.GradientReversal(None),
+    "GradientReversal: the factor  ": lambda: layers.GradientReversal(True),
+    "GradientReversal: the factor   ": lambda: layers.GradientReversal([1.0]),
+    "clip_gradient: the bound for the gradient": lambda: layers.GradientClip(),
+    "spike: surrogate ": lambda: layers.Spike(surrogate="step"),
+    "fake_quantize: the number of bits is invalid    ": lambda: layers.FakeQuantize(1),
+    "FakeQuantize: the step is not positive": lambda: layers.FakeQuantize(4, step=0.0),
+    "FixedPoint: the cell": lambda: layers.FixedPoint(lambda inputs: inputs[0]),
+    "LinearCrossEntropy: classes": lambda: layers.LinearCrossEntropy(0),
+    "LinearCrossEntropy: embedding": lambda: layers.LinearCrossEntropy(7, embedding="embedding"),
+    "LinearCrossEntropy: reduction": lambda: layers.LinearCrossEntropy(7, reduction=None),
+    "LinearCrossEntropy: z_loss": lambda: layers.LinearCrossEntropy(7, z_loss=-1.0),
     "spike: slope": lambda: ops.spike(array(X), slope="2"),
     "round_straight_through: x": lambda: ops.round_straight_through(3),
     "safe_norm: axis": lambda: ops.safe_norm(array([X]), 5),
