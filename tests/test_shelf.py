@@ -182,24 +182,13 @@ ROWS = {
     "FixedPoint": Row(layers.FixedPoint(Half(), shape=(3,)), lambda x: 2.0 * x / 3.0),
 }
 HALVES = {"float16": 1e-2, "bfloat16": 3e-2}
-DTYPES = [
-    *HALVES,
-    "float32",
-    *(["float64"] if BACKEND in ("tensorflow", "torch") else []),
-]  # JAX has no float64
+DTYPES = [*HALVES, "float32", *(["float64"] if BACKEND in ("tensorflow", "torch") else [])]
 
 every = pytest.mark.parametrize("name", ROWS)
 # These compute a dense matrix, whose rows are gradients.
 NEWTON = ("implicit_root", "linear_solve", "implicit_argmin")
-COSTLY = (
-    *NEWTON,
-    "fixed_point",
-    "FixedPoint",
-    "linear_cross_entropy",
-    "spectral_function",
-    "safe_eigh",
-    "safe_svd",
-)  # expensive to compile
+COSTLY = (*NEWTON, "fixed_point", "FixedPoint", "linear_cross_entropy")  # expensive to compile
+COSTLY += ("spectral_function", "safe_eigh", "safe_svd")
 
 
 @pytest.fixture(autouse=True)
@@ -301,11 +290,7 @@ def with_labels_for_rows(name):
     return lambda x: ops.linear_cross_entropy(x, array(KERNEL), ops.zeros(x.shape[:1], "int32"))
 
 
-SPECTRAL = {
-    "spectral_function",
-    "safe_eigh",
-    "safe_svd",
-}  # of the rows together, see tests/ops/test_spectral.py
+SPECTRAL = {"spectral_function", "safe_eigh", "safe_svd"}  # of the rows together, see ops/test_spectral.py
 WITH_GRADIENT = [name for name in ROWS if ROWS[name].slope is not RuntimeError]
 OF_ROWS = [name for name in WITH_GRADIENT if name not in SPECTRAL]
 

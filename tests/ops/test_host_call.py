@@ -46,13 +46,6 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 @pytest.mark.forward
 @ways
-def test_values(way):
-    x = array([1.0, 2.0, 3.0])
-    close(way(lambda x: host_call(double, x, output=x) + 1.0)(x), array([3.0, 5.0, 7.0]))
-
-
-@pytest.mark.forward
-@ways
 def test_structures_integers_booleans_and_keywords(way):
     seen = []
 
@@ -103,10 +96,9 @@ def test_no_tensors_and_variables():
 
 @pytest.mark.forward
 @ways
-def test_nan_propagates(way):
-    got = way(lambda x: host_call(double, x, output=x))(array([np.nan, np.inf]))
-    assert np.isnan(numpy(got)[0])
-    assert np.isposinf(numpy(got)[1])
+def test_values(way):
+    got = numpy(way(lambda x: host_call(double, x, output=x) + 1.0)(array([np.nan, np.inf, 1.0])))
+    np.testing.assert_array_equal(got, [np.nan, np.inf, 3.0])
 
 
 @pytest.mark.forward
@@ -251,14 +243,10 @@ def test_results_are_checked(way, misfit):
 
 
 @pytest.mark.forward
-def test_messages_name_a_ufunc():
+def test_messages_name_the_function_and_the_leaf():
     for function, name in ((np.sin, "sin"), (np.vectorize(half), "half")):
         with pytest.raises(TypeError, match=f"host_call of '{name}'"):
             host_call(function, array(1.0), output=None)
-
-
-@pytest.mark.forward
-def test_the_message_names_the_leaf():
     with pytest.raises(TypeError, match=r"(?s)argument: output\['a'\]\[1\].*got: .*int64"):
         host_call(lambda x: {"a": [x, np.int64(1)]}, array(1.0), output={"a": [array(1.0), array(1.0)]})
 

@@ -487,14 +487,18 @@ def test_a_matrix_that_is_ill_conditioned():
     close(x, array([1.0, 2.0, 3.0]), 1e-3)
 
 
-def test_an_adjoint_without_a_solution_is_nan():
+def test_an_adjoint_without_a_solution():
     """A hand-written solver finds the root, at which the Jacobian is singular."""
 
-    def loss(a):
-        options = {"solver": lambda f, z, a: z * 0.0, "linear_solver": "gmres", "on_failure": "nan"}
+    def loss(a, on_failure):
+        options = {"solver": lambda f, z, a: z * 0.0, "linear_solver": "gmres", "on_failure": on_failure}
         return implicit_root(lambda z, a: z**3 - a, 1.0, a, **options)
 
-    assert np.isnan(numpy(grad(loss)(array(0.0))))
+    with pytest.raises(
+        RuntimeError, match=r"implicit_root: w, the solution of the adjoint equation, did not"
+    ):
+        grad(loss)(array(0.0), "raise")
+    assert np.isnan(numpy(grad(loss)(array(0.0), "nan")))
 
 
 @pytest.mark.forward
