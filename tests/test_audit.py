@@ -13,7 +13,7 @@ from audit.table import all_cases, cases_of
 from keras import ops
 from support import BACKEND
 
-import multigrad
+from multigrad import op_custom_gradient
 from multigrad.common.frameworks import DIFFERENTIATING
 from multigrad.ops.fixed import FAULTS
 
@@ -22,43 +22,24 @@ NOT_FIXED = {"eigh", "svd", "i0", "lu_factor", "ctc_loss", "dot_product_attentio
 NOT_FIXED |= {"vectorize", "while_loop", "eig", "bincount"}
 
 
+def with_rule(op, rule):
+    """Return an op of Keras with a false rule, as a function of a module."""
+    return staticmethod(op_custom_gradient(lambda x: (op(x), lambda upstream: rule(x, upstream))))
+
+
+def fail(x, upstream):
+    raise RuntimeError("no gradient")
+
+
 class Wrong:
     """A module with false gradients."""
 
-    @staticmethod
-    @multigrad.op_custom_gradient
-    def square(x):
-        return ops.square(x), lambda upstream: 3.0 * upstream * x
-
-    @staticmethod
-    @multigrad.op_custom_gradient
-    def exp(x):
-        return ops.exp(x), lambda upstream: upstream * float("nan") * x
-
-    @staticmethod
-    @multigrad.op_custom_gradient
-    def sin(x):
-        def rule(upstream):
-            raise RuntimeError("no gradient")
-
-        return ops.sin(x), rule
-
-    @staticmethod
-    @multigrad.op_custom_gradient
-    def relu(x):
-        return ops.relu(x), lambda upstream: 0.5 * upstream * (ops.sign(x) + 1.0)
-
-    @staticmethod
-    @multigrad.op_custom_gradient
-    def relu6(x):
-        return ops.relu6(x), lambda upstream: upstream * ops.cast(x >= 0.0, x.dtype)
-
-    @staticmethod
-    @multigrad.op_custom_gradient
-    def abs(x):
-        return ops.abs(
-            x
-        ), lambda upstream: upstream * (ops.sign(x) + ops.cast(ops.equal(x, 0.0), x.dtype) * 1.5)
+    square = with_rule(ops.square, lambda x, u: 3.0 * u * x)
+    exp = with_rule(ops.exp, lambda x, u: u * float("nan") * x)
+    sin = with_rule(ops.sin, fail)
+    relu = with_rule(ops.relu, lambda x, u: 0.5 * u * (ops.sign(x) + 1.0))
+    relu6 = with_rule(ops.relu6, lambda x, u: u * ops.cast(x >= 0.0, x.dtype))
+    abs = with_rule(ops.abs, lambda x, u: u * (ops.sign(x) + ops.cast(ops.equal(x, 0.0), x.dtype) * 1.5))
 
 
 def verdicts(op, *points, **options):

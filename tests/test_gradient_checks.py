@@ -154,6 +154,7 @@ def summed_over_rows(u):
     return ops.broadcast_to(ops.sum(u, axis=0, keepdims=True), u.shape)
 
 
+OF_ONE_ROW = "a sum over the batch is missing: the gradient of 'inputs'[1] is that of one row"
 CAUSES = {
     "upstream": (lambda x: x**2, lambda u, x: 2.0 * x, (X,), "the rule ignores `upstream`"),
     "twice": (lambda x: x**2, lambda u, x: 4.0 * u * x, (X,), "is 2 times the right one"),
@@ -182,24 +183,9 @@ CAUSES = {
         (BATCH, BIAS),
         "a sum over 4 elements is missing",
     ),
-    "one row": (
-        lambda x, b: x * b,
-        lambda u, x, b: (u * b, (u * x)[0]),
-        (BATCH, BIAS),
-        "a sum over the batch is missing: the gradient of 'inputs'[1] is that of one row",
-    ),
-    "one of two rows": (
-        lambda x, b: x * b,
-        lambda u, x, b: (u * b, (u * x)[0]),
-        (BATCH[:2], BIAS),
-        "a sum over the batch is missing: the gradient of 'inputs'[1] is that of one row",
-    ),
-    "the last row": (
-        lambda x, b: x * b,
-        lambda u, x, b: (u * b, (u * x)[-1]),
-        (BATCH, BIAS),
-        "a sum over the batch is missing: the gradient of 'inputs'[1] is that of one row",
-    ),
+    "one row": (ops.multiply, lambda u, x, b: (u * b, (u * x)[0]), (BATCH, BIAS), OF_ONE_ROW),
+    "one of two rows": (ops.multiply, lambda u, x, b: (u * b, (u * x)[0]), (BATCH[:2], BIAS), OF_ONE_ROW),
+    "the last row": (ops.multiply, lambda u, x, b: (u * b, (u * x)[-1]), (BATCH, BIAS), OF_ONE_ROW),
     "an extra sum": (
         lambda x: 2.0 * x,
         lambda u, x: 2.0 * summed_over_rows(u),

@@ -117,25 +117,21 @@ def _products() -> list[Case]:
     cases.append(whole("hypot", "broadcast", np.ones((2, 1)), np.ones(2)))
     cases.append(whole("logaddexp", "broadcast", np.ones((2, 1)), np.ones(2)))
     w = W.reshape(2, 2)
-    cases.append(
+    cases += [
         whole(
             "maximum",
             "broadcast",
             np.ones((2, 1)),
             np.ones(2),
             choice=[0.5 * w.sum(1, keepdims=True), 0.5 * w.sum(0)],
-        )
-    )
-    cases.append(whole("tensordot", "regular", left, SQUARE, call=passing("tensordot", axes=1)))
-    cases.append(
-        whole("einsum", "regular", left, SQUARE, call=lambda ops, a, b: ops.einsum("ij,jk->ik", a, b))
-    )
-    cases.append(whole("correlate", "regular", ROW, ROW[:2]))
-    cases.append(
-        whole("corrcoef", "regular", np.array([[0.5, -1.0, 2.0], [1.5, 0.25, 1.0]]), formula=np.corrcoef)
-    )
-    cases.append(whole("vander", "regular", ROW[:2], call=passing("vander", N=3)))
-    cases.append(whole("vander", "zero", np.zeros(1), call=passing("vander", N=3)))
+        ),
+        whole("tensordot", "regular", left, SQUARE, call=passing("tensordot", axes=1)),
+        whole("einsum", "regular", left, SQUARE, call=lambda ops, a, b: ops.einsum("ij,jk->ik", a, b)),
+        whole("correlate", "regular", ROW, ROW[:2]),
+        whole("corrcoef", "regular", np.array([[0.5, -1.0, 2.0], [1.5, 0.25, 1.0]]), formula=np.corrcoef),
+        whole("vander", "regular", ROW[:2], call=passing("vander", N=3)),
+        whole("vander", "zero", np.zeros(1), call=passing("vander", N=3)),
+    ]
     return cases
 
 
@@ -145,7 +141,7 @@ def _norms() -> list[Case]:
         whole("norm", "zeros, 0-d axis", np.zeros((1, 2)), call=passing("norm", axis=-1), choice=0.0)
     )
     unit = np.array([[0.0, 0.0], [0.6, 0.8]])
-    cases.append(
+    cases += [
         whole(
             "norm",
             "a zero row",
@@ -153,23 +149,21 @@ def _norms() -> list[Case]:
             call=passing("norm", axis=-1),
             choice=[[0.0, 0.0], [0.6 * W[1], 0.8 * W[1]]],
             orders=(1,),
-        )
-    )
-    cases.append(whole("norm", "zero matrix", np.zeros((2, 2)), choice=0.0))
-    cases.append(whole("norm", "ord 1", ROW, call=passing("norm", ord=1)))
-    cases.append(whole("norm", "ord 1, zeros", np.zeros(2), call=passing("norm", ord=1), choice=0.0))
-    cases.append(whole("norm", "ord 3", ROW, call=passing("norm", ord=3)))
-    cases.append(whole("norm", "ord 3, zeros", np.zeros(2), call=passing("norm", ord=3), choice=0.0))
-    cases.append(whole("norm", "ord inf", ROW, call=passing("norm", ord=math.inf)))
-    cases.append(
+        ),
+        whole("norm", "zero matrix", np.zeros((2, 2)), choice=0.0),
+        whole("norm", "ord 1", ROW, call=passing("norm", ord=1)),
+        whole("norm", "ord 1, zeros", np.zeros(2), call=passing("norm", ord=1), choice=0.0),
+        whole("norm", "ord 3", ROW, call=passing("norm", ord=3)),
+        whole("norm", "ord 3, zeros", np.zeros(2), call=passing("norm", ord=3), choice=0.0),
+        whole("norm", "ord inf", ROW, call=passing("norm", ord=math.inf)),
         whole(
             "norm",
             "ord inf, tie",
             np.array([2.0, -2.0, 1.0]),
             call=passing("norm", ord=math.inf),
             choice=[0.5 * W[0], -0.5 * W[0], 0.0],
-        )
-    )
+        ),
+    ]
     for order in (2, 1, 3):
         name = f"order {order}"
         call = passing("normalize", order=order)

@@ -41,25 +41,23 @@ def along_an_axis() -> list[Case]:
 def _normalizations() -> list[Case]:
     cases = [whole("layer_normalization", "regular", MATRIX)]
     w = weights(3)
-    cases.append(
+    cases += [
         whole(
             "layer_normalization",
             "constant",
             np.ones((1, 3)),
             first=(w - w.mean()) / math.sqrt(1e-7),
             second=0.0,
-        )
-    )
-    cases.append(whole("rms_normalization", "regular", MATRIX))
-    cases.append(
+        ),
+        whole("rms_normalization", "regular", MATRIX),
         whole(
             "batch_normalization",
             "regular",
             MATRIX,
             call=lambda ops, x: ops.batch_normalization(x, ops.mean(x, axis=0), ops.var(x, axis=0), axis=-1),
-        )
-    )
-    cases.append(whole("moments", "regular", MATRIX, call=passing("moments", axes=[0])))
+        ),
+        whole("moments", "regular", MATRIX, call=passing("moments", axes=[0])),
+    ]
     return cases
 
 
@@ -181,24 +179,22 @@ def _images() -> list[Case]:
     named = ("rgb_to_grayscale", "rgb_to_hsv", "hsv_to_rgb")
     cases += [whole(f"image.{op}", "regular", colors) for op in named]
     places = np.array([[0.4, 1.6], [1.3, 0.7]])
-    cases.append(
+    cases += [
         whole(
             "image.map_coordinates",
             "regular",
             image[0, :, :, 0],
             places,
             call=lambda ops, x, at: ops.image.map_coordinates(x, at, 1),
-        )
-    )
-    cases.append(
+        ),
         whole(
             "image.ssim",
             "regular",
             0.5 + 0.2 * image,
             0.4 - 0.1 * image,
             call=passing("image.ssim", filter_size=3),
-        )
-    )
+        ),
+    ]
     return cases
 
 

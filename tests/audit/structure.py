@@ -122,38 +122,32 @@ def _transforms() -> list[Case]:
         whole(op, "regular", x, x[::-1], call=lambda ops, a, b, op=op: getattr(ops, op)((a, b)))
         for op in ("fft", "fft2", "ifft2")
     ]
-    cases.append(whole("irfft", "regular", x, x[::-1], call=lambda ops, a, b: ops.irfft((a, b), 4)))
-    cases.append(whole("rfft", "regular", ROW))
-    cases.append(whole("stft", "regular", signal, call=lambda ops, x: ops.stft(x, 4, 2, 4)))
-    cases.append(
+    cases += [
+        whole("irfft", "regular", x, x[::-1], call=lambda ops, a, b: ops.irfft((a, b), 4)),
+        whole("rfft", "regular", ROW),
+        whole("stft", "regular", signal, call=lambda ops, x: ops.stft(x, 4, 2, 4)),
         whole(
             "istft",
             "regular",
             signal,
             call=lambda ops, x: ops.istft((ops.reshape(x[:6], (2, 3)), ops.reshape(x[2:], (2, 3))), 4, 2, 4),
-        )
-    )
-    cases.append(
-        whole("imag", "complex", x, x[::-1], call=lambda ops, a, b: ops.imag(complex_number(ops, a, b)))
-    )
-    cases.append(
+        ),
+        whole("imag", "complex", x, x[::-1], call=lambda ops, a, b: ops.imag(complex_number(ops, a, b))),
         whole(
             "view_as_complex",
             "regular",
             x,
             call=lambda ops, a: ops.imag(ops.square(ops.view_as_complex(a[:, :2]))),
             formula=lambda a: 2.0 * a[:, 0] * a[:, 1],
-        )
-    )
-    cases.append(
+        ),
         whole(
             "view_as_real",
             "regular",
             x,
             x[::-1],
             call=lambda ops, a, b: ops.view_as_real(complex_number(ops, a, b)),
-        )
-    )
+        ),
+    ]
     return cases
 
 

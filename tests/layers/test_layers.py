@@ -1,5 +1,7 @@
 """Common properties of layers: config, models of each kind, saving, masks and mixed precision."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -22,38 +24,29 @@ class Half(keras.layers.Layer):
 
 # Each layer, and its gradient for an upstream gradient in NumPy, by definition.
 LAYERS = {
-    "GradientScale": (lambda **k: layers.GradientScale(0.5, **k), lambda x, u: 0.5 * u),
-    "GradientScale, scheduled": (
-        lambda **k: layers.GradientScale(Decay(0.25, 10, 0.5), **k),
-        lambda x, u: 0.25 * u,
-    ),
-    "GradientReversal": (lambda **k: layers.GradientReversal(7.0, **k), lambda x, u: -7.0 * u),
-    "GradientClip, value": (
-        lambda **k: layers.GradientClip(value=2.0, **k),
-        lambda x, u: np.clip(u, -2.0, 2.0),
-    ),
+    "GradientScale": (partial(layers.GradientScale, 0.5), lambda x, u: 0.5 * u),
+    "GradientScale, scheduled": (partial(layers.GradientScale, Decay(0.25, 10, 0.5)), lambda x, u: 0.25 * u),
+    "GradientReversal": (partial(layers.GradientReversal, 7.0), lambda x, u: -7.0 * u),
+    "GradientClip, value": (partial(layers.GradientClip, value=2.0), lambda x, u: np.clip(u, -2.0, 2.0)),
     "GradientClip, norm": (
-        lambda **k: layers.GradientClip(norm=1.0, axis=-1, **k),
+        partial(layers.GradientClip, norm=1.0, axis=-1),
         lambda x, u: u / np.linalg.norm(u, axis=-1, keepdims=True),
     ),
-    "FakeQuantize": (
-        lambda **k: layers.FakeQuantize(3, step=0.5, **k),
-        lambda x, u: u * (abs(x + 0.25) < 1.75),
-    ),
+    "FakeQuantize": (partial(layers.FakeQuantize, 3, step=0.5), lambda x, u: u * (abs(x + 0.25) < 1.75)),
     "FakeQuantize, unsigned, by channels": (
-        lambda **k: layers.FakeQuantize(2, signed=False, axis=-1, step=0.5, **k),
+        partial(layers.FakeQuantize, 2, signed=False, axis=-1, step=0.5),
         lambda x, u: u * (x > 0.0) * (x < 1.5),
     ),
-    "Spike": (lambda **k: layers.Spike(0.25, **k), lambda x, u: u / (1.0 + 10.0 * abs(x - 0.25)) ** 2),
+    "Spike": (partial(layers.Spike, 0.25), lambda x, u: u / (1.0 + 10.0 * abs(x - 0.25)) ** 2),
+    "Spike, arctan": (
+        partial(layers.Spike, surrogate="arctan", slope=1.0),
+        lambda x, u: u * 0.5 / (1.0 + (np.pi / 2 * x) ** 2),
+    ),
     "VectorQuantizer": (
         lambda **k: layers.VectorQuantizer(4, initializer=Normal(seed=1), **k),
         lambda x, u: u,
     ),
     "FixedPoint": (lambda **k: layers.FixedPoint(Half(), **k), lambda x, u: u / 1.5),
-    "Spike, arctan": (
-        lambda **k: layers.Spike(surrogate="arctan", slope=1.0, **k),
-        lambda x, u: u * 0.5 / (1.0 + (np.pi / 2 * x) ** 2),
-    ),
 }
 X = np.float32([[0.25, -3.0, 1.0], [2.0, 0.5, -0.75]])
 WEIGHTS = np.float32([[3.0, -5.0, 1.0], [2.0, 7.0, -4.0]])

@@ -124,7 +124,28 @@ def test_numpy_scalars_in_args_stay_tensors():
     assert kinds[0] == [True] * 4
 
 
+def loss(**changes):
+    given = {"features": np.ones((2, 3), "float32"), "kernel": np.ones((3, 4), "float32")}
+    return ops.linear_cross_entropy(**given | {"labels": np.int32([0, 3])} | changes)
+
+
 NO_OPTIONS = {
+    "linear_cross_entropy: a label is out of range(.|\n)*labels from 2 to 5": lambda: loss(
+        labels=np.array([2, 5])
+    ),
+    "linear_cross_entropy: a label is out of range(.|\n)*labels from -1 to 2": lambda: loss(
+        labels=np.array([-1, 2])
+    ),
+    "linear_cross_entropy: (.|\n)*'sample_weight'": lambda: loss(sample_weight=np.ones(3, "float32")),
+    "linear_cross_entropy: (.|\n)*'class_weight'": lambda: loss(class_weight=np.ones(3, "float32")),
+    "linear_cross_entropy: (.|\n)*'reduction'": lambda: loss(reduction=["mean"]),
+    "linear_cross_entropy: (.|\n)*'label_smoothing'": lambda: loss(label_smoothing="much"),
+    "linear_cross_entropy: (.|\n)*'logit_softcap'": lambda: loss(logit_softcap=0.0),
+    "linear_cross_entropy: (.|\n)*'logit_softcap' ": lambda: loss(logit_softcap=True),
+    "linear_cross_entropy: (.|\n)*'z_loss'": lambda: loss(z_loss=-1.0),
+    "linear_cross_entropy: (.|\n)*'z_loss' ": lambda: loss(z_loss=None),
+    "linear_cross_entropy: (.|\n)*'block_size'": lambda: loss(block_size=0),
+    "linear_cross_entropy: (.|\n)*'block_size' ": lambda: loss(block_size=2.0),
     "scale_gradient: scale": lambda: ops.scale_gradient(array(X), None),
     "reverse_gradient: scale": lambda: ops.reverse_gradient(array(X), 1j),
     "stop_gradient_if: condition": lambda: ops.stop_gradient_if(array(X), array(MASK)),

@@ -385,38 +385,6 @@ def test_labels_that_are_not_ignored_are_checked():
     close(linear_cross_entropy(x, w, unsigned, ignore_index=255), wanted)
 
 
-@pytest.mark.forward
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        ({"features": np.ones((2, 3, 4), "int32")}, TypeError, "'features'"),
-        ({"features": X[..., :3]}, ValueError, "'features'"),
-        ({"kernel": W[0]}, ValueError, "'kernel'"),
-        ({"labels": Y + 0.5}, TypeError, "'labels'"),
-        ({"labels": Y[0]}, ValueError, "'labels'"),
-        ({"labels": Y + 2}, ValueError, "labels from 2 to 8"),
-        ({"labels": Y - 1}, ValueError, "labels from -1 to 5"),
-        ({"bias": B[:3]}, ValueError, "'bias'"),
-        ({"sample_weight": np.ones(3)}, ValueError, "'sample_weight'"),
-        ({"reduction": "median"}, ValueError, "'reduction'"),
-        ({"reduction": ["mean"]}, ValueError, "'reduction'"),
-        ({"class_weight": np.ones(3)}, ValueError, "'class_weight'"),
-        ({"label_smoothing": 1.5}, ValueError, "'label_smoothing'"),
-        ({"label_smoothing": "much"}, TypeError, "'label_smoothing'"),
-        ({"logit_softcap": 0.0}, ValueError, "'logit_softcap'"),
-        ({"logit_softcap": True}, TypeError, "'logit_softcap'"),
-        ({"z_loss": -1.0}, ValueError, "'z_loss'"),
-        ({"z_loss": None}, TypeError, "'z_loss'"),
-        ({"block_size": 0}, ValueError, "'block_size'"),
-        ({"block_size": 2.0}, TypeError, "'block_size'"),
-        ({"ignore_index": 0.5}, TypeError, "'ignore_index'"),
-    ],
-)
-def test_invalid_arguments_raise(changes, error, said):
-    with pytest.raises(error, match=rf"linear_cross_entropy: (.|\n)*{said}"):
-        linear_cross_entropy(**{"features": X, "kernel": W, "labels": Y, "bias": B} | changes)
-
-
 # ------------------------------------------------------------------------------- costs
 
 

@@ -55,21 +55,23 @@ def test_the_gradient(name, dtype, wrap):
     close(ops.cast(got, "float32"), array(wanted), 2e-2 if "16" in dtype else 1e-5)
 
 
-def test_the_gradient_of_a_step():
-    def loss(step):
-        return ops.sum(ops.fake_quantize(array(X), step, bits=3) * array(WEIGHTS))
+@pytest.mark.parametrize("steps", [0.5, [0.5, 0.25]], ids=["one", "per channel"])
+def test_the_gradient_of_a_step(steps):
+    x, weights = np.float32([[0.3, 0.3], [-0.7, 9.0]]), np.float32([[7.0, 3.0], [-5.0, 11.0]])
 
-    v = X.astype("float64") / 0.5
-    terms = WEIGHTS * np.where((v > -4) & (v < 3), np.round(v) - v, np.clip(v, -4, 3))
-    close(grad(loss)(array(0.5)), array(terms.sum() / np.sqrt(4 * 3)))
+    def loss(steps):
+        return ops.sum(array(weights) * ops.fake_quantize(array(x), steps, bits=3))
+
+    v, axis = x / np.array(steps), None if steps == 0.5 else 0
+    terms = weights * np.where((v > -4) & (v < 3), np.round(v) - v, np.clip(v, -4, 3))
+    count = 4 if steps == 0.5 else 2
+    close(grad(loss)(array(steps)), array(terms.sum(axis=axis) / np.sqrt(count * 3)))
 
 
-def test_one_step_per_channel():
-    x, steps = np.float32([[0.3, 0.3], [-0.7, 9.0]]), np.float32([0.5, 0.25])
-    got = grad(lambda steps: ops.sum(7.0 * ops.fake_quantize(array(x), steps, bits=3)))(array(steps))
-    v = x / steps
-    terms = 7.0 * np.where((v > -4) & (v < 3), np.round(v) - v, np.clip(v, -4, 3))
-    close(got, array(terms.sum(axis=0) / np.sqrt(2 * 3)))
+@pytest.mark.forward
+def test_python_numbers_and_more_bits_than_an_integer():
+    close(ops.fake_quantize(0.26, 0.1, bits=np.int64(4)), array(0.3))
+    close(ops.fake_quantize(array(0.26, -5.0), 0.5, bits=40), array(0.5, -5.0))
 
 
 @pytest.mark.slow_on("jax", "tensorflow")
@@ -106,16 +108,6 @@ def test_straight_through_with_an_unknown_number_of_rows():
     model = keras.Model(x, floor(x))
     got = model.predict(np.float32([[0.5, -0.5, 2.0]] * 3), batch_size=2, verbose=0)
     close(got, np.float32([[0.0, -1.0, 2.0]] * 3))
-
-
-@pytest.mark.forward
-def test_more_bits_than_an_integer():
-    close(ops.fake_quantize(array(0.26, -5.0), 0.5, bits=40), array(0.5, -5.0))
-
-
-@pytest.mark.forward
-def test_python_numbers_are_quantized():
-    close(ops.fake_quantize(0.26, 0.1, bits=np.int64(4)), array(0.3))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
