@@ -177,7 +177,6 @@ def test_each_public_name_has_its_docstring(capsys):
 
 # The first section of the answer, and questions that it answers.
 ANSWERS = {
-    "first": ["question"],
     "faq#why-is-my-gradient-zero": [
         "my gradient is None",
         "why is my gradient zero?",

@@ -18,7 +18,9 @@ MOST = {"jax": 1114, "tensorflow": 882, "torch": 605}
 
 def calls_that_are_not_the_first(pair):
     calls_of(pair.op, pair.arguments())
-    return sum(calls_of(pair.op, pair.arguments()))
+    found = {calls_of(pair.op, pair.arguments()) for _ in range(10)}
+    assert len(found) == 1  # they do not grow with calls
+    return sum(found.pop())
 
 
 @pytest.mark.skipif(
@@ -27,13 +29,6 @@ def calls_that_are_not_the_first(pair):
 )
 def test_the_calls_are_within_their_bound():
     assert sum(map(calls_that_are_not_the_first, PAIRS.values())) <= MOST[BACKEND]
-
-
-@pytest.mark.parametrize("name", ["log1pexp", "two outputs", "structure"])
-def test_counts_do_not_grow_with_calls(name):
-    op, arguments = PAIRS[name].op, PAIRS[name].arguments()
-    calls_of(op, arguments)
-    assert len({calls_of(op, arguments) for _ in range(20)}) == 1
 
 
 def define(factor):

@@ -12,6 +12,7 @@ import gc
 import keras
 import numpy as np
 import pytest
+from counts import saved
 from keras import ops
 from support import BACKEND, array, close, numpy
 
@@ -130,13 +131,7 @@ def kept(layer, function):
             leaf.shape[:1] == (BATCH,) for leaf in jax.tree.leaves(jax.vjp(stateless, x, trainable)[1])
         )
     if BACKEND == "torch":
-        import torch
-
-        shapes = []
-        x.requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
-            function(x)
-        return sum(shape[:1] == (BATCH,) for shape in shapes)
+        return sum(tensor.shape[:1] == (BATCH,) for tensor in saved(function, [x]))
     import tensorflow as tf
 
     # Compiled, as in `fit`. In eager code, the tape keeps the operations of the function, as it does for

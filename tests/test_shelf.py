@@ -352,19 +352,11 @@ def debugging():
             tf.debugging.disable_check_numerics()
 
 
-@pytest.mark.parametrize(
-    ("name", "wrap"),
-    [
-        *[pytest.param(n, lambda f: f, id=n) for n in WITH_GRADIENT],
-        # A compiled solution of an equation computes a NaN for a failure.
-        *[
-            pytest.param(n, compiled, id=f"{n}, compiled")
-            for n in WITH_GRADIENT
-            if n not in (*NEWTON, "fixed_point", "FixedPoint")
-        ],
-    ],
-)
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", WITH_GRADIENT)
 def test_the_debug_switches_of_the_framework(name, wrap):
+    if wrap is compiled and name in (*NEWTON, "fixed_point", "FixedPoint"):
+        pytest.skip("a compiled solution of an equation computes a NaN for a failure")
     derivative = slope(name, ROWS[name].call)
     wanted = derivative(array(X))
     with debugging():
