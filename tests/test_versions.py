@@ -157,12 +157,8 @@ def test_an_older_version_raises_an_error_that_says_what_to_install(module, monk
     oldest = frameworks.oldest_supported(module, BACKEND)
     assert str(caught.value).splitlines()[-1] == f'  fix: pip install --upgrade "{module}>={oldest}"'
     assert caught.value.name == module
-
-
-def test_a_newer_version_is_accepted(monkeypatch):
-    for module in ("keras", BACKEND):
-        monkeypatch.setattr(importlib.import_module(module), "__version__", "99.0.0")
-    frameworks.require_supported(BACKEND)
+    monkeypatch.setattr(importlib.import_module(module), "__version__", "99.0.0")
+    frameworks.require_supported(BACKEND)  # a newer version is accepted
 
 
 # ------------------------------------------------------------------------- what else is installed
