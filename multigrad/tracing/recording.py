@@ -88,14 +88,7 @@ class _RecordedCall(Call):
         with enclose_run(recorder):
             run = super().run(tensors, read_as)
         if not recorder.has_run:
-def paths_of(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the path of each tensor in named templates, in the order of their slots."""
-    return [path for path, _ in sorted(slot_paths(named), key=lambda pair: pair[1])]
-
-
-def _input_paths(rule: Rule) -> list[str]:
-    paths = [path.replace("'", "", 2) for path in paths_of(rule.arguments.named())]
-    return distinct_names([*paths, *rule.variables.names()])
+            paths = _input_paths(run.rule), paths_of([("output", run.rule.output.template)])
             recorder.record_run(*paths, run.inputs, run.outputs)
         run.rule = _RecordedRule(run.rule, recorder)
         return run
@@ -229,3 +222,13 @@ def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: S
         callback([next(remaining) if present else None for present in is_present])
 
     backend.active.observe(with_none, [tensor for tensor in tensors if tensor is not None])
+
+
+def paths_of(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the path of each tensor in named templates, in the order of their slots."""
+    return [path for path, _ in sorted(slot_paths(named), key=lambda pair: pair[1])]
+
+
+def _input_paths(rule: Rule) -> list[str]:
+    paths = [path.replace("'", "", 2) for path in paths_of(rule.arguments.named())]
+    return distinct_names([*paths, *rule.variables.names()])

@@ -13,9 +13,9 @@ maps residuals and cotangents to gradients. This backend differs in five points.
 - Cotangents of complex arrays are the conjugates of the gradients of TensorFlow and PyTorch. The rule gets
   gradients in the convention of the latter.
 
-Files: `apply.py` for one call of an op, `strip.py` and `primitives.py` for its derivatives, `residuals.py` for
-the arrays that the rule uses, `tensors.py`, `private.py` for unstable names of JAX, `gradients.py` for `grad`
-and `vjp`, `jit.py` and `host_call.py`.
+Files: `apply.py` for one call of an op, `strip.py` and `primitives.py` for its derivatives, `residuals.py`
+for the arrays that the rule uses, `tensors.py`, `private.py` for unstable names of JAX, `gradients.py` for
+`grad` and `vjp`, `jit.py` and `host_call.py`.
 """
 
 from multigrad.backend.defaults import *
