@@ -227,21 +227,6 @@ PAIRS = {
 }
 
 
-@op_custom_gradient
-def doubtful(x):
-    """log1pexp with more multiplications and more residuals."""
-    e, other, third = ops.exp(x), ops.sin(x), ops.cos(x)
-
-    def rule(u):
-        return u * 7.0 * (1.0 - 1.0 / (1.0 + e)) * other * third
-
-    return ops.log(1.0 + e), rule
-
-
-DOUBTFUL = PAIRS["log1pexp"]._replace(op=doubtful)
-"""An op that differs from its hand-written function, which every comparison must find."""
-
-
 def total(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the weighted sum of all outputs of a function, so that no upstream gradient consists of ones."""
 

@@ -108,17 +108,10 @@ class _RecordedRule(Rule):
         self.__dict__ |= vars(rule)
         self._recorder = recorder
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        values: Sequence[Any],
-        upstream: Sequence[Any],
-        needed: Sequence[bool],
-        residuals: Sequence[Any] | None = None,
-    ) -> Sequence[Any]:
+    def call(self, function: Any, values: Any, upstream: Sequence[Any], *how: Any) -> Sequence[Any]:
         """Call the rule and record its gradients."""
         with setting(ENCLOSING, self._recorder):
-            gradients = super().call(function, values, upstream, needed, residuals)
+            gradients = super().call(function, values, upstream, *how)
         self._recorder.record_step(upstream, gradients)
         return gradients
 
