@@ -32,7 +32,8 @@ _TITLE = r"(?P<title>.+?)"
 _ANCHOR = r" \{#(?P<anchor>[\w-]+)[^}\n]*\}"
 _HEADING = re.compile(rf"^(?:\A# |## |###+ (?=.*\{{#)){_TITLE}(?:{_ANCHOR})?$", re.MULTILINE)
 _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->", re.DOTALL)
-_LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
+# A link, or code, in which brackets are no links.
+_LINK = re.compile(r"```.*?```|`[^`\n]+`|\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)", re.DOTALL)
 _BLOCK = re.compile(r"^```python(?P<title>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 _IMPORT = re.compile(r"^(?:import|from) .+$", re.MULTILINE)
 # HTML, images and the first lines of notes, whose text is indented.
@@ -244,7 +245,7 @@ def _print_list(found: list[Section]) -> None:
 
 def _print_section(section: Section, pages: set[str]) -> None:
     text = section.with_imports()
-    text = _LINK.sub(lambda link: _link_text(link["text"], link["target"], section.page, pages), text)
+    text = _LINK.sub(lambda found: _as_text(found, section.page, pages), text)
     markdown = f"## {section.title} ({section.name})\n\n{text}"
     if sys.stdout.isatty() and find_spec("rich") is not None:
         from rich.console import Console
@@ -255,8 +256,11 @@ def _print_section(section: Section, pages: set[str]) -> None:
         print(markdown)
 
 
-def _link_text(text: str, target: str, page: str, pages: set[str]) -> str:
-    """Return a link as text: a section or a page by its name, another site by its address."""
+def _as_text(found: re.Match[str], page: str, pages: set[str]) -> str:
+    """Return a link as text: a section or a page by its name, another site by its address. Keep code."""
+    text, target = found["text"], found["target"]
+    if target is None:
+        return found[0]
     file, mark, anchor = target.partition("#")
     if "//" in file:
         return f"{text} ({target})"

@@ -155,6 +155,18 @@ def has_ended(tracer: Any) -> bool:
     return all([trace is not tracer._trace for trace in _active_traces()])
 
 
+def is_of_other_trace(tracer: Any) -> bool:
+    """Return whether a tracer cannot be used here: its trace has ended, or a program is traced in it.
+
+    The transpose of a program, such as a loop, takes no further arguments. That of a checkpoint does.
+    """
+    here = current_trace()
+    if tracer._trace is here:
+        return False
+    is_program = isinstance(here, _ProgramTrace) and "checkpoint" not in here.frame.debug_info.traced_for
+    return is_program or has_ended(tracer)
+
+
 # The table of the linearizations of primitives. Without an entry, JAX derives one from the jvp, in
 # ten times the time.
 _primitive_linearizations = look_up("jax._src.interpreters.ad.primitive_linearizations", lambda: None)

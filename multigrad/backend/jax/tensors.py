@@ -16,6 +16,7 @@ from multigrad.backend.jax.private import (
     WithoutTangent,
     enable_x64,
     has_ended,
+    is_of_other_trace,
     pcast,
     trace_state,
     varying_axes,
@@ -81,16 +82,30 @@ def require_not_ended(variable: keras.Variable, value: Any) -> None:
 
 
 def extend_pinned(pinned: S) -> S:
-    """Return the subclass of `Pinned` that does not return a value from a loop that has ended."""
+    """Return the subclass of `Pinned` that does not return a value that cannot be used."""
 
     def get_current_value(self: Any, variable: keras.Variable) -> Any:
         value = pinned.get_current_value(self, variable)
         if id(variable) in self.assigned:
             require_not_ended(variable, value)
+        is_from_outside = self.rule is not None and id(variable) not in self.current
+        if is_from_outside and TRACERS[type(value)] and is_of_other_trace(value):
+            raise TypeError(_read_by_rule_alone(self.name, variable))
         return value
 
     extended: Any = type(pinned.__name__, (pinned,), {"get_current_value": get_current_value})
     return extended
+
+
+def _read_by_rule_alone(name: str, variable: keras.Variable) -> str:
+    return message(
+        name,
+        "the rule reads a variable that the function does not read, where its value is not available",
+        required="a rule that reads only variables that its function reads",
+        got=f"variable {variable.path!r}",
+        fix="pass the variable to the op as an argument, and return None for its gradient",
+        see="variables-and-layers#weights",
+    )
 
 
 def assign(variable: keras.Variable, value: Any) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from fixing import Row, check
 from support import array
 
-from multigrad import grad, jit, op_custom_gradient
+from multigrad import grad, jit, op_custom_gradient, value_and_grad
 from multigrad.ops import host_call
 
 X = np.ones(3, "float32")
@@ -98,7 +98,23 @@ def drawn(inside):
     return grad(f)(1.0)
 
 
+def steep(is_argument):
+    slope = keras.Variable(5.0)
+
+    @op_custom_gradient
+    def reading(x):
+        return keras.ops.sign(x), lambda upstream: upstream * slope
+
+    @op_custom_gradient
+    def passed(x, slope):
+        return keras.ops.sign(x), lambda upstream: (upstream * slope, None)
+
+    op = (lambda x: passed(x, slope)) if is_argument else reading
+    return value_and_grad(lambda x: keras.ops.sum(op(x)), 0, variables=[slope])(X)[1][0]
+
+
 ROWS = [
+    Row("pass the variable to the op as an argument", lambda: steep(False), lambda: steep(True), 5.0 * X),
     Row("draw the random numbers before the loop", lambda: drawn(True), lambda: drawn(False), 9.0),
     Row("use static_argnames for static arguments", lambda: jit(scaled, static_argnums=1),
         lambda: jit(grad(scaled), static_argnames="n")(array(X), n=(2.0,)), 6.0 * X),
