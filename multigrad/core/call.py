@@ -75,7 +75,7 @@ class Call:
             returned = self.f(*tensors) if self.arguments.is_flat else self.arguments.call(self.f, tensors)
             outputs = self._split(returned)  # an output can be a variable, which is read here
         function, outer_scope = returned[1], scope.original_scope
-        if type(outer_scope) is ReadOnly:
+        if type(outer_scope) is ReadOnly:  # of an outer rule: it has no values
             outer_scope = None
         # The common case: one tensor, a plain rule and no variables.
         is_common = outer_scope is None and not (scope.variables or scope.state)
@@ -144,6 +144,7 @@ class Call:
             raise self._not_a_pair(returned)
         output = returned[0]
         if _TENSORS[type(output)]:
+            self.layout = ONE_TENSOR
             return (output,)
         try:
             outputs, self.layout = split(output, search_objects=True)

@@ -28,7 +28,9 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 class Rule(HoldsNoTensor):
-    """The rule of a run without its residuals. It holds no tensor.
+    """The rule of a run without its residuals.
+
+    It holds the scope around the call, and the state that the function read, and no other tensor.
 
     Arguments:
         arguments: the arguments of the call.
@@ -115,6 +117,7 @@ class Rule(HoldsNoTensor):
             return self.call(function, values, upstream, needed, residuals)
         FORWARD_MODE.append(None)
         try:
+            # Not `self.call`, which a trace overrides to record a step of the backward pass.
             return Rule.call(self, function, values, upstream, needed, residuals)
         finally:
             FORWARD_MODE.pop()

@@ -66,9 +66,10 @@ is_reading_code = torch.compiler.is_dynamo_compiling
 
 def defaults_of(function: types.FunctionType) -> int:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    if torch.compiler.is_dynamo_compiling() and len(names) > 1 and names[-1] == "upstream":
-        # Dynamo (PyTorch 2.13) cannot read defaults. Whether `upstream` has one makes no difference.
-        return 1
+    if torch.compiler.is_dynamo_compiling() and len(names) > 1 and names[-1] in ("upstream", "variables"):
+        # Dynamo (PyTorch 2.13) cannot read constant defaults. Whether `upstream` has one makes no difference.
+        # A rule with `variables` gets a list in each call, as if it had none.
+        return int(names[-1] == "upstream")
     return len(function.__defaults__ or ())
 
 
