@@ -108,7 +108,8 @@ def dependence_error(name: str, got: str) -> str:
         "a value that must be the same for all elements depends on a mapped argument",
         required="out_axes of None only for such results, and no assignment of a mapped value to a variable",
         got=got,
-        fix="return the value, with an axis in out_axes, and assign to variables outside of vmap",
+        fix="return the value, with an axis in out_axes, and assign to variables outside of vmap: call a "
+        "BatchNormalization with training=False",
     )
 
 

@@ -157,7 +157,7 @@ class ExpectedGradients:
                 got=_summary(answer),
                 fix=f"return as many gradients as required, with None for a zero gradient{self._one_by_one()}"
                 if isinstance(answer, (tuple, list))
-                else "return a tuple of gradients, with None for a zero gradient",
+                else "return a tuple of gradients, with None for a zero gradient, or pass a constant by name",
             )
         )
 

@@ -65,7 +65,8 @@ class CheckResult:
     reason: str = ""
     """Why `precision` is not float64."""
     elements: int = 0
-    """The number of derivatives that were compared with differences, over all orders."""
+    """The number of derivatives that were compared with differences, over all orders. Each element of the
+    inputs counts once for each output in order 1, and once for each input in each higher order."""
     total: int = 0
     """The number of derivatives that there are. It is larger than `elements` if the check sampled them."""
     largest: float = 0.0
@@ -429,7 +430,8 @@ def _raise_differences(
     by_rule, by_difference = worst.numbers
     of_output = f" of {worst.labels[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
     problem = f"the {_name_derivative(nth)}{of_output} differs from the central differences"
-    fix = "correct the rule, or pass rtol and atol if the function is too steep for differences"
+    fix = "correct the rule, or pass rtol and atol if the function is too steep for differences. "
+    fix += "A rule that differs on purpose, such as a straight-through estimator, fails by design"
     if name_not_finite([by_difference]):
         problem = f"the central differences{of_output} are {name_not_finite([by_difference])}"
         fix = "check the function at arguments around which it is finite"

@@ -56,8 +56,10 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
       calls that are computed while the context is active, in any thread. Each run of a rule is one step, so a
       second derivative adds steps.
     - Compiled functions (`jax.jit`, `tf.function`, `torch.compile`, and `fit`) run uncompiled in the context,
-      even if they were compiled before. They are slower, and results may differ by rounding. TensorFlow and
-      PyTorch disable compilation for all threads. TensorFlow warns that functions in `tf.data` stay compiled.
+      even if they were compiled before. They are slower. Results may differ by rounding, and in NaN: on
+      TensorFlow, the gradient of `where(x > 0, sqrt(x), 0)` at 0 is NaN only with `jit_compile=True`.
+      TensorFlow and PyTorch disable compilation for all threads. TensorFlow warns that functions in `tf.data`
+      stay compiled.
     - Traces can be nested. Each of them records the calls.
     - The model is not changed. In the context, outputs of layers pass an identity, whose rule records the
       gradient. A layer that is called several times, such as a shared layer or the cell of an RNN, has a row
