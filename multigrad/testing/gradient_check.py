@@ -430,8 +430,8 @@ def _raise_differences(
     by_rule, by_difference = worst.numbers
     of_output = f" of {worst.labels[0]}" if len(flat.output_names) > 1 or nth > 1 else ""
     problem = f"the {_name_derivative(nth)}{of_output} differs from the central differences"
-    fix = "correct the rule, or pass rtol and atol if the function is too steep for differences. "
-    fix += "A rule that differs on purpose, such as a straight-through estimator, fails by design"
+    fix = "correct the rule, or pass rtol and atol for a steep function. "
+    fix += "A straight-through estimator fails by design"
     if name_not_finite([by_difference]):
         problem = f"the central differences{of_output} are {name_not_finite([by_difference])}"
         fix = "check the function at arguments around which it is finite"

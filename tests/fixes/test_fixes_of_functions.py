@@ -37,6 +37,14 @@ def of_variables(variables):
 
 
 variable = keras.Variable(2.0, name="variable")
+norm = keras.layers.BatchNormalization(epsilon=0.0)
+norm.build((None, 1))
+
+
+def normalized(training):
+    return vmap(lambda x: tripled(norm(x[None, None], training=training)[0, 0]))(X)
+
+
 complex_x = np.ones(2, "complex64")
 PAIR = np.ones((2, 3), "float32")
 
@@ -111,6 +119,8 @@ MAPS = [
         ValueError),
     Row("set it to None for a tensor that is not mapped", lambda: vmap(product)(X, array(5.0)),
         lambda: vmap(grad(product), (0, None))(X, 5.0), 15.0 * X, ValueError),
+    Row("call a BatchNormalization with training=False", lambda: normalized(True), lambda: normalized(False),
+        2.0 * X, ValueError),
     Row("set an axis in in_axes", lambda: vmap(tripled, None)(X), lambda: vmap(grad(tripled), 0)(X), THREE,
         ValueError),
     Row("correct in_axes, with None for an argument", lambda: vmap(product)(X, X[:2]),

@@ -26,6 +26,11 @@ def of_two(answer):
     return slope(op, array(2, dtype="int32"))
 
 
+@op_custom_gradient
+def with_option(x, rate):
+    return x * rate, lambda upstream: upstream * rate
+
+
 def of_two_outputs(rule, outputs=2):
     op = op_custom_gradient(lambda x: ((x * 5.0,) * outputs, rule))
     return grad(lambda x: ops.sum(op(x)[0]) + ops.sum(op(x)[-1]))(X)
@@ -167,6 +172,8 @@ RULES = [
         lambda: of_two(lambda u: (u * 3.0, None)), THREE),
     Row("return as many gradients as required, with None", lambda: of_two(lambda u: (u, None, None)),
         lambda: of_two(lambda u: (u * 3.0, None)), THREE),
+    Row("or pass a constant by name", lambda: grad(with_option)(1.0, 3.0),
+        lambda: grad(with_option)(1.0, rate=3.0), 3.0),
     Row("return one entry by the name of each differentiable argument", lambda: of_two(lambda u: {"y": u}),
         lambda: of_two(lambda u: {"x": u * 3.0}), THREE),
     Row("return a tuple, or rename one of the parameters", lambda: of_names(lambda u: {"x": u}),
