@@ -102,6 +102,24 @@ def test_fullgraph_compilation_of_each_form_of_answer(option, answer):
         close(slope(lambda x, f=f: f(x, option)), torch.full_like(X, 7.0))
 
 
+def test_fullgraph_compilation_of_a_rule_with_a_default_for_variables():
+    """Dynamo cannot read the default."""
+    scale = keras.Variable(2.0)
+
+    @op_custom_gradient
+    def op(x):
+        def rule(upstream, variables=None):
+            return upstream * 5.0, [ops.sum(upstream) * 7.0 for variable in variables]
+
+        return x * scale, rule
+
+    x = X.detach().requires_grad_()
+    for f in (op, in_one_graph(op)):
+        of_x, of_scale = torch.autograd.grad(f(x).sum(), [x, scale.value])
+        close(of_x, torch.full_like(x, 5.0))
+        close(of_scale, torch.tensor(7.0 * x.numel()))
+
+
 def test_fullgraph_compilation_with_one_entry_per_tensor_and_an_option():
     """One entry per argument is tried first, and does not fit."""
     op = op_custom_gradient(lambda pair, option: (pair[0] * pair[1], lambda u: (u * 5.0, u * 7.0)))
