@@ -36,7 +36,7 @@ class Rule(Protocol):
     name: str
     template: Any
     roles: Sequence[int]
-    count: int
+    closure_count: int
     specs: list[Spec | None]
     is_opaque: bool
 

@@ -208,7 +208,7 @@ class Run:
     values: Sequence[Any]
     """The values of the variables, and of their state, in the scope of the rule."""
     originals: Sequence[Any]
-    """The values of the trainable variables that the function read, as they were before `read_as`."""
+    """The values of the trainable variables that were read, with the history that `read_as` strips."""
     residuals: list[Any]
     """The tensors in the closure of the rule, followed by `values`. `lift` sets them."""
 
@@ -222,7 +222,7 @@ class Run:
         """Find the residuals of the rule, which the function `owner` returned, and return the rule."""
         rule = self.rule
         residuals, rule.template, rule.is_opaque = lift(self.function, _TENSORS, owner)
-        rule.count = len(residuals)
+        rule.closure_count = len(residuals)
         self.residuals = [*residuals, *self.values] if rule.has_values else residuals
         rule.roles = classify(self.residuals, self.inputs, self.outputs)
         return rule

@@ -62,8 +62,8 @@ class Rule(HoldsNoTensor):
     """Whether the rule holds an object that may hold further tensors."""
     specs: list[Spec | None]
     """For each input, the shape and dtype of its gradient."""
-    count: int
-    """The number of residuals in the closure of the rule."""
+    closure_count: int
+    """The number of residuals in the closure of the rule. The values for its scope follow them."""
 
     def __init__(self, arguments: Arguments, context: Context | None) -> None:
         self.arguments, self.name, self.context = arguments, arguments.name, context
@@ -72,7 +72,7 @@ class Rule(HoldsNoTensor):
         """Return what the rule can reach through objects: tensors, and iterators, which may hold tensors."""
         if not self.is_opaque:
             return []
-        return list(reachable_tensors(restore(self.template, [None] * self.count), HELD))
+        return list(reachable_tensors(restore(self.template, [None] * self.closure_count), HELD))
 
     def holds_more_than(self, before: Sequence[Any]) -> bool:
         """Return whether the rule can reach a tensor through an object that `Call.held` did not return."""
@@ -112,7 +112,7 @@ class Rule(HoldsNoTensor):
             transposed: whether the call is for forward mode.
         """
         function = restore(self.template, residuals)
-        values = residuals[self.count : len(self.roles)] if self.has_values else ()
+        values = residuals[self.closure_count : len(self.roles)] if self.has_values else ()
         if not transposed:
             return self.call(function, values, upstream, needed, residuals)
         FORWARD_MODE.append(None)

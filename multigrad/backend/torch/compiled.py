@@ -288,7 +288,7 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any
         rule.specs = specs_of(inputs)
         # The copies of the outputs have the node, so that their derivative is the rule's.
         residuals = run.residuals_with(inputs, copied)
-        function, values = restore(rule.template, residuals), residuals[rule.count :]
+        function, values = restore(rule.template, residuals), residuals[rule.closure_count :]
         state = rule, function, values, current_autocast(), True, len(copied)
         with hide_from_trace():
             _InProgram.apply(state, *inputs, *copied)
