@@ -129,7 +129,7 @@ def test_variables_are_not_passed_if_none_were_read():
 
 def test_a_hybrid_rule_gets_defaults_and_arguments_after_them():
     @op_custom_gradient
-    def op(x, a=1.0, b=2.0):
+    def op(x, a=1.0, b=2.0, *, unused=3.0):
         def rule(x, a, b=2.0, *, upstream):
             return upstream * a * b
 
