@@ -58,7 +58,8 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
         # Those that also depend on tensors that the function closes over.
         if any(map(_is_tracked, others)) or any(map(_is_wrapped, used)):
             run = call.rerun(run.inputs, run.rule)  # on inputs with history
-            others = run.others()
+            run.rule.specs = state.rule.specs
+            state, others = _FunctorchState(call, run), run.others()
             if any(map(is_of_ended_transform, others)):
                 raise TypeError(held(call.name))
         else:
