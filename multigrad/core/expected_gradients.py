@@ -209,6 +209,11 @@ def slot_paths(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Slot]]:
             yield from slot_paths((f"{path}[{key!r}]", child) for key, child in children(template).items())
 
 
+def paths_of(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the path of each tensor in named templates, in the order of their slots."""
+    return [path for path, _ in sorted(slot_paths(named), key=lambda pair: pair[1])]
+
+
 def _summary(answer: Any) -> str:
     """Return the keys, the number of entries or the type of an answer, for a message."""
     if isinstance(answer, Mapping):

@@ -16,7 +16,7 @@ from multigrad.common.reachable import UNREADABLE, reachable_tensors
 from multigrad.common.type_sets import HoldsNoTensor, TypeSet
 from multigrad.core.answer import read
 from multigrad.core.context import Context, restore_context
-from multigrad.core.expected_gradients import Structured, slot_paths
+from multigrad.core.expected_gradients import Structured, paths_of
 from multigrad.core.forms import FLAT, KEYWORD, WHOLE, flat_form
 from multigrad.core.signature import Arguments
 from multigrad.core.structure import FLAT_LAYOUTS, ONE_TENSOR, Layout
@@ -179,8 +179,8 @@ class Rule(HoldsNoTensor):
 
     def _shapes(self, upstream: Sequence[Any]) -> str:
         """Return the shapes of the upstream gradients, and of the inputs that have a gradient."""
-        paths = [path for path, _ in sorted(slot_paths(self.arguments.named()), key=lambda pair: pair[1])]
-        named = zip([*paths, *self.variables.names()], self.specs, strict=True)
+        names = [*paths_of(self.arguments.named()), *self.variables.names()]
+        named = zip(names, self.specs, strict=True)
         shapes = [f"{name}: {shape_text(spec[0])}" for name, spec in named if spec is not None]
         shapes += [f"upstream: {shape_text(u.shape)}" for u in upstream if u is not None]
         return f"with the shapes {', '.join(shapes)}"

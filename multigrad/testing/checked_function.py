@@ -12,7 +12,7 @@ from multigrad import backend
 from multigrad.calculus.flat_function import FlatFunction
 from multigrad.calculus.flat_structure import FlatStructure, flatten
 from multigrad.common.errors import describe, distinct_names, message
-from multigrad.core.expected_gradients import slot_paths
+from multigrad.core.expected_gradients import paths_of
 from multigrad.core.leaves import Refused
 from multigrad.core.signature import name_of, signature_of
 from multigrad.core.structure import Layout
@@ -172,8 +172,7 @@ def _paths(layout: Layout, names: Sequence[str], is_single: bool = False) -> lis
     `names` are the names of the entries of the layout, or of the layout itself if `is_single`.
     """
     templates = [layout.template] if is_single else layout.template
-    paths = sorted(slot_paths(zip(names, templates, strict=True)), key=lambda pair: pair[1])
-    return [path for path, _ in paths]
+    return paths_of(zip(names, templates, strict=True))
 
 
 def _cast(tensor: Any, dtype: str | None) -> Any:

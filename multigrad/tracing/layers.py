@@ -16,13 +16,13 @@ import keras
 
 from multigrad import backend
 from multigrad.common.process_wide import Shared
+from multigrad.core.expected_gradients import paths_of
 from multigrad.core.structure import Slot, leaves_of, rebuild
 from multigrad.op import op_custom_gradient
 from multigrad.tracing.recording import (
     OPEN_TRACES,
     CallRecorder,
     enclose_run,
-    paths_of,
     recorder_here,
     replacing,
     setting,

@@ -7,7 +7,7 @@ no trace is open, `op.apply` is the function of the backend, so that ops have no
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +19,7 @@ from multigrad.common.errors import distinct_names
 from multigrad.common.process_wide import Shared
 from multigrad.common.type_sets import HoldsNoTensor
 from multigrad.core.call import Call, Run
-from multigrad.core.expected_gradients import slot_paths
+from multigrad.core.expected_gradients import paths_of
 from multigrad.core.rule import Rule
 from multigrad.tracing.records import CallRecord, Values
 from multigrad.tracing.trace import Trace
@@ -215,11 +215,6 @@ def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: S
         callback([next(remaining) if present else None for present in is_present])
 
     backend.active.observe(with_none, [tensor for tensor in tensors if tensor is not None])
-
-
-def paths_of(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the path of each tensor in named templates, in the order of their slots."""
-    return [path for path, _ in sorted(slot_paths(named), key=lambda pair: pair[1])]
 
 
 def _input_paths(rule: Rule) -> list[str]:

@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
+from multigrad.common.frameworks import DIFFERENTIATING
 from multigrad.common.type_sets import HoldsNoTensor
 from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, tensor_of
@@ -34,7 +35,7 @@ def replacement(*backends: str, path: str | None = None) -> Callable[[F], F]:
 
     def add(f: F) -> F:
         name = path or f.__name__
-        EVERY[name], FAULTS[name] = f, backends or ("tensorflow", "jax", "torch")
+        EVERY[name], FAULTS[name] = f, backends or DIFFERENTIATING
         f.__doc__ = documentation(f)
         return f
 
