@@ -58,7 +58,6 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
         # Those that also depend on tensors that the function closes over.
         if any(map(_is_tracked, others)) or any(map(_is_wrapped, used)):
             run = call.rerun(run.inputs, run.rule)  # on inputs with history
-            run.rule.specs = state.rule.specs
             state, others = _FunctorchState(call, run), run.others()
             if any(map(is_of_ended_transform, others)):
                 raise TypeError(held(call.name))
@@ -99,7 +98,6 @@ def _run_stripped(
         run = call.run(list(map(strip, tensors)), strip)
         run.lift(call.f)
     run.inputs = [*tensors, *run.originals]
-    run.rule.specs = specs_of(run.inputs)
     outputs = [output.detach() for output in run.outputs]
     tracked = [output for output in run.outputs if _is_tracked(output)]
     if not tracked or call.answers_for_outer_rule(run.inputs):
@@ -159,6 +157,7 @@ class _FunctorchState:
 
     def __init__(self, call: Call, run: Run) -> None:
         self.call, self.rule, self.autocast = call, run.rule, current_autocast()
+        self.rule.specs = specs_of(run.inputs)
         self.inputs, self.outputs = len(run.inputs), len(run.outputs)
 
     def residuals(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
