@@ -142,14 +142,10 @@ class Call:
         """Return the flat outputs in what the function returned, and keep their layout."""
         if type(returned) not in (tuple, list) or len(returned) != 2 or not callable(returned[1]):
             raise self._not_a_pair(returned)
-        output = returned[0]
-        if _TENSORS[type(output)]:
-            self.layout = ONE_TENSOR
-            return (output,)
         try:
-            outputs, self.layout = split(output, search_objects=True)
+            outputs, self.layout = split(returned[0], search_objects=True)
         except Refused as refused:
-            raise refused.error(self.name, [("the output", output)]) from None
+            raise refused.error(self.name, [("the output", returned[0])]) from None
         return outputs
 
     def objects(self) -> Sequence[Any]:
