@@ -17,7 +17,7 @@ from multigrad.common.errors import message
 from multigrad.common.keras_internals import global_state, scope_here, stored_dtype, stored_value
 from multigrad.common.type_sets import HoldsNoTensor
 
-_TENSORS, _CONVERTIBLE = backend.active.TENSORS, backend.active.CONVERTIBLE
+_TENSORS = backend.active.TENSORS
 
 
 class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
@@ -127,8 +127,6 @@ class _Scope(keras.StatelessScope):
         """Return the value of a variable around this scope. None means that Keras reads its stored value."""
         if self.original_scope is not None:
             value = self.original_scope.get_current_value(variable)
-            if _CONVERTIBLE[type(value)] or isinstance(value, (int, float)):
-                return backend.active.as_tensor(value)
             return None if value is stored_value(variable) else value
         if stored_value(variable) is None:
             # It was created in this scope. Keras initializes it when an outermost scope ends.
