@@ -241,6 +241,11 @@ ANSWERS = {
 }
 
 
+def test_explain_keeps_brackets_in_code(capsys):
+    assert main(["explain", "second-derivatives#hessians"]) == 0
+    assert "`vjp(grad(f), x)[1](direction)[0]`" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("first", "question"), [(first, q) for first in ANSWERS for q in ANSWERS[first]])
 def test_explain_answers_a_question_with_the_right_section_first(first, question, capsys, monkeypatch):
     monkeypatch.setattr(explain, "sections", lambda: SECTIONS)

@@ -32,7 +32,7 @@ _TITLE = r"(?P<title>.+?)"
 _ANCHOR = r" \{#(?P<anchor>[\w-]+)[^}\n]*\}"
 _HEADING = re.compile(rf"^(?:\A# |## |###+ (?=.*\{{#)){_TITLE}(?:{_ANCHOR})?$", re.MULTILINE)
 _KEYWORDS = re.compile(r"<!-- keywords: (.*?) -->", re.DOTALL)
-# A link, or code, in which brackets are no links.
+# A link. Code is matched first, because brackets in code are not links.
 _LINK = re.compile(r"```.*?```|`[^`\n]+`|\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)", re.DOTALL)
 _BLOCK = re.compile(r"^```python(?P<title>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 _IMPORT = re.compile(r"^(?:import|from) .+$", re.MULTILINE)

@@ -8,6 +8,7 @@ from cases import W, X, as_meant
 from orders import WS, XS, compiled_orders, first, orders
 from support import close
 
+import multigrad
 from multigrad import op_custom_gradient
 
 
@@ -142,3 +143,58 @@ def test_a_traced_value_is_not_assigned_to_a_variable():
     with pytest.raises(TypeError, match="count: a traced value is assigned"):
         op(jnp.float32(2.0))
     close(count.value, 0.0)
+
+
+class Spiking(keras.layers.Layer):
+    """A layer whose rule alone reads its weight."""
+
+    def build(self, shape):
+        self.slope = self.add_weight((), initializer="ones", trainable=False)
+
+    @op_custom_gradient
+    def call(self, x):
+        return jnp.sign(x), lambda upstream: upstream * 5.0 * self.slope
+
+
+SLOPE = keras.Variable(1.0, trainable=False)
+
+
+@op_custom_gradient
+def spike(x):
+    return jnp.sign(x), lambda upstream: upstream * 5.0 * SLOPE
+
+
+SPIKES = pytest.mark.parametrize("make", [lambda: spike, Spiking], ids=["function", "layer"])
+
+
+@SPIKES
+@pytest.mark.parametrize(
+    "around", [lambda f: f, jax.vmap, jax.checkpoint], ids=["once", "vmap", "checkpoint"]
+)
+def test_a_rule_alone_reads_a_variable(make, around):
+    spiking = make()
+    spiking(X)
+    function = around(lambda x: spiking(x))
+    for compiled in (lambda f: f, multigrad.jit):
+        close(compiled(multigrad.grad(lambda x: jnp.sum(function(x))))(X), jnp.full_like(X, 5.0))
+
+
+@SPIKES
+@pytest.mark.parametrize(
+    "around",
+    [
+        jax.jit,
+        lambda f: lambda x: jax.lax.scan(lambda carry, _: (f(carry), None), x, None, 2)[0],
+        lambda f: lambda x: jax.lax.cond(jnp.sum(x) > 0.0, f, lambda x: x, x),
+    ],
+    ids=["jit", "scan", "cond"],
+)
+def test_a_rule_alone_reads_a_variable_in_an_inner_program(make, around):
+    """Its value belongs to the outer program, which JAX cannot pass to the transpose of the inner one."""
+    spiking = make()
+    spiking(X)
+    gradient = multigrad.jit(multigrad.grad(lambda x: jnp.sum(around(lambda x: spiking(x))(x))))
+    with pytest.raises(
+        TypeError, match=r"the rule reads a variable that the function does not read(.|\n)*got: var"
+    ):
+        gradient(X)
