@@ -77,7 +77,7 @@ MODULES = ("tensorflow", "jax", "torch", "openvino")
 
 # Hide TensorFlow's notices about processor instructions, which would fill the output. Store bytecode, also
 # where the variable of the caller forbids it: without, each process compiles its framework again, in 10 s.
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONDONTWRITEBYTECODE": ""}
+ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "PYTHONDONTWRITEBYTECODE": ""}
 
 # JAX's tests compile thousands of small programs. Fewer optimizations halve the time. JAX aborts on unknown
 # flags, and 0.11.2 has removed one of these, so only sessions with the versions of constraints.txt set them.
@@ -174,7 +174,7 @@ def run_pytest(
 ) -> None:
     """Run tests on one backend, by default all fast ones, after a check that no other one is installed."""
     # One thread per process, because two sessions run at a time and would compete for the cores.
-    environment = QUIET | environment | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    environment = ENVIRONMENT | environment | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-c", _only(backend), env=environment)
     session.run("pytest", *selection, *session.posargs, env=environment)
     discard(session)
@@ -264,7 +264,7 @@ def release(session: nox.Session) -> None:
         files = {"example.py": example, "smoke.py": Path("tests/smoke.py").read_text()}
         for name, code in files.items():
             (Path(folder) / name).write_text(code)
-        environment = QUIET | {"KERAS_BACKEND": "jax"}
+        environment = ENVIRONMENT | {"KERAS_BACKEND": "jax"}
         with session.chdir(folder):
             session.run(python, "-c", _only("jax"), env=environment, external=True)
             output = session.run(python, "example.py", env=environment, external=True, silent=True)
@@ -291,7 +291,7 @@ def package(session: nox.Session) -> None:
     They run on JAX, because it installs fastest.
     """
     install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS["jax"])
-    environment = QUIET | COMPILE_FAST | {"KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
+    environment = ENVIRONMENT | COMPILE_FAST | {"KERAS_BACKEND": "jax", "OMP_NUM_THREADS": "1"}
     session.run("python", "-c", _only("jax"), env=environment)
     session.run("pytest", *(session.posargs or ["-m", "package and not slow"]), env=environment)
     discard(session)
@@ -328,7 +328,7 @@ KERAS_WORDS = "custom_gradient or fake_quant or quantize or int4 or int8 or floa
 def keras_tests(session: nox.Session, backend: str) -> None:
     """Keras's own tests on one backend, with multigrad's op in place of `keras.ops.custom_gradient`."""
     install(session, *GROUPS(PYPROJECT, "test"), "--editable", ".", *REQUIREMENTS[backend])
-    environment = QUIET | {"KERAS_BACKEND": backend, "PYTHONPATH": "tests"}
+    environment = ENVIRONMENT | {"KERAS_BACKEND": backend, "PYTHONPATH": "tests"}
     session.run("python", "-c", _only(backend), env=environment)
     options = ["-n", "2", "-p", "keras_own", "-c", "pyproject.toml", "-W", "ignore", "-k", KERAS_WORDS]
     session.run("pytest", *options, "--pyargs", *KERAS_TESTS, *session.posargs, env=environment)
@@ -341,7 +341,7 @@ def tfp(session: nox.Session) -> None:
     install(session, *tools, "--editable", ".", *backend, "tensorflow-probability")
     # TensorFlow Probability imports tf-keras, which requires another build of TensorFlow.
     install(session, "--no-deps", "tf-keras")
-    environment = QUIET | {"KERAS_BACKEND": "tensorflow"}
+    environment = ENVIRONMENT | {"KERAS_BACKEND": "tensorflow"}
     # Without the package, the test would skip the example.
     session.run("python", "-c", "import tensorflow_probability", env=environment)
     # TensorFlow Probability (0.25) uses the deprecated distutils.
@@ -369,7 +369,7 @@ def export(session: nox.Session) -> None:
     # A converter requires anyio (4.14), whose pytest plugin uses names that are deprecated in pytest 9.1.
     pytest = ("pytest", "-p", "no:anyio", "tests/export", *session.posargs)
     for backend in ("tensorflow", "jax", "torch"):
-        session.run(*pytest, env=QUIET | {"KERAS_BACKEND": backend})
+        session.run(*pytest, env=ENVIRONMENT | {"KERAS_BACKEND": backend})
 
 
 @nox.session(default=False)
@@ -379,7 +379,7 @@ def planted_faults(session: nox.Session) -> None:
     session.run("python", "-c", ALL_INSTALLED)
     for backend in DIFFERENTIATING:
         command = ("python", "tests/mutants.py", "planted", *session.posargs)
-        session.run(*command, env=QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"})
+        session.run(*command, env=ENVIRONMENT | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)
@@ -387,7 +387,7 @@ def planted_faults(session: nox.Session) -> None:
 def mutants(session: nox.Session, backend: str) -> None:
     """Random faults in a copy of the package, on one backend; `-- 30 7` takes 30 of them with the seed 7."""
     install(session, *GROUPS(PYPROJECT, "test"), "coverage", "--editable", ".", *REQUIREMENTS[backend])
-    environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    environment = ENVIRONMENT | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     environment |= COMPILE_FAST if backend == "jax" else {}
     session.run("python", "-c", _only(backend), env=environment)
     session.run("python", "tests/mutants.py", *session.posargs, env=environment)
@@ -398,7 +398,7 @@ def mutants(session: nox.Session, backend: str) -> None:
 def audit(session: nox.Session, backend: str) -> None:
     """Audit the gradients of `keras.ops` on one backend, and store them; `-- hypot` prints those of an op."""
     install(session, "--editable", ".", *REQUIREMENTS[backend])
-    environment = QUIET | {"KERAS_BACKEND": backend, "PYTHONPATH": "tests"}
+    environment = ENVIRONMENT | {"KERAS_BACKEND": backend, "PYTHONPATH": "tests"}
     environment |= COMPILE_FAST if backend == "jax" else {}
     session.run("python", "-m", "audit", *session.posargs, env=environment)
 
@@ -417,7 +417,7 @@ def bench(session: nox.Session, backend: str) -> None:
     """The overhead of an op on one backend, compared with hand-written rules. `-- --help` lists options."""
     install(session, *GROUPS(PYPROJECT, "bench"), "--editable", ".", *REQUIREMENTS[backend])
     # One thread, because work in other threads would hide the overhead.
-    environment = QUIET | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    environment = ENVIRONMENT | {"KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "benchmarks", *session.posargs, env=environment)
 
 
@@ -431,4 +431,4 @@ def gpu(session: nox.Session, backend: str) -> None:
     """
     frameworks = (FOR_A_GPU if shutil.which("nvidia-smi") else REQUIREMENTS)[backend]
     install(session, *GROUPS(PYPROJECT, "test", "bench"), "--editable", ".", *frameworks)
-    session.run("python", "-m", "benchmarks.accelerator", backend, *session.posargs, env=QUIET)
+    session.run("python", "-m", "benchmarks.accelerator", backend, *session.posargs, env=ENVIRONMENT)
