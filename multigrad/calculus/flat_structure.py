@@ -9,7 +9,7 @@ from multigrad import backend
 from multigrad.calculus.validation import holds_numbers, is_complex
 from multigrad.common.errors import describe, message, shape_text
 from multigrad.core.leaves import to_tensor
-from multigrad.core.structure import Layout, Slot, children, leaves_of, outline, split
+from multigrad.core.structure import ONE_TENSOR, Layout, Slot, children, leaves_of, outline, split
 
 
 class FlatStructure(NamedTuple):
@@ -50,6 +50,8 @@ class FlatStructure(NamedTuple):
             name, argument: the function and the argument that error messages name.
             structure: the tangents of these primals, or the upstream gradient of this output.
         """
+        if self.layout is ONE_TENSOR and backend.active.TENSORS[type(structure)]:
+            return [_convert_like(name, argument, tensor, structure) for tensor in self.differentiable]
         template = self.unflatten_with_none([Slot(index) for index in range(len(self.differentiable))])
         try:
             tree.assert_same_structure(template, structure)
@@ -97,6 +99,8 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
     """Convert a leaf to a tensor of the dtype of `tensor`, and check that it has the same shape."""
     if leaf is None:
         return ops.zeros_like(tensor)
+    if _is_like(tensor, leaf):
+        return leaf  # the common case: there is nothing to convert
     if not (holds_numbers(leaf) or isinstance(leaf, int)):
         raise TypeError(
             message(
@@ -134,6 +138,12 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
             )
         )
     return converted
+
+
+def _is_like(tensor: Any, leaf: Any) -> bool:
+    """Return whether a leaf is a tensor of the same type, shape, dtype and device as `tensor`."""
+    is_alike = type(leaf) is type(tensor) and leaf.dtype == tensor.dtype and leaf.shape == tensor.shape
+    return is_alike and (not backend.active.HAS_DEVICES or leaf.device == tensor.device)
 
 
 def _is_compatible(left: Sequence[int | None], right: Sequence[int | None]) -> bool:

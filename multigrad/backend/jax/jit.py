@@ -7,7 +7,7 @@ which variables these are.
 """
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,8 @@ class _CompiledFunction:
         self._donate = bool(options.pop("donate", True))
         self._options = options
         self._static_names, self._static_positions = frozenset(static), frozenset(static.values())
-        self._programs: dict[Hashable, _Program] = {}
+        self._programs: dict[Any, _Program] = {}
+        """The programs, by the structures of their arguments, of which static ones are a part."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:
@@ -74,30 +75,21 @@ class _CompiledFunction:
         if self._static_names:
             args = tuple([_Static(a) if i in self._static_positions else a for i, a in enumerate(args)])
             kwargs = {k: _Static(a) if k in self._static_names else a for k, a in kwargs.items()}
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        traced, static = [], []
-        for index, leaf in enumerate(leaves):
-            if TENSORS[type(leaf)] or NUMBERS[type(leaf)]:
-                traced.append(leaf)
-            elif FOREIGN[type(leaf)]:
-                traced.append(to_numpy(leaf))
-            else:
-                static.append((index, leaf if type(leaf) is _Static else _Static(leaf)))
-        key = structure, tuple(static)
+        arguments = jax.tree.map(_as_argument, (args, kwargs))
+        structure = jax.tree.structure(arguments)
         try:
-            program = self._programs.get(key)
+            program = self._programs.get(structure)
         except TypeError as error:
-            raise self._without_hash(static) from error
+            raise self._without_hash(arguments) from error
         if program is None:
-            flat = _Flat(self._function, structure, static)
-            program = _Program(self.name, flat, self._options, (), ())
+            program = _Program(self.name, self._function, self._options, (), ())
         for _ in range(_MOST_TRACES):
             try:
-                output = program(traced, self._donate)
+                output = program(arguments, self._donate)
             except _OtherVariables as error:
                 program = program.with_variables(error.read, error.assigned)
                 continue
-            self._programs[key] = program
+            self._programs[structure] = program
             return output
         raise ValueError(
             message(
@@ -109,9 +101,9 @@ class _CompiledFunction:
             )
         )
 
-    def _without_hash(self, static: Sequence[tuple[int, "_Static"]]) -> TypeError:
-        values = [value for _, leaf in static if (value := leaf.value) is not None]
-        without = [value for value in values if not _has_hash(value)]
+    def _without_hash(self, arguments: Any) -> TypeError:
+        leaves = jax.tree.leaves(arguments, is_leaf=_is_static)
+        without = [leaf.value for leaf in leaves if _is_static(leaf) and not _has_hash(leaf)]
         return TypeError(
             message(
                 self.name,
@@ -123,8 +115,12 @@ class _CompiledFunction:
         )
 
 
+@jax.tree_util.register_static
 class _Static:
-    """An argument that is a constant of the trace. It is compared by value, and a Variable by identity."""
+    """An argument that is a constant of the trace: a part of the structure of the arguments, for JAX.
+
+    It is compared by value, and a Variable by identity.
+    """
 
     __slots__ = ("value",)
 
@@ -144,28 +140,27 @@ class _Static:
         return bool(self.value == other.value)
 
 
-def _has_hash(value: Any) -> bool:
+def _is_static(leaf: Any) -> bool:
+    return type(leaf) is _Static
+
+
+def _has_hash(static: _Static) -> bool:
     try:
-        hash(_Static(value))
+        hash(static)
     except TypeError:
         return False
     return True
 
 
-class _Flat:
-    """A function of the arrays among its arguments."""
+def _as_argument(leaf: Any) -> Any:
+    """Return a leaf of the arguments as `jax.jit` takes it."""
+    if TENSORS[type(leaf)] or NUMBERS[type(leaf)]:
+        return leaf
+    return to_numpy(leaf) if FOREIGN[type(leaf)] else _Static(leaf)
 
-    def __init__(
-        self, function: Callable[..., Any], structure: Any, static: Sequence[tuple[int, _Static]]
-    ) -> None:
-        self.function, self.structure, self.static = function, structure, static
 
-    def __call__(self, arrays: Sequence[Any]) -> Any:
-        leaves = list(arrays)
-        for index, leaf in self.static:
-            leaves.insert(index, leaf.value)
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        return jax.tree.map(_as_array, self.function(*args, **kwargs))
+def _without_static(leaf: Any) -> Any:
+    return leaf.value if _is_static(leaf) else leaf
 
 
 def _as_array(leaf: Any) -> Any:
@@ -185,7 +180,7 @@ class _Program:
 
     Arguments:
         name: the name of the function in messages.
-        flat: the function of the arrays in the arguments.
+        function: the function of the user.
         options: the options of `jax.jit`.
         assigned: the variables that the function assigns. Their values are inputs and outputs.
         read: other variables, whose values are inputs.
@@ -194,31 +189,31 @@ class _Program:
     def __init__(
         self,
         name: str,
-        flat: Callable[..., Any],
+        function: Callable[..., Any],
         options: Mapping[str, Any],
         assigned: Sequence[keras.Variable],
         read: Sequence[keras.Variable],
     ) -> None:
-        self._name, self._flat, self._options = name, flat, options
+        self._name, self._function, self._options = name, function, options
         self._assigned, self._read = assigned, read
 
-        def stateless(old: Sequence[Any], constant: Sequence[Any], arrays: Sequence[Any]) -> Any:
-            return self._run(old, constant, arrays)
+        def stateless(old: Sequence[Any], constant: Sequence[Any], arguments: Any) -> Any:
+            return self._run(old, constant, arguments)
 
         stateless.__name__ = stateless.__qualname__ = name  # the name of the program in profiles
         self._keeping = jax.jit(stateless, **options)
         self._donating = jax.jit(stateless, donate_argnums=0, **options)
 
-    def __call__(self, arrays: Sequence[Any], donate: bool) -> Any:
+    def __call__(self, arguments: Any, donate: bool) -> Any:
         around = scope_here()
         old = [_current(variable, around) for variable in self._assigned]
         old = [_strong(value) if value.weak_type else value for value in old]
         constant = [_current(variable, around) for variable in self._read]
-        is_concrete = around is None and not any_traced([*old, *constant, *arrays])
+        is_concrete = around is None and not any_traced([*old, *constant, *jax.tree.leaves(arguments)])
         if donate and old and is_concrete:
-            output, new = self._donating(_copy_shared(old), constant, arrays)
+            output, new = self._donating(_copy_shared(old), constant, arguments)
         else:
-            output, new = self._keeping(old, constant, arrays)
+            output, new = self._keeping(old, constant, arguments)
         if is_concrete and not any_traced(new):
             for variable, value in zip(self._assigned, new, strict=True):
                 set_stored_value(variable, value)
@@ -227,11 +222,12 @@ class _Program:
             assign(variable, value)
         return output
 
-    def _run(self, old: Sequence[Any], constant: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    def _run(self, old: Sequence[Any], constant: Sequence[Any], arguments: Any) -> Any:
         """Run the function where its variables have these values. JAX traces this."""
         scope = _VariableScope([*self._assigned, *self._read], [*old, *constant])
         with scope:
-            output = self._flat(arrays)
+            args, kwargs = jax.tree.map(_without_static, arguments, is_leaf=_is_static)
+            output = jax.tree.map(_as_array, self._function(*args, **kwargs))
         if scope.others or not {*map(id, self._assigned)}.issuperset(scope.assigned):
             raise _OtherVariables(scope.others.values(), scope.assigned.values())
         new = [scope.current[id(variable)] for variable in self._assigned]
@@ -247,7 +243,7 @@ class _Program:
         inputs = {id(v): v for v in (*self._read, *read) if id(v) not in outputs}
         if scope_here() is None:
             self._initialize([*outputs.values(), *inputs.values()])
-        return _Program(self._name, self._flat, self._options, [*outputs.values()], [*inputs.values()])
+        return _Program(self._name, self._function, self._options, [*outputs.values()], [*inputs.values()])
 
     def _initialize(self, variables: Sequence[keras.Variable]) -> None:
         """Initialize the variables that a trace created, for which Keras waits until a scope ends."""

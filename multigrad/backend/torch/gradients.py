@@ -86,6 +86,8 @@ def _value_and_grad_by_backward_pass(
 
 def _detached(structure: Any) -> Any:
     """Return a structure with its tensors detached."""
+    if type(structure) in (tuple, list):  # keras.tree takes 20 us here, a tenth of a small gradient
+        return type(structure)(map(_detached, structure))
     return keras.tree.map_structure(
         lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, structure
     )
@@ -295,8 +297,10 @@ def _with_tensor_aux(
         return value, [leaf for leaf in last[1] if isinstance(leaf, torch.Tensor)]
 
     def with_aux(tensors: Sequence[torch.Tensor]) -> Any:
-        remaining = iter(tensors)
         aux, leaves = last
+        if not tensors:
+            return aux
+        remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return keras.tree.pack_sequence_as(aux, leaves)
 
