@@ -146,9 +146,8 @@ def constant(function: F) -> F:
     return function
 
 
-def is_reading_code() -> bool:
-    """Return whether a compiler of Python code, such as Dynamo, traces this code."""
-    return False
+is_reading_code: Callable[[], bool] = bool
+"""Return whether a compiler of Python code, such as Dynamo, traces this code. `bool()` is False."""
 
 
 def defaults_of(function: types.FunctionType) -> int:

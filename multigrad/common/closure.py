@@ -37,25 +37,24 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
     """
     if type(obj) is types.FunctionType and _has_only_cells(obj):
         cells = obj.__closure__ or ()
-        contents = [content_of(cell) for cell in cells]
-        for content in contents:
-            if not tensor_types[type(content)]:
-                break
-        else:
-            return contents, (obj.__code__, obj.__globals__, None) if contents else obj, False
-        tensors, opaque = [], False
-        kept: list[Any] = list(cells)
-        for index, content in enumerate(contents):
+        tensors: list[Any] = []
+        others: list[Any] = []  # the cells without a tensor, and None for the others
+        opaque = False
+        for cell in cells:
+            content = content_of(cell)
             kind = type(content)
             if tensor_types[kind]:
                 tensors.append(content)
-                kept[index] = None
+                others.append(None)
+            elif ATOMS[kind] or kind is types.ModuleType:
+                others.append(cell)
             elif _is_opaque_object(content):  # `self` of a method
+                others.append(cell)
                 opaque = True
-            elif not (ATOMS[kind] or kind is types.ModuleType):
+            else:
                 break
         else:
-            return tensors, (obj.__code__, obj.__globals__, kept) if tensors else obj, opaque
+            return tensors, (obj.__code__, obj.__globals__, others) if tensors else obj, opaque
     walk = _Walk(tensor_types, frozenset(_cells_of(owner)), frozenset(_assigned_cell_ids(obj, set())))
     build = walk.builder(obj)
     return walk.tensors, obj if build is None else build, walk.opaque
@@ -64,12 +63,9 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
     """Return a copy of the lifted object with the first of these tensors."""
     if type(template) is tuple:
-        code, scope, kept = template
-        if kept is None:
-            cells = tuple([types.CellType(tensor) for tensor in tensors[: len(code.co_freevars)]])
-        else:
-            new = iter(tensors)
-            cells = tuple([types.CellType(next(new)) if cell is None else cell for cell in kept])
+        code, scope, others = template
+        new = iter(tensors)
+        cells = tuple([types.CellType(next(new)) if cell is None else cell for cell in others])
         return types.FunctionType(code, scope, None, None, cells)
     return template(tensors, {}) if type(template) is _Template else template
 
