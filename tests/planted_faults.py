@@ -29,7 +29,7 @@ FAULTS = [
     ),
     Fault(
         "a rule reads later values of other variables", "torch", "core/rule.py",
-        "return RuleScope(self.variables, values, self.outer_scope, self.name)",
+        "return RuleScope(self.variables, scope_values, self.outer_scope, self.name)",
         "return RuleScope(self.variables, values, None, self.name)",
         "tests/test_variables.py::test_a_rule_runs_after_the_scope_of_its_values_has_ended",
     ),
@@ -41,8 +41,8 @@ FAULTS = [
     ),
     Fault(
         "a rule is called twice", "jax", "core/rule.py",
-        "return function(upstream[0])",
-        "return [function(upstream[0]), function(upstream[0])][0]",
+        "return user_rule(upstream[0])",
+        "return [user_rule(upstream[0]), user_rule(upstream[0])][0]",
         "tests/transforms/on_jax/test_jit.py::test_the_function_and_its_rule_are_traced_once",
     ),
     Fault(
@@ -188,13 +188,13 @@ FAULTS = [
     ),
     Fault(
         "flat upstream gradients have the order of the structure's reverse", ALL, "core/rule.py",
-        "return function(*upstream, **more)",
-        "return function(*upstream[::-1], **more)",
+        "return user_rule(*upstream, **more)",
+        "return user_rule(*upstream[::-1], **more)",
     ),
     Fault(
         "a rule gets the arguments of the op in another order", ALL, "core/call.py",
-        "function = functools.partial(function, *arguments[:count])",
-        "function = functools.partial(function, *arguments[:count][::-1])",
+        "user_rule = functools.partial(user_rule, *arguments[:count])",
+        "user_rule = functools.partial(user_rule, *arguments[:count][::-1])",
     ),
     Fault(
         "residuals that are one tensor are saved once or twice", "torch", "backend/torch/eager.py",
@@ -222,13 +222,13 @@ FAULTS = [
     ),
     Fault(
         "a rule reads the values that variables have in the backward pass", ALL, "core/rule.py",
-        "scope = self.scope_of(values) if",
+        "scope = self.scope_of(scope_values) if",
         "scope = ReadOnly() if",
     ),
     Fault(
         "a lazy gradient reads a variable outside of the scope of its rule", ALL, "core/rule.py",
-        "            answer = self._answer(function, upstream)\n",
-        "            answer = self._answer(function, upstream)\n        with contextlib.nullcontext():\n",
+        "            answer = self._answer(user_rule, upstream)\n",
+        "            answer = self._answer(user_rule, upstream)\n        with contextlib.nullcontext():\n",
     ),
     Fault(
         "the second weight is dropped", ALL, "core/variables.py",

@@ -89,10 +89,10 @@ def classify(residuals: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[
     return [roles.get(id(residual), OTHER) for residual in residuals]
 
 
-def residuals_in(roles: Sequence[int], known: Sequence[Any], others: Iterable[Any]) -> list[Any]:
-    """Return the residuals with these roles among the inputs and outputs `known`, and the other residuals."""
+def residuals_in(roles: Sequence[int], tensors: Sequence[Any], others: Iterable[Any]) -> list[Any]:
+    """Return the residuals with these roles among `tensors`, the inputs and outputs, and the others."""
     remaining = iter(others)
-    return [next(remaining) if role == OTHER else known[role] for role in roles]
+    return [next(remaining) if role == OTHER else tensors[role] for role in roles]
 
 
 _STRUCTURED = TypeSet(

@@ -1,7 +1,7 @@
 """Read and check the answer of a rule: one gradient for each tensor argument.
 
-A rule may return its gradients in several structures. `read` returns one gradient per tensor, with the shape
-and dtype of the argument, and None for zero.
+A rule may return its gradients in several structures. `read_answer` returns one gradient per tensor, with the
+shape and dtype of the argument, and None for zero.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ _DEVICES = backend.active.HAS_DEVICES
 _SEQUENCES = (tuple, list)
 
 
-def read(
+def read_answer(
     arguments: Arguments,
     answer: Any,
     specs: list[Spec | None],
@@ -70,7 +70,7 @@ def read(
                 break
         else:
             return entries
-    return _Reader(arguments, specs, structured).read(answer, needed)
+    return _Reader(arguments, specs, structured).gradients(answer, needed)
 
 
 class _Lazy:
@@ -120,7 +120,7 @@ class _Reader(ExpectedGradients):
 
     __slots__ = ()
 
-    def read(self, answer: Any, needed: Sequence[bool]) -> list[Any]:
+    def gradients(self, answer: Any, needed: Sequence[bool]) -> list[Any]:
         """Return the gradients, None for each that is zero or not needed."""
         gradients: list[Any] = []
         for i, (entry, need) in enumerate(zip(self._entries(answer), needed, strict=True)):

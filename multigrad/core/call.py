@@ -57,7 +57,7 @@ class Call:
         self.layout: Layout = ONE_TENSOR
         """The layout of the output, which the run of the function sets."""
 
-    def run(self, tensors: Sequence[Any], read_as: Callable[[Any], Any] | None = None) -> "Run":
+    def run(self, tensors: Sequence[Any], strip: Callable[[Any], Any] | None = None) -> "Run":
         """Run the function.
 
         The inputs of the run are the object `tensors`, or `tensors` followed by the values of the trainable
@@ -69,22 +69,22 @@ class Call:
         """
         scope, context = _Reads(), current_context()
         scope.name = self.name
-        if read_as is not None:
-            scope.read_as = read_as
+        if strip is not None:
+            scope.strip = strip
         with scope:
             returned = self.f(*tensors) if self.arguments.is_flat else self.arguments.call(self.f, tensors)
             outputs = self._split(returned)  # an output can be a variable, which is read here
-        function, outer_scope = returned[1], scope.original_scope
+        user_rule, outer_scope = returned[1], scope.original_scope
         if type(outer_scope) is ReadOnly:  # of an outer rule: it has no values
             outer_scope = None
         # The common case: one tensor, a plain rule and no variables.
         is_common = outer_scope is None and not (scope.variables or scope.state)
-        if is_common and self.layout is ONE_TENSOR and is_plain(function):
-            scope.read_as = None  # an op in the function keeps the scope
-            return Run(outputs, tensors, function, Rule(self.arguments, context))
-        run = self._result(function, outputs, tensors, scope, outer_scope, context)
-        run.originals = scope.originals() if read_as is not None else scope.values
-        scope.read_as = None
+        if is_common and self.layout is ONE_TENSOR and is_plain(user_rule):
+            scope.strip = None  # an op in the function keeps the scope
+            return Run(outputs, tensors, user_rule, Rule(self.arguments, context))
+        run = self._result(user_rule, outputs, tensors, scope, outer_scope, context)
+        run.originals = scope.originals() if strip is not None else scope.values
+        scope.strip = None
         return run
 
     def outputs(self, tensors: Sequence[Any]) -> Sequence[Any]:
@@ -111,7 +111,7 @@ class Call:
 
     def _result(
         self,
-        function: Callable[..., Any],
+        user_rule: Callable[..., Any],
         outputs: Sequence[Any],
         tensors: Sequence[Any],
         scope: Reads | Pinned,
@@ -119,20 +119,20 @@ class Call:
         context: Context | None,
     ) -> "Run":
         """Return the result of a run that returned these outputs, and this function as the rule."""
-        binding, variables = self.arguments.binding, scope.read()
+        binding, variables = self.arguments.binding, scope.as_variables()
         rule = Rule(self.arguments, context)
-        rule.form, takes = form_of(self.name, function, binding, len(outputs))
-        rule.gets_variables = gets_variables(self.name, function, takes, variables)
+        rule.form, takes_variables = form_of(self.name, user_rule, binding, len(outputs))
+        rule.gets_variables = gets_variables(self.name, user_rule, takes_variables, variables)
         if rule.form == HYBRID:
             arguments = self.arguments.layout.join(tensors)
-            count = arguments_for(self.name, function, binding)
-            function = functools.partial(function, *arguments[:count])
+            count = arguments_for(self.name, user_rule, binding)
+            user_rule = functools.partial(user_rule, *arguments[:count])
         rule.output, rule.variables, rule.outer_scope = self.layout, variables, outer_scope
         rule.is_plain = False
-        run = Run(outputs, (*tensors, *scope.values) if variables else tensors, function, rule)
-        rule.has_values = bool(rule.gets_variables or outer_scope is not None or variables.state)
-        if rule.has_values:
-            run.values = [
+        run = Run(outputs, (*tensors, *scope.values) if variables else tensors, user_rule, rule)
+        rule.has_scope_values = bool(rule.gets_variables or outer_scope is not None or variables.state)
+        if rule.has_scope_values:
+            run.scope_values = [
                 *(scope.final_values() if scope.assigned else scope.values),
                 *[value for _, value in variables.state],
             ]
@@ -195,39 +195,39 @@ class Run:
         outputs: the flat outputs.
         inputs: the inputs by position: the tensors of the call, then the values of the trainable variables
             that the function read. The rule returns their gradients.
-        function: the rule as the function returned it.
-        rule: the rule without its residuals, which `lift` completes.
+        user_rule: the rule as the function returned it.
+        rule: what calls it, which `lift` completes.
     """
 
-    __slots__ = ("function", "inputs", "originals", "outputs", "residuals", "rule", "values")
+    __slots__ = ("inputs", "originals", "outputs", "residuals", "rule", "scope_values", "user_rule")
 
-    values: Sequence[Any]
+    scope_values: Sequence[Any]
     """The values of the variables, and of their state, in the scope of the rule."""
     originals: Sequence[Any]
-    """The values of the trainable variables that were read, with the history that `read_as` strips."""
+    """The values of the trainable variables that were read, with the history that `strip` strips."""
     residuals: list[Any]
-    """The tensors in the closure of the rule, followed by `values`. `lift` sets them."""
+    """The tensors in the closure of the rule, followed by `scope_values`. `lift` sets them."""
 
     def __init__(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], function: Callable[..., Any], rule: Rule
+        self, outputs: Sequence[Any], inputs: Sequence[Any], user_rule: Callable[..., Any], rule: Rule
     ) -> None:
-        self.outputs, self.inputs, self.function, self.rule = outputs, inputs, function, rule
-        self.values = self.originals = ()
+        self.outputs, self.inputs, self.user_rule, self.rule = outputs, inputs, user_rule, rule
+        self.scope_values = self.originals = ()
 
     def lift(self, owner: Any) -> Rule:
         """Find the residuals of the rule, which the function `owner` returned, and return the rule."""
         rule = self.rule
-        residuals, rule.template, rule.is_opaque = lift(self.function, _TENSORS, owner)
+        residuals, rule.template, rule.is_opaque = lift(self.user_rule, _TENSORS, owner)
         rule.closure_count = len(residuals)
-        self.residuals = [*residuals, *self.values] if rule.has_values else residuals
+        self.residuals = [*residuals, *self.scope_values] if rule.has_scope_values else residuals
         rule.roles = classify(self.residuals, self.inputs, self.outputs)
         return rule
 
-    def others(self) -> list[Any]:
+    def other_residuals(self) -> list[Any]:
         """Return the residuals that are neither inputs nor outputs."""
         pairs = zip(self.residuals, self.rule.roles, strict=True)
         return [residual for residual, role in pairs if role == OTHER]
 
     def residuals_with(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the residuals, with these inputs and outputs in place of those of the run."""
-        return residuals_in(self.rule.roles, (*inputs, *outputs), self.others())
+        return residuals_in(self.rule.roles, (*inputs, *outputs), self.other_residuals())

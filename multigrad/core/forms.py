@@ -31,7 +31,7 @@ class RuleSignature(NamedTuple):
     """The number of positional parameters without a default, except `upstream`."""
     accepted: float = 0
     """The number of the op's positional arguments that a HYBRID rule can take."""
-    takes: str = REFUSED
+    takes_variables: str = REFUSED
     """Whether the rule takes variables."""
     arguments: tuple[str, ...] = ()
     """HYBRID: the names of the positional parameters before `upstream`."""
@@ -42,18 +42,18 @@ class RuleSignature(NamedTuple):
 _Parameters = Sequence[inspect.Parameter]
 
 
-def _read(signature: inspect.Signature) -> RuleSignature:
+def _form_in(signature: inspect.Signature) -> RuleSignature:
     """Return the form of a rule with this signature."""
     parameters = list(signature.parameters.values())
     if len(parameters) == 1 and parameters[0].kind in POSITIONAL:
         return RuleSignature(WHOLE)  # whatever its name
-    takes = _takes_variables(parameters)
+    takes_variables = _takes_variables(parameters)
     parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
     for form in (_hybrid, _keyword, _whole, _flat):
         read = form(parameters)
         if read is not None:
-            return read._replace(takes=takes)
-    return RuleSignature(takes=takes)
+            return read._replace(takes_variables=takes_variables)
+    return RuleSignature(takes_variables=takes_variables)
 
 
 def _hybrid(parameters: _Parameters) -> RuleSignature | None:
@@ -132,7 +132,7 @@ def _signature_of(op: str, rule: Any) -> RuleSignature:
         if not wrapper:
             return _signature_of_code(code, backend.active.defaults_of(rule), _keyword_defaults(rule))
     try:
-        return _read(inspect.signature(rule))
+        return _form_in(inspect.signature(rule))
     except (TypeError, ValueError) as error:
         raise TypeError(
             message(
@@ -169,7 +169,7 @@ def _cached_signature(
     empty = tuple(types.CellType() for _ in code.co_freevars)
     function = types.FunctionType(code, {}, None, (None,) * defaults, empty)
     function.__kwdefaults__ = dict.fromkeys(keyword_defaults)
-    return _read(inspect.signature(function))
+    return _form_in(inspect.signature(function))
 
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
@@ -205,11 +205,11 @@ def form_of(op: str, rule: Any, binding: Binding, outputs: int) -> tuple[str, st
             for name in (*signature.arguments[count:], *signature.later):
                 if name in passed and name not in bound:
                     raise _default_instead_of_argument(op, rule, name)
-            return HYBRID, signature.takes
+            return HYBRID, signature.takes_variables
     elif signature.form is not None:
-        return signature.form, signature.takes
+        return signature.form, signature.takes_variables
     elif signature.required == outputs > 1:
-        return FLAT, signature.takes
+        return FLAT, signature.takes_variables
     raise OpError(
         message(
             op,
@@ -290,7 +290,7 @@ def _default_instead_of_argument(op: str, rule: Any, name: str) -> TypeError:
     )
 
 
-def gets_variables(op: str, rule: Any, takes: str, read: Variables) -> bool:
+def gets_variables(op: str, rule: Any, takes_variables: str, variables: Variables) -> bool:
     """Return whether `rule` is passed the variables that the function read.
 
     A rule that requires them gets an empty list if the function read none, as with a frozen layer.
@@ -298,23 +298,23 @@ def gets_variables(op: str, rule: Any, takes: str, read: Variables) -> bool:
     Arguments:
         op: the name of the op in messages.
         rule: the rule.
-        takes: REFUSED, OPTIONAL or REQUIRED, as `form_of` returns it.
-        read: the variables.
+        takes_variables: REFUSED, OPTIONAL or REQUIRED, as `form_of` returns it.
+        variables: the variables that the function read.
 
     Raises:
         TypeError: if the function read variables and the rule has no parameter for them.
     """
-    if read and takes == REFUSED:
+    if variables and takes_variables == REFUSED:
         raise OpError(
             message(
                 op,
                 "the function reads trainable variables, for which its rule has no gradient",
                 required="a rule with a parameter `variables`, which returns "
                 "`(gradients, gradients_of_variables)`",
-                got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(read.names())}",
+                got=f"{name_of(rule)}{inspect.signature(rule)}, and {', '.join(variables.names())}",
                 fix=f"{_did_you_mean(rule)}write the rule as `def rule(upstream, variables)`, or pass the "
                 "variables as arguments",
                 see="variables-and-layers#weights",
             )
         )
-    return takes == REQUIRED or (takes == OPTIONAL and bool(read))
+    return takes_variables == REQUIRED or (takes_variables == OPTIONAL and bool(variables))

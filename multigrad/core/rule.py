@@ -14,7 +14,7 @@ from multigrad.common.errors import describe, message, shape_text
 from multigrad.common.process_wide import FORWARD_MODE
 from multigrad.common.reachable import UNREADABLE, reachable_tensors
 from multigrad.common.type_sets import HoldsNoTensor, TypeSet
-from multigrad.core.answer import read
+from multigrad.core.answer import read_answer
 from multigrad.core.context import Context, restore_context
 from multigrad.core.expected_gradients import Structured, paths_of
 from multigrad.core.forms import FLAT, KEYWORD, WHOLE, flat_form
@@ -50,7 +50,7 @@ class Rule(HoldsNoTensor):
     """Whether the rule gets these variables."""
     outer_scope: keras.StatelessScope | None = None
     """The scope that was active around the call, from which Keras reads variables."""
-    has_values = False
+    has_scope_values = False
     """Whether the last residuals are values of the variables, and of their state, for the rule's scope."""
 
     template: Any
@@ -85,14 +85,14 @@ class Rule(HoldsNoTensor):
         """
         return ReadBy(reader)
 
-    def scope_of(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
+    def scope_of(self, scope_values: Sequence[Any]) -> AbstractContextManager[Any]:
         """Return the scope in which the rule reads variables, with these values.
 
         A compiler that cannot enter it in the backward pass enters it around the op.
         """
-        if not self.has_values:
+        if not self.has_scope_values:
             return _NO_CONTEXT
-        return RuleScope(self.variables, values, self.outer_scope, self.name)
+        return RuleScope(self.variables, scope_values, self.outer_scope, self.name)
 
     def pull(
         self,
@@ -111,21 +111,21 @@ class Rule(HoldsNoTensor):
             needed: for each input, whether its gradient is used.
             transposed: whether the call is for forward mode.
         """
-        function = restore(self.template, residuals)
-        values = residuals[self.closure_count : len(self.roles)] if self.has_values else ()
+        user_rule = restore(self.template, residuals)
+        scope_values = residuals[self.closure_count : len(self.roles)] if self.has_scope_values else ()
         if not transposed:
-            return self.call(function, values, upstream, needed, residuals)
+            return self.call(user_rule, scope_values, upstream, needed, residuals)
         FORWARD_MODE.append(None)
         try:
             # Not `self.call`, which a trace overrides to record a step of the backward pass.
-            return Rule.call(self, function, values, upstream, needed, residuals)
+            return Rule.call(self, user_rule, scope_values, upstream, needed, residuals)
         finally:
             FORWARD_MODE.pop()
 
     def call(
         self,
-        function: Callable[..., Any],
-        values: Sequence[Any],
+        user_rule: Callable[..., Any],
+        scope_values: Sequence[Any],
         upstream: Sequence[Any],
         needed: Sequence[bool],
         residuals: Sequence[Any] | None = None,
@@ -133,8 +133,8 @@ class Rule(HoldsNoTensor):
         """Call the rule as a function, and return what `pull` returns.
 
         Arguments:
-            function: the rule, with its residuals.
-            values: the values of the variables in its scope.
+            user_rule: the rule as its function returned it, with its residuals.
+            scope_values: the values of the variables in its scope.
             upstream, needed: as for `pull`.
             residuals: the residuals, if they have been lifted.
         """
@@ -143,30 +143,32 @@ class Rule(HoldsNoTensor):
         if _framework.is_reading_code():  # Dynamo enters no scope in a rule, and itself refuses assignments
             scope = _NO_CONTEXT
         else:
-            scope = self.scope_of(values) if self.has_values else ReadOnly()
+            scope = self.scope_of(scope_values) if self.has_scope_values else ReadOnly()
             scope.name = self.name
             if residuals is not None:
                 scope.rule, scope.residuals = self, residuals
         with context, scope:  # also while the answer is read, because lazy gradients may read variables
-            answer = self._answer(function, upstream)
+            answer = self._answer(user_rule, upstream)
             if answer is None:
                 raise self._no_answer()
             structured = (upstream, self.specs) if len(upstream) > 1 and self.form != FLAT else None
             if self.gets_variables:
                 return self._read_with_variables(answer, needed, structured)
-            return read(self.arguments, answer, self.specs, needed, structured)
+            return read_answer(self.arguments, answer, self.specs, needed, structured)
 
-    def _answer(self, function: Callable[..., Any], upstream: Sequence[Any]) -> Any:
+    def _answer(self, user_rule: Callable[..., Any], upstream: Sequence[Any]) -> Any:
         """Call the rule in its form."""
         try:
             if self.is_plain:
-                return function(upstream[0])
+                return user_rule(upstream[0])
             more = {"variables": list(self.variables)} if self.gets_variables else {}
             if self.form == FLAT:
-                return function(*upstream, **more)
+                return user_rule(*upstream, **more)
             structured = self.output.join_tensors_only(upstream)
             return (
-                function(structured, **more) if self.form == WHOLE else function(upstream=structured, **more)
+                user_rule(structured, **more)
+                if self.form == WHOLE
+                else user_rule(upstream=structured, **more)
             )
         except Exception as error:
             error.add_note(f"raised in the rule of {self.name}")
@@ -203,9 +205,12 @@ class Rule(HoldsNoTensor):
         # None as the first item is written down, unlike a forgotten `return`: zero for all arguments.
         gradients: Sequence[Any] = [None] * count
         if answer[0] is not None:
-            gradients = read(self.arguments, answer[0], self.specs[:count], needed[:count], structured)
+            gradients = read_answer(self.arguments, answer[0], self.specs[:count], needed[:count], structured)
         variables = Arguments(self.name, self.variables, FLAT_LAYOUTS[len(self.variables)])
-        return [*gradients, *read(variables, answer[1], self.specs[count:], needed[count:], structured)]
+        return [
+            *gradients,
+            *read_answer(variables, answer[1], self.specs[count:], needed[count:], structured),
+        ]
 
     def _no_answer(self) -> TypeError:
         zero = "return gradients, [None for v in variables]" if self.gets_variables else "return None,"

@@ -209,11 +209,11 @@ class Reads(_Scope):
     """The variables that were assigned, with their values before, by id."""
     state: Any = ()
     """The other variables that were read or assigned, with their values before the call, by id."""
-    read_as: Callable[[Any], Any] | None = None
-    """Maps the value of a variable to the value that the function reads."""
+    strip: Callable[[Any], Any] | None = None
+    """Removes the history of the value of a variable. The function reads the result."""
     _dtypes: Any = ()
     _originals: Any = ()
-    """The values to which `read_as` was applied, by the ids of their variables."""
+    """The values to which `strip` was applied, by the ids of their variables."""
 
     def as_tensor(self, value: Any) -> Any:
         """Return the value of a variable of the framework as a tensor."""
@@ -235,21 +235,21 @@ class Reads(_Scope):
         if key in self.assigned:
             self._record(variable, self.assigned[key][1])
             return value
-        value = self._as_read(variable, value)
+        value = self._stripped(variable, value)
         self._record(variable, value)
         self.current[key] = value
         return value
 
-    def _as_read(self, variable: keras.Variable, value: Any) -> Any:
+    def _stripped(self, variable: keras.Variable, value: Any) -> Any:
         """Return the value that the function reads for the value of a variable before the call."""
-        if self.read_as is None:
+        if self.strip is None:
             return value
         self._originals = self._originals or {}
         self._originals[id(variable)] = value
-        return self.read_as(value)
+        return self.strip(value)
 
     def originals(self) -> Sequence[Any]:
-        """Return the values of the variables that were read, as they were before `read_as`."""
+        """Return the values of the variables that were read, as they were before `strip`."""
         return [self._originals[id(variable)] for variable in self.variables]
 
     def _read_state(self, variable: keras.Variable, value: Any) -> Any:
@@ -260,9 +260,9 @@ class Reads(_Scope):
         if value is None and stored_value(variable) is None:  # not initialized; `fit` on JAX stores no values
             return None
         initial = self._record_state(variable, value)
-        if self.read_as is None or value is None:
+        if self.strip is None or value is None:
             return value
-        return self.read_as(value) if id(variable) in self.assigned else initial
+        return self.strip(value) if id(variable) in self.assigned else initial
 
     def _record_state(self, variable: keras.Variable, value: Any) -> Any:
         """Record a variable as state, and return its value before the call.
@@ -275,7 +275,7 @@ class Reads(_Scope):
             if not variable.trainable:
                 initial = backend.active.snapshot(initial)
             self.state = self.state or {}
-            self.state[key] = variable, self._as_read(variable, initial)
+            self.state[key] = variable, self._stripped(variable, initial)
         return self.state[key][1]
 
     def _record(self, variable: keras.Variable, value: Any) -> None:
@@ -292,7 +292,7 @@ class Reads(_Scope):
         self._record(variable, value)
         self._dtypes[id(variable)] = None
 
-    def read(self) -> Variables:
+    def as_variables(self) -> Variables:
         """Return the variables that were read."""
         if not (self.variables or self.state):
             return NONE_READ
@@ -367,7 +367,7 @@ class Pinned(_Scope):
         self.assigned: dict[int, tuple[keras.Variable, Any]] = {}
         self.outer_scope = outer_scope
 
-    def read(self) -> Any:
+    def as_variables(self) -> Any:
         """Return the variables."""
         return self.variables
 

@@ -140,7 +140,7 @@ class CheckedFunction(FlatFunction):
         """Return the variables that are inputs, and whether the function reads or assigns any variable."""
         with Pinned((), ()), Reads() as scope:
             self._fn(*args)
-        read = scope.read()
+        read = scope.as_variables()
         if variables is None:
             variables = [variable for variable in read if isinstance(variable, keras.Variable)]
         return list(variables), bool(variables or read or scope.assigned)

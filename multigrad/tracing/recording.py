@@ -82,11 +82,11 @@ class _RecordedCall(Call):
     def __init__(self, call: Call) -> None:
         super().__init__(call.f, call.arguments, call.higher_order)
 
-    def run(self, tensors: Sequence[Any], read_as: Callable[[Any], Any] | None = None) -> Run:
+    def run(self, tensors: Sequence[Any], strip: Callable[[Any], Any] | None = None) -> Run:
         """Run the function. Record its inputs and outputs in the first run; a backend may run it again."""
         self._recorder = recorder = recorder_here(self.name)
         with enclose_run(recorder):
-            run = super().run(tensors, read_as)
+            run = super().run(tensors, strip)
         if not recorder.has_run:
             paths = _input_paths(run.rule), paths_of([("output", run.rule.output.template)])
             recorder.record_run(*paths, run.inputs, run.outputs)
@@ -108,10 +108,10 @@ class _RecordedRule(Rule):
         self.__dict__ |= vars(rule)
         self._recorder = recorder
 
-    def call(self, function: Any, values: Any, upstream: Sequence[Any], *how: Any) -> Sequence[Any]:
+    def call(self, user_rule: Any, scope_values: Any, upstream: Sequence[Any], *how: Any) -> Sequence[Any]:
         """Call the rule and record its gradients."""
         with setting(ENCLOSING, self._recorder):
-            gradients = super().call(function, values, upstream, *how)
+            gradients = super().call(user_rule, scope_values, upstream, *how)
         self._recorder.record_step(upstream, gradients)
         return gradients
 

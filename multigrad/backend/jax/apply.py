@@ -98,12 +98,12 @@ class _FirstRun:
         """Run the function under a trace, the current one if it is None."""
         here = current_trace()
 
-        def read_as(value: Any) -> Any:
+        def strip_value(value: Any) -> Any:
             with under_trace(here):
                 return self.strip(varying_alike([value, *tensors])[:1])[0]
 
         with under_trace(trace):
-            self.run = self._call.run(stripped, read_as)
+            self.run = self._call.run(stripped, strip_value)
         self.inputs = varying_alike([*tensors, *self.run.originals])
 
     def rerun(self) -> Run:

@@ -25,9 +25,9 @@ def value_and_grad(
 def vjp(
     function: Callable[..., tuple[Sequence[Any], Any]], tensors: Sequence[Any], variables: Sequence[Any] = ()
 ) -> tuple[tuple[Sequence[Any], Any], Callable[[Sequence[Any]], Sequence[Any]]]:
-    outputs, pull, aux = jax.vjp(function, *tensors, has_aux=True)
+    outputs, pullback, aux = jax.vjp(function, *tensors, has_aux=True)
     # A rule that closes over the result closes over its arrays directly.
-    arrays, structure = jax.tree_util.tree_flatten(pull)
+    arrays, structure = jax.tree_util.tree_flatten(pullback)
 
     def transpose(upstream: Sequence[Any]) -> Sequence[Any]:
         return conjugate(jax.tree_util.tree_unflatten(structure, arrays)(conjugate(upstream)))

@@ -77,11 +77,9 @@ class _CompiledFunction:
             kwargs = {k: _Static(a) if k in self._static_names else a for k, a in kwargs.items()}
         arguments = jax.tree.map(_as_argument, (args, kwargs))
         structure = jax.tree.structure(arguments)
-        try:
-            program = self._programs.get(structure)
-        except TypeError as error:
-            raise self._without_hash(arguments) from error
+        program = self._programs.get(structure)
         if program is None:
+            self._require_hashes(arguments)
             program = _Program(self.name, self._function, self._options, (), ())
         for _ in range(_MOST_TRACES):
             try:
@@ -101,18 +99,20 @@ class _CompiledFunction:
             )
         )
 
-    def _without_hash(self, arguments: Any) -> TypeError:
+    def _require_hashes(self, arguments: Any) -> None:
+        """Raise for a static argument without a hash, which may change in place, unlike its program."""
         leaves = jax.tree.leaves(arguments, is_leaf=_is_static)
         without = [leaf.value for leaf in leaves if _is_static(leaf) and not _has_hash(leaf)]
-        return TypeError(
-            message(
-                self.name,
-                "a static argument has no hash",
-                required="arrays, numbers and nested structures of them, or static objects that have a hash",
-                got=", ".join(map(describe, without)),
-                fix="pass a tuple for a list, or close over the object",
+        if without:
+            raise TypeError(
+                message(
+                    self.name,
+                    "a static argument has no hash",
+                    required="arrays, numbers and nested structures of them, or objects that have a hash",
+                    got=", ".join(map(describe, without)),
+                    fix="pass a tuple for a list, or close over the object",
+                )
             )
-        )
 
 
 @jax.tree_util.register_static

@@ -131,15 +131,6 @@ class TiedRule:
         """The name of the op in messages."""
         return self.rule.name
 
-    def pull(
-        self, residuals: Sequence[Any], upstream: Sequence[Any], needed: Sequence[bool], transposed: bool
-    ) -> Sequence[Any]:
-        """Return the gradients of the inputs."""
-        try:
-            return self.rule.pull(residuals, upstream, needed, transposed)
-        except jax.errors.UnexpectedTracerError as error:
-            raise TypeError(held(self.name)) from error
-
     def gradients(
         self,
         residuals: Sequence[Any],
@@ -152,19 +143,23 @@ class TiedRule:
         if not any(needed):
             return []  # only a tensor that the function closes over is differentiated, which raises an error
 
-        def gradients(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def needed_gradients(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             upstream = scatter(conjugate(cotangents), self.floating)
-            return gather(conjugate(self.pull(residuals, upstream, needed, transposed)), needed)
+            try:
+                pulled = self.rule.pull(residuals, upstream, needed, transposed)
+            except jax.errors.UnexpectedTracerError as error:
+                raise TypeError(held(self.name)) from error
+            return gather(conjugate(pulled), needed)
 
         for axis, axes in batch:
-            gradients = jax.vmap(
-                gradients,
+            needed_gradients = jax.vmap(
+                needed_gradients,
                 in_axes=(list(axes), 0),
                 axis_size=axis.size,
                 axis_name=axis.name,
                 spmd_axis_name=axis.spmd_name,
             )
-        return gradients(list(residuals), list(cotangents))
+        return needed_gradients(list(residuals), list(cotangents))
 
 
 _pull_p = Primitive("custom_lin")
@@ -172,25 +167,25 @@ _pull_p.multiple_results = True
 
 
 def _push(
-    *operands: Any, rule: TiedRule, needed: tuple[bool, ...], batch: Batch, like: tuple[Any, ...]
+    *operands: Any, tied: TiedRule, needed: tuple[bool, ...], batch: Batch, avals: tuple[Any, ...]
 ) -> list[Any]:
     """Return the transpose of the rule, applied to tangents: the value of `pull`."""
-    residuals, tangents = operands[: len(rule.slots)], operands[len(rule.slots) :]
+    residuals, tangents = operands[: len(tied.slots)], operands[len(tied.slots) :]
 
     def gradients(cotangents: list[Any]) -> list[Any]:
         pairs = zip(
-            rule.gradients(residuals, cotangents, needed, batch, transposed=True), tangents, strict=True
+            tied.gradients(residuals, cotangents, needed, batch, transposed=True), tangents, strict=True
         )
         return [jnp.zeros_like(t) if g is None else g for g, t in pairs]
 
     # The rule is linear, so its derivative is the same at every upstream gradient. At ones, a rule that
     # divides by the norm of its upstream gradient is differentiable.
-    ones = [np.ones(aval.shape, aval.dtype) for aval in like]
+    ones = [np.ones(aval.shape, aval.dtype) for aval in avals]
     try:
         (pushed,) = jax.vjp(gradients, ones)[1](list(tangents))
     except Exception as error:
         problem = message(
-            rule.name,
+            tied.name,
             "forward mode computes the transpose of the rule, and fails for this rule",
             required="a rule of operations that JAX can differentiate, without calls of the host",
             got=f"{type(error).__name__}, in the rule",
@@ -205,31 +200,31 @@ def _push(
 def _transpose_pull(
     cotangents: Sequence[Any],
     *operands: Any,
-    rule: TiedRule,
+    tied: TiedRule,
     needed: tuple[bool, ...],
     batch: Batch,
-    like: tuple[Any, ...],
+    avals: tuple[Any, ...],
 ) -> list[Any]:
-    count = len(rule.slots)
+    count = len(tied.slots)
     residuals, tangents = operands[:count], operands[count:]
     nothing: list[Any] = [None] * count
     if all([type(cotangent) is Zero for cotangent in cotangents]):
         return [*nothing, *[Zero(tangent.aval) for tangent in tangents]]
     dense = as_arrays(map(instantiate_zeros, cotangents))
-    gradients = rule.gradients(as_arrays(residuals), dense, needed, batch)
+    gradients = tied.gradients(as_arrays(residuals), dense, needed, batch)
     pairs = zip(gradients, tangents, strict=True)
     return [*nothing, *[Zero(t.aval) if gradient is None else gradient for gradient, t in pairs]]
 
 
 def _differentiate_pull(
-    primals: Sequence[Any], tangents: Sequence[Any], *, rule: TiedRule, **params: Any
+    primals: Sequence[Any], tangents: Sequence[Any], *, tied: TiedRule, **params: Any
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    count = len(rule.slots)
-    results = _pull_p.bind(*primals, rule=rule, **params)
+    count = len(tied.slots)
+    results = _pull_p.bind(*primals, tied=tied, **params)
     derivatives = zero_tangents(results)
     if any([type(tangent) is not Zero for tangent in tangents[count:]]):
         dense = map(instantiate_zeros, tangents[count:])
-        derivatives = _pull_p.bind(*primals[:count], *dense, rule=rule, **params)
+        derivatives = _pull_p.bind(*primals[:count], *dense, tied=tied, **params)
     moved = [i for i in range(count) if type(tangents[i]) is not Zero]
     if moved:
 
@@ -237,7 +232,7 @@ def _differentiate_pull(
             operands = list(primals)
             for i, value in zip(moved, values, strict=True):
                 operands[i] = value
-            return _push(*operands, rule=rule, **params)
+            return _push(*operands, tied=tied, **params)
 
         more = jax.jvp(of_residuals, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
         pairs = zip(derivatives, more, strict=True)
@@ -250,26 +245,26 @@ def _map_pull(
     operands: Sequence[Any],
     axes: Sequence[int | None],
     *,
-    rule: TiedRule,
+    tied: TiedRule,
     batch: Batch,
-    like: tuple[Any, ...],
+    avals: tuple[Any, ...],
     **params: Any,
 ) -> tuple[Sequence[Any], Sequence[int | None]]:
     if all([a is None for a in axes]):
-        results = _pull_p.bind(*operands, rule=rule, batch=batch, like=like, **params)
-        return results, [None] * len(like)
-    arrays, firsts = move_axes_first(operands, axes)
-    count = len(rule.slots)
-    pairs = zip(arrays[count:], firsts[count:], strict=True)
+        results = _pull_p.bind(*operands, tied=tied, batch=batch, avals=avals, **params)
+        return results, [None] * len(avals)
+    arrays, mapped_axes = move_axes_first(operands, axes)
+    count = len(tied.slots)
+    pairs = zip(arrays[count:], mapped_axes[count:], strict=True)
     tangents = [broadcast_along(axis, tangent, 0) if a is None else tangent for tangent, a in pairs]
-    like = tuple([aval.update(shape=(axis.size, *aval.shape)) for aval in like])
-    batch = (*batch, (axis, firsts[:count]))
-    results = _pull_p.bind(*arrays[:count], *tangents, rule=rule, batch=batch, like=like, **params)
-    return results, [0] * len(like)
+    avals = tuple([aval.update(shape=(axis.size, *aval.shape)) for aval in avals])
+    batch = (*batch, (axis, mapped_axes[:count]))
+    results = _pull_p.bind(*arrays[:count], *tangents, tied=tied, batch=batch, avals=avals, **params)
+    return results, [0] * len(avals)
 
 
 _pull_p.def_impl(_push)
-_pull_p.def_abstract_eval(lambda *operands, like, **params: list(like))
+_pull_p.def_abstract_eval(lambda *operands, avals, **params: list(avals))
 register_lowering(_pull_p, lower_function(_push))
 primitive_jvps[_pull_p] = _differentiate_pull
 primitive_transposes[_pull_p] = _transpose_pull
@@ -279,12 +274,12 @@ fancy_primitive_batchers[_pull_p] = _map_pull
 # ------------------------------------------------------------------ tie
 
 
-def tie(rule: TiedRule, outputs: Sequence[Any], inputs: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
+def tie(tied: TiedRule, outputs: Sequence[Any], inputs: Sequence[Any], residuals: Sequence[Any]) -> list[Any]:
     """Return the outputs, whose derivative with respect to the inputs is the rule."""
     first_input, first_other = len(outputs), len(outputs) + len(inputs)
     slots: list[int] = []
     others: list[Any] = []
-    for residual, role in zip(residuals, rule.rule.roles, strict=True):
+    for residual, role in zip(residuals, tied.rule.roles, strict=True):
         if role == OTHER or not FLOATING[residual.dtype]:
             slots.append(first_other + len(others))
             others.append(residual)
@@ -293,36 +288,36 @@ def tie(rule: TiedRule, outputs: Sequence[Any], inputs: Sequence[Any], residuals
     # The op must not use a random key, because the function has used it. JAX can check that keys are used
     # once.
     inputs = [x if FLOATING[x.dtype] else np.zeros((), bool) for x in inputs]
-    rule.slots, rule.inputs, rule.floating = slots, len(inputs), [FLOATING[o.dtype] for o in outputs]
+    tied.slots, tied.inputs, tied.floating = slots, len(inputs), [FLOATING[o.dtype] for o in outputs]
     operands = varying_alike([*outputs, *inputs, *others])
-    tied = _tie_p.bind(*operands, rule=rule, level=0, batch=(), end=empty_end())
-    rule.has_ended = True
-    return as_arrays(tied[: len(outputs)])
+    results = _tie_p.bind(*operands, tied=tied, level=0, batch=(), end=empty_end())
+    tied.has_ended = True
+    return as_arrays(results[: len(outputs)])
 
 
 _tie_p = identity()
 
 
 def _linearize_tie(
-    nonzero: Sequence[bool], *operands: Any, rule: TiedRule, level: int, batch: Batch, end: Any
+    nonzero: Sequence[bool], *operands: Any, tied: TiedRule, level: int, batch: Batch, end: Any
 ) -> tuple[list[Any], Sequence[bool], Sequence[Any], Linear]:
-    count, last = len(rule.floating), len(rule.floating) + rule.inputs
+    count, last = len(tied.floating), len(tied.floating) + tied.inputs
     needed = tuple(nonzero[count:last])
-    if rule.stores and any(needed) and (level or rule.has_ended):
-        raise TypeError(held(rule.name))
+    if tied.stores and any(needed) and (level or tied.has_ended):
+        raise TypeError(held(tied.name))
     # Tied again, for a derivative around this one.
-    results = _tie_p.bind(*operands, rule=rule, level=level + 1, batch=batch, end=end)
+    results = _tie_p.bind(*operands, tied=tied, level=level + 1, batch=batch, end=end)
     zeros = zero_tangents(results)
     # The inputs are stripped, so the tangent of an output is that of a tensor which is not an input. If the
     # function is differentiated in later derivatives, these tangents cannot be told from those of the inputs.
-    is_checked = not rule.is_inner and (level == 0 or not rule.is_open)
+    is_checked = not tied.is_inner and (level == 0 or not tied.is_open)
     closed_over = [i for i in range(count) if nonzero[i] and is_checked]
     if not (any(needed) or closed_over):
         return results, [False] * len(results), (), lambda residuals, *tangents: zeros
     outputs = results[:count]
-    residuals = [outputs[slot] if slot < count else operands[slot] for slot in rule.slots]
-    avals = tuple([zero.aval for zero in gather(zeros[:count], rule.floating)])
-    by_residual = tuple([(axis, tuple([axes[slot] for slot in rule.slots])) for axis, axes in batch])
+    residuals = [outputs[slot] if slot < count else operands[slot] for slot in tied.slots]
+    avals = tuple([zero.aval for zero in gather(zeros[:count], tied.floating)])
+    by_residual = tuple([(axis, tuple([axes[slot] for slot in tied.slots])) for axis, axes in batch])
 
     def linear(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
         of_inputs = list(tangents[count:last])
@@ -333,18 +328,18 @@ def _linearize_tie(
             _pull_p.bind(
                 *residuals,
                 *gather(of_inputs, needed),
-                rule=rule,
+                tied=tied,
                 needed=needed,
                 batch=by_residual,
-                like=avals,
+                avals=avals,
             )
         )
-        results = [next(pulled) if f else zero for zero, f in zip(zeros, rule.floating, strict=False)]
+        results = [next(pulled) if f else zero for zero, f in zip(zeros, tied.floating, strict=False)]
         for i in closed_over:
-            results[i] += _closed_over_p.bind(tangents[i], name=rule.name, path=rule.closed_over_path)
+            results[i] += _closed_over_p.bind(tangents[i], name=tied.name, path=tied.closed_over_path)
         return [*results, *zeros[count:]]
 
-    has_tangent = [*rule.floating, *[False] * (len(results) - count)]
+    has_tangent = [*tied.floating, *[False] * (len(results) - count)]
     return results, has_tangent, residuals, linear
 
 
@@ -353,21 +348,21 @@ def _map_tie(
     operands: Sequence[Any],
     axes: Sequence[int | None],
     *,
-    rule: TiedRule,
+    tied: TiedRule,
     batch: Batch,
     **params: Any,
 ) -> tuple[list[Any], Sequence[int | None]]:
     """Map each output. An output that depends on no mapped input would get the sum of the upstream gradients
     over the batch."""
     if all([a is None for a in axes]):
-        return _tie_p.bind(*operands, rule=rule, batch=batch, **params), axes
-    arrays, firsts = move_axes_first(operands, axes)
-    count = len(rule.floating)
+        return _tie_p.bind(*operands, tied=tied, batch=batch, **params), axes
+    arrays, mapped_axes = move_axes_first(operands, axes)
+    count = len(tied.floating)
     for i in range(count):
-        if firsts[i] is None:
+        if mapped_axes[i] is None:
             arrays[i] = broadcast_along(axis, arrays[i], 0)
-    firsts = (*[0] * count, *firsts[count:])
-    return _tie_p.bind(*arrays, rule=rule, batch=(*batch, (axis, firsts)), **params), firsts
+    mapped_axes = (*[0] * count, *mapped_axes[count:])
+    return _tie_p.bind(*arrays, tied=tied, batch=(*batch, (axis, mapped_axes)), **params), mapped_axes
 
 
 differentiate(_tie_p, _linearize_tie)

@@ -31,7 +31,7 @@ def uses_intermediate(run: Run, constants: Sequence[Any]) -> bool:
         run: a run.
         constants: the arrays that the function could use before it ran.
     """
-    known, others = set(map(id, constants)), [x for x in run.others() if FLOATING[x.dtype]]
+    known, others = set(map(id, constants)), [x for x in run.other_residuals() if FLOATING[x.dtype]]
     # Operations on tracers return tracers. Operations on a `WithoutTangent` return concrete arrays.
     are_concrete = any([isinstance(x, WithoutTangent) for x in run.inputs])
     if not are_concrete:
@@ -39,5 +39,5 @@ def uses_intermediate(run: Run, constants: Sequence[Any]) -> bool:
     if any([id(array) not in known for array in others]):
         return True
     # With concrete arrays, the function may also have computed a NumPy array.
-    on_host = lift(run.function, _HOST_ARRAYS)[0] if are_concrete else ()
+    on_host = lift(run.user_rule, _HOST_ARRAYS)[0] if are_concrete else ()
     return any([id(x) not in known and (x.dtype == object or FLOATING[x.dtype]) for x in on_host])

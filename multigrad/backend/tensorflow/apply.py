@@ -26,7 +26,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
         return [tf.stop_gradient(output) for output in outputs]
     rule = run.lift(call.f)
     rule.specs = specs
-    carrier = None if eager else Carrier(call.name, outputs, inputs, run.others())
+    carrier = None if eager else Carrier(call.name, outputs, inputs, run.other_residuals())
     tied_outputs = _copies(outputs) if carrier is None else carrier.outputs
     # The rule differentiates the inputs and the tied outputs that it uses.
     residuals = run.residuals_with(inputs, tied_outputs)
@@ -37,22 +37,24 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     floating = [is_differentiable(output) for output in outputs]
     needed = [True] * len(inputs)
 
-    def pull(residuals: Sequence[Any], upstreams: Sequence[Any], transposed: bool = False) -> Sequence[Any]:
+    def call_rule(
+        residuals: Sequence[Any], upstreams: Sequence[Any], transposed: bool = False
+    ) -> Sequence[Any]:
         if not transposed:
             require_no_history(call.name, rule, watched)
         return rule.pull(residuals, _dense_floating(upstreams, floating), needed, transposed)
 
     def backward(*upstreams: Any) -> Sequence[Any]:
         if eager or is_within(graph):
-            return pull(residuals, upstreams)
+            return call_rule(residuals, upstreams)
         if not is_nested(graph):
             # Captured again, so that tapes that began after the op record the captured tensors.
-            return pull(capture(residuals, graph), upstreams)
+            return call_rule(capture(residuals, graph), upstreams)
         with rule.scope_with_reader(functools.partial(read_for_gradient, graph)):
-            return pull(captured, upstreams)
+            return call_rule(captured, upstreams)
 
     def forward(residuals: Sequence[Any], *upstreams: Any) -> Sequence[Any]:
-        return pull(residuals, upstreams, transposed=True)
+        return call_rule(residuals, upstreams, transposed=True)
 
     if carrier is not None:
         carrier.bind(backward)

@@ -62,11 +62,11 @@ def vjp(
         # sources.
         targets = [tf.identity(output) for output in outputs]
 
-    def pull(upstream: Sequence[Any]) -> list[Any]:
+    def pullback(upstream: Sequence[Any]) -> list[Any]:
         gradients = tape.gradient(targets, [*sources, *stored], list(upstream))
         return _totals(gradients, sources)
 
-    return (outputs, aux), pull
+    return (outputs, aux), pullback
 
 
 def solve(matrices: tf.Tensor, right: tf.Tensor) -> tf.Tensor:

@@ -68,11 +68,11 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]
     if IN_THREAD.in_rule and not torch.is_grad_enabled():
         # The gradient of a rule is not differentiated here. Dynamo cannot enter a scope in a backward pass.
         return call.outputs(tensors)
-    recorded = IN_THREAD.recorded and torch.is_grad_enabled()
-    if recorded:
+    keeps_history = IN_THREAD.keeps_history and torch.is_grad_enabled()
+    if keeps_history:
         run, outputs, markers = _run_recorded(call, tensors)
         inputs = run.inputs
-        recorded = _require_gradients([*inputs, *markers])
+        keeps_history = _require_gradients([*inputs, *markers])
     else:
         used = _UsedTensors()
         with torch.no_grad(), used:
@@ -82,11 +82,11 @@ def apply_compiled(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]
         if torch.is_grad_enabled() and used.include_others(inputs):
             return _apply_closed_over(call, tensors)
     run.rule.specs = specs_of(inputs)
-    state = run.rule, run.function, run.values, current_autocast(), recorded, len(outputs)
+    state = run.rule, run.user_rule, run.scope_values, current_autocast(), keeps_history, len(outputs)
     # Dynamo enters no scope in a backward pass, and traces it here.
-    with run.rule.scope_of(run.values), _enter_rule(), _allow_marks(outputs if recorded else ()):
+    with run.rule.scope_of(run.scope_values), _enter_rule(), _allow_marks(outputs if keeps_history else ()):
         tied = _InProgram.apply(state, *distinct(inputs), *outputs, *markers)
-    if recorded:  # the rule uses the outputs, and the caller may change its own in place
+    if keeps_history:  # the rule uses the outputs, and the caller may change its own in place
         tied = [output.clone() for output in tied]
     return tied
 
@@ -244,11 +244,11 @@ class _InProgram(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         # `*args`: Dynamo (PyTorch 2.13) omits `ctx` if there is one parameter less than arguments.
         ctx.state, *tensors = args
-        rule, _, _, _, recorded, count = ctx.state
+        rule, _, _, _, keeps_history, count = ctx.state
         inputs = len(rule.specs)
         outputs = tensors[inputs : inputs + count]  # followed by the results of `_markers`
         ctx.save_for_backward(*tensors[:inputs])  # not in the program, which does not use them
-        if recorded:
+        if keeps_history:
             ctx.mark_dirty(*outputs)  # existing outputs get the node, also those in the rule
         mark_integers(ctx, outputs)
         return tuple(outputs)
@@ -256,15 +256,15 @@ class _InProgram(torch.autograd.Function):
     @staticmethod
     @skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        rule, function, values, autocast, recorded, _ = ctx.state
+        rule, user_rule, scope_values, autocast, keeps_history, _ = ctx.state
         end = 1 + len(rule.specs)
         needed = ctx.needs_input_grad[1:end]
         recording = torch.is_grad_enabled()
-        lacks_history = recording and not (recorded or is_dynamo_compiling())
+        lacks_history = recording and not (keeps_history or is_dynamo_compiling())
         # Dynamo traces a backward pass without recording, and the program runs it with.
-        recording = recording or (recorded and is_dynamo_compiling())
+        recording = recording or (keeps_history and is_dynamo_compiling())
         with torch.set_grad_enabled(recording), restore_autocast(autocast):
-            gradients = rule.call(function, values, dense_floating(upstream), needed)
+            gradients = rule.call(user_rule, scope_values, dense_floating(upstream), needed)
         if lacks_history:
             gradients = refuse_compiled(gradients, ctx.saved_tensors)
         return None, *gradients, *[None for _ in ctx.needs_input_grad[end:]]
@@ -288,8 +288,8 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any
         rule.specs = specs_of(inputs)
         # The copies of the outputs have the node, so that their derivative is the rule's.
         residuals = run.residuals_with(inputs, copied)
-        function, values = restore(rule.template, residuals), residuals[rule.closure_count :]
-        state = rule, function, values, current_autocast(), True, len(copied)
+        user_rule, scope_values = restore(rule.template, residuals), residuals[rule.closure_count :]
+        state = rule, user_rule, scope_values, current_autocast(), True, len(copied)
         with hide_from_trace():
             _InProgram.apply(state, *inputs, *copied)
     return copied

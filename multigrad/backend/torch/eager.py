@@ -115,7 +115,7 @@ class _Node(torch.autograd.Function):
             upstream = dense_floating(upstream)
         end = 2 + len(rule.specs)
         needed = ctx.needs_input_grad[2:end]
-        others = [None] * (len(ctx.needs_input_grad) - end)
+        no_gradients = [None] * (len(ctx.needs_input_grad) - end)
         residuals = saved
         if call is not None and is_grad_enabled():
             if not call.higher_order:
@@ -123,13 +123,13 @@ class _Node(torch.autograd.Function):
                     gradients = rule.pull(saved, upstream, needed)
                 error = _only_first_order(call)
                 sources = [t for t in (*ctx.anchors, *saved, *upstream) if t is not None and t.requires_grad]
-                return None, None, *refuse(gradients, error, *sources), *others
+                return None, None, *refuse(gradients, error, *sources), *no_gradients
             residuals = _residuals_with_history(call, rule, saved, computed)
         versions = versions_of(upstream)
         gradients = rule.pull(residuals, upstream, needed)
         if versions_of(upstream) != versions:
             raise changed_upstream(rule.name)
-        return None, None, *gradients, *others
+        return None, None, *gradients, *no_gradients
 
 
 def _residuals_with_history(
@@ -170,10 +170,10 @@ def _tie(call: Call, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch
     `inputs` are those of the run, with their history. An output that has a history depends on another tensor.
     """
     run.lift(call.f)
-    others = [output for output in run.outputs if output.requires_grad]
-    if others and not call.answers_for_outer_rule(inputs):
+    closed_over_outputs = [output for output in run.outputs if output.requires_grad]
+    if closed_over_outputs and not call.answers_for_outer_rule(inputs):
         error = closed_over(call.name, call.closed_over_path(lambda tensor: tensor.requires_grad))
-        inputs = [*inputs, *refused_parts(others, error)]
+        inputs = [*inputs, *refused_parts(closed_over_outputs, error)]
     outputs = _APPLIES[call.name](call, run, *inputs)
     return outputs if type(outputs) is tuple else (outputs,)
 

@@ -40,7 +40,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
     # Before the function runs, which may store intermediate results.
     used, before = list(_tensors_in_reach(call)), call.held()
     run, outputs, refused = _run_stripped(call, tensors, used)
-    state, others = _FunctorchState(call, run), run.others()
+    state, others = _FunctorchState(call, run), run.other_residuals()
     has_one, keys = _has_one_derivative(run, used), [transform.key() for transform in transforms()]
     is_mapped_inside = VMAP in keys[-1:] and set(keys) != {VMAP}
     # A vmap that maps no input, but a tensor in an object, does not map the outputs.
@@ -58,7 +58,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
         # Those that also depend on tensors that the function closes over.
         if any(map(_is_tracked, others)) or any(map(_is_wrapped, used)):
             run = call.rerun(run.inputs, run.rule)  # on inputs with history
-            state, others = _FunctorchState(call, run), run.others()
+            state, others = _FunctorchState(call, run), run.other_residuals()
             if any(map(is_of_ended_transform, others)):
                 raise TypeError(held(call.name))
         else:
@@ -299,7 +299,7 @@ def _pull_intermediates(
         new_inputs = list(inputs)
         for i, tensor in zip(argnums, tensors, strict=True):
             new_inputs[i] = tensor
-        second = rerun(state.call, state.rule, len(state.rule.roles), new_inputs).others()
+        second = rerun(state.call, state.rule, len(state.rule.roles), new_inputs).other_residuals()
         recorded = [i for i in wanted if second[i].requires_grad]
         require_alike(state.call, [first[i] for i in recorded], [second[i] for i in recorded])
         return [second[i] for i in wanted]

@@ -136,7 +136,7 @@ def _vjp_by_backward_pass(
     # A new list in both cases, so that a rule that closes over the pullback has the same residuals again.
     outputs, aux = ([*recorded], aux) if keep_graph else _detached([[*recorded], aux])
 
-    def pull(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def pullback(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         pairs = [(output, u) for output, u in zip(recorded, upstream, strict=True) if output.requires_grad]
         if not (pairs and inputs):
             return [torch.zeros_like(tensor) for tensor in tensors]
@@ -157,7 +157,7 @@ def _vjp_by_backward_pass(
         return refuse(gradients, _UNRECORDED, *weights) if weights and torch.is_grad_enabled() else gradients
 
     breaks_graph = IN_THREAD.mode == IN_PIECES
-    return (outputs, aux), torch.compiler.disable(pull, reason=_REASON) if breaks_graph else pull
+    return (outputs, aux), torch.compiler.disable(pullback, reason=_REASON) if breaks_graph else pullback
 
 
 _break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)

@@ -46,10 +46,10 @@ def jit(
         nonlocal failures, has_run
         if torch.compiler.is_compiling() or _UNCOMPILED.is_active or is_in_dispatch_mode(False):
             return function(*args, **kwargs)
-        before = IN_THREAD.mode, IN_THREAD.differentiated, IN_THREAD.unrecorded, IN_THREAD.recorded
-        IN_THREAD.differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))
+        before = dict(vars(IN_THREAD))
+        IN_THREAD.is_differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))
         IN_THREAD.mode = WHOLE if failures < 2 else IN_PIECES
-        IN_THREAD.recorded = IN_THREAD.mode == WHOLE
+        IN_THREAD.keeps_history = IN_THREAD.mode == WHOLE
         try:
             try:
                 with contextlib.nullcontext() if has_run else _after(_SECONDS, announce):
@@ -63,12 +63,12 @@ def jit(
             except TorchDynamoException:  # raised before the function runs
                 if IN_THREAD.mode == IN_PIECES or options.get("fullgraph"):
                     raise
-            IN_THREAD.mode, IN_THREAD.recorded = "", False
+            IN_THREAD.mode, IN_THREAD.keeps_history = "", False
             result = function(*args, **kwargs)
             failures += 1  # not if the function itself raised an error
             return result
         finally:
-            IN_THREAD.mode, IN_THREAD.differentiated, IN_THREAD.unrecorded, IN_THREAD.recorded = before
+            vars(IN_THREAD).update(before)
 
     return run
 
@@ -107,9 +107,9 @@ def _with_history(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function for one graph. Dynamo refuses it if a part of its derivative would be missing."""
 
     def with_history(*args: Any, **kwargs: Any) -> Any:
-        IN_THREAD.unrecorded = False
+        IN_THREAD.has_unrecorded_gradient = False
         result = function(*args, **kwargs)
-        if IN_THREAD.unrecorded and _requires_gradient(result):
+        if IN_THREAD.has_unrecorded_gradient and _requires_gradient(result):
             _refuse()
         return result
 

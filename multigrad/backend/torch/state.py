@@ -125,15 +125,15 @@ class _InThread(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         """The number of nested calls of `value_and_grad` and `vjp` in which the code runs."""
-        self.recorded = False
+        self.keeps_history = False
         """Whether an op in a graph keeps the history that second derivatives need."""
         self.in_rule = False
         """Whether Dynamo traces a rule, in which it changes no state from outside of the rule."""
         self.mode = ""
         """How `multigrad.jit` compiles the code: `WHOLE`, `IN_PIECES`, or not at all."""
-        self.differentiated = False
+        self.is_differentiated = False
         """Whether an argument of the function that `multigrad.jit` compiles requires a gradient."""
-        self.unrecorded = False
+        self.has_unrecorded_gradient = False
         """Whether its graph has a gradient with respect to variables that it does not record."""
 
 

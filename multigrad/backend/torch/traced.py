@@ -21,7 +21,7 @@ def value_and_grad(
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     recorded = torch.is_grad_enabled() and (not variables or is_differentiated())
     if torch.is_grad_enabled() and not recorded:  # a training step, which would pay for the history
-        IN_THREAD.unrecorded = True
+        IN_THREAD.has_unrecorded_gradient = True
     with torch.enable_grad(), _count_derivative(recorded):
         inputs = _new_inputs(list(tensors))
         value, aux = function(*inputs)
@@ -37,7 +37,7 @@ def is_differentiated() -> bool:
     AOTAutograd does not see it: to find the outputs, it also traces the graph with weights that require no
     gradient.
     """
-    return IN_THREAD.depth > 0 or IN_THREAD.in_rule or IN_THREAD.differentiated
+    return IN_THREAD.depth > 0 or IN_THREAD.in_rule or IN_THREAD.is_differentiated
 
 
 def vjp(
@@ -50,12 +50,12 @@ def vjp(
     requiring = [output.requires_grad for output in recorded]
     outputs = _copy_outputs(recorded, torch.is_grad_enabled())
 
-    def pull(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def pullback(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not inputs:
             return []
         return _pull(recorded, inputs, list(upstream), torch.is_grad_enabled(), requiring)
 
-    return (outputs, aux), pull
+    return (outputs, aux), pullback
 
 
 @contextlib.contextmanager
@@ -67,12 +67,12 @@ def _count_derivative(recorded: bool) -> Iterator[None]:
     if IN_THREAD.in_rule:
         yield
         return
-    depth, before = IN_THREAD.depth, IN_THREAD.recorded
-    IN_THREAD.depth, IN_THREAD.recorded = depth + 1, recorded
+    depth, before = IN_THREAD.depth, IN_THREAD.keeps_history
+    IN_THREAD.depth, IN_THREAD.keeps_history = depth + 1, recorded
     try:
         yield
     finally:
-        IN_THREAD.depth, IN_THREAD.recorded = depth, before
+        IN_THREAD.depth, IN_THREAD.keeps_history = depth, before
 
 
 @torch.compiler.allow_in_graph
