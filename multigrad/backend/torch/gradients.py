@@ -15,7 +15,7 @@ from multigrad.backend.torch.eager import (
     refuse,
     refuse_compiled,
 )
-from multigrad.backend.torch.private import COMPILED_NODE, skip_frame, skip_frames
+from multigrad.backend.torch.private import COMPILED_NODE, direct_apply, skip_frame, skip_frames
 from multigrad.backend.torch.state import (
     IN_PIECES,
     IN_THREAD,
@@ -62,7 +62,7 @@ def _value_and_grad_by_backward_pass(
     recording = torch.is_grad_enabled()
     depth = IN_THREAD.depth
     IN_THREAD.depth = depth + 1
-    inputs = _new_inputs(tensors)
+    inputs = _new_inputs(tensors, len(variables))
     try:
         with torch.enable_grad():
             # PyTorch (2.13) cannot differentiate the backward pass of a compiled function.
@@ -123,7 +123,7 @@ def _vjp_by_backward_pass(
     """Return the outputs and their pullback, which a backward pass computes."""
     depth = IN_THREAD.depth
     IN_THREAD.depth = depth + 1
-    inputs = _new_inputs(tensors)
+    inputs = _new_inputs(tensors, len(variables))
     try:
         with torch.enable_grad():
             recorded, aux = _call_uncompiled(function, inputs)
@@ -224,15 +224,40 @@ def _outputs_as_list(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[to
     return list(outputs), aux
 
 
+class _SameMemory(torch.autograd.Function):
+    """Returns a tensor with the history and the memory of another one, which is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> torch.Tensor:
+        return upstream
+
+
+_share_memory = direct_apply(_SameMemory)
+
+
 @skip_frames
-def _new_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _new_inputs(tensors: Sequence[torch.Tensor], variables: int) -> list[torch.Tensor]:
     """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it.
 
-    A copy, because compiled code (PyTorch 2.13 to 2.15) detaches inputs that are views. A second derivative
-    with respect to a view would silently be zero. For other inputs it raises an error.
+    The last tensors are the values of variables, of which a copy would take the memory of a model. Others are
+    copied, so that a change in place loses nothing. No new tensor is a view: compiled code (PyTorch 2.13 to
+    2.15) detaches views, so that a second derivative with respect to one would silently be zero. For other
+    inputs it raises an error.
     """
+    first = len(tensors) - variables
     with torch.enable_grad():
-        return [t.clone() if t.requires_grad else t.detach().requires_grad_() for t in tensors]
+        return [
+            t.detach().requires_grad_()
+            if not t.requires_grad
+            else t.clone()
+            if i < first
+            else _share_memory(t)
+            for i, t in enumerate(tensors)
+        ]
 
 
 @skip_frame
@@ -348,21 +373,21 @@ def _depends_on_others(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> b
     """Return whether `value` or its gradient depends on a leaf that is not one of the inputs."""
     seen: set[Any] = set()
     reached: set[int] = set()
-    nodes = [node_of(value) if value.requires_grad else None]
+    of_inputs = set(map(id, inputs))
+    nodes = [node_of(value)] if value.requires_grad else []
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         parents = node.next_functions
         if parents:
-            nodes.extend([parent for parent, _ in parents])
+            nodes.extend([parent for parent, _ in parents if parent is not None])
             if isinstance(node, torch.autograd.function.FunctionCtx):
                 nodes.extend(_more_nodes(node, reached))
         else:
             leaf = getattr(node, "variable", None)  # set on nodes of leaves
-            is_input = any([leaf is tensor for tensor in inputs])
-            if not (leaf is None or is_input or hasattr(leaf, "multigrad_ended")):
+            if not (leaf is None or id(leaf) in of_inputs or hasattr(leaf, "multigrad_ended")):
                 return True
     return False
 

@@ -4,9 +4,11 @@ import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import keras
 import pytest
 import torch
 from cases import CASES, V, W, X, as_meant, each_of
+from keras import ops
 from support import close
 from torch.utils.checkpoint import checkpoint
 from vectors import first, leaves, second
@@ -173,3 +175,19 @@ def test_a_rule_that_uses_a_shape_saves_nothing():
         y = op(x)
     y.backward()
     assert (seen, x.grad.tolist()) == ([], [7.0, 7.0, 7.0])
+
+
+@pytest.mark.parametrize(
+    "derivative", [grad, lambda f, **variables: lambda: vjp(f, **variables)[1](ops.sum(X))]
+)
+def test_a_derivative_does_not_copy_weights(derivative):
+    """Copies of them would take the memory of a model."""
+    weight, seen = keras.Variable(X), []
+
+    def loss():
+        seen.append(ops.convert_to_tensor(weight))
+        return ops.sum(weight * weight)
+
+    derivative(loss, variables=[weight])()
+    assert seen[0] is not weight.value
+    assert seen[0].data_ptr() == weight.value.data_ptr()
