@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+import math
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,9 +40,6 @@ class RuleSignature(NamedTuple):
     """HYBRID: the names of the parameters after `upstream`, and of keyword-only ones."""
 
 
-_Parameters = Sequence[inspect.Parameter]
-
-
 def _form_in(signature: inspect.Signature) -> RuleSignature:
     """Return the form of a rule with this signature."""
     parameters = list(signature.parameters.values())
@@ -49,71 +47,47 @@ def _form_in(signature: inspect.Signature) -> RuleSignature:
         return RuleSignature(WHOLE)  # whatever its name
     takes_variables = _takes_variables(parameters)
     parameters = [p for p in parameters if p.name != "variables" and p.kind is not p.VAR_KEYWORD]
-    for form in (_hybrid, _keyword, _whole, _flat):
-        read = form(parameters)
-        if read is not None:
-            return read._replace(takes_variables=takes_variables)
-    return RuleSignature(takes_variables=takes_variables)
+    return _form_without_variables(parameters)._replace(takes_variables=takes_variables)
 
 
-def _hybrid(parameters: _Parameters) -> RuleSignature | None:
-    """Read `rule(*args, upstream)` and `rule(x, y, *, upstream)`."""
+def _form_without_variables(parameters: Sequence[inspect.Parameter]) -> RuleSignature:
+    """Return the form of a rule with these parameters."""
+    signature = inspect.Signature(parameters)
     positional = [p for p in parameters if p.kind in POSITIONAL]
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    names = [p.name for p in positional if p.kind is not p.POSITIONAL_ONLY]
-    if "upstream" not in names + keywords or parameters[0].name == "upstream":
-        return None
-    if not _required_keywords(parameters) <= {"upstream"}:
-        return None
-    count = next((i for i, p in enumerate(positional) if p.name == "upstream"), len(positional))
-    if any(p.default is p.empty for p in positional[count + 1 :]):
-        return None  # an argument after `upstream` cannot be passed by position
-    return RuleSignature(
-        HYBRID,
-        required=sum(p.default is p.empty for p in positional[:count]),
-        accepted=float("inf") if _is_variadic(parameters) else count,
-        arguments=tuple(p.name for p in positional[:count]),
-        later=tuple(name for name in [p.name for p in positional[count:]] + keywords if name != "upstream"),
-    )
-
-
-def _keyword(parameters: _Parameters) -> RuleSignature | None:
-    """Read `rule(*, upstream)`."""
-    keyword_only = all(p.kind is p.KEYWORD_ONLY for p in parameters)
-    named = any(p.name == "upstream" for p in parameters)
-    if keyword_only and named and _required_keywords(parameters) <= {"upstream"}:
+    is_variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    # The numbers of the op's arguments that the rule takes before `upstream`.
+    counts = [n for n in range(len(positional) + 1) if _accepts(signature, n, upstream=None)]
+    if counts and parameters[0].name != "upstream":
+        names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+        return RuleSignature(
+            HYBRID,
+            required=counts[0],
+            accepted=math.inf if is_variadic else counts[-1],
+            arguments=tuple(names[: counts[-1]]),
+            later=tuple(name for name in names[counts[-1] :] if name != "upstream"),
+        )
+    if counts and not positional:
         return RuleSignature(KEYWORD)
-    return None
+    required = sum(p.default is p.empty for p in positional)
+    if (required == 1 or len(positional) == 1) and not is_variadic and _accepts(signature, 1):
+        return RuleSignature(WHOLE)  # further parameters have defaults
+    if not _accepts(signature, required) or any(p.name == "upstream" for p in positional):
+        return RuleSignature()
+    if is_variadic:
+        return RuleSignature() if positional else RuleSignature(FLAT)
+    return RuleSignature(required=required)
 
 
-def _whole(parameters: _Parameters) -> RuleSignature | None:
-    """Read `rule(U)`, with defaults for all further parameters."""
-    positional = [p for p in parameters if p.kind in POSITIONAL]
-    required = [p for p in positional if p.default is p.empty]
-    if _is_variadic(parameters) or _required_keywords(parameters):
-        return None
-    return RuleSignature(WHOLE) if len(required) == 1 or (not required and len(positional) == 1) else None
+def _accepts(signature: inspect.Signature, count: int, **keywords: Any) -> bool:
+    """Return whether a function takes this number of positional arguments and these keyword arguments."""
+    try:
+        signature.bind(*[None] * count, **keywords)
+    except TypeError:
+        return False
+    return True
 
 
-def _flat(parameters: _Parameters) -> RuleSignature | None:
-    """Read `rule(*us)` and `rule(u1, ..., uN)`."""
-    positional = [p for p in parameters if p.kind in POSITIONAL]
-    if _required_keywords(parameters) or any(p.name == "upstream" for p in positional):
-        return None
-    if _is_variadic(parameters):
-        return None if positional else RuleSignature(FLAT)
-    return RuleSignature(required=sum(p.default is p.empty for p in positional))
-
-
-def _is_variadic(parameters: _Parameters) -> bool:
-    return any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def _required_keywords(parameters: _Parameters) -> set[str]:
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
-
-
-def _takes_variables(parameters: _Parameters) -> str:
+def _takes_variables(parameters: Sequence[inspect.Parameter]) -> str:
     """Return whether a rule with these parameters takes variables."""
     for p in parameters:
         if p.name == "variables" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from multigrad.backend.base import Call, Run
+from multigrad.backend.jax import private
 from multigrad.backend.jax.primitives import TiedRule, tie
-from multigrad.backend.jax.private import current_trace, other_object, under_trace
 from multigrad.backend.jax.residuals import constants_of, uses_intermediate
 from multigrad.backend.jax.strip import Strip
 from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, specs_of, varying_alike
@@ -96,13 +96,13 @@ class _FirstRun:
 
     def _execute(self, tensors: list[Any], stripped: list[Any], trace: Any) -> None:
         """Run the function under a trace, the current one if it is None."""
-        here = current_trace()
+        here = private.current_trace()
 
         def strip_value(value: Any) -> Any:
-            with under_trace(here):
+            with private.under_trace(here):
                 return self.strip(varying_alike([value, *tensors])[:1])[0]
 
-        with under_trace(trace):
+        with private.under_trace(trace):
             self.run = self._call.run(stripped, strip_value)
         self.inputs = varying_alike([*tensors, *self.run.originals])
 
@@ -131,7 +131,7 @@ def _without_gradient(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any
     The rule of an outer op would take it for the input.
     """
     aliases = [FLOATING[output.dtype] and any([output is x for x in inputs]) for output in outputs]
-    return [other_object(o) if is_alias else o for o, is_alias in zip(outputs, aliases, strict=True)]
+    return [private.other_object(o) if is_alias else o for o, is_alias in zip(outputs, aliases, strict=True)]
 
 
 def _not_differentiable(name: str, error: Exception) -> NotImplementedError:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from multigrad.backend.base import Operation
-from multigrad.backend.jax.private import trace_of
+from multigrad.backend.jax import private
 from multigrad.backend.jax.tensors import conjugate
 
 
@@ -53,7 +53,7 @@ def vmap(
 
 
 def depends_on_element(result: Any, elements: Sequence[Any]) -> bool:
-    return trace_of(result) is trace_of(elements[0])
+    return private.trace_of(result) is private.trace_of(elements[0])
 
 
 def may_record(tensors: Sequence[Any] | None = None) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import keras
 
 from multigrad.backend.base import to_numpy
-from multigrad.backend.jax.private import is_in_jit
+from multigrad.backend.jax import private
 from multigrad.backend.jax.tensors import (
     FOREIGN,
     NUMBERS,
@@ -331,4 +331,4 @@ def _copy_shared(values: list[Any]) -> list[Any]:
 
 
 def is_constant(tensor: Any) -> bool:
-    return not isinstance(tensor, jax.core.Tracer) and is_in_jit()
+    return not isinstance(tensor, jax.core.Tracer) and private.is_in_jit()

@@ -26,18 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from multigrad.backend.base import Rule
-from multigrad.backend.jax.private import (
-    ClosedJaxpr,
-    Primitive,
-    Zero,
-    define_linearization,
-    fancy_primitive_batchers,
-    instantiate_zeros,
-    lower_function,
-    primitive_jvps,
-    primitive_transposes,
-    register_lowering,
-)
+from multigrad.backend.jax import private
 from multigrad.backend.jax.tensors import (
     FLOATING,
     as_arrays,
@@ -62,16 +51,16 @@ _NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 
 
 def empty_end() -> Any:
-    return ClosedJaxpr(_NOTHING, ())
+    return private.ClosedJaxpr(_NOTHING, ())
 
 
 def identity() -> Any:
     """Return a primitive that returns its operands."""
-    primitive = Primitive("optimization_barrier")
+    primitive = private.Primitive("optimization_barrier")
     primitive.multiple_results = True
     primitive.def_impl(lambda *operands, **_: list(operands))
     primitive.def_abstract_eval(lambda *operands, **_: list(operands))
-    register_lowering(primitive, lambda _, *operands, **params: operands)
+    private.register_lowering(primitive, lambda _, *operands, **params: operands)
     return primitive
 
 
@@ -83,18 +72,18 @@ def differentiate(primitive: Any, linearize: Callable[..., tuple[Any, ...]]) -> 
     """
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        nonzero = [type(tangent) is not Zero for tangent in tangents]
+        nonzero = [type(tangent) is not private.Zero for tangent in tangents]
         results, _, residuals, linear = linearize(nonzero, *primals, **params)
         return results, linear(residuals, *tangents)
 
-    primitive_jvps[primitive] = jvp
+    private.primitive_jvps[primitive] = jvp
     # JAX would derive this from the jvp, in ten times the time.
-    define_linearization(primitive, linearize)
+    private.define_linearization(primitive, linearize)
 
 
 def zero_tangents(arrays: Sequence[Any]) -> list[Any]:
     """Return symbolic zeros as the tangents of arrays."""
-    return [Zero(jax.typeof(array).to_tangent_aval()) for array in arrays]
+    return [private.Zero(jax.typeof(array).to_tangent_aval()) for array in arrays]
 
 
 # ------------------------------------------------------------------ pull
@@ -162,7 +151,7 @@ class TiedRule:
         return needed_gradients(list(residuals), list(cotangents))
 
 
-_pull_p = Primitive("custom_lin")
+_pull_p = private.Primitive("custom_lin")
 _pull_p.multiple_results = True
 
 
@@ -208,12 +197,12 @@ def _transpose_pull(
     count = len(tied.slots)
     residuals, tangents = operands[:count], operands[count:]
     nothing: list[Any] = [None] * count
-    if all([type(cotangent) is Zero for cotangent in cotangents]):
-        return [*nothing, *[Zero(tangent.aval) for tangent in tangents]]
-    dense = as_arrays(map(instantiate_zeros, cotangents))
+    if all([type(cotangent) is private.Zero for cotangent in cotangents]):
+        return [*nothing, *[private.Zero(tangent.aval) for tangent in tangents]]
+    dense = as_arrays(map(private.instantiate_zeros, cotangents))
     gradients = tied.gradients(as_arrays(residuals), dense, needed, batch)
     pairs = zip(gradients, tangents, strict=True)
-    return [*nothing, *[Zero(t.aval) if gradient is None else gradient for gradient, t in pairs]]
+    return [*nothing, *[private.Zero(t.aval) if gradient is None else gradient for gradient, t in pairs]]
 
 
 def _differentiate_pull(
@@ -222,10 +211,10 @@ def _differentiate_pull(
     count = len(tied.slots)
     results = _pull_p.bind(*primals, tied=tied, **params)
     derivatives = zero_tangents(results)
-    if any([type(tangent) is not Zero for tangent in tangents[count:]]):
-        dense = map(instantiate_zeros, tangents[count:])
+    if any([type(tangent) is not private.Zero for tangent in tangents[count:]]):
+        dense = map(private.instantiate_zeros, tangents[count:])
         derivatives = _pull_p.bind(*primals[:count], *dense, tied=tied, **params)
-    moved = [i for i in range(count) if type(tangents[i]) is not Zero]
+    moved = [i for i in range(count) if type(tangents[i]) is not private.Zero]
     if moved:
 
         def of_residuals(*values: Any) -> list[Any]:
@@ -236,7 +225,7 @@ def _differentiate_pull(
 
         more = jax.jvp(of_residuals, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
         pairs = zip(derivatives, more, strict=True)
-        derivatives = [b if type(a) is Zero else a + b for a, b in pairs]
+        derivatives = [b if type(a) is private.Zero else a + b for a, b in pairs]
     return results, derivatives
 
 
@@ -265,10 +254,10 @@ def _map_pull(
 
 _pull_p.def_impl(_push)
 _pull_p.def_abstract_eval(lambda *operands, avals, **params: list(avals))
-register_lowering(_pull_p, lower_function(_push))
-primitive_jvps[_pull_p] = _differentiate_pull
-primitive_transposes[_pull_p] = _transpose_pull
-fancy_primitive_batchers[_pull_p] = _map_pull
+private.register_lowering(_pull_p, private.lower_function(_push))
+private.primitive_jvps[_pull_p] = _differentiate_pull
+private.primitive_transposes[_pull_p] = _transpose_pull
+private.fancy_primitive_batchers[_pull_p] = _map_pull
 
 
 # ------------------------------------------------------------------ tie
@@ -366,13 +355,13 @@ def _map_tie(
 
 
 differentiate(_tie_p, _linearize_tie)
-fancy_primitive_batchers[_tie_p] = _map_tie
+private.fancy_primitive_batchers[_tie_p] = _map_tie
 
 
 # ------------------------------------------------------------------ closed over
 
 # Returns the tangent of a tensor that is not an input of the op. Its transpose and its value raise an error.
-_closed_over_p = Primitive("multigrad_closed_over")
+_closed_over_p = private.Primitive("multigrad_closed_over")
 
 
 def _raise_closed_over(*_: Any, name: str, path: str | None) -> NoReturn:
@@ -380,23 +369,23 @@ def _raise_closed_over(*_: Any, name: str, path: str | None) -> NoReturn:
 
 
 def _transpose_closed_over(cotangent: Any, tangent: Any, **params: Any) -> list[Any]:
-    return [cotangent] if type(cotangent) is Zero else _raise_closed_over(**params)
+    return [cotangent] if type(cotangent) is private.Zero else _raise_closed_over(**params)
 
 
 def _differentiate_closed_over(
     primals: Sequence[Any], tangents: Sequence[Any], **params: Any
 ) -> tuple[Any, Any]:
     (tangent,) = tangents
-    derivative = tangent if type(tangent) is Zero else _closed_over_p.bind(tangent, **params)
+    derivative = tangent if type(tangent) is private.Zero else _closed_over_p.bind(tangent, **params)
     return _closed_over_p.bind(*primals, **params), derivative
 
 
 _closed_over_p.def_impl(_raise_closed_over)
 _closed_over_p.def_abstract_eval(lambda tangent, **params: tangent)
-register_lowering(_closed_over_p, lambda _, *operands, **params: _raise_closed_over(**params))
-primitive_jvps[_closed_over_p] = _differentiate_closed_over
-primitive_transposes[_closed_over_p] = _transpose_closed_over
-fancy_primitive_batchers[_closed_over_p] = lambda _, operands, axes, **params: (
+private.register_lowering(_closed_over_p, lambda _, *operands, **params: _raise_closed_over(**params))
+private.primitive_jvps[_closed_over_p] = _differentiate_closed_over
+private.primitive_transposes[_closed_over_p] = _transpose_closed_over
+private.fancy_primitive_batchers[_closed_over_p] = lambda _, operands, axes, **params: (
     _closed_over_p.bind(*operands, **params),
     axes[0],
 )

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from multigrad.backend.base import Call, Run
-from multigrad.backend.jax.private import WithoutTangent
+from multigrad.backend.jax import private
 from multigrad.backend.jax.tensors import FLOATING
 from multigrad.common.closure import lift
 from multigrad.common.reachable import reachable_tensors
@@ -33,7 +33,7 @@ def uses_intermediate(run: Run, constants: Sequence[Any]) -> bool:
     """
     known, others = set(map(id, constants)), [x for x in run.other_residuals() if FLOATING[x.dtype]]
     # Operations on tracers return tracers. Operations on a `WithoutTangent` return concrete arrays.
-    are_concrete = any([isinstance(x, WithoutTangent) for x in run.inputs])
+    are_concrete = any([isinstance(x, private.WithoutTangent) for x in run.inputs])
     if not are_concrete:
         others = [array for array in others if isinstance(array, jax.core.Tracer)]
     if any([id(array) not in known for array in others]):

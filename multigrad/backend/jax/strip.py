@@ -3,13 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from multigrad.backend.jax import private
 from multigrad.backend.jax.primitives import Linear, differentiate, empty_end, identity, zero_tangents
-from multigrad.backend.jax.private import (
-    current_trace,
-    fancy_primitive_batchers,
-    other_object,
-    without_tangent,
-)
 from multigrad.backend.jax.tensors import FLOATING, TRACERS, as_arrays, is_ref
 
 
@@ -47,7 +42,7 @@ class Strip:
             is_differentiated = self.order > 1 and not self.is_open
             for i, result in zip(traced, as_arrays(results), strict=True):
                 is_wrapped = is_differentiated and not TRACERS[type(result)]
-                stripped[i] = without_tangent(arrays[i], result) if is_wrapped else result
+                stripped[i] = private.without_tangent(arrays[i], result) if is_wrapped else result
         return stripped
 
     @property
@@ -70,7 +65,7 @@ _strip_p = identity()
 def _other_objects(*arrays: Any, **params: Any) -> list[Any]:
     # Other objects, so that a residual is known as an input by its position: the value of the input may also
     # be another input, the value of a variable or a constant.
-    return [other_object(array) for array in arrays]
+    return [private.other_object(array) for array in arrays]
 
 
 def _types_of_stripped(*arrays: Any, strip: Strip, level: int, end: Any) -> list[Any]:
@@ -83,7 +78,7 @@ def _linearize_strip(
     nonzero: Sequence[bool], *arrays: Any, strip: Strip, level: int, end: Any
 ) -> tuple[list[Any], Sequence[bool], Sequence[Any], Linear]:
     if strip.traces is not None:
-        strip.traces.append(current_trace())
+        strip.traces.append(private.current_trace())
     params = {"strip": strip, "level": level + 1, "end": end}
     results = _strip_p.bind(*arrays, **params)
     if strip.is_open and level:
@@ -103,4 +98,4 @@ def _map_strip(
 _strip_p.def_impl(_other_objects)
 _strip_p.def_abstract_eval(_types_of_stripped)
 differentiate(_strip_p, _linearize_strip)
-fancy_primitive_batchers[_strip_p] = _map_strip
+private.fancy_primitive_batchers[_strip_p] = _map_strip

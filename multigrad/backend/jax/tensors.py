@@ -10,17 +10,7 @@ import keras
 import numpy as np
 
 from multigrad.backend.base import S, Spec
-from multigrad.backend.jax.private import (
-    CONCRETE_ARRAY,
-    VJP,
-    WithoutTangent,
-    enable_x64,
-    has_ended,
-    is_of_other_trace,
-    pcast,
-    trace_state,
-    varying_axes,
-)
+from multigrad.backend.jax import private
 from multigrad.common.errors import describe, message
 from multigrad.common.keras_internals import scope_here, stored_value
 from multigrad.common.reachable import UNREADABLE
@@ -29,7 +19,7 @@ from multigrad.common.type_sets import ATOMS, ForeignArrays, TypeSet
 TENSORS = TypeSet(jax.Array, jax.core.Tracer)
 FOREIGN = ForeignArrays(jax.Array, jax.core.Tracer, np.ndarray)
 TRACERS = TypeSet(jax.core.Tracer)
-TRACERS[CONCRETE_ARRAY] = False  # cached: the class of most arrays, which is defined in Python
+TRACERS[private.CONCRETE_ARRAY] = False  # cached: the class of most arrays, which is defined in Python
 # Classes of JAX whose objects have attributes and hold no tensor.
 ATOMS.update(
     dict.fromkeys(
@@ -44,7 +34,7 @@ ATOMS.update(
         True,
     )
 )
-UNREADABLE.append(VJP)
+UNREADABLE.append(private.VJP)
 NUMBERS = TypeSet(bool, int, float, complex, np.ndarray, np.generic)
 
 
@@ -66,7 +56,7 @@ COMPLEX = _Subtypes(jnp.complexfloating)
 
 def require_not_ended(variable: keras.Variable, value: Any) -> None:
     """Raise if the loop or the like that computed the value of a variable has ended."""
-    if isinstance(value, jax.core.Tracer) and has_ended(value):
+    if isinstance(value, jax.core.Tracer) and private.has_ended(value):
         raise TypeError(
             message(
                 variable.path,
@@ -89,7 +79,7 @@ def extend_pinned(pinned: S) -> S:
         if id(variable) in self.assigned:
             require_not_ended(variable, value)
         is_from_outside = self.rule is not None and id(variable) not in self.current
-        if is_from_outside and TRACERS[type(value)] and is_of_other_trace(value):
+        if is_from_outside and TRACERS[type(value)] and private.is_of_other_trace(value):
             raise TypeError(_read_by_rule_alone(self.name, variable))
         return value
 
@@ -109,7 +99,7 @@ def _read_by_rule_alone(name: str, variable: keras.Variable) -> str:
 
 
 def assign(variable: keras.Variable, value: Any) -> None:
-    if isinstance(value, WithoutTangent):
+    if isinstance(value, private.WithoutTangent):
         value = value.primal
     require_not_ended(variable, value)
     leaks = isinstance(value, jax.core.Tracer) and not isinstance(stored_value(variable), jax.core.Tracer)
@@ -164,7 +154,7 @@ def watch(callback: Callable[..., None], tensor: Any) -> Any:
 
 
 def wide() -> contextlib.AbstractContextManager[Any]:
-    return enable_x64(True)
+    return private.enable_x64(True)
 
 
 def is_compiling() -> bool:
@@ -225,14 +215,14 @@ def varying_alike(arrays: list[Any]) -> list[Any]:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays
-    varying = [varying_axes(array) for array in arrays]
+    varying = [private.varying_axes(array) for array in arrays]
     everywhere = frozenset().union(*varying)
     return [
-        pcast(array, tuple(everywhere - axes), to="varying")
+        private.pcast(array, tuple(everywhere - axes), to="varying")
         for array, axes in zip(arrays, varying, strict=True)
     ]
 
 
 def trace_level() -> Hashable:
-    level: Hashable = trace_state(convention="flax")
+    level: Hashable = private.trace_state(convention="flax")
     return level

@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from multigrad.backend.base import Call
+from multigrad.backend.tensorflow import private
 from multigrad.backend.tensorflow.graphs import Carrier, capture, graph_here, is_nested, is_within
-from multigrad.backend.tensorflow.private import stop_recording
 from multigrad.backend.tensorflow.tapes import may_record, record_rule, require_no_history, run_function
 from multigrad.backend.tensorflow.tensors import is_differentiable, specs_of
 from multigrad.backend.tensorflow.variables import read_for_gradient
@@ -69,5 +69,5 @@ def _dense_floating(upstreams: Sequence[Any], floating: Sequence[bool]) -> list[
 
 def _copies(outputs: Sequence[Any]) -> list[Any]:
     """Return tensors that no other operation returns, so that the tapes can record the rule for them."""
-    with stop_recording():
+    with private.stop_recording():
         return [tf.raw_ops.Identity(input=output) for output in outputs]

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from multigrad.backend.tensorflow.private import GRADIENT_KIND, push_forwardprop_state, stop_recording
+from multigrad.backend.tensorflow import private
 from multigrad.backend.tensorflow.tensors import is_differentiable, library_code
 from multigrad.common.errors import message
 
@@ -95,7 +95,7 @@ class Carrier:
         # `tf.vectorized_map` may copy only what depends on these residuals.
         others = [other for other in others if _may_be_mapped(other)]
         lost = _loss_text(name)
-        with stop_recording():
+        with private.stop_recording():
             joined = tf.raw_ops.IdentityN(input=[*outputs, *inputs, *others])
             guards = [tf.raw_ops.PreventGradient(input=joined[index], message=lost) for index in indices]
             graph = tf.compat.v1.get_default_graph()
@@ -113,7 +113,7 @@ class Carrier:
         def gradient(*upstream: Any) -> Sequence[Any]:
             return [*before, *backward(*upstream), *after]
 
-        graph, kind = self._operation.graph, self._operation.get_attr(GRADIENT_KIND).decode()
+        graph, kind = self._operation.graph, self._operation.get_attr(private.GRADIENT_KIND).decode()
         rules = getattr(graph, _RULES, None)
         if rules is None:
             rules = {}
@@ -133,7 +133,7 @@ def _gradient(name: str, kind: str, graph: Any, op: Any, *upstream: Any) -> Sequ
     owner = graph()
     if owner is None or (op is not None and op.graph is not owner):
         raise LookupError(_loss_text(name))
-    with push_forwardprop_state():  # forward mode around a function builds its gradient
+    with private.push_forwardprop_state():  # forward mode around a function builds its gradient
         return getattr(owner, _RULES)[kind](*upstream)
 
 

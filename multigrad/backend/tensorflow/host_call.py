@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from multigrad.backend.base import HostFunction, TensorSpec
-from multigrad.backend.tensorflow.private import stop_recording
+from multigrad.backend.tensorflow import private
 from multigrad.backend.tensorflow.tapes import note_host_call
 from multigrad.backend.tensorflow.tensors import library_code
 
@@ -20,7 +20,7 @@ def host_call(
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(array) for array in function([tensor.numpy() for tensor in tensors])]
     # Nested accumulators (TensorFlow 2.21) fail for this operation. The op around it is recorded.
-    with stop_recording():
+    with private.stop_recording():
         results = tf.numpy_function(
             lambda *arrays: function.in_program(arrays),
             list(tensors),

@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from multigrad.backend.defaults import mapped
+from multigrad.backend.tensorflow import private
 from multigrad.backend.tensorflow.jit import mark_unrecorded
-from multigrad.backend.tensorflow.private import GRADIENT_KIND, RegisterPFor, wrap
 from multigrad.backend.tensorflow.tapes import may_record
 
 Function = Callable[..., tuple[Sequence[Any], Sequence[Any]]]
@@ -84,7 +84,7 @@ def _spec(tensor: Any) -> tf.TensorSpec:
 def _has_rule(graph: Any) -> bool:
     """Return whether a graph, or a function in it, has an operation with a custom gradient."""
     nodes = itertools.chain(graph.node, *[nested.node_def for nested in graph.library.function])
-    return any(GRADIENT_KIND in node.attr for node in nodes)
+    return any(private.GRADIENT_KIND in node.attr for node in nodes)
 
 
 def depends_on_element(result: Any, elements: Sequence[Any]) -> bool:
@@ -103,8 +103,8 @@ def depends_on_element(result: Any, elements: Sequence[Any]) -> bool:
     return False
 
 
-@RegisterPFor("PreventGradient")
+@private.RegisterPFor("PreventGradient")
 def _convert_guard(pfor_input: Any) -> Any:
     """Vectorize the guards of an op (see `graphs.Carrier`), which would otherwise run in a loop."""
     guarded, text = pfor_input.stacked_input(0), pfor_input.get_attr("message")
-    return wrap(tf.raw_ops.PreventGradient(input=guarded, message=text), True)
+    return private.wrap(tf.raw_ops.PreventGradient(input=guarded, message=text), True)

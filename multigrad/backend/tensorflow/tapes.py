@@ -8,16 +8,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from multigrad.backend.base import Call, Rule, Run
-from multigrad.backend.tensorflow.private import (
-    HIGHER_ORDER,
-    could_possibly_record,
-    pack_tangents,
-    possible_gradient_types,
-    push_forwardprop_state,
-    record_operation_backprop_only,
-    record_operation_forwardprop_only,
-    stop_recording,
-)
+from multigrad.backend.tensorflow import private
 from multigrad.backend.tensorflow.tensors import TENSORS, is_differentiable
 from multigrad.common.closure import OTHER
 from multigrad.common.errors import closed_over, held, message
@@ -43,27 +34,27 @@ def record_rule(
     """
     inputs = list(inputs)
     if marker is None:
-        record_operation_backprop_only(_TYPE, outputs, inputs, backward)
+        private.record_operation_backprop_only(_TYPE, outputs, inputs, backward)
     else:
-        record_operation_backprop_only(
+        private.record_operation_backprop_only(
             _TYPE, outputs, [*inputs, marker], lambda *upstream: [*backward(*upstream), tf.zeros(0)]
         )
     if host_calls is None:
         return
     if host_calls:
         _require_no_tangents(name, rule, inputs, residuals, host_calls)
-    if rule.is_opaque and pack_tangents(inputs).tangents and pack_tangents(_held_tensors(rule)).tangents:
+    if rule.is_opaque and all([private.pack_tangents(x).tangents for x in (inputs, _held_tensors(rule))]):
         raise TypeError(held(name))
     calls: list[bool] = []
     # Not in `_on_copies`: an accumulator that calls it returns no tangents.
     copied = functools.partial(_on_copies, forward, residuals, calls)
-    record_operation_forwardprop_only(_TYPE, outputs, inputs, copied, None)
+    private.record_operation_forwardprop_only(_TYPE, outputs, inputs, copied, None)
     if calls and tf.executing_eagerly():
         # A tape (TensorFlow 2.21) counts the uses of a tensor, and drops its record when the count is zero.
         # Forward mode uses the results of an operation before the tape records them, which resets the count.
         # The count then reaches zero when the tangent of the tensor is freed, although another derivative
         # uses the tensor. Keeping the tangents alive prevents this.
-        _keep(inputs, backward, pack_tangents(residuals).tangents)
+        _keep(inputs, backward, private.pack_tangents(residuals).tangents)
 
 
 def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any] | None, Any, Sequence[Any]]:
@@ -83,7 +74,7 @@ def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any]
         local = _captured(watched)
         tape.watch(local)
         run, host_calls = _run_noting_host_calls(call, copies)
-    with stop_recording():
+    with private.stop_recording():
         gradients = tape.gradient([o for o in run.outputs if is_differentiable(o)], local)
         marker = tf.zeros(0)
     triples = [*zip(watched, local, gradients, strict=True)]
@@ -93,9 +84,9 @@ def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any]
     error = closed_over(call.name, call.closed_over_path(lambda found: any([found is t for t in used])))
     # The gradient of a loop, a branch or a tf.function does not use the records of tapes outside of it.
     is_outer = any([tensor is not inner and gradient is not None for tensor, inner, gradient in triples])
-    if is_outer or pack_tangents(used).tangents:
+    if is_outer or private.pack_tangents(used).tangents:
         raise TypeError(error)
-    record_operation_backprop_only(_TYPE, [marker], used, functools.partial(_raise, error))
+    private.record_operation_backprop_only(_TYPE, [marker], used, functools.partial(_raise, error))
     return run, host_calls, marker, watched
 
 
@@ -116,7 +107,7 @@ def _watched_tensors(call: Call) -> list[Any]:
             # Not `+=`, which fails for the wrapped tuples of a layer (Keras 3.15).
             found.extend(items if isinstance(value, (list, tuple, dict)) else [value])
     tensors = [value for value in found if TENSORS[type(value)] and is_differentiable(value)]
-    return [tensor for tensor in tensors if possible_gradient_types([tensor])]
+    return [tensor for tensor in tensors if private.possible_gradient_types([tensor])]
 
 
 def _raise(error: str, *upstream: Any) -> NoReturn:
@@ -134,7 +125,7 @@ def require_no_history(name: str, rule: Rule, watched: Sequence[Any]) -> None:
     """
     for part in rule.held() if rule.is_opaque and may_record() else ():
         # An iterator may hold such a tensor.
-        may_need = not TENSORS[type(part)] or possible_gradient_types([part])
+        may_need = not TENSORS[type(part)] or private.possible_gradient_types([part])
         if may_need and not any([part is tensor for tensor in watched]):
             raise TypeError(held(name))
 
@@ -177,9 +168,9 @@ def _require_no_tangents(
     """Raise if another derivative may need the tangents of residuals that a host call may have computed."""
     others = [residual for residual, role in zip(residuals, rule.roles, strict=True) if role == OTHER]
     may_need = _held_tensors(rule) or any(map(is_differentiable, others))
-    if not (may_need and pack_tangents(list(host_calls)).tangents):
+    if not (may_need and private.pack_tangents(list(host_calls)).tangents):
         return
-    if possible_gradient_types([*inputs, *host_calls]) == HIGHER_ORDER:
+    if private.possible_gradient_types([*inputs, *host_calls]) == private.HIGHER_ORDER:
         raise NotImplementedError(
             message(
                 name,
@@ -194,11 +185,11 @@ def _require_no_tangents(
 
 def _keep(inputs: Sequence[Any], *objects: Any) -> None:
     """Keep `objects` alive for as long as the active tapes that watch `inputs`."""
-    with stop_recording():
+    with private.stop_recording():
         key = tf.constant(0.0)
     # A later record of the same tensor replaces the first one, which stays alive and is never used.
     for kept in objects, ():
-        record_operation_backprop_only(_TYPE, [key], inputs, functools.partial(_no_gradients, kept))
+        private.record_operation_backprop_only(_TYPE, [key], inputs, functools.partial(_no_gradients, kept))
 
 
 def _no_gradients(kept: Sequence[Any], *upstream: Any) -> Sequence[Any]:
@@ -221,18 +212,18 @@ def _on_copies(
     calls.append(True)
     copies = [tf.identity(tensor) if is_differentiable(tensor) else tensor for tensor in residuals]
     sources = [tensor for tensor in upstream if is_differentiable(tensor)]
-    with push_forwardprop_state(), tf.GradientTape(watch_accessed_variables=False) as tape:
+    with private.push_forwardprop_state(), tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(sources)
         gradients = [g if g is None else tf.identity(g) for g in forward(copies, *upstream)]
     results = [gradient for gradient in gradients if gradient is not None]
 
     def transpose(*tangents: Any) -> Sequence[Any]:
-        with push_forwardprop_state():
+        with private.push_forwardprop_state():
             return list(tape.gradient(results, sources, tangents, tf.UnconnectedGradients.ZERO))
 
-    record_operation_forwardprop_only(_TYPE, results, sources, transpose, None)
+    private.record_operation_forwardprop_only(_TYPE, results, sources, transpose, None)
     return gradients
 
 
 def may_record(tensors: Sequence[Any] | None = None) -> bool:
-    return could_possibly_record()
+    return private.could_possibly_record()

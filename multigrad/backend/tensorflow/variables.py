@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from multigrad.backend.base import S
+from multigrad.backend.tensorflow import private
 from multigrad.backend.tensorflow.graphs import graph_here, is_within, make_in_common_graph
-from multigrad.backend.tensorflow.private import VariableWatcher
 from multigrad.backend.tensorflow.tensors import as_tensor
 from multigrad.common.errors import message
 from multigrad.common.keras_internals import stored_value
@@ -33,7 +33,7 @@ class _ReadsInGraph(keras.StatelessScope):
     def __enter__(self) -> Any:
         self._graph = graph_here()
         self._seen: dict[int, keras.Variable] = {}
-        self._watcher = VariableWatcher()
+        self._watcher = private.VariableWatcher()
         self._watcher.__enter__()
         return super().__enter__()
 
@@ -108,7 +108,7 @@ class _PinnedInGraph(keras.StatelessScope):
 
     def __enter__(self) -> Any:
         self._graph = graph_here()
-        self._watcher = VariableWatcher()
+        self._watcher = private.VariableWatcher()
         self._watcher.__enter__()
         return super().__enter__()
 

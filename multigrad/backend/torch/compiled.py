@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from multigrad.backend.base import Call, Run
+from multigrad.backend.torch import private
 from multigrad.backend.torch.eager import (
     apply_eagerly,
     dense_floating,
@@ -19,12 +20,6 @@ from multigrad.backend.torch.eager import (
     refuse_compiled,
 )
 from multigrad.backend.torch.functorch import apply_transforming
-from multigrad.backend.torch.private import (
-    base_of,
-    disable_torch_function,
-    preserve_version_counters,
-    skip_frames,
-)
 from multigrad.backend.torch.state import (
     IN_THREAD,
     current_autocast,
@@ -45,10 +40,10 @@ def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Ten
     """
     owners: list[torch.Tensor] = []
     for tensor in inputs:
-        owners.append(base_of(tensor))  # noqa: PERF401 - a function to Dynamo
+        owners.append(private.base_of(tensor))  # noqa: PERF401 - a function to Dynamo
     copied: list[torch.Tensor] = []
     for output in outputs:
-        owner = base_of(output)
+        owner = private.base_of(output)
         for other in owners:
             if owner is other:
                 output = output.clone()
@@ -113,7 +108,7 @@ def _run_recorded(
         return run, [output.detach() for output in outputs], []
     outputs = computed.copies_of_others(outputs)
     for output in outputs:
-        if base_of(output) is output:
+        if private.base_of(output) is output:
             output.detach_()  # a saved result of the function would be found changed
     return run, outputs, markers
 
@@ -184,7 +179,7 @@ class _UsedTensors(torch.overrides.TorchFunctionMode):
         """Return whether a tensor is neither an input nor a view of one."""
         for tensor in self.tensors:
             for x in inputs:
-                if base_of(tensor) is base_of(x):
+                if private.base_of(tensor) is private.base_of(x):
                     break
             else:
                 return True
@@ -197,7 +192,7 @@ def _allow_marks(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
     if not outputs:
         yield
         return
-    with preserve_version_counters(tuple(outputs)):
+    with private.preserve_version_counters(tuple(outputs)):
         yield
 
 
@@ -254,7 +249,7 @@ class _InProgram(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @skip_frames
+    @private.skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         rule, user_rule, scope_values, autocast, keeps_history, _ = ctx.state
         end = 1 + len(rule.specs)
@@ -281,7 +276,7 @@ def apply_exporting(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any
     outputs, inputs = run.outputs, run.inputs
     # The outputs have no history except for the node. A program with `no_grad` or `detach` would have no
     # gradient, without an error. `torch.export` would record `no_grad`.
-    with disable_torch_function(), torch.no_grad():
+    with private.disable_torch_function(), torch.no_grad():
         copied = _without_derivative(inputs, outputs)
     if torch.is_grad_enabled() and _require_gradients(inputs):
         rule = run.lift(call.f)

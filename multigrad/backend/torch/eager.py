@@ -7,14 +7,7 @@ import torch
 from torch import is_grad_enabled
 
 from multigrad.backend.base import Call, Rule, Run
-from multigrad.backend.torch.private import (
-    base_of,
-    direct_apply,
-    is_autocast_anywhere,
-    is_view,
-    skip_frames,
-    versions_of,
-)
+from multigrad.backend.torch import private
 from multigrad.backend.torch.state import (
     IN_THREAD,
     current_autocast,
@@ -97,15 +90,15 @@ class _Node(torch.autograd.Function):
         else:
             ctx.save_for_backward(*residuals)
             ctx.anchors = _anchors([*inputs, *lift(call.f, TENSORS)[0]])
-        autocast = current_autocast() if is_autocast_anywhere() else None
+        autocast = current_autocast() if private.is_autocast_anywhere() else None
         ctx.multigrad = _NodeState(rule, slots, autocast, call, computed, closed_over)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
-    @skip_frames
+    @private.skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         rule, slots, autocast, call, computed, _ = ctx.multigrad
-        if (autocast or is_autocast_anywhere()) and autocast != current_autocast():
+        if (autocast or private.is_autocast_anywhere()) and autocast != current_autocast():
             with restore_autocast(autocast):
                 return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
@@ -125,9 +118,9 @@ class _Node(torch.autograd.Function):
                 sources = [t for t in (*ctx.anchors, *saved, *upstream) if t is not None and t.requires_grad]
                 return None, None, *refuse(gradients, error, *sources), *no_gradients
             residuals = _residuals_with_history(call, rule, saved, computed)
-        versions = versions_of(upstream)
+        versions = private.versions_of(upstream)
         gradients = rule.pull(residuals, upstream, needed)
-        if versions_of(upstream) != versions:
+        if private.versions_of(upstream) != versions:
             raise changed_upstream(rule.name)
         return None, None, *gradients, *no_gradients
 
@@ -157,7 +150,7 @@ class _NamedApplies(dict[str, Any]):
     """For each name of an op, `apply` of a node with this name, which PyTorch's anomaly mode prints."""
 
     def __missing__(self, name: str) -> Any:
-        self[name] = apply = direct_apply(type(name, (_Node,), {}))
+        self[name] = apply = private.direct_apply(type(name, (_Node,), {}))
         return apply
 
 
@@ -186,9 +179,9 @@ def _new_outputs(run: Run, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]
     """
     outputs = []
     for output in run.outputs:
-        if is_view(output) or any([output is x for x in run.inputs]):
+        if private.is_view(output) or any([output is x for x in run.inputs]):
             for stripped, x in zip(run.inputs, inputs, strict=True):
-                if base_of(output) is base_of(stripped) and output.dtype == x.dtype:
+                if private.base_of(output) is private.base_of(stripped) and output.dtype == x.dtype:
                     output = x.as_strided(output.shape, output.stride(), output.storage_offset())
                     break
             else:
@@ -233,7 +226,7 @@ def has_node(tensor: torch.Tensor) -> bool:
     """
     if not tensor.requires_grad or tensor.grad_fn is not None:
         return tensor.requires_grad
-    return not is_view(tensor) and torch.func.debug_unwrap(tensor, recurse=False) is tensor
+    return not private.is_view(tensor) and torch.func.debug_unwrap(tensor, recurse=False) is tensor
 
 
 def rerun(call: Call, first: Rule, count: int, tensors: Sequence[torch.Tensor]) -> Run:
@@ -358,10 +351,10 @@ class _NotDifferentiable(torch.autograd.Function):
         raise RuntimeError(ctx.error)
 
 
-_refuse_eagerly = direct_apply(_NotDifferentiable)
+_refuse_eagerly = private.direct_apply(_NotDifferentiable)
 
 
-@skip_frames
+@private.skip_frames
 def refuse(results: Sequence[torch.Tensor | None], error: str, *sources: torch.Tensor) -> list[Any]:
     """Return the results, so that differentiating them with respect to a source raises the error."""
     tensors = [tensor for tensor in results if tensor is not None]

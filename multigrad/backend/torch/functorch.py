@@ -5,20 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from multigrad.backend.base import Call, Run
+from multigrad.backend.torch import private
 from multigrad.backend.torch.eager import dense_floating, mark_integers, refused_parts, require_alike, rerun
-from multigrad.backend.torch.private import (
-    JVP,
-    VMAP,
-    forward_ad,
-    forward_level,
-    set_forward_mode,
-    skip_frames,
-    transforms,
-    untransformed,
-    versions_of,
-)
 from multigrad.backend.torch.state import (
     active_vmaps,
     current_autocast,
@@ -41,8 +32,8 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
     used, before = list(_tensors_in_reach(call)), call.held()
     run, outputs, refused = _run_stripped(call, tensors, used)
     state, others = _FunctorchState(call, run), run.other_residuals()
-    has_one, keys = _has_one_derivative(run, used), [transform.key() for transform in transforms()]
-    is_mapped_inside = VMAP in keys[-1:] and set(keys) != {VMAP}
+    has_one, keys = _has_one_derivative(run, used), [transform.key() for transform in private.transforms()]
+    is_mapped_inside = private.VMAP in keys[-1:] and set(keys) != {private.VMAP}
     # A vmap that maps no input, but a tensor in an object, does not map the outputs.
     unmapped = active_vmaps().difference(*map(vmaps_of, run.inputs))
     mapped = [part for part in before if TENSORS[type(part)] and not unmapped.isdisjoint(vmaps_of(part))]
@@ -53,7 +44,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
     is_computed = any([is_differentiable(other) and not _is_in(other, used) for other in others])
     # A first derivative in forward mode needs no tangents of intermediate results. Those that the function
     # recorded belong to a pullback, which is transposed.
-    is_alone = has_one and forward_level() >= 0 and not any(map(_is_tracked, others))
+    is_alone = has_one and private.forward_level() >= 0 and not any(map(_is_tracked, others))
     if is_computed and not is_alone:
         # Those that also depend on tensors that the function closes over.
         if any(map(_is_tracked, others)) or any(map(_is_wrapped, used)):
@@ -71,8 +62,8 @@ def _has_one_derivative(run: Run, used: Sequence[torch.Tensor]) -> bool:
 
     `used` are the tensors that the function could use before it ran.
     """
-    keys = [transform.key() for transform in transforms() if transform.key() != VMAP]
-    if len(keys) + (forward_level() >= 0 and JVP not in keys) > 1:
+    keys = [transform.key() for transform in private.transforms() if transform.key() != private.VMAP]
+    if len(keys) + (private.forward_level() >= 0 and private.JVP not in keys) > 1:
         return False
     values = [torch.func.debug_unwrap(tensor, recurse=True) for tensor in (*run.inputs, *used)]
     return not (torch.is_grad_enabled() and any([value.requires_grad for value in values]))
@@ -93,7 +84,7 @@ def _run_stripped(
     strip, context = torch.Tensor.detach, contextlib.nullcontext()
     mapped = active_vmaps() and (call.is_in_scope() or any(map(vmaps_of, tensors)))
     if not (mapped or any(map(_is_wrapped, used))):
-        strip, context = _without_transforms, untransformed()
+        strip, context = _without_transforms, private.untransformed()
     with torch.enable_grad(), context, outermost_derivative():
         run = call.run(list(map(strip, tensors)), strip)
         run.lift(call.f)
@@ -125,7 +116,7 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
-    return forward_level() >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None
+    return private.forward_level() >= 0 and forward_ad.unpack_dual(tensor, level=0).tangent is not None
 
 
 def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
@@ -135,7 +126,7 @@ def is_unaffected(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     mapped (for a Jacobian) although the op is not. The tensors that the op saves then replace those of the
     first run, in the same order.
     """
-    if forward_level() >= 0 or call.is_in_scope():
+    if private.forward_level() >= 0 or call.is_in_scope():
         return False
     used = [*tensors, *_tensors_in_reach(call)]
     # Other transforms wrap the result of every operation, so try one.
@@ -191,7 +182,7 @@ class _FunctorchNode(torch.autograd.Function):
         mark_integers(ctx, output)
 
     @staticmethod
-    @skip_frames
+    @private.skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         state = ctx.state
         gradients: Sequence[torch.Tensor | None] = [None] * state.inputs
@@ -201,9 +192,9 @@ class _FunctorchNode(torch.autograd.Function):
                 pairs = zip(upstream, saved[state.inputs :], strict=False)
                 whole = [torch.zeros_like(output) if u is None else u for u, output in pairs]
                 needed = ctx.needs_input_grad[1 : 1 + state.inputs]
-                versions = versions_of(upstream)
+                versions = private.versions_of(upstream)
                 gradients = state.rule.pull(state.residuals(saved), dense_floating(whole), needed)
-                if versions_of(upstream) != versions:
+                if private.versions_of(upstream) != versions:
                     raise changed_upstream(state.call.name)
         return None, *gradients, *[None] * (len(ctx.needs_input_grad) - 1 - state.inputs)
 
@@ -215,7 +206,7 @@ class _FunctorchNode(torch.autograd.Function):
         needed = [tangent is not None for tangent in of_inputs]
         # PyTorch (2.13) disables forward mode here, at outer levels too, so that derivatives of tangents
         # would be zero. So enable it again.
-        with set_forward_mode(True), restore_autocast(state.autocast):
+        with private.set_forward_mode(True), restore_autocast(state.autocast):
             saved = list(map(_primal, ctx.saved_tensors))
             residuals = state.residuals(saved)
 
@@ -259,7 +250,7 @@ class _Intermediates(torch.autograd.Function):
         mark_integers(ctx, output)
 
     @staticmethod
-    @skip_frames
+    @private.skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         state = ctx.state
         gradients: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
@@ -276,7 +267,7 @@ class _Intermediates(torch.autograd.Function):
         state = ctx.state
         of_inputs = tangents[1 : 1 + state.inputs]
         argnums = [i for i, tangent in enumerate(of_inputs) if tangent is not None]
-        with set_forward_mode(True), restore_autocast(state.autocast):
+        with private.set_forward_mode(True), restore_autocast(state.autocast):
             saved = list(map(_primal, ctx.saved_tensors))
 
             def vjp(*upstream: torch.Tensor | None) -> list[torch.Tensor]:

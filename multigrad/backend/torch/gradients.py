@@ -7,7 +7,7 @@ import keras
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from multigrad.backend.torch import traced
+from multigrad.backend.torch import private, traced
 from multigrad.backend.torch.eager import (
     has_node,
     node_of,
@@ -15,7 +15,6 @@ from multigrad.backend.torch.eager import (
     refuse,
     refuse_compiled,
 )
-from multigrad.backend.torch.private import COMPILED_NODE, direct_apply, skip_frame, skip_frames
 from multigrad.backend.torch.state import (
     IN_PIECES,
     IN_THREAD,
@@ -34,7 +33,7 @@ _LEAVES = TypeSet(torch.Tensor, keras.Variable)
 # `skip_frame` leaves the function of the user to it, if PyTorch can differentiate the result.
 
 
-@skip_frame
+@private.skip_frame
 def value_and_grad(
     function: Callable[..., tuple[torch.Tensor, Any]],
     tensors: Sequence[torch.Tensor],
@@ -52,7 +51,7 @@ def value_and_grad(
     return _value_and_grad_by_backward_pass(function, tensors, variables)
 
 
-@skip_frame
+@private.skip_frame
 def _value_and_grad_by_backward_pass(
     function: Callable[..., tuple[torch.Tensor, Any]],
     tensors: Sequence[torch.Tensor],
@@ -97,7 +96,7 @@ _REASON = "a later piece may need the history of this derivative, which is in no
 _break_graph = torch.compiler.disable(_value_and_grad_by_backward_pass, recursive=False, reason=_REASON)
 
 
-@skip_frame
+@private.skip_frame
 def vjp(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]],
     tensors: Sequence[torch.Tensor],
@@ -114,7 +113,7 @@ def vjp(
     return _vjp_by_backward_pass(function, tensors, variables)
 
 
-@skip_frame
+@private.skip_frame
 def _vjp_by_backward_pass(
     function: Callable[..., tuple[Sequence[torch.Tensor], Any]],
     tensors: Sequence[torch.Tensor],
@@ -163,7 +162,7 @@ def _vjp_by_backward_pass(
 _break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)
 
 
-@skip_frame
+@private.skip_frame
 def vjp_at_once(*args: Any) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[..., Any]]:
     in_graph = _is_in_program() and traced.is_differentiated()
     return traced.vjp(*args[:2]) if in_graph else vjp(*args)
@@ -206,13 +205,13 @@ def solve(matrices: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.where(info[..., None, None] == 0, solved, torch.nan)
 
 
-@skip_frame
+@private.skip_frame
 def _is_in_program() -> bool:
     """Return whether Dynamo traces a function of `multigrad.jit`, outside of transforms."""
     return is_dynamo_compiling() and IN_THREAD.mode != "" and not is_transforming_traced()
 
 
-@skip_frame
+@private.skip_frame
 def _needs_transform() -> bool:
     """Return whether torch.func must take the derivative: inside of its transforms and in inference mode."""
     inside = is_transforming() or is_dynamo_compiling()
@@ -236,10 +235,10 @@ class _SameMemory(torch.autograd.Function):
         return upstream
 
 
-_share_memory = direct_apply(_SameMemory)
+_share_memory = private.direct_apply(_SameMemory)
 
 
-@skip_frames
+@private.skip_frames
 def _new_inputs(tensors: Sequence[torch.Tensor], variables: int) -> list[torch.Tensor]:
     """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it.
 
@@ -260,7 +259,7 @@ def _new_inputs(tensors: Sequence[torch.Tensor], variables: int) -> list[torch.T
         ]
 
 
-@skip_frame
+@private.skip_frame
 def _call(function: Callable[..., tuple[Any, Any]], inputs: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     """Call the function. Raise if it changed an input, as its derivative would be that at the new value."""
     nodes = [tensor.grad_fn for tensor in inputs]
@@ -270,13 +269,13 @@ def _call(function: Callable[..., tuple[Any, Any]], inputs: Sequence[torch.Tenso
     return result
 
 
-@skip_frames
+@private.skip_frames
 def _backward(*args: Any, **options: Any) -> Sequence[torch.Tensor]:
     """Return gradients. Dynamo compiles no part of the backward pass, such as a checkpoint's second run."""
     return torch.autograd.grad(*args, **options)
 
 
-@skip_frames
+@private.skip_frames
 def _call_uncompiled(
     function: Callable[..., tuple[Any, Any]], inputs: Sequence[torch.Tensor]
 ) -> tuple[Any, Any]:
@@ -284,7 +283,7 @@ def _call_uncompiled(
     return _call(function, inputs)
 
 
-@skip_frames
+@private.skip_frames
 def _mark_ended(inputs: Sequence[torch.Tensor]) -> None:
     """Mark the leaves of a derivative that has been taken. No second derivative is taken with respect to
     them.
@@ -351,7 +350,7 @@ _CHANGED = message(
 )
 
 
-@skip_frames
+@private.skip_frames
 def _refuse_in_programs(
     gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
@@ -361,14 +360,14 @@ def _refuse_in_programs(
     program saved with their history. A derivative of it with respect to other tensors would be zero.
     """
     nodes = [node_of(value) for value in values]
-    programs = [node for node in nodes_from(nodes) if type(node).__name__ == COMPILED_NODE]
+    programs = [node for node in nodes_from(nodes) if type(node).__name__ == private.COMPILED_NODE]
     ends = set(map(node_of, inputs)) if programs else set()
     if not ends & nodes_from(list(programs)):
         return gradients
     return refuse_compiled(gradients, values)
 
 
-@skip_frames
+@private.skip_frames
 def _depends_on_others(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
     """Return whether `value` or its gradient depends on a leaf that is not one of the inputs."""
     seen: set[Any] = set()

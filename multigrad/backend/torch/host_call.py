@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from multigrad.backend.base import F, HostFunction, TensorSpec
-from multigrad.backend.torch.private import is_functorch_active
+from multigrad.backend.torch import private
 from multigrad.backend.torch.state import is_empty
 
 
@@ -21,7 +21,7 @@ def opaque_to_compiler(function: F) -> F:
 def host_call(
     function: HostFunction, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], vectorized: bool
 ) -> list[torch.Tensor]:
-    if is_functorch_active():
+    if private.is_functorch_active():
         return list(_Transformed.apply(function, specs, vectorized, *tensors))
     return _call(function, tensors, specs)
 

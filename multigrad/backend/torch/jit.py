@@ -17,12 +17,7 @@ from typing import Any
 
 import torch
 
-from multigrad.backend.torch.private import (
-    TorchDynamoException,
-    functorch_config,
-    is_in_dispatch_mode,
-    tree_leaves,
-)
+from multigrad.backend.torch import private
 from multigrad.backend.torch.state import IN_PIECES, IN_THREAD, WHOLE
 from multigrad.common.process_wide import Shared
 
@@ -44,7 +39,7 @@ def jit(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal failures, has_run
-        if torch.compiler.is_compiling() or _UNCOMPILED.is_active or is_in_dispatch_mode(False):
+        if torch.compiler.is_compiling() or _UNCOMPILED.is_active or private.is_in_dispatch_mode(False):
             return function(*args, **kwargs)
         before = dict(vars(IN_THREAD))
         IN_THREAD.is_differentiated = torch.is_grad_enabled() and _requires_gradient((args, kwargs))
@@ -56,11 +51,11 @@ def jit(
                     if failures < 2:
                         result = whole(*args, **kwargs)
                     else:
-                        with functorch_config.patch(donated_buffer=False):
+                        with private.functorch_config.patch(donated_buffer=False):
                             result = pieces(*args, **kwargs)
                 has_run = True
                 return result
-            except TorchDynamoException:  # raised before the function runs
+            except private.TorchDynamoException:  # raised before the function runs
                 if IN_THREAD.mode == IN_PIECES or options.get("fullgraph"):
                     raise
             IN_THREAD.mode, IN_THREAD.keeps_history = "", False
@@ -136,7 +131,7 @@ def _after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
 
 
 def _requires_gradient(arguments: Any) -> bool:
-    leaves = tree_leaves(arguments)
+    leaves = private.tree_leaves(arguments)
     return any([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import forward_ad as forward_ad
+from torch.autograd import forward_ad
 
 from multigrad.common.frameworks import look_up
 

@@ -8,22 +8,7 @@ from typing import Any
 
 import torch
 
-from multigrad.backend.torch.private import (
-    VMAP,
-    axis_of,
-    disable_modes,
-    disable_transforms,
-    forward_level,
-    get_tracing_state,
-    is_autocast_anywhere,
-    is_fake,
-    is_functorch_active,
-    is_of_old_vmap,
-    level_of,
-    set_tracing_state,
-    transforms,
-    unwrapped_once,
-)
+from multigrad.backend.torch import private
 
 
 def is_transforming() -> bool:
@@ -31,7 +16,7 @@ def is_transforming() -> bool:
 
     This form takes twice as long, so it is not used elsewhere.
     """
-    return is_functorch_active() or forward_level() >= 0
+    return private.is_functorch_active() or private.forward_level() >= 0
 
 
 def unwrap_ended(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -39,14 +24,14 @@ def unwrap_ended(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
     They occur when a function that `torch.func.vjp` returned is called. The wrappers have no history.
     """
-    while any(map(is_not, map(unwrapped_once, tensors), tensors)):
-        tensors = [*map(unwrapped_once, tensors)]
+    while any(map(is_not, map(private.unwrapped_once, tensors), tensors)):
+        tensors = [*map(private.unwrapped_once, tensors)]
     return tensors
 
 
 def active_vmaps() -> set[tuple[int, int]]:
     """Return the level and the batch size of each active vmap."""
-    return {(t.level(), t.batch_size()) for t in transforms() if t.key() == VMAP}
+    return {(t.level(), t.batch_size()) for t in private.transforms() if t.key() == private.VMAP}
 
 
 def vmaps_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -58,25 +43,25 @@ def _mapped_axes(tensor: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield the level, the batch size and the axis of each vmap that maps a tensor."""
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
         if inner.ndim > tensor.ndim:
-            axis = axis_of(tensor)
-            yield level_of(tensor), inner.shape[axis], axis
+            axis = private.axis_of(tensor)
+            yield private.level_of(tensor), inner.shape[axis], axis
         tensor = inner
 
 
 def is_empty(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no values, because it is a meta or fake tensor."""
-    return tensor.is_meta or is_fake(tensor)
+    return tensor.is_meta or private.is_fake(tensor)
 
 
 def is_unreadable(tensor: torch.Tensor) -> bool:
     """Return whether the values of a tensor cannot be compared."""
-    return is_empty(tensor) or is_of_old_vmap(tensor)
+    return is_empty(tensor) or private.is_of_old_vmap(tensor)
 
 
 def is_of_ended_transform(tensor: torch.Tensor) -> bool:
     """Return whether a transform that has ended wraps a tensor, as in a pullback of `torch.func.vjp`."""
     while (inner := torch.func.debug_unwrap(tensor, recurse=False)) is not tensor:
-        if level_of(tensor) < 0:
+        if private.level_of(tensor) < 0:
             return True
         tensor = inner
     return False
@@ -85,7 +70,7 @@ def is_of_ended_transform(tensor: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def no_transforms() -> Iterator[None]:
     """Disable all transforms and modes, to compute with the tensors in wrappers."""
-    with disable_transforms(), disable_modes():
+    with private.disable_transforms(), private.disable_modes():
         yield
 
 
@@ -108,12 +93,12 @@ def without_wrappers(tensor: torch.Tensor, levels: Sequence[int]) -> torch.Tenso
 @contextlib.contextmanager
 def hide_from_trace() -> Iterator[None]:
     """Hide operations from `torch.jit.trace`."""
-    state = get_tracing_state()
-    set_tracing_state(None)
+    state = private.get_tracing_state()
+    private.set_tracing_state(None)
     try:
         yield
     finally:
-        set_tracing_state(state)
+        private.set_tracing_state(state)
 
 
 class _InThread(threading.local):
@@ -173,7 +158,7 @@ _ACCELERATOR = torch.accelerator.current_accelerator()
 
 def current_autocast() -> Autocast:
     """Return the active autocast settings."""
-    if not is_autocast_anywhere():
+    if not private.is_autocast_anywhere():
         return None
     cpu = _dtype_on("cpu")
     other = cpu if _ACCELERATOR is None else _dtype_on(_ACCELERATOR.type)

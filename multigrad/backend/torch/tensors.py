@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from multigrad.backend.base import F, Operation, Spec
-from multigrad.backend.torch.private import TorchDispatchMode, is_tracing, tree_leaves
+from multigrad.backend.torch import private
 from multigrad.backend.torch.state import is_compiling, is_transforming
 from multigrad.common.errors import message
 from multigrad.common.reachable import assigned_cells
@@ -131,7 +131,7 @@ def concrete(tensor: torch.Tensor) -> np.ndarray | None:
 
 
 def observe(callback: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
-    if not (is_compiling() or is_tracing() or any([tensor.is_meta for tensor in tensors])):
+    if not (is_compiling() or private.is_tracing() or any([tensor.is_meta for tensor in tensors])):
         callback(*map(_value, tensors))
 
 
@@ -149,7 +149,7 @@ def _value(tensor: torch.Tensor) -> np.ndarray:
     return np.array(values, keras.backend.standardize_dtype(tensor.dtype))
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(private.TorchDispatchMode):
     """Records the dtypes of each operation, also in backward passes. Compiled functions run eagerly."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _dtypes_in(structure: Any) -> tuple[str, ...]:
-    leaves = tree_leaves(structure)
+    leaves = private.tree_leaves(structure)
     dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
 

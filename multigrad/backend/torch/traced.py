@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from multigrad.backend.torch.private import fake_mode_of
+from multigrad.backend.torch import private
 from multigrad.backend.torch.state import IN_THREAD
 
 
@@ -142,7 +142,7 @@ def _require_as_traced(outputs: list[torch.Tensor], requiring: list[bool]) -> No
 
 def _unknown_sizes(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which a gradient may have sizes that depend on data."""
-    mode = fake_mode_of(tensor)
+    mode = private.fake_mode_of(tensor)
     if mode is None or mode.shape_env is None:
         return contextlib.nullcontext()
     return mode.shape_env.ignore_fresh_unbacked_symbols()
