@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.common.errors import describe, message, shape_text
+from multigrad.common.errors import shape_text, unusable
 from multigrad.ops.arguments import to_python
 from multigrad.ops.implicit import fixed_point
 from multigrad.ops.implicit_solvers import FixedPointIteration
@@ -63,16 +63,9 @@ class FixedPoint(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         if not isinstance(cell, keras.layers.Layer):
-            raise TypeError(
-                message(
-                    "FixedPoint",
-                    "the cell is not a layer, so that its weights would not be tracked",
-                    argument="'cell'",
-                    required="a layer or model that is called with a list of `z` and the inputs",
-                    got=describe(cell),
-                    fix="write the cell as a layer, or call multigrad.ops.fixed_point",
-                )
-            )
+            required = "a layer or model, whose weights are tracked, called with a list of `z` and the inputs"
+            fix = "write the cell as a layer, or call multigrad.ops.fixed_point"
+            raise unusable(TypeError, "FixedPoint", "cell", required=required, got=cell, fix=fix)
         self.supports_masking = True
         self.cell, self.tolerance, self.max_iterations = cell, to_python(tolerance), to_python(max_iterations)
         FixedPointIteration("FixedPoint", self.tolerance, self.max_iterations)  # raises if they are invalid
@@ -83,16 +76,9 @@ class FixedPoint(keras.layers.Layer):
         z = keras.KerasTensor(self.compute_output_shape(input_shape), self.cell.compute_dtype)
         output = self.cell([z, keras.KerasTensor(input_shape, self.compute_dtype)])
         if tuple(output.shape[1:]) != tuple(z.shape[1:]):
-            raise ValueError(
-                message(
-                    "FixedPoint",
-                    "the output of the cell has another shape than `z`",
-                    argument="'cell'",
-                    required=f"an output of shape {shape_text(z.shape)}",
-                    got=f"an output of shape {shape_text(output.shape)}",
-                    fix="pass the shape of the cell's output, without the batch dimension, as `shape`",
-                )
-            )
+            required = f"a layer whose output has the shape of `z`, {shape_text(z.shape)}"
+            fix = "pass the shape of the cell's output, without the batch dimension, as `shape`"
+            raise unusable(ValueError, "FixedPoint", "cell", required=required, got=output, fix=fix)
 
     def call(self, inputs: Any) -> Any:
         dtype = self.cell.compute_dtype

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.common.errors import message, unusable
+from multigrad.common.errors import unusable
 from multigrad.ops.arguments import is_integer, to_python, with_rank_of
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.linear_cross_entropy import check_options, linear_cross_entropy
@@ -108,16 +108,9 @@ class LinearCrossEntropy(keras.layers.Layer):
         if self.embedding is None:
             self.kernel = self.add_weight((width, self.classes), self.kernel_initializer, name="kernel")
         elif width != self.embedding.output_dim:
-            raise ValueError(
-                message(
-                    _NAME,
-                    "the features do not have the width of the embedding",
-                    argument="'features'",
-                    required=f"shape (..., {self.embedding.output_dim})",
-                    got=f"shape {tuple(features_shape)}",
-                    fix="project the features to the width of the embedding",
-                )
-            )
+            required = f"a last axis of size {self.embedding.output_dim}, the width of the embedding"
+            fix = "project the features to the width of the embedding"
+            raise unusable(ValueError, _NAME, "features", required=required, got=features_shape, fix=fix)
         elif not self.embedding.built:
             self.embedding.build()
         if self.use_bias:

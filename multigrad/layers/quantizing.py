@@ -7,13 +7,14 @@ import keras
 from keras import ops
 
 from multigrad.common.errors import message, shape_text, unusable
+from multigrad.layers.base import LayerOfSameShape
 from multigrad.ops.arguments import is_integer, is_number, stack_tensors, to_python
 from multigrad.ops.quantizing import fake_quantize, level_range
-from multigrad.ops.vector_quantizing import vector_quantize
+from multigrad.ops.vector_quantizing import check_commitment, vector_quantize
 
 
 @keras.saving.register_keras_serializable("multigrad")
-class FakeQuantize(keras.layers.Layer):
+class FakeQuantize(LayerOfSameShape):
     """Quantize the inputs with a learned step size (LSQ).
 
     ```python
@@ -50,6 +51,8 @@ class FakeQuantize(keras.layers.Layer):
         Esser et al. 2020, Learned Step Size Quantization, arXiv:1902.08153.
     """
 
+    OPTIONS = ("bits", "signed", "axis")
+
     def __init__(
         self,
         bits: int = 8,
@@ -59,7 +62,6 @@ class FakeQuantize(keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.supports_masking = True
         # An op would treat a NumPy scalar as a tensor.
         bits, signed, axis, step = map(to_python, (bits, signed, axis, step))
         _, self._highest = level_range(bits, signed)
@@ -67,16 +69,8 @@ class FakeQuantize(keras.layers.Layer):
             required, fix = "an integer, or None", "pass axis=-1 for the last axis"
             raise unusable(TypeError, "FakeQuantize", "axis", required=required, got=axis, fix=fix)
         if step is not None and not (is_number(step) and step > 0.0):
-            raise ValueError(
-                message(
-                    "FakeQuantize",
-                    "the step is not positive",
-                    argument="'step'",
-                    required="a positive number, or None",
-                    got=repr(step),
-                    fix="leave it out, and call `adapt` with data",
-                )
-            )
+            required, fix = "a positive number, or None", "leave it out, and call `adapt` with data"
+            raise unusable(ValueError, "FakeQuantize", "step", required=required, got=step, fix=fix)
         self.bits, self.signed, self.axis, self._initial = int(bits), signed, axis, step
         self.step: Any = None
 
@@ -84,16 +78,9 @@ class FakeQuantize(keras.layers.Layer):
         rank = len(input_shape)
         has_axis = self.axis is None or (-rank <= self.axis < rank and input_shape[self.axis] is not None)
         if not has_axis:
-            raise ValueError(
-                message(
-                    "FakeQuantize",
-                    "the input does not have the axis, or its size is unknown",
-                    argument="'axis'",
-                    required=f"{-rank} to {rank - 1}, for an input of shape {shape_text(input_shape)}",
-                    got=repr(self.axis),
-                    fix="pass axis=-1 for the last axis, or None for one step for all",
-                )
-            )
+            required = f"{-rank} to {rank - 1}, of a static size, for the shape {shape_text(input_shape)}"
+            fix = "pass axis=-1 for the last axis, or None for one step for all"
+            raise unusable(ValueError, "FakeQuantize", "axis", required=required, got=self.axis, fix=fix)
         shape = () if self.axis is None else (input_shape[self.axis],)
         initial = self._initial_step(_MEAN_ABS_OF_NORMAL) if self._initial is None else self._initial
         initializer = keras.initializers.Constant(initial)
@@ -142,16 +129,12 @@ class FakeQuantize(keras.layers.Layer):
             step = ops.reshape(step, sizes)
         return fake_quantize(inputs, step, self.bits, self.signed)
 
-    def compute_output_shape(self, input_shape: Any) -> Any:
-        return input_shape
-
     def get_config(self) -> dict[str, Any]:
-        options = {"bits": self.bits, "signed": self.signed, "axis": self.axis, "step": self._initial}
-        return {**super().get_config(), **options}
+        return {**super().get_config(), "step": self._initial}
 
 
 @keras.saving.register_keras_serializable("multigrad")
-class VectorQuantizer(keras.layers.Layer):
+class VectorQuantizer(LayerOfSameShape):
     """Replace each vector by the closest vector of a learned codebook: the bottleneck of VQ-VAE.
 
     ```python
@@ -180,11 +163,14 @@ class VectorQuantizer(keras.layers.Layer):
         steps it would add `T` losses, whose sum is `T` times the mean over all vectors.
 
     Raises:
+        TypeError: if `commitment` is not a number.
         ValueError: if `count` is not positive, or `commitment` is negative.
 
     References:
         van den Oord, Vinyals and Kavukcuoglu 2017, Neural Discrete Representation Learning, arXiv:1711.00937.
     """
+
+    OPTIONS = ("count", "commitment")
 
     def __init__(
         self,
@@ -195,17 +181,10 @@ class VectorQuantizer(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         count, commitment = to_python(count), to_python(commitment)
-        if not (is_integer(count) and count >= 1 and is_number(commitment) and commitment >= 0.0):
-            raise ValueError(
-                message(
-                    "VectorQuantizer",
-                    "the options are invalid",
-                    required="an integer `count` of at least 1, and a `commitment` of at least 0",
-                    got=f"count={count!r}, commitment={commitment!r}",
-                    fix="write VectorQuantizer(512), for example",
-                )
-            )
-        self.supports_masking = True
+        if not (is_integer(count) and count >= 1):
+            required, fix = "an integer of at least 1", "write VectorQuantizer(512), for example"
+            raise unusable(ValueError, "VectorQuantizer", "count", required=required, got=count, fix=fix)
+        check_commitment(commitment)
         self.count, self.commitment = count, commitment
         if initializer is None:  # created only if needed, because it draws a random seed
             initializer = keras.initializers.RandomUniform(-1.0 / count, 1.0 / count)
@@ -250,13 +229,8 @@ class VectorQuantizer(keras.layers.Layer):
             )
         return ops.take(self.codebook, indices, axis=0)
 
-    def compute_output_shape(self, input_shape: Any) -> Any:
-        return input_shape
-
     def get_config(self) -> dict[str, Any]:
-        initializer = keras.initializers.serialize(self.initializer)
-        options = {"count": self.count, "commitment": self.commitment, "initializer": initializer}
-        return {**super().get_config(), **options}
+        return {**super().get_config(), "initializer": keras.initializers.serialize(self.initializer)}
 
 
 _MEAN_ABS_OF_NORMAL = math.sqrt(2.0 / math.pi)

@@ -6,7 +6,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from multigrad.common.errors import describe, message
+from multigrad.common.errors import unusable
+from multigrad.layers.base import LayerOfSameShape
 from multigrad.ops.arguments import to_python
 from multigrad.ops.routing import clip_bound, clip_gradient, reverse_gradient, scale_gradient
 
@@ -14,7 +15,7 @@ _Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 
 @keras.saving.register_keras_serializable("multigrad")
-class GradientScale(keras.layers.Layer):
+class GradientScale(LayerOfSameShape):
     """Return the inputs, and multiply the gradient by a factor.
 
     ```python
@@ -51,19 +52,11 @@ class GradientScale(keras.layers.Layer):
 
     def __init__(self, scale: Any = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.supports_masking = True
         scheduled = callable(scale)
         if not scheduled and (isinstance(scale, bool) or not isinstance(scale, numbers.Real)):
-            raise TypeError(
-                message(
-                    type(self).__name__,
-                    "the factor of the gradient is neither a number nor a schedule",
-                    argument="'scale'",
-                    required="a number, a LearningRateSchedule of Keras, or a function of the step",
-                    got=describe(scale),
-                    fix="pass a number, and assign later values to the weight `scale` of the layer",
-                )
-            )
+            required = "a number, a LearningRateSchedule of Keras, or a function of the step"
+            fix = "pass a number, and assign later values to the weight `scale` of the layer"
+            raise unusable(TypeError, type(self).__name__, "scale", required=required, got=scale, fix=fix)
         self._initial: Any = scale if scheduled else float(scale)
         # In float32 for every dtype policy, because half precision loses the small steps of a slow schedule.
         self.scale = self.steps = None
@@ -85,9 +78,6 @@ class GradientScale(keras.layers.Layer):
         if training:
             self.steps.assign_add(1)
         return self._op(inputs, factor)
-
-    def compute_output_shape(self, input_shape: Any) -> Any:
-        return input_shape
 
     def get_config(self) -> dict[str, Any]:
         scale = self._initial
@@ -134,7 +124,7 @@ class GradientReversal(GradientScale):
 
 
 @keras.saving.register_keras_serializable("multigrad")
-class GradientClip(keras.layers.Layer):
+class GradientClip(LayerOfSameShape):
     """Return the inputs, and clip the gradient.
 
     ```python
@@ -163,6 +153,8 @@ class GradientClip(keras.layers.Layer):
         See `multigrad.ops.clip_gradient`.
     """
 
+    OPTIONS = ("value", "norm", "axis")
+
     def __init__(
         self,
         value: float | None = None,
@@ -171,15 +163,8 @@ class GradientClip(keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.supports_masking = True
         self.value, self.norm, self.axis = map(to_python, (value, norm, axis))
         clip_bound(self.value, self.norm)  # raises if it is invalid
 
     def call(self, inputs: Any) -> Any:
         return clip_gradient(inputs, value=self.value, norm=self.norm, axis=self.axis)
-
-    def compute_output_shape(self, input_shape: Any) -> Any:
-        return input_shape
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "value": self.value, "norm": self.norm, "axis": self.axis}

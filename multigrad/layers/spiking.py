@@ -5,12 +5,13 @@ from typing import Any
 import keras
 from keras import ops
 
+from multigrad.layers.base import LayerOfSameShape
 from multigrad.ops.arguments import to_python
 from multigrad.ops.spiking import spike, surrogate_derivative
 
 
 @keras.saving.register_keras_serializable("multigrad")
-class Spike(keras.layers.Layer):
+class Spike(LayerOfSameShape):
     """Return 1 where the input is above a threshold and 0 elsewhere, with the gradient of a smooth step.
 
     ```python
@@ -36,6 +37,8 @@ class Spike(keras.layers.Layer):
         See `multigrad.ops.spike`.
     """
 
+    OPTIONS = ("threshold", "surrogate", "slope")
+
     def __init__(
         self,
         threshold: float = 0.0,
@@ -44,7 +47,6 @@ class Spike(keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.supports_masking = True
         self.threshold, self.surrogate, self.slope = to_python(threshold), surrogate, to_python(slope)
         surrogate_derivative(self.surrogate, self.slope)  # raises if they are invalid
 
@@ -52,10 +54,3 @@ class Spike(keras.layers.Layer):
         # To infer shapes after a product, Keras (3.15) passes a sparse placeholder, which has no subtraction.
         inputs = ops.convert_to_tensor(inputs, sparse=False)
         return spike(inputs - self.threshold, self.surrogate, self.slope)
-
-    def compute_output_shape(self, input_shape: Any) -> Any:
-        return input_shape
-
-    def get_config(self) -> dict[str, Any]:
-        options = {"threshold": self.threshold, "surrogate": self.surrogate, "slope": self.slope}
-        return {**super().get_config(), **options}

@@ -118,6 +118,11 @@ def _check(x: Any, codebook: Any, commitment: Any) -> None:
     if not len(x.shape) or x.shape[-1] != width:
         required = f"shape (..., {width}), because the codebook vectors have {width} elements"
         raise _error(ValueError, "x", required, x, "move the vectors to the last axis")
+    check_commitment(commitment)
+
+
+def check_commitment(commitment: Any) -> None:
+    """Raise unless it is a number that is not negative."""
     required = "a number, 0 or more"
     if not is_number(commitment):
         raise _error(TypeError, "commitment", required, commitment, "multiply the loss by the tensor instead")

@@ -88,5 +88,5 @@ def test_training_a_codebook_finds_clusters():
 @pytest.mark.forward
 @pytest.mark.parametrize("axis", [2, -3])
 def test_unknown_axes_raise(axis):
-    with pytest.raises(ValueError, match=r"does not have the axis(.|\n)*-2 to 1(.|\n)*fix"):
+    with pytest.raises(ValueError, match=r"axis cannot be used(.|\n)*-2 to 1(.|\n)*fix"):
         layers.FakeQuantize(4, axis=axis)(array(DATA))
