@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from multigrad import backend
-from multigrad.common.errors import message, require_function
+from multigrad.common.errors import require_function, unusable
 from multigrad.core.conversions import arrays_to_tensors
 from multigrad.core.signature import name_of, signature_of
 from multigrad.core.variables import Uses
@@ -146,13 +146,6 @@ def _require_parameters(op: str, parameters: Mapping[str, inspect.Parameter], na
         return
     for name in names:
         if name not in parameters:
-            raise TypeError(
-                message(
-                    op,
-                    "a static name of multigrad.jit is not a parameter",
-                    argument="'static_argnames'",
-                    required=f"names among {', '.join(map(repr, parameters)) or '(none)'}",
-                    got=repr(name),
-                    fix="write the name as in the signature",
-                )
-            )
+            required = f"names among {', '.join(map(repr, parameters)) or '(none)'}"
+            fix = "write the name as in the signature"
+            raise unusable(TypeError, op, "static_argnames", required=required, got=name, fix=fix)

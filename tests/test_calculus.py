@@ -96,7 +96,7 @@ def test_non_floating_arguments_raise(of, argument):
 @pytest.mark.parametrize("of", [grad, value_and_grad, jacobian, hessian])
 def test_a_duplicate_argnum_raises(of, argnums):
     """The gradient would be the gradient of only one of the two."""
-    with pytest.raises(TypeError, match="twice"):
+    with pytest.raises(TypeError, match="each position once"):
         of(lambda x, y: x**3 * y, argnums)(2.0, 3.0)
 
 
@@ -320,7 +320,7 @@ def test_vjp_and_jvp_with_respect_to_variables():
     close(count.value, array(10.0))
     with pytest.raises(TypeError, match="the structures differ"):
         jvp(f, (x,), (along,), variables=[w])
-    with pytest.raises(ValueError, match="nothing to differentiate"):
+    with pytest.raises(ValueError, match="at least one variable"):
         vjp(lambda: f(x), variables=[])
 
 
@@ -393,16 +393,16 @@ def test_the_dtype_is_kept(dtype):
 
 @pytest.mark.parametrize("tangents", [(ONES,), (ONES, [ONES]), (ONES, 1.0, 1.0), None, 1.0])
 def test_tangents_of_another_structure_raise(tangents):
-    said = "the structures differ" if isinstance(tangents, tuple) else "the tangents must be a tuple or list"
+    said = "the structures differ" if isinstance(tangents, tuple) else "a tuple or list with one tangent"
     with pytest.raises(TypeError, match=said):
         jvp(lambda x, w: x * w, (ONES, 1.0), tangents)
 
 
 @pytest.mark.parametrize("tangent", [array(1.0), array(1.0, 2.0, 3.0), np.ones((1, 2), "float32")])
 def test_tangents_of_another_shape_raise(tangent):
-    with pytest.raises(ValueError, match="the shapes differ"):
+    with pytest.raises(ValueError, match="required: shape"):
         jvp(lambda x: x, (ONES,), (tangent,))
-    with pytest.raises(ValueError, match="the shapes differ"):
+    with pytest.raises(ValueError, match="required: shape"):
         vjp(lambda x: x, ONES)[1](tangent)
 
 
@@ -415,9 +415,9 @@ def test_the_error_of_an_upstream_gradient_shows_its_structure():
 
 @pytest.mark.parametrize("number", [1j, 1.0 + 0j, np.complex64(1j)])
 def test_complex_tangents_of_real_primals_raise(number):
-    with pytest.raises(TypeError, match="imaginary part"):
+    with pytest.raises(TypeError, match="real numbers for a"):
         jvp(lambda x: x, (2.0,), (number,))
-    with pytest.raises(TypeError, match="imaginary part"):
+    with pytest.raises(TypeError, match="real numbers for a"):
         vjp(lambda x: x, 2.0)[1](number)
     close(vjp(lambda x: x, 2j)[1](2.0)[0], array(2.0, dtype="complex64"))
 

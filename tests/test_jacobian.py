@@ -161,7 +161,7 @@ def test_dtypes_are_those_of_the_arguments():
         (lambda: jacobian(lambda z: z * z)(np.complex64([1 + 2j])), "real arguments and outputs"),
         (lambda: jacobian(lambda x: ops.cast(x, "complex64"))(X), "real arguments and outputs"),
         (lambda: jacobian(lambda x: x)(ops.array([1, 2])), "cannot differentiate with respect to"),
-        (lambda: jacobian(lambda x: x, 1)(X), "argnums is out of range"),
+        (lambda: jacobian(lambda x: x, 1)(X), "argnums cannot be used(.|\n)*a position among"),
     ],
 )
 def test_errors(call, said):

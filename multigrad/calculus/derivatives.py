@@ -16,7 +16,7 @@ from multigrad import backend
 from multigrad.calculus.flat_function import DifferentiatedCall, DifferentiatedFunction
 from multigrad.calculus.flat_structure import flatten
 from multigrad.calculus.validation import require_real, require_scalar
-from multigrad.common.errors import describe, message
+from multigrad.common.errors import unusable
 from multigrad.core.signature import name_of
 from multigrad.core.structure import Layout, split
 
@@ -176,7 +176,7 @@ def vjp(
     output, *aux = _finish(flat_f, result, has_aux)
 
     def pullback(upstream: Any) -> Any:
-        flat_upstream = output.flatten_matching(name, "the upstream gradient", upstream)
+        flat_upstream = output.flatten_matching(name, "upstream", upstream)
         return inputs.unflatten(flat_pullback(flat_upstream))
 
     return output.unflatten(output.differentiable), backend.active.library_code(pullback), *aux
@@ -239,19 +239,13 @@ def jvp(
     name = name_of(f)
     for role, argument in (("primal", primals), ("tangent", tangents)):
         if not isinstance(argument, (tuple, list)):
-            raise TypeError(
-                message(
-                    name,
-                    f"the {role}s must be a tuple or list",
-                    required=f"a tuple or list with one {role} for each argument",
-                    got=describe(argument),
-                    fix="call jvp(f, (x,), (tangent,))",
-                )
-            )
+            required = f"a tuple or list with one {role} for each argument"
+            fix = "call jvp(f, (x,), (tangent,))"
+            raise unusable(TypeError, name, f"{role}s", required=required, got=argument, fix=fix)
     flat_f = _call_of(f, primals, has_aux, variables)
     container = tuple if primals or variables is None else list
     inputs = flatten(flat_f.unflatten(flat_f.primals))
-    directions = inputs.flatten_matching(name, "the tangents", container(tangents))
+    directions = inputs.flatten_matching(name, "tangents", container(tangents))
     result, tangent = backend.active.jvp(flat_f.flat_output, flat_f.primals, directions, flat_f.variables)
     output, *aux = _finish(flat_f, result, has_aux)
     return output.unflatten(output.differentiable), output.unflatten_with_none(tangent), *aux

@@ -1,11 +1,11 @@
 """A user's function as a function of flat tensors, which `multigrad.backend` can differentiate.
 
 `DifferentiatedFunction` holds a function with its validated `argnums` and `variables`, and
-`DifferentiatedCall` is the `FlatFunction` of one call of it. The one of `check_gradients` is in
+`DifferentiatedCall` is one call of it. The flat function of `check_gradients` is in
 `multigrad/testing/checked_function.py`.
 """
 
-import abc
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,42 +21,12 @@ from multigrad.calculus.validation import (
     require_pair,
     resolve_positions,
 )
-from multigrad.common.errors import message, require_function
+from multigrad.common.errors import message, require_function, unusable
 from multigrad.common.type_sets import Transparent
 from multigrad.core.conversions import arrays_to_tensors, numbers_to_tensors
 from multigrad.core.signature import name_of
 from multigrad.core.structure import leaves_of, rebuild
 from multigrad.core.variables import Pinned
-
-
-class FlatFunction(abc.ABC):
-    """A function of the flat tensors in the arguments of one call, followed by the values of variables.
-
-    Arguments:
-        name: the name of the user's function in messages.
-        variables: the variables.
-    """
-
-    def __init__(self, name: str, variables: Sequence[keras.Variable]) -> None:
-        self.name, self.variables = name, variables
-
-    @abc.abstractmethod
-    def arguments(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments of the user's function with these tensors."""
-
-    @abc.abstractmethod
-    def scope(self, values: Sequence[Any]) -> Pinned | None:
-        """Return the scope in which the variables have these values, None to run without one."""
-
-    def call(self, f: Callable[..., Any], tensors: Sequence[Any]) -> tuple[Any, Pinned | None]:
-        """Return the result of `f`, the user's function, for these tensors, and the scope in which it ran."""
-        count = len(tensors) - len(self.variables)
-        args, kwargs = self.arguments(tensors[:count])
-        scope = self.scope(tensors[count:])
-        if scope is None:
-            return f(*args, **kwargs), None
-        with scope:
-            return f(*args, **kwargs), scope
 
 
 class DifferentiatedFunction(Transparent):
@@ -82,19 +52,12 @@ class DifferentiatedFunction(Transparent):
         sequence = argnums if isinstance(argnums, Sequence) else () if argnums is None else (argnums,)
         self.argnums = [as_index(self.name, argnum) for argnum in sequence]
         if self.variables == [] and not self.argnums:
-            raise ValueError(
-                message(
-                    self.name,
-                    "there is nothing to differentiate with respect to",
-                    argument="'variables'",
-                    required="at least one variable, or argnums",
-                    got="an empty list",
-                    fix="build the model before you list its variables, and check that it is not frozen",
-                )
-            )
+            required = "at least one variable, or argnums"
+            fix = "build the model before you list its variables, and check that it is not frozen"
+            raise unusable(ValueError, self.name, "variables", required=required, got=[], fix=fix)
 
 
-class DifferentiatedCall(FlatFunction):
+class DifferentiatedCall:
     """A function of the flat tensors in the differentiated arguments and variables of one call.
 
     It returns `(output, (aux, assigned))`: the output of the user's function, its aux, and the values that it
@@ -111,7 +74,7 @@ class DifferentiatedCall(FlatFunction):
         kwargs: Mapping[str, Any],
         has_aux: bool,
     ) -> None:
-        super().__init__(function.name, function.variables or [])
+        self.name, self.variables = function.name, function.variables or []
         self._function, self._has_aux = function, has_aux
         self._positions = resolve_positions(function.name, function.argnums, len(args))
         self._structures = [args[position] for position in self._positions]
@@ -134,7 +97,15 @@ class DifferentiatedCall(FlatFunction):
 
     def __call__(self, *tensors: Any) -> tuple[Any, tuple[Any, list[Any]]]:
         """Call the user's function with `tensors` in place of the primals."""
-        result, scope = self.call(self._function.f, tensors)
+        count, args, scope = len(tensors) - len(self.variables), list(self._args), None
+        for position, argument in zip(
+            self._positions, self.unflatten_arguments(tensors[:count]), strict=True
+        ):
+            args[position] = argument
+        if self.variables or not backend.active.is_reading_code():  # Dynamo enters no scope in a rule
+            scope = _DifferentiatedVariables(self.name, self.variables, tensors[count:])
+        with scope or contextlib.nullcontext():
+            result = self._function.f(*args, **self._kwargs)
         output, aux = require_pair(self.name, result) if self._has_aux else (result, None)
         if scope is None:
             return output, (aux, [])
@@ -146,17 +117,6 @@ class DifferentiatedCall(FlatFunction):
         output, auxiliary = self(*tensors)
         self.output = flatten(output)
         return self.output.differentiable, (self.output.others, auxiliary)
-
-    def arguments(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        args = list(self._args)
-        for position, argument in zip(self._positions, self.unflatten_arguments(tensors), strict=True):
-            args[position] = argument
-        return args, self._kwargs
-
-    def scope(self, values: Sequence[Any]) -> Pinned | None:
-        if backend.active.is_reading_code() and not self.variables:  # Dynamo enters no scope in a rule
-            return None
-        return _DifferentiatedVariables(self.name, self.variables, values)
 
     def assign(self, values: Sequence[Any]) -> None:
         """Assign values to the variables that the user's function assigned to."""

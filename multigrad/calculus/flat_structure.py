@@ -7,7 +7,7 @@ from keras import ops, tree
 
 from multigrad import backend
 from multigrad.calculus.validation import holds_numbers, is_complex
-from multigrad.common.errors import describe, message, shape_text
+from multigrad.common.errors import describe, message, shape_text, unusable
 from multigrad.core.leaves import to_tensor
 from multigrad.core.structure import ONE_TENSOR, Layout, Slot, children, leaves_of, outline, split
 
@@ -60,7 +60,7 @@ class FlatStructure(NamedTuple):
                 message(
                     name,
                     "the structures differ",
-                    argument=argument,
+                    argument=repr(argument),
                     required=outline(template),
                     got=outline(structure),
                     fix="pass the required structure, with None for zero",
@@ -102,41 +102,18 @@ def _convert_like(name: str, argument: str, tensor: Any, leaf: Any) -> Any:
     if _is_like(tensor, leaf):
         return leaf  # the common case: there is nothing to convert
     if not (holds_numbers(leaf) or isinstance(leaf, int)):
-        raise TypeError(
-            message(
-                name,
-                "a leaf is not numeric",
-                argument=argument,
-                required="tensors, arrays or numbers, and None for zero",
-                got=describe(leaf),
-                fix=f"pass a tensor of shape {shape_text(tensor.shape)}",
-            )
-        )
+        required = "tensors, arrays or numbers, and None for zero"
+        fix = f"pass a tensor of shape {shape_text(tensor.shape)}"
+        raise unusable(TypeError, name, argument, required=required, got=leaf, fix=fix)
     converted = to_tensor(leaf)
     if is_complex(converted) and not is_complex(tensor):
-        raise TypeError(
-            message(
-                name,
-                "a complex value would lose its imaginary part",
-                argument=argument,
-                required=f"real numbers for a {describe(tensor)}",
-                got=describe(leaf),
-                fix="pass the real part",
-            )
-        )
+        required, fix = f"real numbers for a {describe(tensor)}", "pass the real part"
+        raise unusable(TypeError, name, argument, required=required, got=leaf, fix=fix)
     converted = ops.cast(converted, tensor.dtype)
-    required, got = backend.active.sizes(tensor.shape), backend.active.sizes(converted.shape)
-    if required is not None and got is not None and not _is_compatible(required, got):
-        raise ValueError(
-            message(
-                name,
-                "the shapes differ",
-                argument=argument,
-                required=shape_text(required),
-                got=describe(converted),
-                fix="pass one number per element",
-            )
-        )
+    sizes, got = backend.active.sizes(tensor.shape), backend.active.sizes(converted.shape)
+    if sizes is not None and got is not None and not shapes_may_match(sizes, got):
+        required, fix = f"shape {shape_text(sizes)}", "pass one number per element"
+        raise unusable(ValueError, name, argument, required=required, got=converted, fix=fix)
     return converted
 
 
@@ -146,7 +123,8 @@ def _is_like(tensor: Any, leaf: Any) -> bool:
     return is_alike and (not backend.active.HAS_DEVICES or leaf.device == tensor.device)
 
 
-def _is_compatible(left: Sequence[int | None], right: Sequence[int | None]) -> bool:
+def shapes_may_match(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
     """Return whether two shapes may be equal. None is a size that is unknown while TensorFlow traces."""
-    static = [(a, b) for a, b in zip(left, right, strict=False) if a is not None and b is not None]
-    return len(left) == len(right) and all([a == b for a, b in static])
+    if len(shape) != len(other):
+        return False
+    return all([None in pair or pair[0] == pair[1] for pair in zip(shape, other, strict=True)])

@@ -128,7 +128,8 @@ class _MappedFunction:
             if not is_mapped
         ]
         if not mapped:
-            raise _none_is_mapped(self._name)
+            required, fix = "at least one tensor in an argument with an axis", "set an axis in in_axes"
+            raise unusable(ValueError, self._name, "in_axes", required=required, got=axes, fix=fix)
         self.tensors = [
             _move(tensor, _in_range(self._name, "in_axes", axis, tensor), 0) for axis, tensor in mapped
         ]
@@ -203,16 +204,9 @@ def _one_element(tensor: Any) -> Any:
 def _axes_of_arguments(name: str, in_axes: Axes, args: tuple[Any, ...]) -> list[int | None]:
     """Return the axis of each leaf of the positional arguments."""
     if isinstance(in_axes, Sequence) and len(in_axes) != len(args):
-        raise ValueError(
-            message(
-                name,
-                "the length of in_axes differs from the number of positional arguments",
-                argument="'in_axes'",
-                required=f"an axis, or a tuple with {len(args)} entries",
-                got=repr(in_axes),
-                fix="pass one entry per positional argument, None for an argument that is not mapped",
-            )
-        )
+        required = f"an axis, or a tuple with {len(args)} entries, as there are positional arguments"
+        fix = "pass one entry per positional argument, None for an argument that is not mapped"
+        raise unusable(ValueError, name, "in_axes", required=required, got=in_axes, fix=fix)
     return _axes(name, "in_axes", in_axes, args)
 
 
@@ -229,16 +223,9 @@ def _match(name: str, argument: str, axes: Axes, numbered: Any) -> Iterator[tupl
         yield from [(slot, axes) for slot in leaves_of(numbered)]
         return
     if not isinstance(numbered, (Mapping, tuple, list)) or children(numbered).keys() != children(axes).keys():
-        raise TypeError(
-            message(
-                name,
-                f"the structure of {argument} differs",
-                argument=f"{argument!r}",
-                required=f"an axis, None, or a structure like {outline(numbered)}",
-                got=repr(axes),
-                fix="pass one axis, or a structure of axes with the containers and keys of the value",
-            )
-        )
+        required = f"an axis, None, or a structure like {outline(numbered)}"
+        fix = "pass one axis, or a structure of axes with the containers and keys of the value"
+        raise unusable(TypeError, name, argument, required=required, got=axes, fix=fix)
     parts = children(numbered)
     for key, part in children(axes).items():
         yield from _match(name, argument, part, parts[key])
@@ -246,33 +233,21 @@ def _match(name: str, argument: str, axes: Axes, numbered: Any) -> Iterator[tupl
 
 def _require_axes(name: str, argument: str, axes: Axes) -> None:
     """Raise unless the axes are integers and None, in containers."""
-    for leaf in leaves_of(axes):
-        if leaf is not None and not isinstance(leaf, int):
-            raise _unusable_axes(name, argument, leaf)
-    if argument == "in_axes" and isinstance(axes, Mapping):
-        raise _unusable_axes(name, argument, axes)
-
-
-def _unusable_axes(name: str, argument: str, got: Any) -> Exception:
-    required = "an integer, None, or a tuple or list of them, which may hold further containers"
-    fix = f"pass {argument}=0, or {argument}=(0, None)"
-    return unusable(TypeError, name, argument, required=required, got=got, fix=fix)
+    are_axes = all([leaf is None or isinstance(leaf, int) for leaf in leaves_of(axes)])
+    if not are_axes or (argument == "in_axes" and isinstance(axes, Mapping)):
+        required = "an integer, None, or a tuple or list of them, which may hold further containers"
+        fix = f"pass {argument}=0, or {argument}=(0, None)"
+        raise unusable(TypeError, name, argument, required=required, got=axes, fix=fix)
 
 
 def _as_tensor(name: str, leaf: Any) -> Any:
     """Return a leaf of a mapped argument as a tensor."""
     if backend.active.TENSORS[type(leaf)] or is_converted_type(type(leaf)):
         return to_tensor(leaf)
-    raise TypeError(
-        message(
-            name,
-            "a mapped argument is not an array",
-            required="tensors, arrays, Keras Variables and None in each argument that is mapped",
-            got=describe(leaf),
-            fix="set its axis to None in in_axes. An argument that is passed by keyword is always mapped, "
-            "so pass it by position",
-        )
-    )
+    required = "tensors, arrays, Keras Variables and None in each argument that is mapped"
+    fix = "set the axis of the argument to None. An argument that is passed by keyword is always mapped, so "
+    fix += "pass it by position"
+    raise unusable(TypeError, name, "in_axes", required=required, got=leaf, fix=fix)
 
 
 def _as_result(name: str, leaf: Any) -> Any:
@@ -299,29 +274,9 @@ def _in_range(name: str, argument: str, axis: int, tensor: Any) -> int:
         return axis
     if -len(sizes) <= axis < len(sizes):
         return axis % len(sizes)
-    raise ValueError(
-        message(
-            name,
-            "an axis is out of range",
-            argument=f"{argument!r}",
-            required=f"an axis of a {describe(tensor)}",
-            got=f"axis {axis}",
-            fix="correct the axis, or set it to None for a tensor that is not mapped",
-        )
-    )
-
-
-def _none_is_mapped(name: str) -> ValueError:
-    return ValueError(
-        message(
-            name,
-            "no argument is mapped",
-            argument="'in_axes'",
-            required="at least one tensor in an argument with an axis",
-            got="None for all arguments, or no tensors",
-            fix="set an axis in in_axes",
-        )
-    )
+    required = f"an axis of a {describe(tensor)}"
+    fix = "correct the axis, or set it to None for a tensor that is not mapped"
+    raise unusable(ValueError, name, argument, required=required, got=axis, fix=fix)
 
 
 def _shapes_of(tensors: Sequence[Any]) -> list[tuple[int | None, ...]]:

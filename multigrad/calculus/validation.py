@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.common.errors import describe, message
+from multigrad.common.errors import describe, message, unusable
 from multigrad.core.conversions import number_to_tensor
 from multigrad.core.leaves import is_converted_type, to_tensor
 from multigrad.core.variables import in_scope
@@ -127,49 +127,23 @@ def as_index(name: str, argnum: Any) -> int:
     try:
         return operator.index(argnum)
     except TypeError as error:
-        raise TypeError(
-            message(
-                name,
-                "argnums must be integers",
-                argument="'argnums'",
-                required="the position of an argument, or a tuple or list of positions",
-                got=describe(argnum),
-                fix="pass argnums=0 or argnums=(0, 1), or the variables as variables=...",
-            )
-        ) from error
+        required = "the position of an argument, or a tuple or list of positions"
+        fix = "pass argnums=0 or argnums=(0, 1), or the variables as variables=..."
+        raise unusable(TypeError, name, "argnums", required=required, got=argnum, fix=fix) from error
 
 
 def resolve_positions(name: str, argnums: Sequence[int], count: int) -> list[int]:
     """Return `argnums` as distinct positions among `count` arguments. Negative ones count from the end."""
-    positions = [_resolve_position(name, argnum, count) for argnum in argnums]
-    for i, position in enumerate(positions):
-        if position in positions[:i]:
-            raise TypeError(
-                message(
-                    name,
-                    "argnums contains an argument twice",
-                    argument="'argnums'",
-                    required="each position once",
-                    got=f"argnums {', '.join(map(str, argnums))}",
-                    fix="remove the duplicate",
-                )
-            )
+    for argnum in argnums:
+        if not -count <= argnum < count:
+            required = f"a position among the {count} positional argument(s) of the call"
+            fix = "pass the argument by position, or correct argnums"
+            raise unusable(TypeError, name, "argnums", required=required, got=argnum, fix=fix)
+    positions = [argnum % count for argnum in argnums]
+    if len(set(positions)) < len(positions):
+        required, fix = "each position once", "remove the duplicate"
+        raise unusable(TypeError, name, "argnums", required=required, got=argnums, fix=fix)
     return positions
-
-
-def _resolve_position(name: str, argnum: int, count: int) -> int:
-    if -count <= argnum < count:
-        return argnum % count
-    raise TypeError(
-        message(
-            name,
-            "argnums is out of range",
-            argument="'argnums'",
-            required=f"a position among the {count} positional argument(s) of the call",
-            got=f"argnums {argnum}",
-            fix="pass the argument by position, or correct argnums",
-        )
-    )
 
 
 def as_differentiable(name: str, argument: str, leaf: Any) -> Any:

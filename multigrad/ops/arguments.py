@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NewType, ParamSpec, TypeVar
 
 import keras
@@ -82,13 +82,6 @@ def check_axes(op: str, x: Any, axis: Any) -> None:
 def with_rank_of(x: Any, like: Any) -> Any:
     """Return a tensor with leading axes of size 1, which jax_numpy_rank_promotion="raise" requires."""
     return ops.reshape(x, (*[1] * (len(like.shape) - len(x.shape)), *x.shape))
-
-
-def shapes_may_match(shape: Sequence[int | None], other: Sequence[int | None]) -> bool:
-    """Return whether two shapes may be equal. TensorFlow has None for unknown sizes."""
-    if len(shape) != len(other):
-        return False
-    return all(None in pair or pair[0] == pair[1] for pair in zip(shape, other, strict=True))
 
 
 def is_number(value: Any) -> bool:

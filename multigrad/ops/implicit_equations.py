@@ -11,6 +11,7 @@ from keras import ops, tree
 
 from multigrad import backend
 from multigrad.calculus.derivatives import vjp
+from multigrad.calculus.flat_structure import shapes_may_match
 from multigrad.common.closure import lift, restore
 from multigrad.common.errors import describe, message, unusable
 from multigrad.common.type_sets import HoldsNoTensor
@@ -18,7 +19,6 @@ from multigrad.core.leaves import is_inferring_shapes
 from multigrad.core.structure import Layout, split
 from multigrad.core.variables import Pinned, Reads
 from multigrad.op import op_custom_gradient
-from multigrad.ops.arguments import shapes_may_match
 from multigrad.ops.dtypes import dtype_of
 from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, argument_names
 from multigrad.ops.linear_solvers import Affine, Map, Tensors, require_zero

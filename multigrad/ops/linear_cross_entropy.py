@@ -15,6 +15,7 @@ import numpy as np
 from keras import ops
 
 from multigrad import backend
+from multigrad.calculus.flat_structure import shapes_may_match
 from multigrad.common.errors import message, unusable
 from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import (
@@ -22,7 +23,6 @@ from multigrad.ops.arguments import (
     as_tensor,
     is_integer,
     is_number,
-    shapes_may_match,
     stack_tensors,
     with_python_numbers,
 )

@@ -6,18 +6,11 @@ from typing import Any
 import keras
 from keras import ops
 
+from multigrad.calculus.flat_structure import shapes_may_match
 from multigrad.common.errors import describe, message, shape_text, unusable
 from multigrad.core.signature import name_of
 from multigrad.op import op_custom_gradient
-from multigrad.ops.arguments import (
-    Pair,
-    Tensor,
-    floating,
-    is_number,
-    shapes_may_match,
-    tensor_of,
-    with_python_numbers,
-)
+from multigrad.ops.arguments import Pair, Tensor, floating, is_number, tensor_of, with_python_numbers
 from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
 from multigrad.ops.routing import broadcastable
 

@@ -2,14 +2,14 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.calculus.flat_function import FlatFunction
 from multigrad.calculus.flat_structure import FlatStructure, flatten
 from multigrad.common.errors import describe, distinct_names, message
 from multigrad.core.expected_gradients import paths_of
@@ -23,7 +23,7 @@ _NOT_DIFFERENTIABLE = (int, str, bytes, type(None))
 """Types of arguments that have no gradient, and hold no variables."""
 
 
-class CheckedFunction(FlatFunction):
+class CheckedFunction:
     """A function of its differentiable inputs, which returns its differentiable outputs.
 
     ```python
@@ -54,8 +54,7 @@ class CheckedFunction(FlatFunction):
         variables: Sequence[keras.Variable] | None = None,
         dtype: str | None = None,
     ) -> None:
-        super().__init__(name_of(fn), ())
-        self._fn = fn
+        self.name, self._fn = name_of(fn), fn
         _, binding = signature_of(fn).bind(tuple(args), {})
         named = list(zip(binding.names(), args, strict=False))
         if variables is None:
@@ -97,41 +96,42 @@ class CheckedFunction(FlatFunction):
 
     def _name_outputs(self, args: Sequence[Any]) -> None:
         """Run the function once, and set `all_outputs` and `output_names`."""
-        output, _ = self.call(self._fn, self.inputs)
-        structure = self._flatten(output, [("the output", output)])
+        structure = self._call(self.inputs)
         paths = _paths(structure.layout, ["output"], is_single=True)
         self.all_outputs = dict(zip(paths, structure.tensors, strict=True))
         self.output_names = list(itertools.compress(paths, structure.is_differentiable))
         if not self.inputs:
             raise self._not_differentiable("argument", args, "pass floats")
         if not self.output_names:
-            raise self._not_differentiable("output", output, "return floats")
+            raise self._not_differentiable("output", structure.unflatten([]), "return floats")
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Return the differentiable outputs for these inputs."""
-        outputs, _ = self.call(self._differentiable_outputs, inputs)
-        return list(outputs)
+        return list(self._call(inputs).differentiable)
 
-    def _differentiable_outputs(self, *args: Any) -> Sequence[Any]:
-        return flatten(self._fn(*args)).differentiable
+    def _call(self, inputs: Sequence[Any]) -> FlatStructure:
+        """Return the output of the user's function for these inputs."""
+        count = len(self._arguments.differentiable)
+        args = self._arguments.unflatten(inputs[:count])
+        with self._scope(inputs[count:]):
+            output = self._fn(*args)
+            return self._flatten(output, [("the output", output)])
 
     def compile(self) -> Callable[..., list[Any]]:
         """Return the same function, compiled by the framework."""
         run = backend.active.compile_function(self.__call__)
 
         def run_in_scope(*inputs: Any) -> list[Any]:
-            with self.scope(inputs[len(self._arguments.differentiable) :]) or contextlib.nullcontext():
+            with self._scope(inputs[len(self._arguments.differentiable) :]):
                 return run(*inputs)
 
         return run_in_scope
 
-    def arguments(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        return self._arguments.unflatten(tensors), {}
-
-    def scope(self, values: Sequence[Any]) -> Pinned | None:
-        # PyTorch (2.13) does not compile a rule in a scope. `compiled` enters the scope outside the program.
+    def _scope(self, values: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return the scope in which the variables have these values."""
+        # PyTorch (2.13) does not compile a rule in a scope. `compile` enters the scope outside the program.
         if not self._uses_variables or backend.active.is_reading_code():
-            return None
+            return contextlib.nullcontext()
         return Pinned(self.variables, values)
 
     def _find_variables(
