@@ -10,7 +10,8 @@ import numpy as np
 from keras import tree
 
 from multigrad import backend
-from multigrad.common.errors import describe, message, require_function, shape_text
+from multigrad.calculus.flat_structure import shapes_may_match
+from multigrad.common.errors import describe, message, require_function, shape_text, unusable
 from multigrad.core.signature import name_of
 from multigrad.core.structure import Layout, Slot, leaves_of, rebuild, split
 from multigrad.core.variables import name_of_caller
@@ -106,16 +107,9 @@ def _spec(name: str, leaf: Any) -> Spec:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     sizes = None if shape is None else backend.active.sizes(shape)
     if sizes is None or dtype is None:
-        raise TypeError(
-            message(
-                name,
-                "the description of the output has no shape and dtype",
-                argument="'output'",
-                required="tensors, keras.KerasTensor(shape, dtype), or a function that returns them",
-                got=describe(leaf),
-                fix='write output=x for an argument x, or output=keras.KerasTensor((3,), "float32")',
-            )
-        )
+        required = "tensors, keras.KerasTensor(shape, dtype), or a function that returns them"
+        fix = 'write output=x for an argument x, or output=keras.KerasTensor((3,), "float32")'
+        raise unusable(TypeError, name, "output", required=required, got=leaf, fix=fix)
     return Spec(sizes, keras.backend.standardize_dtype(dtype))
 
 
@@ -239,15 +233,9 @@ class HostFunction:
             if nested or tree.is_nested(result):
                 tree.assert_same_structure(template, result)
         except (TypeError, ValueError) as error:
-            raise TypeError(
-                message(
-                    self.name,
-                    "the function returns another structure than `output`",
-                    required=str(rebuild(template, lambda slot: _text(self.specs[slot], batch))),
-                    got=describe(result),
-                    fix="return the structure of `output`, with an array for each tensor",
-                )
-            ) from error
+            required = str(rebuild(template, lambda slot: _text(self.specs[slot], batch)))
+            fix = "return the structure of `output`, with an array for each tensor"
+            raise self._differs(TypeError, "structure", "", required, describe(result), fix) from error
         paths = [path for path, _ in tree.flatten_with_path(template)] if nested else [()]
         leaves = tree.flatten(result) if nested else [result]
         return [
@@ -262,32 +250,32 @@ class HostFunction:
             leaf = np.asarray(leaf, dtype)
         shape = (*batch, *spec.shape)
         if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.dtype != dtype:
-            raise TypeError(
-                message(
-                    self.name,
-                    "the function returns another dtype than `output`",
-                    argument=f"output{path}",
-                    required=f"an array of dtype {spec.dtype}",
-                    got=describe(leaf),
-                    fix=f"convert it, as in `np.asarray(y, {spec.dtype!r})`, or change `output`",
-                )
+            required = f"an array of dtype {spec.dtype}"
+            fix = f"convert it, as in `np.asarray(y, {spec.dtype!r})`"
+            raise self._differs(TypeError, "dtype", path, required, describe(leaf), fix)
+        if not shapes_may_match(leaf.shape, shape):
+            fix = (
+                "return an array of this shape, omit vectorized=True"
+                if batch
+                else "return an array of this shape"
             )
-        fits = len(leaf.shape) == len(shape) and all(
-            expected in (None, got) for got, expected in zip(leaf.shape, shape, strict=True)
-        )
-        if not fits:
-            raise ValueError(
-                message(
-                    self.name,
-                    "the function returns another shape than `output`",
-                    argument=f"output{path}",
-                    required=shape_text(shape),
-                    got=shape_text(leaf.shape),
-                    fix="return an array of this shape, or change `output`"
-                    + (", or omit vectorized=True" if batch else ""),
-                )
-            )
+            raise self._differs(ValueError, "shape", path, shape_text(shape), shape_text(leaf.shape), fix)
         return np.array(leaf, order="C")  # a copy, because the function may keep and change the array
+
+    def _differs(
+        self, kind: type[Exception], attribute: str, path: str, required: str, got: str, fix: str
+    ) -> Exception:
+        """Return the error for a result, or its part at this path, that is not as `output` describes."""
+        return kind(
+            message(
+                self.name,
+                f"the function returns another {attribute} than `output`",
+                argument=f"output{path}",
+                required=required,
+                got=got,
+                fix=f"{fix}, or change `output`",
+            )
+        )
 
 
 def _numpy_dtype(name: str) -> np.dtype:

@@ -312,13 +312,5 @@ def _initial_guess(name: str, z0: Any, batched: bool) -> tuple[Tensors, Layout]:
             required, fix = "tensors with one first axis, the batch", "add the axis, or omit batched=True"
             raise unusable(ValueError, name, argument, required=required, got=z0, fix=fix)
         return [ops.stop_gradient(x) for x in tensors], layout
-    raise TypeError(
-        message(
-            name,
-            "the right side is not floating" if argument == "b" else "the initial guess is not floating",
-            argument=repr(argument),
-            required="a floating tensor or number, or a nested structure of them",
-            got=describe(z0),
-            fix="pass floats",
-        )
-    )
+    required, fix = "a floating tensor or number, or a nested structure of them", "pass floats"
+    raise unusable(TypeError, name, argument, required=required, got=z0, fix=fix)

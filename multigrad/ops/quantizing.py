@@ -233,15 +233,8 @@ def fake_quantize(x: Tensor, step: float | Tensor, bits: int = 8, signed: bool =
 def level_range(bits: int, signed: bool) -> tuple[int, int]:
     """Return the smallest and the largest number of steps for this number of bits."""
     if not is_number(bits) or bits % 1 or bits < (2 if signed else 1):
-        raise ValueError(
-            message(
-                "fake_quantize",
-                "the number of bits is invalid",
-                argument="'bits'",
-                required="an integer of at least 2, or at least 1 with signed=False",
-                got=f"{bits!r}, signed={signed!r}",
-                fix="pass bits=8, for example",
-            )
-        )
+        required = f"an integer of at least {2 if signed else 1}, with signed={signed!r}"
+        fix = "pass bits=8, for example"
+        raise unusable(ValueError, "fake_quantize", "bits", required=required, got=bits, fix=fix)
     bits = int(bits)
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)

@@ -112,13 +112,9 @@ def stop_gradient_if(condition: bool | Tensor, x: Tensor) -> Pair:
     if not isinstance(condition, bool):
         condition = tensor_of("stop_gradient_if", "condition", condition)
         if dtype_of(condition) != "bool":
-            required, fix = (
-                "a bool, or a tensor of dtype bool",
-                "pass a comparison, for example `condition > 0`",
-            )
-            raise unusable(
-                TypeError, "stop_gradient_if", "condition", required=required, got=condition, fix=fix
-            )
+            name, required = "stop_gradient_if", "a bool, or a tensor of dtype bool"
+            fix = "pass a comparison, for example `condition > 0`"
+            raise unusable(TypeError, name, "condition", required=required, got=condition, fix=fix)
     stopped = ops.cast(broadcastable("stop_gradient_if", "condition", condition, x), "bool")
 
     def rule(upstream: Any) -> Any:
@@ -272,19 +268,17 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
     """
 
     def rule(upstream: Any) -> Any:
-        raise RuntimeError(_prevention_text(reason, upstream))
+        raise RuntimeError(
+            message(
+                "prevent_gradient",
+                reason or "a gradient is computed where it was prevented",
+                required="a function that is not differentiated with respect to 'x'",
+                got=f"an upstream gradient, {describe(upstream)}",
+                fix="use keras.ops.stop_gradient for a gradient of zero",
+            )
+        )
 
     return tensor_of("prevent_gradient", "x", x), rule
-
-
-def _prevention_text(reason: str, upstream: Any) -> str:
-    return message(
-        "prevent_gradient",
-        reason or "a gradient is computed where it was prevented",
-        required="a function that is not differentiated with respect to 'x'",
-        got=f"an upstream gradient, {describe(upstream)}",
-        fix="use keras.ops.stop_gradient for a gradient of zero",
-    )
 
 
 @op_custom_gradient(name="multigrad>print_gradient")
@@ -340,14 +334,7 @@ def broadcastable(op: str, argument: str, factor: Any, x: Any) -> Any:
         return factor  # TensorFlow knows its rank only when the graph runs
     pairs = zip(reversed(shape), reversed(x_shape), strict=False)
     if len(shape) > len(x_shape) or any(None not in (a, b) and a not in (1, b) for a, b in pairs):
-        raise ValueError(
-            message(
-                op,
-                "the shape of an argument does not broadcast to the shape of 'x'",
-                argument=f"{argument!r}",
-                required=f"a number, or a tensor of a shape that broadcasts to {shape_text(x_shape)}",
-                got=describe(factor),
-                fix="reshape it to a shape that broadcasts",
-            )
-        )
+        required = f"a number, or a tensor of a shape that broadcasts to that of 'x', {shape_text(x_shape)}"
+        fix = "reshape it to a shape that broadcasts"
+        raise unusable(ValueError, op, argument, required=required, got=factor, fix=fix)
     return factor

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from multigrad.calculus.derivatives import vjp
-from multigrad.common.errors import message
+from multigrad.common.errors import unusable
 from multigrad.ops.arguments import Pair, Tensor
 from multigrad.ops.dtypes import dtype_of, has_gradient
 from multigrad.ops.fixed.common import (
@@ -53,16 +53,9 @@ def _recurrence(factors: Any, terms: Any) -> Any:
     """
     size = terms.shape[0]
     if size is None:
-        raise NotImplementedError(
-            message(
-                "cumprod",
-                "the gradient needs the size of the axis",
-                argument="'x'",
-                required="a static size, on TensorFlow",
-                got="a tensor with an unknown size of this axis",
-                fix="set the shape with `tf.ensure_shape`",
-            )
-        )
+        required = "a static size of the axis for its gradient, on TensorFlow"
+        fix = "set the shape with `tf.ensure_shape`"
+        raise unusable(NotImplementedError, "cumprod", "x", required=required, got=terms, fix=fix)
     if size < 2:
         return terms
     if size % 2:
