@@ -33,16 +33,10 @@ __all__ = [
     "vmap",
 ]
 
-_MODULES = {
-    "grad": "multigrad.calculus.derivatives",
-    "hessian": "multigrad.calculus.derivatives",
-    "jacobian": "multigrad.calculus.derivatives",
+_MODULES = dict.fromkeys(__all__[1:], "multigrad.calculus.derivatives") | {
     "jit": "multigrad.compilation",
-    "jvp": "multigrad.calculus.derivatives",
     "op_custom_gradient": "multigrad.op",
     "trace_gradients": "multigrad.tracing.context",
-    "value_and_grad": "multigrad.calculus.derivatives",
-    "vjp": "multigrad.calculus.derivatives",
     "vmap": "multigrad.calculus.mapping",
 }
 

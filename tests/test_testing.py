@@ -641,11 +641,11 @@ def test_disagreement(other, said):
 @pytest.mark.parametrize(
     ("backends", "said"),
     [
-        (["jax"], "these backends cannot be compared"),
-        (["jax", "jax"], "these backends cannot be compared"),
-        (["jax", "numpy"], "these backends cannot be compared"),
-        (["jax", "theano"], "these backends cannot be compared"),
-        (None, r"not installed: tensorflow, torch(.|\n)*pip install torch"),
+        (["jax"], "backends cannot be used"),
+        (["jax", "jax"], "backends cannot be used"),
+        (["jax", "numpy"], "backends cannot be used"),
+        (["jax", "theano"], "backends cannot be used"),
+        (None, "pip install tensorflow; pip install torch"),
     ],
 )
 def test_backends_that_cannot_be_compared_raise(backends, said, monkeypatch):

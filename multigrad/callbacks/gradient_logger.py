@@ -18,8 +18,7 @@ from multigrad.callbacks.table import format_record
 from multigrad.callbacks.taps import Taps
 from multigrad.common.errors import describe, message, unusable
 from multigrad.ops.arguments import to_python
-from multigrad.tracing.layers import TAPS, hooking_layers
-from multigrad.tracing.recording import setting
+from multigrad.tracing.recording import TAPS, hooking_layers, setting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,16 +122,9 @@ class GradientLogger(keras.callbacks.Callback):
         records = self.records
         chosen = records[-1:] if step is None else [record for record in records if record.step == step]
         if not chosen:
-            recorded = ", ".join(str(record.step) for record in records[-5:])
-            raise ValueError(
-                message(
-                    "GradientLogger.table",
-                    "there is no record of this step",
-                    required="a recorded step" + (f", such as {recorded}" if recorded else ""),
-                    got="no records" if step is None else str(step),
-                    fix="pass the logger to `fit` first, or omit the argument",
-                )
-            )
+            required = f"a recorded step: {', '.join(str(r.step) for r in records[-5:]) or 'there is none'}"
+            fix = "pass the logger to `fit` first, or omit the argument"
+            raise unusable(ValueError, "GradientLogger.table", "step", required=required, got=step, fix=fix)
         return format_record(chosen[0])
 
     def plot(self, of: str = "upstream", statistic: str = "norm") -> "Figure":

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from multigrad.callbacks.records import STATISTICS, TENSORS, GradientRecord
-from multigrad.common.errors import message
+from multigrad.common.errors import unusable
 from multigrad.tracing.plot import import_pyplot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_NAME = "GradientLogger.plot"
 _TITLES = {
     "outputs": "outputs of layers",
     "upstream": "upstream gradients at the outputs of layers",
@@ -24,26 +25,14 @@ def draw(records: Sequence[GradientRecord], of: str, statistic: str) -> "Figure"
     """Draw the heat map, as `GradientLogger.plot` documents."""
     for argument, value, allowed in (("of", of, TENSORS), ("statistic", statistic, STATISTICS)):
         if value not in allowed:
-            text = message(
-                "GradientLogger.plot",
-                f"{argument} is not known",
-                argument=f"'{argument}'",
-                required=" or ".join(map(repr, allowed)),
-                got=repr(value),
-                fix="pass one of these texts",
-            )
-            raise ValueError(text)
+            required, fix = " or ".join(map(repr, allowed)), "pass one of these texts"
+            raise unusable(ValueError, _NAME, argument, required=required, got=value, fix=fix)
     names = list(dict.fromkeys(name for record in records for name in getattr(record, of)))
     if not names:
-        text = message(
-            "GradientLogger.plot",
-            "there is nothing to draw",
-            required=f"records with {_TITLES[of]}",
-            got=f"{len(records)} records without them" if records else "no record",
-            fix="pass the logger to `fit` first" if not records else "draw of='gradients'",
-        )
-        raise ValueError(text)
-    plt = import_pyplot("GradientLogger.plot")
+        required = f"{_TITLES[of]}, in the {len(records)} records"
+        fix = "draw of='gradients'" if records else "pass the logger to `fit` first"
+        raise unusable(ValueError, _NAME, "of", required=required, got=of, fix=fix)
+    plt = import_pyplot(_NAME)
     from matplotlib.colors import LogNorm, Normalize
 
     cells = [[getattr(record, of).get(name) for record in records] for name in names]

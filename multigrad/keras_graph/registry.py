@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from multigrad.common.errors import describe, message
+from multigrad.common.errors import describe, message, unusable
 from multigrad.common.type_sets import HoldsNoTensor
 from multigrad.core.signature import name_of
 
@@ -152,16 +152,9 @@ def _package_and_name(name: str) -> list[str]:
     parts = name.split(">")
     if len(parts) == 2 and all(part and part == part.strip() for part in parts) and "/" not in name:
         return parts
-    raise ValueError(
-        message(
-            "op_custom_gradient",
-            "an op cannot be registered under this name",
-            argument="'name'",
-            required="'package>name', with no other '>', no '/' and no space at the ends",
-            got=repr(name),
-            fix="write name='my_package>my_op'; a name without '>' is only used in messages",
-        )
-    )
+    required = "'package>name', with no other '>', no '/' and no space at the ends"
+    fix = "write name='my_package>my_op'; a name without '>' is only used in messages"
+    raise unusable(ValueError, "op_custom_gradient", "name", required=required, got=name, fix=fix)
 
 
 def _name_taken(name: str, registered: Any, f: Op) -> ValueError:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from multigrad.common.errors import message
+from multigrad.common.errors import message, unusable
 from multigrad.common.frameworks import DIFFERENTIATING, how_to_add, is_installed
 from multigrad.common.processes import run_on
 from multigrad.testing.mismatches import (
@@ -123,15 +123,9 @@ def _require_comparable(chosen: Sequence[str], missing: Sequence[str]) -> None:
     not_installed = [name for name in chosen if name in missing]
     unknown = [name for name in chosen if name not in DIFFERENTIATING]
     if not_installed or unknown or len(set(chosen)) < 2:
-        raise ValueError(
-            message(
-                _NAME,
-                "these backends cannot be compared",
-                required=f"two or more of {', '.join(DIFFERENTIATING)}, installed",
-                got=f"{', '.join(chosen) or 'none'}; not installed: {', '.join(missing) or 'none'}",
-                fix="; ".join(map(how_to_add, missing)) or "pass other backends",
-            )
-        )
+        required = f"two or more of {', '.join(DIFFERENTIATING)}, installed"
+        fix = "; ".join(map(how_to_add, missing)) or "pass other backends"
+        raise unusable(ValueError, _NAME, "backends", required=required, got=chosen, fix=fix)
 
 
 def _source_file(path_or_code: str | Path, folder: Path) -> Path:

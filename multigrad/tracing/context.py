@@ -7,10 +7,8 @@ import keras
 
 from multigrad import backend
 from multigrad.common.errors import message
-from multigrad.tracing.layers import hooking_layers
-from multigrad.tracing.paths import TracedLayers
-from multigrad.tracing.recording import OPEN_TRACES, recording, setting
-from multigrad.tracing.trace import Trace
+from multigrad.tracing.recording import OPEN_TRACES, hooking_layers, recording, setting
+from multigrad.tracing.trace import Trace, TracedLayers
 
 
 @contextlib.contextmanager

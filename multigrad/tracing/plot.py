@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from multigrad.common.errors import message
+from multigrad.common.errors import message, unusable
 from multigrad.tracing.diagnosis import diagnose, first_bad, innermost
 from multigrad.tracing.records import CallRecord, StepRecord, Values, largest_magnitude
 from multigrad.tracing.table import format_number, format_value
@@ -156,15 +156,9 @@ def _select(calls: Sequence[CallRecord], numbers: Sequence[int] | None) -> list[
     else:
         selected = [call for call in calls if call.number in set(numbers)]
     if not selected or (numbers is not None and len(selected) < len(set(numbers))):
-        raise ValueError(
-            message(
-                "Trace.plot",
-                "the trace has no calls with these numbers",
-                required=f"numbers from 1 to {len(calls)}" if calls else "a trace in which an op was called",
-                got="all calls" if numbers is None else str(list(numbers)),
-                fix="print the trace, which lists the calls with their numbers",
-            )
-        )
+        required = f"numbers from 1 to {len(calls)}" if calls else "a trace in which an op was called"
+        fix = "print the trace, which lists the calls with their numbers"
+        raise unusable(ValueError, "Trace.plot", "calls", required=required, got=numbers, fix=fix)
     return selected
 
 

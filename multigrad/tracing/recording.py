@@ -1,17 +1,24 @@
-"""Record calls of ops while a trace is open.
+"""Record calls of ops and of layers while a trace is open, and pass layers to the taps of a `GradientLogger`.
 
 `recording` replaces `op.apply`, so that every call of an op becomes a `_RecordedCall`, which also reports its
 values to a `CallRecorder`. The function, the rule and the backend are the same as outside of a trace. While
 no trace is open, `op.apply` is the function of the backend, so that ops have no overhead.
+
+`hooking_layers` replaces two methods of Keras: `keras.Operation.__call__`, through which Keras calls the
+`call` of every layer, and `keras.Layer.stateless_call`, through which `fit` calls the model on JAX. The
+outputs of a traced layer pass an identity op, whose rule records the gradient, before Keras adds a mask.
+No layer is changed, and outside of the context the methods of Keras are restored.
 """
 
 import contextlib
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
+import keras
 import numpy as np
 
 from multigrad import backend, op
@@ -21,25 +28,38 @@ from multigrad.common.type_sets import HoldsNoTensor
 from multigrad.core.call import Call, Run
 from multigrad.core.expected_gradients import paths_of
 from multigrad.core.rule import Rule
+from multigrad.core.structure import Slot, leaves_of, rebuild
 from multigrad.tracing.records import CallRecord, Values
 from multigrad.tracing.trace import Trace
 
 OPEN_TRACES: ContextVar[tuple[Trace, ...]] = ContextVar("open traces", default=())
 """The traces that are open in this thread or task, outermost first."""
 
-ENCLOSING: ContextVar["CallRecorder | _RerunRecorder | None"] = ContextVar("enclosing call", default=None)
-"""The recorder of the call whose function or rule is running."""
+TAPS: ContextVar[Any] = ContextVar("taps of the training step", default=None)
+"""The `Taps` of the step that this thread runs or traces. Its method `call` runs the call of a layer."""
+
+_ENCLOSING: ContextVar["tuple[CallRecorder, Iterator[CallRecorder]] | None"] = ContextVar(
+    "enclosing call", default=None
+)
+"""The recorder of the call whose function or rule is running. If it runs again, ops in it keep the recorders
+of the first run, which follow."""
+
+_LAYER: ContextVar[keras.Layer | None] = ContextVar("traced layer", default=None)
+"""The innermost layer whose call is running."""
 
 
 @contextlib.contextmanager
 def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or a class in a context."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+    """Replace an attribute of a module, class or object. Keras, which tracks attributes, does not see it."""
+    access: Any = type if isinstance(owner, type) else object
+    before = {name: vars(owner)[name]} if name in vars(owner) else {}
+    access.__setattr__(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        access.__delattr__(owner, name)
+        for value in before.values():
+            access.__setattr__(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -110,7 +130,7 @@ class _RecordedRule(Rule):
 
     def call(self, user_rule: Any, scope_values: Any, upstream: Sequence[Any], *how: Any) -> Sequence[Any]:
         """Call the rule and record its gradients."""
-        with setting(ENCLOSING, self._recorder):
+        with setting(_ENCLOSING, (self._recorder, iter(()))):
             gradients = super().call(user_rule, scope_values, upstream, *how)
         self._recorder.record_step(upstream, gradients)
         return gradients
@@ -118,13 +138,18 @@ class _RecordedRule(Rule):
 
 def enclose_run(recorder: "CallRecorder") -> AbstractContextManager[None]:
     """Return a context in which the function of a call runs, for the first time or again."""
-    return setting(ENCLOSING, _RerunRecorder(recorder) if recorder.has_run else recorder)
+    return setting(_ENCLOSING, (recorder, iter(tuple(recorder.nested) if recorder.has_run else ())))
 
 
 def recorder_here(op: str, layer: str = "", traces: Sequence[Trace] | None = None) -> "CallRecorder":
     """Return the recorder of a call that is made here. `layer` is the class of a layer."""
-    enclosing = ENCLOSING.get()
-    return enclosing.recorder_of(op, layer, traces) if enclosing else CallRecorder(op, None, layer, traces)
+    enclosing, nested = _ENCLOSING.get() or (None, iter(()))
+    recorder = next(nested, None)
+    if recorder is None:
+        recorder = CallRecorder(op, enclosing.op if enclosing else None, layer, traces)
+        if enclosing is not None:
+            enclosing.nested.append(recorder)
+    return recorder
 
 
 class CallRecorder(HoldsNoTensor):
@@ -135,9 +160,7 @@ class CallRecorder(HoldsNoTensor):
     in the order of the examples.
     """
 
-    def __init__(
-        self, op: str, within: str | None, layer: str = "", traces: Sequence[Trace] | None = None
-    ) -> None:
+    def __init__(self, op: str, within: str | None, layer: str, traces: Sequence[Trace] | None) -> None:
         self.op, self._within, self._layer = op, within, layer
         self.has_run = False
         self.nested: list[CallRecorder] = []
@@ -146,11 +169,6 @@ class CallRecorder(HoldsNoTensor):
             (trace, [], itertools.count()) for trace in (OPEN_TRACES.get() if traces is None else traces)
         ]
         """For each trace: the records of this call, and a counter of its steps."""
-
-    def recorder_of(self, op: str, layer: str = "", traces: Sequence[Trace] | None = None) -> "CallRecorder":
-        """Return the recorder of an op or layer that this call's function or rule calls."""
-        self.nested.append(CallRecorder(op, self.op, layer, traces))
-        return self.nested[-1]
 
     def record_run(
         self,
@@ -195,17 +213,6 @@ class CallRecorder(HoldsNoTensor):
         return by_input, dict(zip(self._output_paths, values[count:], strict=True))
 
 
-class _RerunRecorder:
-    """The recorder of a call whose function runs again. Ops in it keep the recorders of the first run."""
-
-    def __init__(self, recorder: CallRecorder) -> None:
-        self._recorder, self._nested = recorder, iter(tuple(recorder.nested))
-
-    def recorder_of(self, op: str, layer: str = "", traces: Sequence[Trace] | None = None) -> CallRecorder:
-        """Return the recorder that the op or layer has from the first run."""
-        return next(self._nested, None) or self._recorder.recorder_of(op, layer, traces)
-
-
 def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: Sequence[Any]) -> None:
     """Call `callback` with the values of tensors, and None for each None, when they are known."""
     is_present = [tensor is not None for tensor in tensors]
@@ -220,3 +227,97 @@ def _observe(callback: Callable[[Sequence[np.ndarray | None]], None], tensors: S
 def _input_paths(rule: Rule) -> list[str]:
     paths = [path.replace("'", "", 2) for path in paths_of(rule.arguments.named())]
     return distinct_names([*paths, *rule.variables.names()])
+
+
+@contextlib.contextmanager
+def _hook_layers() -> Iterator[None]:
+    call, stateless_call = keras.Operation.__call__, keras.Layer.stateless_call
+
+    def call_hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, keras.Layer):
+            return call(self, *args, **kwargs)
+
+        def run() -> Any:
+            return _record_call(self, args, kwargs, lambda: (call(self, *args, **kwargs),))[0]
+
+        taps = TAPS.get()
+        return run() if taps is None else taps.call(self, run)
+
+    def stateless_call_recorded(
+        self: Any, variables: Any, state: Any, *args: Any, return_losses: bool = False, **kwargs: Any
+    ) -> Any:
+        def run() -> Any:
+            return stateless_call(self, variables, state, *args, return_losses=return_losses, **kwargs)
+
+        return _record_call(self, args, kwargs, run)
+
+    hooked = replacing(keras.Operation, "__call__", call_hooked)
+    with hooked, replacing(keras.Layer, "stateless_call", stateless_call_recorded):
+        yield
+
+
+def _record_call(
+    layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]
+) -> tuple[Any, ...]:
+    """Return the tuple that `run()` returns, whose first item is the output of the layer. Record the call."""
+    if not OPEN_TRACES.get() or _is_symbolic(args, kwargs):
+        return run()
+    caller = _LAYER.get()
+    paths = {
+        trace: path
+        for trace in OPEN_TRACES.get()
+        if trace.layers is not None and (path := trace.layers.path_of(layer, caller)) is not None
+    }
+    if not paths:
+        return run()
+    recorder = recorder_here(next(iter(paths.values())), type(layer).__name__, list(paths))
+    with setting(_LAYER, layer), enclose_run(recorder):
+        outputs, *others = run()
+    return (outputs if recorder.has_run else _record(recorder, layer, args, kwargs, outputs), *others)
+
+
+hooking_layers = Shared(_hook_layers)
+"""Records and taps calls of layers while any thread is in this context. It replaces the methods for all."""
+
+
+def _is_symbolic(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves_of((args, kwargs)))
+
+
+def _record(
+    recorder: CallRecorder, layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any
+) -> Any:
+    """Record a call, and return its outputs after an identity that records their gradient."""
+    names = list(inspect.signature(layer.call).parameters)
+    named = [(names[i] if i < len(names) else f"[{i}]", value) for i, value in enumerate(args)]
+    inputs, input_paths = _tensors_of([*named, *kwargs.items()])
+    tensors, output_paths = _tensors_of([("output", outputs)])
+    recorder.record_run(input_paths, output_paths, inputs, tensors)
+    tied = iter(_tie(recorder, tensors))
+    types = backend.active.TENSORS
+    return rebuild(outputs, lambda leaf: next(tied) if types[type(leaf)] else leaf)
+
+
+def _tensors_of(named: Sequence[tuple[str, Any]]) -> tuple[list[Any], list[str]]:
+    types, tensors = backend.active.TENSORS, []
+
+    def take(leaf: Any) -> Any:
+        if not types[type(leaf)]:
+            return leaf
+        tensors.append(leaf)
+        return Slot(len(tensors) - 1)
+
+    paths = paths_of([(name, rebuild(value, take)) for name, value in named])
+    return tensors, paths
+
+
+def _tie(recorder: CallRecorder, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return the tensors, tied to a rule that records their gradients. The trace omits the identity."""
+
+    def rule(*upstream: Any) -> Any:
+        recorder.record_step(upstream, None)
+        return upstream
+
+    identity = op.op_custom_gradient(lambda *tensors: (tensors, rule), name=recorder.op)
+    with setting(OPEN_TRACES, ()):
+        return identity(*tensors) if tensors else ()

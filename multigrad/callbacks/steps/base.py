@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from multigrad.callbacks.taps import Taps
-from multigrad.tracing.layers import TAPS
+from multigrad.tracing.recording import TAPS, replacing
 
 ENTRY = "multigrad_taps"
 """The entry of a step's logs with the statistics, which the training loop never sees."""
@@ -39,7 +39,7 @@ class Training:
         """Return the function that `fit` calls for each step, made from another `train_step`."""
         model, plain = self.model, self.model.train_function
         try:
-            with replace_attribute(model, "train_step", step):
+            with replacing(model, "train_step", step):
                 model.make_train_function(force=True)
             return model.train_function
         finally:
@@ -102,7 +102,7 @@ class Training:
         # Around the function and not in the step, which may be traced by several threads at once.
         with contextlib.ExitStack() as stack:
             for owner, name, method in self._methods:
-                stack.enter_context(replace_attribute(owner, name, method))
+                stack.enter_context(replacing(owner, name, method))
             yield
 
     def _sum_over_replicas(self, gradients: Sequence[Any]) -> Sequence[Any]:
@@ -112,16 +112,3 @@ class Training:
     def _gather_over_replicas(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Return the entry with the statistics of layers on each replica of the model."""
         return entry
-
-
-@contextlib.contextmanager
-def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an instance for a while. Keras, which tracks attributes, does not see it."""
-    attributes = vars(owner)
-    before = {name: attributes[name]} if name in attributes else {}
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        del attributes[name]
-        attributes.update(before)

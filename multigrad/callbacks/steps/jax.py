@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import keras
 
-from multigrad.callbacks.steps.base import ENTRY, Training, replace_attribute
-from multigrad.tracing.layers import TAPS
+from multigrad.callbacks.steps.base import ENTRY, Training
+from multigrad.tracing.recording import TAPS, replacing
 
 
 class JaxTraining(Training):
@@ -72,7 +72,7 @@ class JaxTraining(Training):
                     scale = optimizer.scale_loss(keras.ops.ones(()))
                     names = [variable.path for variable in model.trainable_variables]
                     taps.see(grads, names, trainable_variables, scale)
-            with replace_attribute(optimizer, "apply", untapped):  # which `stateless_apply` calls
+            with replacing(optimizer, "apply", untapped):  # which `stateless_apply` calls
                 return apply(optimizer_variables, grads, trainable_variables)
 
         return [
