@@ -13,9 +13,13 @@ import keras
 from keras import ops
 
 from multigrad import backend
-from multigrad.calculus.flat_function import DifferentiatedCall, DifferentiatedFunction
+from multigrad.calculus.flat_function import (
+    DifferentiatedCall,
+    DifferentiatedFunction,
+    require_real,
+    require_scalar,
+)
 from multigrad.calculus.flat_structure import flatten
-from multigrad.calculus.validation import require_real, require_scalar
 from multigrad.common.errors import unusable
 from multigrad.core.signature import name_of
 from multigrad.core.structure import Layout, split

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import keras
 from keras import ops, tree
 
 from multigrad import backend
-from multigrad.calculus.validation import holds_numbers, is_complex
 from multigrad.common.errors import describe, message, shape_text, unusable
-from multigrad.core.leaves import to_tensor
+from multigrad.core.leaves import is_converted_type, to_tensor
 from multigrad.core.structure import ONE_TENSOR, Layout, Slot, children, leaves_of, outline, split
 
 
@@ -128,3 +128,14 @@ def shapes_may_match(shape: Sequence[int | None], other: Sequence[int | None]) -
     if len(shape) != len(other):
         return False
     return all([None in pair or pair[0] == pair[1] for pair in zip(shape, other, strict=True)])
+
+
+def holds_numbers(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor, an array, or a Python float or complex number."""
+    kind = type(leaf)
+    return backend.active.TENSORS[kind] or is_converted_type(kind) or isinstance(leaf, (float, complex))
+
+
+def is_complex(tensor: Any) -> bool:
+    """Return whether a tensor has a complex dtype."""
+    return keras.backend.standardize_dtype(tensor.dtype).startswith("complex")
