@@ -170,16 +170,15 @@ class _MappedFunction:
     def join(self, stacked: Sequence[Any], shared: Sequence[Any]) -> Any:
         """Return the output with these results, and assign to variables."""
         next_stacked, next_shared = iter(stacked), iter(shared)
-        tensors = [
-            next(next_shared) if axis is None else self._move_axis(next(next_stacked), axis)
-            for axis in self._axes
-        ]
+        tensors = []
+        for axis in self._axes:
+            tensor = next(next_shared if axis is None else next_stacked)
+            if axis is not None:
+                tensor = _move(tensor, 0, _in_range(self._name, "out_axes", axis, tensor))
+            tensors.append(tensor)
         for variable, value in zip(self._variables, next_shared, strict=True):
             backend.active.assign(variable, value)
         return self._layout.join(tensors)
-
-    def _move_axis(self, tensor: Any, axis: int) -> Any:
-        return _move(tensor, 0, _in_range(self._name, "out_axes", axis, tensor))
 
 
 def _move(tensor: Any, source: int, destination: int) -> Any:

@@ -141,13 +141,9 @@ def _diagnose_backward(record: GradientRecord) -> str | None:
             where = "the loss" if before is None else f"{before} or of an operation between both"
             first = f"{flag} first appears in the upstream gradient at the output of {path}"
             return f"Step {record.step}, backward: {first}, in the derivative of {where}."
-        if not _is_around(path, record.upstream):
+        if not any(other.startswith(f"{path}/") for other in record.upstream):
             before = path
     for path, statistics in record.gradients.items():
         if flag := statistics.flag:
             return f"Step {record.step}, backward: {flag} first appears in the gradient of the weight {path}."
     return None
-
-
-def _is_around(path: str, table: Table) -> bool:
-    return any(other.startswith(f"{path}/") for other in table)

@@ -70,13 +70,15 @@ class Application:
         """
         if ">" not in self.name:
             raise registry.without_name(self.name)
-        encoded = [self._encode(index, value) for index, value in enumerate(self._arguments.template)]
-        count = len(encoded) - len(self._keywords)
+        count = len(self._arguments.template)
+        names = Binding(signature_of(self.op), count, count, self._keywords).names()
+        encoded = [self._encode(*pair) for pair in zip(names, self._arguments.template, strict=True)]
+        count -= len(self._keywords)
         keywords = dict(zip(self._keywords, encoded[count:], strict=True))
         # Nested in "call", because in a HDF5 file Keras replaces the name of a function by the function.
         return {"call": {"op": self.name, "args": encoded[:count], "kwargs": keywords}}
 
-    def _encode(self, index: int, value: Any) -> Any:
+    def _encode(self, argument: str, value: Any) -> Any:
         try:
             return encode(value)
         except Unsaved as unsaved:
@@ -84,7 +86,7 @@ class Application:
                 message(
                     self.name,
                     "an argument cannot be saved in a model",
-                    argument=self._name_of(index),
+                    argument=argument,
                     required="tensors, arrays, numbers, strings, None, tuples, lists and dicts of them, or "
                     "an object without state that is registered with keras.saving and that its get_config "
                     "restores",
@@ -93,10 +95,6 @@ class Application:
                     see="in-a-model#unsaved-arguments",
                 )
             ) from unsaved
-
-    def _name_of(self, index: int) -> str:
-        count = len(self._arguments.template)
-        return Binding(signature_of(self.op), count, count, self._keywords).names()[index]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Application":

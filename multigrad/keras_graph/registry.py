@@ -4,10 +4,7 @@ An op with a name of the form `package>name` is registered with Keras. A name be
 saved model is never loaded with a different one.
 """
 
-import functools
 import importlib
-import itertools
-import operator
 import re
 import threading
 import types
@@ -159,32 +156,18 @@ def _package_and_name(name: str) -> list[str]:
 
 def _name_taken(name: str, registered: Any, f: Op) -> ValueError:
     earlier = _definition_of(registered)
-    old = _innermost(registered if earlier is None else earlier.f)
-    new = _innermost(f)
-    functions = type(new) is type(old) is types.FunctionType
-    if functions and new.__code__ == old.__code__ and new.__globals__ is old.__globals__:
-        problem = "the name is registered for the same function, with a closure, or other defaults or options"
-        fix = "pass the values that the function closes over as arguments, or omit the name"
-    else:
-        problem = "the name is registered for another object"
-        fix = "rename one of them; only a `def` at the top level of its module can be defined again"
     return ValueError(
         message(
             name,
-            problem,
+            "the name is registered for another object, or with another closure, other defaults or options",
             argument="'name'",
             required="one op per name",
-            got=f"{_origin(new)}; registered is {_origin(old)}",
-            fix=fix,
+            got=f"{_origin(f)}; registered is {_origin(registered if earlier is None else earlier.f)}",
+            fix="rename or omit one of them, or pass the values that the function closes over as arguments; "
+            "only a `def` at the top level of its module can be defined again",
             see="in-a-model#name-is-taken",
         )
     )
-
-
-def _innermost(f: Any) -> Any:
-    while isinstance(f, (functools.partial, types.MethodType)):
-        f = f.func if isinstance(f, functools.partial) else f.__func__
-    return f
 
 
 def _origin(f: Any) -> str:
@@ -204,9 +187,12 @@ def _is_version(old: Op, new: Op) -> bool:
 def _is_same(old: _Definition, new: _Definition) -> bool:
     """Return whether two definitions are one function, or have the same code and defaults and no closure."""
     f, g = old.f, new.f
-    if f is g or type(f) is not types.FunctionType or type(g) is not types.FunctionType:
-        return f is g and old.higher_order == new.higher_order
-    parts = [[*(h.__defaults__ or ()), *itertools.chain(*(h.__kwdefaults__ or {}).items())] for h in (f, g)]
-    same_defaults = len(parts[0]) == len(parts[1]) and all(map(operator.is_, *parts))
-    same_code = f.__code__ == g.__code__ and f.__globals__ is g.__globals__ and not f.__closure__
-    return same_code and same_defaults and old.higher_order == new.higher_order
+    are_plain = type(f) is type(g) is types.FunctionType and not f.__closure__
+    is_same = f is g or (are_plain and _parts(f) == _parts(g))
+    return is_same and old.higher_order == new.higher_order
+
+
+def _parts(f: Any) -> list[Any]:
+    """Return the code of a function, and the ids of what it reads: its globals and defaults."""
+    values = [f.__globals__, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+    return [f.__code__, *map(id, values)]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import ml_dtypes
 import numpy as np
 from keras import tree
 
@@ -244,7 +243,7 @@ class HostFunction:
         ]
 
     def _check_leaf(self, path: str, leaf: Any, spec: Spec, batch: Sequence[int]) -> np.ndarray:
-        dtype = _numpy_dtype(spec.dtype)
+        dtype = np.dtype(spec.dtype)
         is_number = isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
         if is_number and np.can_cast(np.min_scalar_type(leaf), dtype, "same_kind"):
             leaf = np.asarray(leaf, dtype)
@@ -276,10 +275,6 @@ class HostFunction:
                 fix=f"{fix}, or change `output`",
             )
         )
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def _read_only(array: Any) -> np.ndarray:

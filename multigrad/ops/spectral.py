@@ -156,7 +156,7 @@ def _first(a: Tensor, direction: Tensor, fn: Callable[..., Any], *others: Tensor
     """Return the derivative of `f(A)` in a direction. It is also the gradient for an upstream gradient."""
     values, vectors = _eigh(a)
     turned = _to_eigenbasis(vectors, _symmetric(direction))
-    differences = _divided_differences(_function_of_values(fn, others), values)
+    differences, _ = _difference(_function_of_values(fn, others), values[..., :, None], values[..., None, :])
     y = _from_eigenbasis(vectors, _like(differences, turned) * turned)
 
     def rule(upstream: Any) -> Any:
@@ -188,11 +188,6 @@ def _slope(fn: Callable[[Any], Any], x: Any) -> Any:
     """Return the derivative of an elementwise function."""
     y, pullback = vjp(fn, x)
     return pullback(ops.ones_like(y))[0]
-
-
-def _divided_differences(fn: Callable[[Any], Any], values: Any) -> Any:
-    """Return the divided differences `f[v_i, v_j]`."""
-    return _difference(fn, values[..., :, None], values[..., None, :])[0]
 
 
 def _difference(fn: Callable[[Any], Any], x: Any, y: Any) -> tuple[Any, Any]:

@@ -29,7 +29,11 @@ def measure(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
     gradients = pullback(to_tensors(list(random_weights(outputs, seed=0)), outputs))
     # A gradient is no more precise than the outputs and inputs that it is computed from.
     gradient_precision = lowest_precision([*outputs, *flat.inputs])
-    measured = [(name, tensor, _precision(tensor)) for name, tensor in flat.all_outputs.items()]
+    is_differentiable = backend.active.is_differentiable
+    measured = [
+        (name, tensor, lowest_precision([tensor]) if is_differentiable(tensor) else "exact")
+        for name, tensor in flat.all_outputs.items()
+    ]
     measured += [
         (f"{GRADIENT_PREFIX}{name}", gradient, gradient_precision)
         for name, gradient in zip(flat.input_names, gradients, strict=True)
@@ -37,10 +41,6 @@ def measure(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
     names, tensors, precisions = zip(*measured, strict=True)
     arrays = {f"array{i}": to_numpy(tensor) for i, tensor in enumerate(tensors)}
     return {"names": names, "precisions": precisions, **arrays}
-
-
-def _precision(tensor: Any) -> str:
-    return lowest_precision([tensor]) if backend.active.is_differentiable(tensor) else "exact"
 
 
 def load(source: Path) -> tuple[Callable[..., Any], Sequence[Any]]:

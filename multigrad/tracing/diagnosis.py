@@ -46,7 +46,7 @@ def _first_bad_value(calls: Sequence[CallRecord]) -> tuple[int | None, str]:
         if word and before is not None:
             return call.number, (
                 f"Forward: {word} first appears between the output of {_title(before)} and the input of "
-                f"{_title(call)}, in the code of {_caller(call)}."
+                f"{_title(call)}, in the code of {call.within or 'the caller'}."
             )
         word = _word(call.outputs)
         if word and is_container and before is not None:
@@ -98,10 +98,6 @@ def _vanishing_or_exploding(step: StepRecord, before: StepRecord | None) -> str 
 
 def _title(call: CallRecord) -> str:
     return f"{call.title} ({call.layer})" if call.layer else call.title
-
-
-def _caller(call: CallRecord) -> str:
-    return "the caller" if call.within is None else call.within
 
 
 def _word(values: Values) -> str | None:

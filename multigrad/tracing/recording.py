@@ -260,7 +260,8 @@ def _record_call(
     layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[[], Any]
 ) -> tuple[Any, ...]:
     """Return the tuple that `run()` returns, whose first item is the output of the layer. Record the call."""
-    if not OPEN_TRACES.get() or _is_symbolic(args, kwargs):
+    is_symbolic = any(isinstance(leaf, keras.KerasTensor) for leaf in leaves_of((args, kwargs)))
+    if not OPEN_TRACES.get() or is_symbolic:
         return run()
     caller = _LAYER.get()
     paths = {
@@ -278,10 +279,6 @@ def _record_call(
 
 hooking_layers = Shared(_hook_layers)
 """Records and taps calls of layers while any thread is in this context. It replaces the methods for all."""
-
-
-def _is_symbolic(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves_of((args, kwargs)))
 
 
 def _record(

@@ -297,7 +297,7 @@ SAVED = [
         lambda: op_custom_gradient(lambda x: x, name="fixes>b"), None, ValueError),
     Row("pass the values that the function closes over as arguments", lambda: (factor(2.0), factor(3.0)),
         lambda: grad(op_custom_gradient(make_factor(3.0)))(1.0), 7.0, ValueError),
-    Row("rename one of them", lambda: op_custom_gradient(lambda x, y: x, name="fixes>moded"),
+    Row("rename or omit one of them", lambda: op_custom_gradient(lambda x, y: x, name="fixes>moded"),
         lambda: op_custom_gradient(lambda x, y: x, name="fixes>other"), None, ValueError),
     Row("define it with @op_custom_gradient(name='my_package>unnamed')", lambda: saved(unnamed),
         lambda: saved(named), 7.0 * PAIR, NotImplementedError),

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from multigrad.callbacks.taps import Taps
 from multigrad.tracing.recording import TAPS, replacing
 
 ENTRY = "multigrad_taps"
@@ -30,7 +29,7 @@ class Training:
 
     def step(self, *args: Any) -> Any:
         """Run the model's `train_step` with taps. Its logs have one more entry, `ENTRY`."""
-        taps = self._taps()
+        taps = TAPS.get()
         with taps.open():
             logs = self._step(*args)
         return {**logs, ENTRY: self._gather_over_replicas(taps.gather())}
@@ -91,11 +90,6 @@ class Training:
             return apply(grads, trainable_variables)
 
         return apply_with_tap
-
-    def _taps(self) -> Taps:
-        taps: Taps | None = TAPS.get()
-        assert taps is not None
-        return taps
 
     @contextlib.contextmanager
     def _tap_methods(self) -> Iterator[None]:
