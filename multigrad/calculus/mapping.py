@@ -85,8 +85,7 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callab
     _require_axes(name, "out_axes", out_axes)
 
     def map_elements(*args: Any, **kwargs: Any) -> Any:
-        function = _MappedFunction(name, f, out_axes)
-        function.bind(_axes_of_arguments(name, in_axes, args), args, kwargs)
+        function = _MappedFunction(name, f, _axes_of_arguments(name, in_axes, args), out_axes, args, kwargs)
         # PyTorch (2.13) and TensorFlow (2.21) cannot map no elements.
         is_empty = any(0 in shape[:1] for shape in _shapes_of(function.tensors))
         tensors = list(map(_one_element, function.tensors)) if is_empty else function.tensors
@@ -103,44 +102,43 @@ class _MappedFunction:
     the values that it assigned to variables.
     """
 
-    tensors: list[Any]
     _layout: Layout
     _axes: list[int | None]
     _variables: list[keras.Variable]
 
-    def __init__(self, name: str, f: Callable[..., Any], out_axes: Axes) -> None:
-        self._name, self._f, self._out_axes = name, f, out_axes
+    def __init__(
+        self,
+        name: str,
+        f: Callable[..., Any],
+        in_axes: list[Any],
+        out_axes: Axes,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._name, self._f, self._out_axes, self._arguments = name, f, out_axes, (args, kwargs)
         self.__name__ = name  # for PyTorch's errors
-
-    def bind(self, axes: list[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Collect the tensors of a call. `axes` has an axis, or None, for each leaf of the arguments."""
-        self._arguments = args, kwargs
-        leaves = leaves_of(self._arguments)
-        axes = [*axes, *[0] * (len(leaves) - len(axes))]  # keywords follow
-        self._is_mapped = [
-            axis is not None and leaf is not None for axis, leaf in zip(axes, leaves, strict=True)
-        ]
-        triples = zip(axes, leaves, self._is_mapped, strict=True)
-        mapped = [(axis, _as_tensor(self._name, leaf)) for axis, leaf, is_mapped in triples if is_mapped]
-        self._constants = [
-            arrays_to_tensors(leaf)
-            for leaf, is_mapped in zip(leaves, self._is_mapped, strict=True)
-            if not is_mapped
-        ]
-        if not mapped:
+        self.tensors: list[Any] = []
+        self._leaves: list[tuple[bool, Any]] = []
+        """Whether each leaf of the arguments is mapped, and the leaf if it is not."""
+        for axis, leaf in itertools.zip_longest(in_axes, leaves_of(self._arguments), fillvalue=0):
+            is_mapped = axis is not None and leaf is not None
+            self._leaves.append((is_mapped, None if is_mapped else arrays_to_tensors(leaf)))
+            if is_mapped:
+                tensor = _as_tensor(name, leaf)
+                self.tensors.append(_move(tensor, _in_range(name, "in_axes", axis, tensor), 0))
+        if not self.tensors:
             required, fix = "at least one tensor in an argument with an axis", "set an axis in in_axes"
-            raise unusable(ValueError, self._name, "in_axes", required=required, got=axes, fix=fix)
-        self.tensors = [
-            _move(tensor, _in_range(self._name, "in_axes", axis, tensor), 0) for axis, tensor in mapped
-        ]
-        _require_equal_sizes(self._name, self.tensors)
+            raise unusable(ValueError, name, "in_axes", required=required, got=in_axes, fix=fix)
+        _require_equal_sizes(name, self.tensors)
 
     def __call__(self, *elements: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        remaining, constants = iter(elements), iter(self._constants)
-        is_mapped = iter(self._is_mapped)
-        args, kwargs = rebuild(
-            self._arguments, lambda _: next(remaining) if next(is_mapped) else next(constants)
-        )
+        remaining, leaves = iter(elements), iter(self._leaves)
+
+        def take(_: Any) -> Any:
+            is_mapped, constant = next(leaves)
+            return next(remaining) if is_mapped else constant
+
+        args, kwargs = rebuild(self._arguments, take)
         if backend.active.is_reading_code():  # Dynamo records assignments itself
             output, assigned = self._f(*args, **kwargs), []
         else:

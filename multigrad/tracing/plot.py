@@ -8,8 +8,7 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,36 +32,40 @@ _MANY = 12
 """With this number of calls or more, each array is described on one line."""
 
 
-@dataclass
-class _Arrow:
+class _Arrow(NamedTuple):
     """The values or gradients between two calls, before the first call, or after the last."""
 
-    ends: tuple[Values | None, Values | None]
-    """The arrays above and below. None stands for the end without a call, and for gradients of a layer."""
+    text: str
+    """The arrays at both ends, from top to bottom, or at one end if they are joined."""
+    magnitude: float | None
+    """The largest absolute value along the chain, None if there is none."""
+    is_finite: bool
+    is_joined: bool
+    """Whether both ends have an array in common, so that the arrow has no gap."""
     is_marked: bool
     """Whether the first bad value or gradient of the trace is here."""
-    compact: bool
-    upward: bool = False
+    upward: bool
 
-    def __post_init__(self) -> None:
-        self.present = [end for end in self.ends if end is not None]
-        arrays = [[array for array in end.values() if array is not None] for end in self.present]
-        self.is_finite = all(map(_is_finite, self.present))
-        # Bytes, because NaN is not equal to itself.
-        self.is_joined = len(arrays) < 2 or any(
-            a.shape == b.shape and a.tobytes() == b.tobytes() for a in arrays[0] for b in arrays[1]
-        )
-        """Whether both ends have an array in common, so that the arrow has no gap."""
-        # The upstream gradient of the call above belongs to the chain. Downstream also has parameters.
-        self.magnitude = (largest_magnitude(self.present[-1]) or 0.0) if any(arrays) else None
-        """The largest absolute value along the chain, None if there is none."""
 
-    @property
-    def text(self) -> str:
-        """The arrays at both ends, from top to bottom, or at one end if they are joined."""
-        shown = self.present[:1] if self.is_joined else self.present
-        texts = [_values_text(end, self.compact) for end in (shown[-1:] if self.compact else shown)]
-        return "\n⋮\n".join(reversed(texts) if self.upward else texts)
+def _arrow(
+    ends: tuple[Values | None, Values | None], is_marked: bool, compact: bool, upward: bool = False
+) -> _Arrow:
+    """Return the arrow between the arrays above and below.
+
+    None stands for the end without a call, and for gradients of a layer.
+    """
+    present = [end for end in ends if end is not None]
+    arrays = [[array for array in end.values() if array is not None] for end in present]
+    # Bytes, because NaN is not equal to itself.
+    is_joined = len(arrays) < 2 or any(
+        a.shape == b.shape and a.tobytes() == b.tobytes() for a in arrays[0] for b in arrays[1]
+    )
+    # The upstream gradient of the call above belongs to the chain. Downstream also has parameters.
+    magnitude = (largest_magnitude(present[-1]) or 0.0) if any(arrays) else None
+    shown = present[:1] if is_joined else present
+    texts = [_values_text(end, compact) for end in (shown[-1:] if compact else shown)]
+    text = "\n⋮\n".join(reversed(texts) if upward else texts)
+    return _Arrow(text, magnitude, all(map(_is_finite, present)), is_joined, is_marked, upward)
 
 
 def draw_trace(
@@ -178,11 +181,11 @@ def _arrows(
         arrives = below is not None and below.number == marked[0] and not _is_finite(below.inputs)
         leaves = above is not None and above.number == marked[0] and _is_finite(above.inputs)
         passed = above.outputs if above else None, below.inputs if below else None
-        values.append(_Arrow(passed, arrives or leaves, compact))
+        values.append(_arrow(passed, arrives or leaves, compact))
         downstream = (step_below.downstream or None) if step_below else None  # a layer has none
         pulled = downstream, step_above.upstream if step_above else None
         is_bad = above is not None and above.number == marked[1]
-        gradients.append(_Arrow(pulled, is_bad, compact, upward=True))
+        gradients.append(_arrow(pulled, is_bad, compact, upward=True))
     return values, gradients
 
 

@@ -47,8 +47,9 @@ class Training:
     def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
         """Call this function as `fit` does. Return the entry, and the result without it."""
         with self._tap_methods():
-            logs = function(*args)
-        return logs.pop(ENTRY), logs
+            result = function(*args)
+        logs = result[0] if isinstance(result, tuple) else result  # on JAX, the state follows
+        return logs.pop(ENTRY), result
 
     def state(self, args: Sequence[Any]) -> Any:
         """Return a copy of the weights and of the optimizer's state. `args` are those of the function."""

@@ -30,11 +30,6 @@ class JaxTraining(Training):
         trainable, (*non_trainable, taps.outputs), *others = state
         return {**logs, ENTRY: taps.gather()}, (trainable, non_trainable, *others)
 
-    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
-        with self._tap_methods():
-            logs, state = function(*args)
-        return logs.pop(ENTRY), (logs, state)
-
     def state(self, args: Sequence[Any]) -> Any:
         trainable, non_trainable, optimizer, _ = args[0]  # not the metrics
         return keras.tree.map_structure(keras.ops.copy, [trainable, non_trainable, optimizer])
