@@ -173,30 +173,19 @@ def require_scalar(name: str, value: Any) -> Any:
             return value
     elif isinstance(value, (int, float, complex)) or is_converted_type(type(value)):
         fix = "compute the loss with keras.ops, without float(), NumPy or model.predict"
-    raise TypeError(
-        message(
-            name,
-            "the output must be a real scalar to have a gradient",
-            required="a floating tensor of shape ()",
-            got=describe(value),
-            fix=fix,
-        )
-    )
+    problem = "the output must be a real scalar to have a gradient"
+    required = "a floating tensor of shape ()"
+    raise TypeError(message(name, problem, required=required, got=describe(value), fix=fix))
 
 
 def require_real(name: str, tensors: Sequence[Any]) -> None:
     """Raise if a tensor is complex. The Jacobian of a complex function is not one matrix."""
     for tensor in tensors:
         if is_complex(tensor):
-            raise TypeError(
-                message(
-                    name,
-                    "complex functions have no Jacobian matrix",
-                    required="real arguments and outputs",
-                    got=describe(tensor),
-                    fix="pass and return the real and imaginary parts as two tensors",
-                )
-            )
+            problem = "complex functions have no Jacobian matrix"
+            required = "real arguments and outputs"
+            fix = "pass and return the real and imaginary parts as two tensors"
+            raise TypeError(message(name, problem, required=required, got=describe(tensor), fix=fix))
 
 
 def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
@@ -205,16 +194,9 @@ def require_distinct_variables(name: str, variables: Sequence[keras.Variable]) -
         got, fix = f"the single variable {variables.path!r}", "pass variables=[variable]"
         if isinstance(variables, keras.Layer):
             got, fix = f"the layer {variables.name!r}", "pass the trainable_variables of the layer or model"
-        raise TypeError(
-            message(
-                name,
-                "variables must be a list",
-                argument="'variables'",
-                required="a list of Keras Variables",
-                got=got,
-                fix=fix,
-            )
-        )
+        problem = "variables must be a list"
+        required = "a list of Keras Variables"
+        raise TypeError(message(name, problem, argument="'variables'", required=required, got=got, fix=fix))
     variables = list(variables)
     for i, variable in enumerate(variables):
         is_variable = isinstance(variable, keras.Variable)
@@ -257,15 +239,9 @@ def require_pair(name: str, result: Any) -> tuple[Any, Any]:
     """Return the result of a function with `has_aux` as `(output, aux)`."""
     if isinstance(result, (tuple, list)) and len(result) == 2:
         return result[0], result[1]
-    raise TypeError(
-        message(
-            name,
-            "with has_aux=True the function must return a pair",
-            required="(output, aux)",
-            got=describe(result),
-            fix="return a pair, or omit has_aux",
-        )
-    )
+    problem = "with has_aux=True the function must return a pair"
+    required, fix = "(output, aux)", "return a pair, or omit has_aux"
+    raise TypeError(message(name, problem, required=required, got=describe(result), fix=fix))
 
 
 def as_index(name: str, argnum: Any) -> int:
@@ -299,13 +275,7 @@ def as_differentiable(name: str, argument: str, leaf: Any) -> Any:
         tensor = to_tensor(number_to_tensor(tensor))
     if backend.active.TENSORS[type(tensor)] and backend.active.is_differentiable(tensor):
         return tensor
-    raise TypeError(
-        message(
-            name,
-            "cannot differentiate with respect to this argument",
-            argument=argument,
-            required="floating or complex tensors, arrays or numbers",
-            got=describe(leaf),
-            fix="pass floats, or leave it out of argnums and variables",
-        )
-    )
+    problem = "cannot differentiate with respect to this argument"
+    required = "floating or complex tensors, arrays or numbers"
+    fix = "pass floats, or leave it out of argnums and variables"
+    raise TypeError(message(name, problem, argument=argument, required=required, got=describe(leaf), fix=fix))

@@ -253,15 +253,9 @@ def _as_result(name: str, leaf: Any) -> Any:
         return leaf
     if is_converted_type(type(leaf)) or isinstance(leaf, (int, float, complex)):
         return to_tensor(number_to_tensor(leaf))
-    raise TypeError(
-        message(
-            name,
-            "a result cannot be stacked",
-            required="tensors, numbers and None in the output of a mapped function",
-            got=describe(leaf),
-            fix="return the tensors only",
-        )
-    )
+    problem = "a result cannot be stacked"
+    required, fix = "tensors, numbers and None in the output of a mapped function", "return the tensors only"
+    raise TypeError(message(name, problem, required=required, got=describe(leaf), fix=fix))
 
 
 def _in_range(name: str, argument: str, axis: int, tensor: Any) -> int:
@@ -286,12 +280,8 @@ def _require_equal_sizes(name: str, tensors: Sequence[Any]) -> None:
     """Raise if the known sizes of the first axes differ."""
     sizes = {shape[0] for shape in _shapes_of(tensors) if shape[0] is not None}
     if len(sizes) > 1:
-        raise ValueError(
-            message(
-                name,
-                "the sizes of the mapped axes differ",
-                required="the same number of elements in each mapped argument",
-                got=f"{', '.join(map(str, sorted(sizes)))} elements",
-                fix="correct in_axes, with None for an argument that is not mapped",
-            )
-        )
+        problem = "the sizes of the mapped axes differ"
+        required = "the same number of elements in each mapped argument"
+        got = f"{', '.join(map(str, sorted(sizes)))} elements"
+        fix = "correct in_axes, with None for an argument that is not mapped"
+        raise ValueError(message(name, problem, required=required, got=got, fix=fix))

@@ -120,16 +120,10 @@ class Application:
 
 
 def _unreadable(name: str, got: str) -> ValueError:
-    return ValueError(
-        message(
-            name,
-            "the arguments of an op in a saved model cannot be read",
-            required="a file that multigrad wrote, whose objects are all registered with keras.saving",
-            got=got,
-            fix="register missing objects before the model is loaded; if the file was changed, save the "
-            "model again",
-        )
-    )
+    problem = "the arguments of an op in a saved model cannot be read"
+    required = "a file that multigrad wrote, whose objects are all registered with keras.saving"
+    fix = "register missing objects before the model is loaded; if the file was changed, save the model again"
+    return ValueError(message(name, problem, required=required, got=got, fix=fix))
 
 
 @keras.saving.register_keras_serializable("multigrad")

@@ -218,15 +218,10 @@ class VectorQuantizer(LayerOfSameShape):
     def vectors(self, indices: Any) -> Any:
         """Return the codebook vectors at these indices, of shape `(..., d)`."""
         if not self.built:
-            raise ValueError(
-                message(
-                    "VectorQuantizer.vectors",
-                    "the codebook does not exist yet, because its width depends on the inputs",
-                    required="a layer that was called or built",
-                    got="a layer that was not",
-                    fix="call the layer first, or build it with the shape of its inputs",
-                )
-            )
+            problem = "the codebook does not exist yet, because its width depends on the inputs"
+            required, got = "a layer that was called or built", "a layer that was not"
+            fix = "call the layer first, or build it with the shape of its inputs"
+            raise ValueError(message("VectorQuantizer.vectors", problem, required=required, got=got, fix=fix))
         return ops.take(self.codebook, indices, axis=0)
 
     def get_config(self) -> dict[str, Any]:

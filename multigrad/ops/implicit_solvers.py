@@ -176,15 +176,9 @@ def _not_converged(
     elif math.isnan(length):
         problem = f"{solver.unknown} did not converge, because the matrix of derivatives is singular, or NaN"
         fix = "start where the matrix has an inverse and the function is finite"
-    return RuntimeError(
-        message(
-            solver.name,
-            problem,
-            required=f"a last step of at most {tolerance:.3g}, relative to the largest element",
-            got=f"a last step of {length:.3g}, after {iterations} iterations{where}",
-            fix=fix,
-        )
-    )
+    required = f"a last step of at most {tolerance:.3g}, relative to the largest element"
+    got = f"a last step of {length:.3g}, after {iterations} iterations{where}"
+    return RuntimeError(message(solver.name, problem, required=required, got=got, fix=fix))
 
 
 def _not_a_root(solver: Newton, tolerance: float, residual: float, where: str) -> RuntimeError:

@@ -405,16 +405,10 @@ def _check(
     values = None if isinstance(labels, keras.KerasTensor) else backend.active.concrete(labels)
     if values is not None and values.size and not 0 <= values.min() <= values.max() < kernel.shape[1]:
         got = f"labels from {values.min()} to {values.max()}"
-        raise ValueError(
-            message(
-                _NAME,
-                "a label is out of range",
-                argument="'labels'",
-                required=f"from 0 to {kernel.shape[1] - 1}, because the kernel has {kernel.shape[1]} columns",
-                got=got,
-                fix="pass ignore_index=-100, or another label, for tokens to ignore",
-            )
-        )
+        problem = "a label is out of range"
+        required = f"from 0 to {kernel.shape[1] - 1}, because the kernel has {kernel.shape[1]} columns"
+        fix = "pass ignore_index=-100, or another label, for tokens to ignore"
+        raise ValueError(message(_NAME, problem, argument="'labels'", required=required, got=got, fix=fix))
 
 
 def _check_shapes(

@@ -115,15 +115,9 @@ class Settings:
         """Return the linear solver for a solution `z`. The number of unknowns may not be known."""
         for x in z:
             if "complex" in dtype_of(x):
-                raise TypeError(
-                    message(
-                        self.name,
-                        "a linear solver cannot solve a complex equation",
-                        required="real numbers",
-                        got=describe(x),
-                        fix="solve for the real and imaginary parts",
-                    )
-                )
+                problem = "a linear solver cannot solve a complex equation"
+                required, fix = "real numbers", "solve for the real and imaginary parts"
+                raise TypeError(message(self.name, problem, required=required, got=describe(x), fix=fix))
         size = sum(_size(x, self.batched) for x in z)
         return self.method or ("dense" if isinstance(size, int) and size <= _SMALL else "gmres")
 
@@ -375,12 +369,6 @@ def _not_solved(
 
 
 def _not_linear(settings: Settings, required: str, got: float, where: str) -> RuntimeError:
-    return RuntimeError(
-        message(
-            settings.name,
-            "the function is not linear",
-            required=required,
-            got=f"{got:.3g}{where}",
-            fix="return zero for x = 0 and twice the result for twice x, or use implicit_root",
-        )
-    )
+    problem = "the function is not linear"
+    fix = "return zero for x = 0 and twice the result for twice x, or use implicit_root"
+    return RuntimeError(message(settings.name, problem, required=required, got=f"{got:.3g}{where}", fix=fix))

@@ -50,25 +50,15 @@ def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Ca
         x = tensor_of(title, "x", x)
         y = fn(x)
         if not keras.backend.is_float_dtype(dtype_of(y)):
-            raise TypeError(
-                message(
-                    title,
-                    "the output of the function is not floating, so that it cannot have a gradient",
-                    required="an output of a floating dtype, for example the dtype of the input",
-                    got=describe(y),
-                    fix="cast the output in the function: keras.ops.cast(..., x.dtype)",
-                )
-            )
+            problem = "the output of the function is not floating, so that it cannot have a gradient"
+            required = "an output of a floating dtype, for example the dtype of the input"
+            fix = "cast the output in the function: keras.ops.cast(..., x.dtype)"
+            raise TypeError(message(title, problem, required=required, got=describe(y), fix=fix))
         if not shapes_may_match(x.shape, y.shape):
-            raise ValueError(
-                message(
-                    title,
-                    "the function changes the shape, so that the upstream gradient does not fit its input",
-                    required=f"an output of shape {shape_text(x.shape)}, the shape of the input",
-                    got=describe(y),
-                    fix="change the shape outside of straight_through",
-                )
-            )
+            problem = "the function changes the shape, so that the upstream gradient does not fit its input"
+            required = f"an output of shape {shape_text(x.shape)}, the shape of the input"
+            fix = "change the shape outside of straight_through"
+            raise ValueError(message(title, problem, required=required, got=describe(y), fix=fix))
         return y, lambda upstream: upstream
 
     return op

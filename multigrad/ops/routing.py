@@ -207,15 +207,11 @@ def clip_bound(value: float | None, norm: float | None) -> float:
     """Return the bound: `value` or `norm`."""
     given = [bound for bound in (value, norm) if bound is not None]
     if len(given) != 1 or not is_number(given[0]) or not given[0] > 0.0:
-        raise ValueError(
-            message(
-                "clip_gradient",
-                "the bound for the gradient is invalid",
-                required="either `value` or `norm`, a positive Python or NumPy number",
-                got=f"value={value!r}, norm={norm!r}",
-                fix="write clip_gradient(x, norm=1.0), for example",
-            )
-        )
+        problem = "the bound for the gradient is invalid"
+        required = "either `value` or `norm`, a positive Python or NumPy number"
+        got = f"value={value!r}, norm={norm!r}"
+        fix = "write clip_gradient(x, norm=1.0), for example"
+        raise ValueError(message("clip_gradient", problem, required=required, got=got, fix=fix))
     return given[0]
 
 
@@ -268,15 +264,11 @@ def prevent_gradient(x: Tensor, reason: str = "") -> Pair:
     """
 
     def rule(upstream: Any) -> Any:
-        raise RuntimeError(
-            message(
-                "prevent_gradient",
-                reason or "a gradient is computed where it was prevented",
-                required="a function that is not differentiated with respect to 'x'",
-                got=f"an upstream gradient, {describe(upstream)}",
-                fix="use keras.ops.stop_gradient for a gradient of zero",
-            )
-        )
+        problem = reason or "a gradient is computed where it was prevented"
+        required = "a function that is not differentiated with respect to 'x'"
+        got = f"an upstream gradient, {describe(upstream)}"
+        fix = "use keras.ops.stop_gradient for a gradient of zero"
+        raise RuntimeError(message("prevent_gradient", problem, required=required, got=got, fix=fix))
 
     return tensor_of("prevent_gradient", "x", x), rule
 

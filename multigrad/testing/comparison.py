@@ -146,15 +146,11 @@ def measure(backend: str, source: Path, folder: Path) -> Measurement:
     result = folder / f"{backend}.npz"
     process = run_on(backend, "multigrad.testing", "measure", str(source), str(result))
     if process.returncode:
-        raise RuntimeError(
-            message(
-                _NAME,
-                f"the process on {backend} failed",
-                required="a file that defines `fn` and `args` and runs without errors",
-                got=f"exit status {process.returncode}, and on stderr:\n{process.stderr.strip()}",
-                fix="correct the error that stderr shows",
-            )
-        )
+        problem = f"the process on {backend} failed"
+        required = "a file that defines `fn` and `args` and runs without errors"
+        got = f"exit status {process.returncode}, and on stderr:\n{process.stderr.strip()}"
+        fix = "correct the error that stderr shows"
+        raise RuntimeError(message(_NAME, problem, required=required, got=got, fix=fix))
     with np.load(result) as data:
         names = [str(name) for name in data["names"]]
         arrays = {name: data[f"array{i}"] for i, name in enumerate(names)}

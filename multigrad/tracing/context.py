@@ -86,15 +86,10 @@ def trace_gradients(*layers: keras.Layer, exploding: float = 1e4) -> Iterator[Tr
     Exceptions in the context propagate. The trace keeps what it recorded before.
     """
     if backend.active.is_compiling():
-        raise RuntimeError(
-            message(
-                "trace_gradients",
-                "a trace cannot be opened in a function that is being compiled, because it has no values",
-                required="code that runs eagerly",
-                got="a function under jax.jit, tf.function or torch.compile",
-                fix="open the trace around the call of the compiled function",
-            )
-        )
+        problem = "a trace cannot be opened in a function that is being compiled, because it has no values"
+        required, got = "code that runs eagerly", "a function under jax.jit, tf.function or torch.compile"
+        fix = "open the trace around the call of the compiled function"
+        raise RuntimeError(message("trace_gradients", problem, required=required, got=got, fix=fix))
     trace = Trace(exploding, TracedLayers(layers) if layers else None)
     hooks = hooking_layers if layers else contextlib.nullcontext()
     traces = (*OPEN_TRACES.get(), trace)

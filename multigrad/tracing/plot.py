@@ -141,15 +141,9 @@ def import_pyplot(method: str) -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError(
-            message(
-                method,
-                "plotting requires matplotlib",
-                required="matplotlib, an optional dependency",
-                got=str(error),
-                fix="pip install matplotlib",
-            )
-        ) from error
+        problem = "plotting requires matplotlib"
+        required, fix = "matplotlib, an optional dependency", "pip install matplotlib"
+        raise ImportError(message(method, problem, required=required, got=str(error), fix=fix)) from error
     return plt
 
 
