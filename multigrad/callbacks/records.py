@@ -4,11 +4,13 @@ This module does not depend on the backend.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from multigrad.common.errors import distinct_names
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def _tables(named: tuple[str, np.ndarray], scale: float) -> tuple[Table, Table]:
     joined, rows = named
     rows = rows.astype("float64")
     rows = rows if rows.ndim == 4 else rows[None]  # a leading axis for replicas
-    names = _distinct(joined.split("\n")) if joined else []
+    names = distinct_names(joined.split("\n")) if joined else []
     pairs = [(name, rows[:, i, 0], rows[:, i, 1]) for i, name in enumerate(names)]
     values = {name: _merge(value, 1.0) for name, value, _ in pairs}
     return values, {name: _merge(row, scale) for name, _, row in pairs if row[:, -1].any()}
@@ -105,15 +107,6 @@ def _merge(rows: np.ndarray, scale: float) -> GradientStatistics:
     zeros, nans, infinities = (min(1.0, float(count / size)) for count in rows[:, 2:5].sum(0))
     norm, largest = math.hypot(*rows[:, 0]) / scale, float(rows[:, 1].max()) / scale
     return GradientStatistics(norm, largest, zeros, nans, infinities, round(size))
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    counts: dict[str, int] = {}
-    distinct = []
-    for name in names:
-        counts[name] = count = counts.get(name, 0) + 1
-        distinct.append(name if count == 1 else f"{name}#{count}")
-    return distinct
 
 
 def diagnose(record: GradientRecord, overflow_is_handled: bool) -> str | None:

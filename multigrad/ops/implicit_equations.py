@@ -264,16 +264,11 @@ class _UserEquation(_Equation):
     ) -> Exception:
         returning = "the solver" if argument == "solver" else "the function"
         function, start = argument_names(self.solver.name)
+        argument = repr(function if argument == "f" else argument)
+        problem = f"the result of {returning} has another {attribute} than `{start}`"
+        fix = f"pass a `{start}` like the result of {returning}, and return the same {attribute} from it"
         return kind(
-            message(
-                self.solver.name,
-                f"the result of {returning} has another {attribute} than `{start}`",
-                argument=repr(function if argument == "f" else argument),
-                required=required,
-                got=got,
-                fix=f"pass a `{start}` like the result of {returning}, and return the same {attribute} from "
-                "it",
-            )
+            message(self.solver.name, problem, argument=argument, required=required, got=got, fix=fix)
         )
 
 

@@ -141,7 +141,9 @@ def linear_cross_entropy(
     features, kernel, bias = [tensors.get(name) for name in ("features", "kernel", "bias")]
     labels = ops.expand_dims(tensors["labels"], -1)
     weights, count = _weights(tensors, kept, wide_dtype(dtype_of(features)))
-    options = tuple(LossOptions(block_size or _block_size(*kernel.shape), **numbers))
+    width, classes = kernel.shape
+    default_size = max(256, min(1024, width // 2), 2**21 // classes)
+    options = tuple(LossOptions(block_size or default_size, **numbers))
     if reduction in (None, "none"):
         losses = ops.squeeze(_losses(kernel, bias, features, labels, options), -1)
         return losses if weights is None else _weight(losses, weights)
@@ -153,10 +155,6 @@ def linear_cross_entropy(
     with_sums = backend.active.may_record(differentiable[:-1])
     known = _in_one_pass(kernel, bias, features, weights, labels, options, with_sums)
     return _total(kernel, bias, features, weights, labels, options, known)
-
-
-def _block_size(width: int, classes: int) -> int:
-    return max(256, min(1024, width // 2), 2**21 // classes)
 
 
 # In the ops, `features` have shape `(..., d)`. Labels, losses and their weights have shape `(..., 1)`.

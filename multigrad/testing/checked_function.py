@@ -83,15 +83,9 @@ class CheckedFunction:
             raise self._not_differentiable("argument", arg, fix, name)
 
     def _not_differentiable(self, role: str, got: Any, fix: str, argument: str | None = None) -> TypeError:
+        problem, required = f"no {role} is differentiable", f"a floating or complex tensor in the {role}s"
         return TypeError(
-            message(
-                self.name,
-                f"no {role} is differentiable",
-                argument=argument,
-                required=f"a floating or complex tensor in the {role}s",
-                got=describe(got),
-                fix=fix,
-            )
+            message(self.name, problem, argument=argument, required=required, got=describe(got), fix=fix)
         )
 
     def _name_outputs(self, args: Sequence[Any]) -> None:

@@ -218,19 +218,15 @@ def _require_same_shapes(measurements: Mapping[str, Measurement]) -> None:
     """Raise if an output or gradient is missing on a backend or has another shape."""
     __tracebackhide__ = True
     for name in dict.fromkeys(name for each in measurements.values() for name in each.arrays):
-        (first, required), *others = (
+        (first, shape), *others = (
             (backend, each.arrays[name].shape if name in each.arrays else "no such output")
             for backend, each in measurements.items()
         )
-        for other, got in others:
-            if got != required:
+        for other, other_shape in others:
+            if other_shape != shape:
+                problem = "the backends return different structures or shapes"
+                required, got = f"{shape} on {first}", f"{other_shape} on {other}"
+                fix = "return the same structure and shapes on each backend"
                 raise AssertionError(
-                    message(
-                        _NAME,
-                        "the backends return different structures or shapes",
-                        argument=name,
-                        required=f"{required} on {first}",
-                        got=f"{got} on {other}",
-                        fix="return the same structure and shapes on each backend",
-                    )
+                    message(_NAME, problem, argument=name, required=required, got=got, fix=fix)
                 )

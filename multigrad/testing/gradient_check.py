@@ -250,15 +250,11 @@ def _require_finite(flat: CheckedFunction) -> None:
     __tracebackhide__ = True
     for name, output in zip(flat.output_names, map(to_numpy, flat(*flat.inputs)), strict=True):
         for element in true_elements(~np.isfinite(output)):
+            problem = f"the function is {name_not_finite([output[element]])} at these arguments"
+            argument, got = name + format_element(element), format_number(output[element])
+            required, fix = "finite outputs", "check the function at arguments where it is finite"
             raise AssertionError(
-                message(
-                    flat.name,
-                    f"the function is {name_not_finite([output[element]])} at these arguments",
-                    argument=name + format_element(element),
-                    required="finite outputs",
-                    got=format_number(output[element]),
-                    fix="check the function at arguments where it is finite",
-                )
+                message(flat.name, problem, argument=argument, required=required, got=got, fix=fix)
             )
 
 

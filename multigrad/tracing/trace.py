@@ -23,32 +23,27 @@ class TracedLayers:
     """
 
     def __init__(self, roots: Sequence[keras.Layer]) -> None:
-        self._paths: dict[int, str] = {}
-        self._layers: list[keras.Layer] = []  # keeps the layers alive, so that their ids stay unique
+        self._paths: dict[int, tuple[str, keras.Layer]] = {}
+        """The path of each layer by its id, and the layer, which stays alive, so that its id is unique."""
         for root in roots:
             if not isinstance(root, keras.Layer):
                 name, fix = "trace_gradients", "call trace_gradients(model). Ops are always recorded"
                 raise unusable(TypeError, name, "layers", required="models or layers", got=root, fix=fix)
-            self._add(root, root.name)
+            self._paths.setdefault(id(root), (root.name, root))
             self._add_within(root, f"{root.name}/" if len(roots) > 1 else "")
-
-    def _add(self, layer: keras.Layer, path: str) -> None:
-        if id(layer) not in self._paths:
-            self._paths[id(layer)] = path
-            self._layers.append(layer)
 
     def _add_within(self, model: keras.Layer, prefix: str) -> None:
         for layer in getattr(model, "layers", ()):
             if isinstance(layer, keras.Layer) and id(layer) not in self._paths:
-                self._add(layer, prefix + layer.name)
+                self._paths[id(layer)] = prefix + layer.name, layer
                 self._add_within(layer, f"{prefix}{layer.name}/")
 
     def path_of(self, layer: keras.Layer, caller: keras.Layer | None) -> str | None:
         """Return the path of a layer that `caller` calls, or None if it is not traced."""
-        within = None if caller is None else self._paths.get(id(caller))
-        if id(layer) not in self._paths and within is not None:
-            self._add(layer, f"{within}/{layer.name}")
-        return self._paths.get(id(layer))
+        within, _ = self._paths.get(id(caller), (None, None))
+        if within is not None:
+            self._paths.setdefault(id(layer), (f"{within}/{layer.name}", layer))
+        return self._paths.get(id(layer), (None, None))[0]
 
 
 class Trace:

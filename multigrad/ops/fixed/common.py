@@ -136,12 +136,6 @@ def is_complex(value: Any) -> bool:
     return dtype is not None and keras.backend.standardize_dtype(dtype).startswith("complex")
 
 
-def operands(y: Any, *values: Any) -> list[Any]:
-    """Return arguments in the dtype in which the rule of an op with the output `y` computes."""
-    dtype = wide_dtype(dtype_of(y))
-    return [cast(value, dtype) for value in values]
-
-
 def to_operand(op: str, argument: str, value: Any) -> Any:
     """Return the argument as a tensor, number or None. A list of tensors raises an error."""
     is_plain = value is None or isinstance(value, (int, float))

@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from multigrad.ops.arguments import Pair, Tensor, to_python
+from multigrad.ops.dtypes import cast, dtype_of, wide_dtype
 from multigrad.ops.fixed.common import (
     axes_of,
     by_derivative,
@@ -14,7 +15,6 @@ from multigrad.ops.fixed.common import (
     divide,
     is_complex,
     keep_axes,
-    operands,
     replacement,
     to_operand,
 )
@@ -61,7 +61,8 @@ def moments(x: Tensor, axes: Any, keepdims: bool = False, synchronized: bool = F
     axes = tuple(axes) if isinstance(axes, (tuple, list)) else axes
 
     def rule(upstream: Any) -> Any:
-        of_mean, of_variance, z = operands(mean, *upstream, x)
+        dtype = wide_dtype(dtype_of(mean))
+        of_mean, of_variance, z = [cast(value, dtype) for value in (*upstream, x)]
         centered = z - ops.mean(z, axis=axes, keepdims=True)
         both = keep_axes(z, axes, of_mean) + 2.0 * keep_axes(z, axes, of_variance) * centered
         return (both / _count(z, axes), *[None] * 3)
