@@ -253,11 +253,7 @@ class HostFunction:
             fix = f"convert it, as in `np.asarray(y, {spec.dtype!r})`"
             raise self._differs(TypeError, "dtype", path, required, describe(leaf), fix)
         if not shapes_may_match(leaf.shape, shape):
-            fix = (
-                "return an array of this shape, omit vectorized=True"
-                if batch
-                else "return an array of this shape"
-            )
+            fix = "return an array of this shape" + (", omit vectorized=True" if batch else "")
             raise self._differs(ValueError, "shape", path, shape_text(shape), shape_text(leaf.shape), fix)
         return np.array(leaf, order="C")  # a copy, because the function may keep and change the array
 

@@ -300,12 +300,11 @@ def _initial_guess(name: str, z0: Any, batched: bool) -> tuple[Tensors, Layout]:
     tensors, layout = split(numbers)
     inexact = [dtype_of(x).startswith(("float", "bfloat", "complex")) for x in tensors]
     argument = argument_names(name)[1]
-    if tensors and all(inexact) and not layout.static_leaves():
-        if batched and not all(
-            [shapes_may_match(tuple(tensors[0].shape)[:1], tuple(x.shape)[:1] or (0,)) for x in tensors]
-        ):
-            required, fix = "tensors with one first axis, the batch", "add the axis, or omit batched=True"
-            raise unusable(ValueError, name, argument, required=required, got=z0, fix=fix)
-        return [ops.stop_gradient(x) for x in tensors], layout
-    required, fix = "a floating tensor or number, or a nested structure of them", "pass floats"
-    raise unusable(TypeError, name, argument, required=required, got=z0, fix=fix)
+    if not (tensors and all(inexact)) or layout.static_leaves():
+        required, fix = "a floating tensor or number, or a nested structure of them", "pass floats"
+        raise unusable(TypeError, name, argument, required=required, got=z0, fix=fix)
+    batch = tuple(tensors[0].shape)[:1]  # empty for a scalar, which has no batch
+    if batched and not all([shapes_may_match(batch, tuple(x.shape)[:1] or (0,)) for x in tensors]):
+        required, fix = "tensors with one first axis, the batch", "add the axis, or omit batched=True"
+        raise unusable(ValueError, name, argument, required=required, got=z0, fix=fix)
+    return [ops.stop_gradient(x) for x in tensors], layout

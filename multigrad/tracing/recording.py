@@ -52,14 +52,15 @@ _LAYER: ContextVar[keras.Layer | None] = ContextVar("traced layer", default=None
 def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of a module, class or object. Keras, which tracks attributes, does not see it."""
     access: Any = type if isinstance(owner, type) else object
-    before = {name: vars(owner)[name]} if name in vars(owner) else {}
+    is_own, before = name in vars(owner), vars(owner).get(name)
     access.__setattr__(owner, name, value)
     try:
         yield
     finally:
-        access.__delattr__(owner, name)
-        for value in before.values():
-            access.__setattr__(owner, name, value)
+        if is_own:
+            access.__setattr__(owner, name, before)
+        else:
+            access.__delattr__(owner, name)
 
 
 @contextlib.contextmanager
