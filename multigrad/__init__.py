@@ -33,7 +33,8 @@ __all__ = [
     "vmap",
 ]
 
-_MODULES = dict.fromkeys(__all__[1:], "multigrad.calculus.derivatives") | {
+_DERIVATIVES = ("grad", "hessian", "jacobian", "jvp", "value_and_grad", "vjp")
+_MODULES = dict.fromkeys(_DERIVATIVES, "multigrad.calculus.derivatives") | {
     "jit": "multigrad.compilation",
     "op_custom_gradient": "multigrad.op",
     "trace_gradients": "multigrad.tracing.context",
