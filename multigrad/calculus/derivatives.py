@@ -377,7 +377,7 @@ def _forward(flat_f: DifferentiatedCall) -> tuple[Any, list[list[Any]]]:
     ends = list(itertools.accumulate([math.prod(primal.shape) for primal in primals]))
     blocks = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     identity = ops.eye(ends[-1])
-    layouts: list[Layout] = []
+    layouts = list[Layout]()  # AutoGraph cannot read an annotated name that an inner function uses
 
     def column(*tangents: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         result, pushed = backend.active.jvp(flat_f.flat_output, primals, tangents, flat_f.variables)
