@@ -197,13 +197,6 @@ FAULTS = [
         "user_rule = functools.partial(user_rule, *arguments[:count][::-1])",
     ),
     Fault(
-        "residuals that are one tensor are saved once or twice", "torch", "backend/torch/eager.py",
-        "if len(residuals) > 1:",
-        "if type(run.rule.template) is not tuple:",
-        "tests/test_random_programs.py::test_a_program_that_once_failed "
-        "tests/transforms/on_torch/test_torch_checkpoint.py tests/transforms/on_torch/test_torch_hooks.py",
-    ),
-    Fault(
         "two entries of a rule are exchanged", ALL, "core/answer.py",
         "entries = answer if type(answer) in _SEQUENCES and",
         "entries = answer[::-1] if type(answer) in _SEQUENCES and",
