@@ -261,6 +261,20 @@ def as_meant(numbers=None, *, each=None, tolerance=1e-4):
     return (each or each_of())(test)
 
 
+def all_as_meant(transforms, *, each=None, tolerance=1e-4):
+    """Make a test of transforms by name, each of a function `f`. A fast run has all of them, for one case."""
+
+    def test(case):
+        for name, transform in transforms.items():
+            try:
+                close(transform(case.op), transform(case.meant), tolerance)
+            except Exception as error:
+                error.add_note(f"The transform is {name!r}.")
+                raise
+
+    return (each or each_of())(test)
+
+
 def box_by_input(x, w, scale):
     y = scale(host_call(np.sin, x, output=x) * w)
 

@@ -73,15 +73,3 @@ def test_residuals(pair):
 
     for vjp in (eager, traced):
         assert shapes(pair.op, vjp) == shapes(pair.by_hand, vjp) == sorted(pair.saved)
-
-
-@pairs
-def test_the_memory_of_the_compiled_program(pair):
-    """XLA's analysis gives the memory of one program, and of separate forward and backward passes."""
-
-    def memory(op):
-        whole = lowered(step(op), pair).compile().memory_analysis()
-        forward = lowered(lambda *tensors: jax.vjp(op, *tensors), pair).compile().memory_analysis()
-        return whole.temp_size_in_bytes, forward.temp_size_in_bytes, forward.output_size_in_bytes
-
-    assert memory(pair.op) == memory(pair.by_hand)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, W, X, as_meant
+from cases import CASES, W, X, all_as_meant, as_meant
 from jax.ad_checkpoint import checkpoint_name
 from orders import WITHOUT_WEIGHTS, compiled_orders, orders
 
@@ -14,10 +14,8 @@ POLICIES = {
     "everything": save.everything_saveable,
     "nothing": save.nothing_saveable,
     "dots": save.dots_saveable,
-    "dots without batch": save.dots_with_no_batch_dims_saveable,
     "these names": save.save_only_these_names("result"),
     "any names but": save.save_any_names_but_these("result"),
-    "anything except": save.save_anything_except_these_names("result"),
     "of two": save.save_from_both_policies(save.dots_saveable, save.save_only_these_names("result")),
     "offload dots": save.offload_dot_with_no_batch_dims("device", "pinned_host"),
     "offload names": save.save_and_offload_only_these_names(
@@ -34,29 +32,24 @@ def block(function):
     return lambda x, w: checkpoint_name(function(jnp.sin(x), w), "result") * jnp.cos(w)
 
 
-@as_meant
-def test_checkpoints_in_jit(f):
-    return compiled_orders(jax.checkpoint(block(f)))
+def in_a_scan(f):
+    body = jax.checkpoint(f, prevent_cse=False)
+    return lambda x, w: jax.lax.scan(lambda carry, _: (0.1 * body(carry, w), None), x, None, 3)[0]
+
+
+test_checkpoints = all_as_meant(
+    {
+        "in jit": lambda f: compiled_orders(jax.checkpoint(block(f))),
+        "in eager code": lambda f: orders(jax.checkpoint(block(f)))(X, W),
+        "in a scan": lambda f: compiled_orders(in_a_scan(f)),
+    }
+)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @as_meant(each=pytest.mark.parametrize("case", [CASES["intermediate"], CASES["output"]]))
 def test_policies(f, policy):
     return compiled_orders(jax.checkpoint(block(f), policy=policy))
-
-
-@as_meant
-def test_checkpoints_in_eager_code(f):
-    return orders(jax.checkpoint(block(f)))(X, W)
-
-
-@as_meant
-def test_checkpoints_in_a_scan(f):
-    def scanned(x, w):
-        body = jax.checkpoint(lambda carry, _: (0.1 * f(carry, w), None), prevent_cse=False)
-        return jax.lax.scan(body, x, None, 3)[0]
-
-    return compiled_orders(scanned)
 
 
 @as_meant(each=WITHOUT_WEIGHTS)

@@ -73,67 +73,63 @@ def test_a_loop():
 
 PAIR = jnp.asarray([1.0, 2.0])
 
-WRAPS = pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda f: f,
-        jax.jit,
-        lambda f: lambda x: jax.vmap(f)(x[None])[0],
-        lambda f: lambda x: jax.value_and_grad(f)(x)[0],
-        lambda f: jax.jit(lambda x: jax.value_and_grad(f)(x)[0]),
-    ],
-    ids=["eager", "jit", "vmap", "grad", "jit of grad"],
-)
+
+def appends_to_a_list(x):
+    seen = [x]
+
+    @op_custom_gradient
+    def op(x):
+        seen.append(x**2)
+        return x**3, lambda u: u * 7.0 * x
+
+    op(x)
+    return (seen[-1] * len(seen)).sum()
 
 
-@WRAPS
-def test_tracers_that_a_function_appends_to_a_list(wrap):
-    def net(x):
-        seen = [x]
+def writes_to_a_dict(x):
+    state, both = {"mean": ops.stop_gradient(x) * 0.0}, []
 
-        @op_custom_gradient
-        def op(x):
-            seen.append(x**2)
-            return x**3, lambda u: u * 7.0 * x
+    @op_custom_gradient
+    def op(x):
+        state["mean"] = state["mean"] * 0.5 + x
+        return state["mean"] * 1.0, lambda u: u * 7.0
 
-        op(x)
-        return (seen[-1] * len(seen)).sum()
-
-    close(wrap(net)(PAIR), jnp.float32(10.0))
+    both += [op(x), op(x)]
+    return (state["mean"] + sum(both)).sum()
 
 
-@WRAPS
-def test_tracers_that_a_function_writes_to_a_dict(wrap):
-    def net(x):
-        state, both = {"mean": ops.stop_gradient(x) * 0.0}, []
+def uses_attributes_of_a_function(x):
+    def scaled(y):
+        return y * scaled.factor
 
-        @op_custom_gradient
-        def op(x):
-            state["mean"] = state["mean"] * 0.5 + x
-            return state["mean"] * 1.0, lambda u: u * 7.0
+    scaled.factor, scaled.calls = ops.stop_gradient(x)[1], 0
 
-        both += [op(x), op(x)]
-        return (state["mean"] + sum(both)).sum()
+    @op_custom_gradient
+    def op(x):
+        scaled.calls += 1
+        return scaled(x), lambda u: u * 7.0 * scaled.factor
 
-    close(wrap(net)(PAIR), jnp.float32(3.0 * (1.5 + 1.0 + 1.5)))
+    return op(op(x)).sum() * scaled.calls
 
 
-@WRAPS
-def test_tracers_in_an_attribute_of_a_function(wrap):
-    def net(x):
-        def scaled(y):
-            return y * scaled.factor
+STORED = [
+    (appends_to_a_list, 10.0),
+    (writes_to_a_dict, 3.0 * (1.5 + 1.0 + 1.5)),
+    (uses_attributes_of_a_function, 24.0),
+]
+WRAPS = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "grad": lambda f: lambda x: jax.value_and_grad(f)(x)[0],
+    "jit of grad": lambda f: jax.jit(lambda x: jax.value_and_grad(f)(x)[0]),
+}
 
-        scaled.factor, scaled.calls = ops.stop_gradient(x)[1], 0
 
-        @op_custom_gradient
-        def op(x):
-            scaled.calls += 1
-            return scaled(x), lambda u: u * 7.0 * scaled.factor
-
-        return op(op(x)).sum() * scaled.calls
-
-    close(wrap(net)(PAIR), jnp.float32(24.0))
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize(("function", "wanted"), STORED)
+def test_tracers_that_a_function_stores(function, wanted, wrap):
+    close(wrap(function)(PAIR), jnp.float32(wanted))
 
 
 def test_a_traced_attribute_that_only_the_rule_uses():

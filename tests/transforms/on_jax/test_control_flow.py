@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import keras
 import pytest
-from cases import W, X, as_meant
-from orders import WS, XS, compiled_orders, first, orders
+from cases import W, X, all_as_meant, as_meant
+from orders import WS, XS, compiled_orders, first
 from support import close
 
 import multigrad
@@ -20,66 +20,59 @@ def switched(f):
     return lambda index, x, w: jax.lax.switch(index, branches(f), x, w)
 
 
-@as_meant
-def test_cond(f):
-    yes, no, _ = branches(f)
-
-    @jax.jit
-    def chosen(truth, x, w):
-        return orders(lambda x, w: jax.lax.cond(truth, yes, no, x, w))(x, w)
-
-    return chosen(True, X, W), chosen(False, X, W)
+def chosen(predicate):
+    return lambda f: compiled_orders(lambda x, w: jax.lax.cond(predicate(x), *branches(f)[:2], x, w))
 
 
-@as_meant
-def test_a_concrete_predicate(f):
-    yes, no, _ = branches(f)
-    return first(lambda x, w: jax.lax.cond(True, yes, no, x, w))(X, W)
+def scanned(f):
+    def body(carry, w):
+        y = 0.1 * f(carry, w)
+        return y, y
+
+    return lambda x, ws: jax.lax.scan(body, x, ws, reverse=True)
 
 
-@as_meant
-def test_branches_that_close_over_their_operands(f):
-    return compiled_orders(lambda x, w: jax.lax.cond(x[0] > 0.0, lambda: f(x, w), lambda: x))
-
-
-@as_meant
-def test_switch(f):
-    chosen = jax.jit(lambda index, x, w: orders(lambda x, w: switched(f)(index, x, w))(x, w))
-    return [chosen(index, X, W) for index in range(3)]
-
-
-@as_meant
-def test_one_index_per_element(f):
-    indices = jnp.asarray([0, 1, 2, 1])
-    return compiled_orders(lambda x, w: jax.vmap(switched(f))(indices, x, w), XS, WS)
-
-
-@as_meant
-def test_branches_in_a_scan(f):
+def scanned_branches(f):
     def body(x, w):
         return 0.1 * jax.lax.cond(w[0] > 0.0, f, lambda x, w: x * w, x, w), None
 
     return jax.jit(first(lambda x, ws: jax.lax.scan(body, x, ws)[0]))(X, WS)
 
 
-@as_meant
-def test_scan(f):
-    def body(carry, w):
-        y = 0.1 * f(carry, w)
-        return y, y
+test_branches = all_as_meant(
+    {
+        "the first": chosen(lambda x: x[0] > 0.0),
+        "the second": chosen(lambda x: x[0] < 0.0),
+        "a concrete predicate": chosen(lambda x: True),
+        "branches that close over their operands": lambda f: compiled_orders(
+            lambda x, w: jax.lax.cond(x[0] > 0.0, lambda: f(x, w), lambda: x)
+        ),
+        "switch": lambda f: compiled_orders(lambda x, w: [switched(f)(i, x, w) for i in range(3)]),
+        "one index per element": lambda f: compiled_orders(
+            lambda x, w: jax.vmap(switched(f))(jnp.asarray([0, 1, 2, 1]), x, w), XS, WS
+        ),
+        "branches in a scan": scanned_branches,
+    }
+)
 
-    return compiled_orders(lambda x, ws: jax.lax.scan(body, x, ws, reverse=True), X, WS[:3])
-
-
-@as_meant
-def test_scan_with_closed_over_tensors(f):
-    return compiled_orders(lambda x, w: jax.lax.scan(lambda x, _: (0.1 * f(x, w), None), x, None, 3)[0])
-
-
-@as_meant
-def test_fori_loop(f):
-    """A `fori_loop` is differentiable if its number of iterations is static."""
-    return compiled_orders(lambda x, w: jax.lax.fori_loop(0, 3, lambda i, x: 0.1 * f(x, w), x))
+test_loops = all_as_meant(
+    {
+        "scan": lambda f: compiled_orders(scanned(f), X, WS[:3]),
+        "scan with closed-over tensors": lambda f: compiled_orders(
+            lambda x, w: jax.lax.scan(lambda x, _: (0.1 * f(x, w), None), x, None, 3)[0]
+        ),
+        # It is differentiable if its number of iterations is static.
+        "fori_loop": lambda f: compiled_orders(
+            lambda x, w: jax.lax.fori_loop(0, 3, lambda i, x: 0.1 * f(x, w), x)
+        ),
+        "map": lambda f: compiled_orders(lambda xs, ws: jax.lax.map(lambda both: f(*both), (xs, ws)), XS, WS),
+        "gradient descent in a while_loop": lambda f: jax.lax.while_loop(
+            lambda state: state[0] < 3,
+            lambda state: (state[0] + 1, state[1] - 0.01 * first(f)(state[1], W)[0]),
+            (0, X),
+        )[1],
+    }
+)
 
 
 @as_meant
@@ -91,22 +84,6 @@ def test_while_loop(f):
     with pytest.raises(ValueError, match=r"Reverse-mode differentiation does not work for lax\.while_loop"):
         first(looped)(X, W)
     return looped(X, W), jax.jit(jax.vmap(looped))(XS, WS)
-
-
-@as_meant
-def test_gradients_in_a_while_loop(f):
-    """Gradient descent until convergence, with gradients by the rule."""
-
-    def descend(state):
-        rounds, x = state
-        return rounds + 1, x - 0.01 * first(f)(x, W)[0]
-
-    return jax.lax.while_loop(lambda state: state[0] < 3, descend, (0, X))[1]
-
-
-@as_meant
-def test_map(f):
-    return compiled_orders(lambda xs, ws: jax.lax.map(lambda both: f(*both), (xs, ws)), XS, WS)
 
 
 def test_a_second_derivative_of_a_mapped_op_in_a_loop():
@@ -179,22 +156,20 @@ def test_a_rule_alone_reads_a_variable(make, around):
         close(compiled(multigrad.grad(lambda x: jnp.sum(function(x))))(X), jnp.full_like(X, 5.0))
 
 
+PROGRAMS = {
+    "jit": jax.jit,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda carry, _: (f(carry), None), x, None, 2)[0],
+    "cond": lambda f: lambda x: jax.lax.cond(jnp.sum(x) > 0.0, f, lambda x: x, x),
+}
+
+
 @SPIKES
-@pytest.mark.parametrize(
-    "around",
-    [
-        jax.jit,
-        lambda f: lambda x: jax.lax.scan(lambda carry, _: (f(carry), None), x, None, 2)[0],
-        lambda f: lambda x: jax.lax.cond(jnp.sum(x) > 0.0, f, lambda x: x, x),
-    ],
-    ids=["jit", "scan", "cond"],
-)
+@pytest.mark.parametrize("around", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_rule_alone_reads_a_variable_in_an_inner_program(make, around):
     """Its value belongs to the outer program, which JAX cannot pass to the transpose of the inner one."""
     spiking = make()
     spiking(X)
     gradient = multigrad.jit(multigrad.grad(lambda x: jnp.sum(around(lambda x: spiking(x))(x))))
-    with pytest.raises(
-        TypeError, match=r"the rule reads a variable that the function does not read(.|\n)*got: var"
-    ):
+    text = r"the rule reads a variable that the function does not read(.|\n)*got: var"
+    with pytest.raises(TypeError, match=text):
         gradient(X)

@@ -1,30 +1,17 @@
-"""`jax.jit`: inside and outside of derivatives, ahead of time, and with donated buffers."""
+"""`jax.jit`: inside and outside of derivatives, with donated buffers, and without leaks of tracers."""
 
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import W, X, as_meant, each_of
+from cases import W, X, as_meant
 from keras import ops
-from orders import WS, XS, compiled_orders, first, orders
+from orders import WS, XS, first, orders
 from support import close
 
 from multigrad import grad, op_custom_gradient
 from multigrad.ops import linear_cross_entropy
-
-VECTOR = jax.ShapeDtypeStruct((3,), "float32")
-
-
-@as_meant
-def test_jit_around_derivatives(f):
-    return compiled_orders(f)
-
-
-@as_meant
-def test_jit_in_derivatives(f):
-    return orders(jax.jit(jax.jit(f)))(X, W)
-
 
 DONE = {
     "first": first,
@@ -51,28 +38,6 @@ def test_transforms_of_jitted_derivatives(f, done):
     """The rule still applies in the program of a derivative."""
     got = done(jax.jit(first(f)))
     return got(X, W), jax.jit(got)(X, W)
-
-
-@each_of()
-def test_eval_shape(case):
-    assert jax.eval_shape(orders(case.op), VECTOR, VECTOR) == (VECTOR, (VECTOR,) * 2, (VECTOR,) * 2)
-
-
-@as_meant
-def test_ahead_of_time(f):
-    return jax.jit(orders(f)).lower(VECTOR, VECTOR).compile()(X, W)
-
-
-@as_meant
-def test_donated_buffers(f):
-    def step(x, w):
-        of_x, of_w = first(f)(x, w)
-        return x - of_x, w - of_w
-
-    donated = jnp.array(X), jnp.array(W)
-    moved = jax.jit(step, donate_argnums=(0, 1))(*donated)
-    assert [array.is_deleted() for array in donated] == [True, True]
-    return moved
 
 
 def test_a_donated_buffer_that_the_rule_uses():
@@ -112,6 +77,7 @@ LEAKS = {
         lambda x, w: jax.lax.scan(lambda x, _: (function(x, w), None), x, None, length=1)[0]
     ),
     "every order": lambda function: jax.jit(orders(function)),
+    "every order of jit": lambda function: orders(jax.jit(jax.jit(function))),
 }
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, W, X, as_meant, each_of
+from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, W, X, all_as_meant, as_meant, each_of
 from orders import WS, XS, compiled_orders, first, orders, weighted
 from support import close, sizes_made
 
@@ -11,19 +11,13 @@ from multigrad import op_custom_gradient
 
 EACH = each_of({**CASES, "one for all": ONE_FOR_ALL})
 AXES = [((0, 0), 0), ((0, None), 1), ((None, 0), -1), ((1, -1), 0), ((-1, None), 1)]
+WRAPS = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
 
 
 def along(axes):
     """Return arguments that `vmap` maps along these axes."""
     pairs = ((X, XS, axes[0]), (W, WS, axes[1]))
     return [one if axis is None else jnp.moveaxis(many, 0, axis) for one, many, axis in pairs]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_map_is_a_loop(name):
-    got = jax.vmap(first(CASES[name].op))(XS, WS)
-    each = [first(CASES[name].meant)(x, w) for x, w in zip(XS, WS, strict=True)]
-    close(got, jax.tree.map(lambda *parts: jnp.stack(parts), *each), 1e-4)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (1, -1)], ids=str)
@@ -33,7 +27,7 @@ def test_derivatives_in_vmap(f, axes):
     return jax.jit(jax.vmap(orders(f), axes))(*along(axes))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
+@WRAPS
 @pytest.mark.parametrize(("axes", "out_axes"), AXES, ids=str)
 @as_meant(each=EACH)
 def test_gradients_around_vmap(f, axes, out_axes, wrap):
@@ -42,8 +36,7 @@ def test_gradients_around_vmap(f, axes, out_axes, wrap):
     return wrap(loss)(*along(axes))
 
 
-@as_meant(each=EACH)
-def test_derivatives_of_a_program_of_mapped_gradients(f):
+def of_a_program(f):
     """The program is differentiated after the call, where the mapped inputs hide that a program is traced."""
 
     @jax.jit
@@ -54,24 +47,21 @@ def test_derivatives_of_a_program_of_mapped_gradients(f):
     return jax.grad(total, (0, 1))(X, W)
 
 
-@as_meant(each=EACH)
-def test_second_derivatives_around_vmap(f):
-    return compiled_orders(jax.vmap(f), XS, WS)
-
-
-@as_meant(each=EACH)
-def test_nested_vmap(f):
-    return jax.jit(first(jax.vmap(jax.vmap(f, (None, 0)), (0, None), 1)))(XS, WS)
-
-
-@as_meant(each=EACH)
-def test_named_axes(f):
+def mean_gradients(f):
     """The mean over the mapped axis, as in data-parallel training."""
+    mean = lambda x, w: jax.lax.pmean(first(f)(x, w), "batch")  # noqa: E731
+    return jax.vmap(mean, axis_name="batch", out_axes=None)(XS, WS)
 
-    def mean_gradients(x, w):
-        return jax.lax.pmean(first(f)(x, w), "batch")
 
-    return jax.vmap(mean_gradients, axis_name="batch", out_axes=None)(XS, WS)
+test_maps = all_as_meant(
+    {
+        "a program of mapped gradients": of_a_program,
+        "second derivatives around": lambda f: compiled_orders(jax.vmap(f), XS, WS),
+        "nested": lambda f: jax.jit(first(jax.vmap(jax.vmap(f, (None, 0)), (0, None), 1)))(XS, WS),
+        "named axes": mean_gradients,
+    },
+    each=EACH,
+)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -97,7 +87,7 @@ def test_an_unmapped_output(compiled):
 
 
 @pytest.mark.parametrize("case", BY_THE_RULE_ALONE)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "compiled"])
+@WRAPS
 def test_arguments_that_only_the_rule_uses(case, wrap):
     """Each element has its own upstream gradient, although all share one output."""
     op, beside, each = BY_THE_RULE_ALONE[case]
