@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cases import CASES, V, W, X, as_meant
+from cases import CASES, V, W, X, all_as_meant
 from forms import FACTOR, FORMS, WEIGHT, Written, in_form
 from support import close
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -21,16 +21,26 @@ def checkpointed(f, reentrant=False):
     return functools.partial(checkpoint, block, use_reentrant=reentrant)
 
 
-@ways
-@as_meant
-def test_a_checkpoint(f, reentrant):
-    return first(checkpointed(f, reentrant))
+def mapped_second(f):
+    x, w = leaves()
+    slopes = torch.autograd.grad((checkpointed(f)(x, w) * V).sum(), (x, w), create_graph=True)
+    return rows(sum(slopes), x, w)
 
 
-@as_meant(tolerance=1e-3)
-def test_a_second_derivative_of_a_checkpoint(f):
-    """PyTorch supports it for a checkpoint that is not reentrant."""
-    return second(checkpointed(f))
+def rows(y, *xs):
+    """Return the Jacobian, by a backward pass that is mapped over upstream gradients."""
+    return torch.func.vmap(lambda u: torch.autograd.grad(y, xs, u, retain_graph=True))(torch.eye(3))
+
+
+test_checkpoints = all_as_meant(
+    {
+        "reentrant": lambda f: first(checkpointed(f, reentrant=True)),
+        "not reentrant": lambda f: first(checkpointed(f)),
+        "a second derivative": lambda f: second(checkpointed(f)),
+        "a mapped second derivative": mapped_second,
+    },
+    tolerance=1e-3,
+)
 
 
 @ways
@@ -78,11 +88,6 @@ def by_both(x, w, scale):
     return scale(x * w), lambda u: (scale(7.0 * u * w), scale(3.0 * u * x)), lambda u: 5.0 * u * x
 
 
-def rows(y, *xs):
-    """Return the Jacobian, by a backward pass that is mapped over upstream gradients."""
-    return torch.func.vmap(lambda u: torch.autograd.grad(y, xs, u, retain_graph=True))(torch.eye(3))
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mapped_backward_pass_of_a_checkpoint(form):
     """The second run has no mapped tensors, and saves the same tensors in the same order as the first."""
@@ -92,10 +97,3 @@ def test_a_mapped_backward_pass_of_a_checkpoint(form):
     y = checkpoint(lambda *args: torch.sin(op(*args)), x, w, use_reentrant=False)
     slope = s * torch.cos(op(X, W)).detach()
     close(rows(y, x, w), (torch.diag(7.0 * W * slope), torch.diag(3.0 * X * slope)), 1e-4)
-
-
-@as_meant(tolerance=1e-3)
-def test_a_mapped_second_derivative_of_a_checkpoint(f):
-    x, w = leaves()
-    slopes = torch.autograd.grad((checkpointed(f)(x, w) * V).sum(), (x, w), create_graph=True)
-    return rows(sum(slopes), x, w)

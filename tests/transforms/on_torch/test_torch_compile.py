@@ -14,8 +14,6 @@ from vectors import gradients
 
 from multigrad import grad, jacobian, jvp, op_custom_gradient, value_and_grad, vjp
 from multigrad import ops as shelf
-from multigrad.backend.torch.tensors import TENSORS
-from multigrad.common.closure import lift
 
 # A warning of Dynamo (PyTorch 2.13), which looks for gradients of tensors.
 pytestmark = pytest.mark.filterwarnings(
@@ -426,20 +424,6 @@ def test_an_op_in_a_rule_reads_a_weight_in_the_program():
     compiled = in_one_graph(lambda x: layer(x).sum())
     got = torch.autograd.grad(compiled(x), [x, layer.scale.value])
     close(list(got), [42.0 * x.detach(), torch.tensor(33.0)])
-
-
-def test_a_function_that_was_lifted_before_is_lifted_in_compiled_code():
-    """A solver does so. The code is then a key of a cache, which a guard of PyTorch (2.13) cannot express."""
-
-    def step(z):
-        return z * z
-
-    def lifted(x):
-        tensors, _, _ = lift(step, TENSORS)
-        return x * (1.0 + len(tensors))
-
-    close(lifted(X), X)
-    close(torch.compile(lifted, backend="eager")(X), X)
 
 
 @pytest.mark.slow

@@ -178,14 +178,6 @@ def test_an_unrecorded_view_of_a_weight_is_not_a_dependence():
     close(grad(lambda x: held.of(x).sum())(torch.ones(2)), torch.full((2,), 21.0))
 
 
-def test_a_penalty_on_a_gradient_of_an_argument():
-    op, calls = counted(weight := keras.Variable(0.0))
-    slope = grad(op)(torch.tensor(2.0))
-    (of_weight,) = torch.autograd.grad(slope, weight.value)
-    close(of_weight, 3.0 * 2.0)  # of 3 * exp(2 * weight)
-    assert len(calls) == 2
-
-
 def test_a_tangent_has_the_history_of_the_arguments():
     """Tensors that are differentiated inside have no history outside, as in torch.func."""
     for primal, direction in ((leaf(1.0), torch.ones(1)), (torch.ones(1), leaf(1.0))):

@@ -4,21 +4,12 @@ import re
 
 import pytest
 import torch
-from cases import CASES, V, W, X, as_meant, each_of
+from cases import CASES, V, W, X, all_as_meant, as_meant, each_of
 from support import close
 from torch.autograd import graph
 from vectors import leaves, second
 
 from multigrad import op_custom_gradient
-
-
-def packed_in_double(tensor):
-    return tensor.detach().double(), tensor.dtype
-
-
-def unpacked(packed):
-    tensor, dtype = packed
-    return tensor.to(dtype)
 
 
 @each_of()
@@ -44,29 +35,25 @@ def test_every_residual_goes_through_the_hooks(case):
         close(spoilt, wanted)
 
 
-HOOKS = {
-    "on the CPU": graph.save_on_cpu,
-    "in another precision": lambda: graph.saved_tensors_hooks(packed_in_double, unpacked),
-}
+def packed_in_double(tensor):
+    return tensor.detach().double(), tensor.dtype
 
 
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
-@as_meant
-def test_saved_tensors_elsewhere(f, hooks):
-    x, w = leaves()
-    with hooks():
-        return torch.autograd.grad(f(x, w), (x, w), V)
+def unpacked(packed):
+    tensor, dtype = packed
+    return tensor.to(dtype)
 
 
-def test_disabled_saved_tensors():
-    x, w = leaves()
-    with graph.disable_saved_tensors_hooks("no hooks here"):
-        CASES["intermediate"].op(x, w).sum().backward()
-    close(x.grad, torch.autograd.grad(CASES["intermediate"].meant(x, w).sum(), x)[0], 1e-4)
+def saved_by(hooks):
+    def gradients(f):
+        x, w = leaves()
+        with hooks():
+            return torch.autograd.grad(f(x, w), (x, w), V)
+
+    return gradients
 
 
-@as_meant
-def test_a_hook_on_the_result_and_on_an_input(f):
+def hooks_on_the_result_and_on_an_input(f):
     """One gets the upstream gradient, the other the gradient of the rule. Each can replace it."""
     seen = []
     x, w = leaves()
@@ -81,21 +68,7 @@ def test_a_hook_on_the_result_and_on_an_input(f):
     return seen, inner.grad, y.grad, x.grad, w.grad
 
 
-def test_a_hook_on_the_node():
-    x, w = leaves()
-    y = CASES["input"].op(x, w)
-    seen = []
-    y.grad_fn.register_prehook(lambda upstream: (seen.append(upstream), (upstream[0] * 2.0,))[1])
-    y.grad_fn.register_hook(lambda gradients, upstream: seen.append(gradients))
-    y.backward(V)
-    close(seen[0], (V,))
-    wanted = torch.autograd.grad(CASES["input"].meant(x, w), (x, w), 2.0 * V)
-    close([g for g in seen[1] if g is not None], list(wanted), 1e-4)
-    close((x.grad, w.grad), wanted, 1e-4)
-
-
-@as_meant
-def test_hooks_on_several_tensors(f):
+def a_hook_on_several_tensors(f):
     seen = []
     x, w = leaves()
     inner = x * 1.0, w * 1.0
@@ -114,13 +87,37 @@ class Module(torch.nn.Module):
         return self.f(x, self.weight)
 
 
-@as_meant
-def test_backward_hooks_of_a_module(f):
+def hooks_of_a_module(f):
     seen, module, x = [], Module(f), X.clone().requires_grad_()
     module.register_full_backward_pre_hook(lambda module, upstream: (upstream[0] * V,))
     module.register_full_backward_hook(lambda module, of_inputs, upstream: seen.append((of_inputs, upstream)))
     module(x).sum().backward()
     return seen, x.grad, module.weight.grad
+
+
+test_hooks = all_as_meant(
+    {
+        "saved on the CPU": saved_by(graph.save_on_cpu),
+        "saved in another precision": saved_by(lambda: graph.saved_tensors_hooks(packed_in_double, unpacked)),
+        "disabled": saved_by(lambda: graph.disable_saved_tensors_hooks("no hooks here")),
+        "on the result and on an input": hooks_on_the_result_and_on_an_input,
+        "on several tensors": a_hook_on_several_tensors,
+        "of a module": hooks_of_a_module,
+    }
+)
+
+
+def test_a_hook_on_the_node():
+    x, w = leaves()
+    y = CASES["input"].op(x, w)
+    seen = []
+    y.grad_fn.register_prehook(lambda upstream: (seen.append(upstream), (upstream[0] * 2.0,))[1])
+    y.grad_fn.register_hook(lambda gradients, upstream: seen.append(gradients))
+    y.backward(V)
+    close(seen[0], (V,))
+    wanted = torch.autograd.grad(CASES["input"].meant(x, w), (x, w), 2.0 * V)
+    close([g for g in seen[1] if g is not None], list(wanted), 1e-4)
+    close((x.grad, w.grad), wanted, 1e-4)
 
 
 # Anomaly mode warns that it is slow.

@@ -109,18 +109,6 @@ def test_the_fix_of_this_error():
         close(compiled(X), grad(penalty_in_pieces)(X), 1e-4)
 
 
-@pytest.mark.slow
-def test_a_gradient_penalty_of_a_compiled_function_raises():
-    """The penalty is differentiated with respect to a weight, not to the input of the function."""
-    critic = torch.compile(lambda x, w: cases["intermediate"](x * w, V).sum(), backend="aot_eager")
-
-    def penalty(w):
-        return ops.sum(grad(critic)(X, w) ** 2)
-
-    with pytest.raises(RuntimeError, match=r"gradient of a compiled function|double backward"):
-        grad(penalty)(2.0 * V)
-
-
 def test_a_gradient_with_respect_to_a_tensor_beside_a_compiled_function():
     """A step size: the gradient is a constant of the derivative with respect to it."""
     f = FUNCTIONS["intermediate"]
