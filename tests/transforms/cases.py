@@ -18,7 +18,6 @@ from keras import ops
 from support import array, close
 
 from multigrad import op_custom_gradient
-from multigrad import ops as shelf
 from multigrad.ops import host_call
 
 stop = ops.stop_gradient
@@ -331,31 +330,3 @@ BLACK_BOXES = {
 
 ONE_FOR_ALL = in_form("function", Written("one for all", of_one_for_all, meant_one_for_all, two_outputs))
 """A case for `vmap`, whose rule does not sum over the broadcast axes of `w`."""
-
-
-scaled_by_integer = op_custom_gradient(lambda x, k: (x * 2.0, lambda u: (u * ops.cast(k, x.dtype), None)))
-scaled_by_complex = op_custom_gradient(lambda x, k: (x * 2.0, lambda u: (u * ops.real(k), None)))
-
-
-def scaled_by_what_it_closes_over(x, m):
-    return op_custom_gradient(lambda x: (x * 2.0, lambda u: u * m))(x)
-
-
-@op_custom_gradient
-def scaled_by_function(x, scale):
-    return x * 2.0, lambda u: scale(u)
-
-
-def scaled_by_a_default(x, m):
-    return scaled_by_function(x, lambda u, by=m: u * by)
-
-
-BY_THE_RULE_ALONE = {
-    "a condition": (lambda x, c: shelf.stop_gradient_if(c, x), [True, False, False], [0.0, 1.0, 1.0]),
-    "an integer": (scaled_by_integer, [2, 3, 5], [2.0, 3.0, 5.0]),
-    "a complex number": (scaled_by_complex, [2.0 + 1.0j, 3.0j, 5.0], [2.0, 0.0, 5.0]),
-    "closed over": (scaled_by_what_it_closes_over, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
-    "a default of an argument": (scaled_by_a_default, [2.0, 3.0, 5.0], [2.0, 3.0, 5.0]),
-}
-"""Cases for `vmap`: a function of a tensor and of a value on which the output does not depend, such values,
-and the gradient with respect to the tensor for each of them."""

@@ -78,50 +78,6 @@ def test_a_weight_that_holds_the_array_of_an_input(written, form, order, second)
     close(of_weight, wanted, 1e-3)
 
 
-def of_two_weights():
-    """Return an op that reads two weights, and them. Each gradient has a false factor."""
-    online, target = [keras.Variable(np.ones(3, "float32"), name=name) for name in ("online", "target")]
-
-    @op_custom_gradient
-    def op(x):
-        def rule(u, variables):
-            assert [v.name for v in variables] == ["online", "target"]
-            v = u * 2.0 * x
-            of_online, of_target = 3.0 * online**2 * target, 1.0 * online**3
-            return u * 2.0 * online**3 * target, [v * of_online, v * of_target]
-
-        return x * online * target, rule
-
-    return op, online, target
-
-
-def meant_product(x, online, target):
-    y, potential = x * online * target, 2.0 * x * online**3 * target
-    return ops.stop_gradient(y) + potential - ops.stop_gradient(potential)
-
-
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1), (1, 0)], ids=["online", "target", "both", "turned"])
-@pytest.mark.parametrize("input_too", [False, True], ids=["", "the input too"])
-def test_two_weights_with_one_array(order, chosen, input_too):
-    op, *weights = of_two_weights()
-    x = array(VALUES)
-    weights[0].assign(x)
-    weights[1].assign(weights[0].value)  # a target network
-    x = x if input_too else array(0.75, 1.0, -0.5)
-    values = [keras.Variable(np.float32(VALUES)) for _ in range(2)]
-
-    def loss(function):
-        return lambda x, w: ops.sum(ops.sin(function(x)) * w)
-
-    def derivatives(function, variables):
-        return orders(loss(function), [variables[i] for i in chosen], order)
-
-    got = derivatives(op, weights)(x, array(1.0, -2.0, 0.5))
-    wanted = derivatives(lambda x: meant_product(x, *values), values)
-    close(got, wanted(*copies(x, array(1.0, -2.0, 0.5))), 1e-3)
-
-
 # ------------------------------------------------------------------------------------------- ops in rules
 
 

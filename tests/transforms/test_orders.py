@@ -6,7 +6,7 @@ from cases import CASES, IN_OTHER_FORMS, V, W, X
 from keras import ops
 from support import array, close, compiled_with_variables
 
-from multigrad import grad, op_custom_gradient
+from multigrad import grad
 
 EVERY_FORM = {**CASES, **IN_OTHER_FORMS}
 each_form = pytest.mark.parametrize("case", EVERY_FORM.values(), ids=EVERY_FORM)
@@ -62,20 +62,3 @@ def test_compiled_derivatives(case, order):
     finally:
         for weight, value in zip(case.weights, values, strict=True):
             weight.assign(value)
-
-
-@op_custom_gradient
-def fivefold(x):
-    return x, lambda u: 5.0 * u
-
-
-@op_custom_gradient
-def by_an_op_that_returns_its_argument(x):
-    y = fivefold(x)
-    return y * x, lambda u: u * 7.0 * y
-
-
-def test_an_inner_op_that_returns_its_argument():
-    """For the outer rule, the result of the inner op is an intermediate result with its own rule."""
-    close(grad(by_an_op_that_returns_its_argument)(2.0), array(14.0))
-    close(grad(grad(by_an_op_that_returns_its_argument))(2.0), array(35.0))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import BY_THE_RULE_ALONE, CASES, ONE_FOR_ALL, W, X, all_as_meant, as_meant, each_of
+from cases import CASES, ONE_FOR_ALL, W, X, all_as_meant, as_meant, each_of
 from orders import WS, XS, compiled_orders, first, orders, weighted
 from support import close, sizes_made
 
@@ -57,7 +57,6 @@ test_maps = all_as_meant(
     {
         "a program of mapped gradients": of_a_program,
         "second derivatives around": lambda f: compiled_orders(jax.vmap(f), XS, WS),
-        "nested": lambda f: jax.jit(first(jax.vmap(jax.vmap(f, (None, 0)), (0, None), 1)))(XS, WS),
         "named axes": mean_gradients,
     },
     each=EACH,
@@ -84,27 +83,6 @@ def test_an_unmapped_output(compiled):
     close(of_xs, 7.0 * upstream.swapaxes(0, 1))
     lowered = jax.jit(total).lower(X[:2], xs).as_text()
     assert "barrier" not in lowered
-
-
-@pytest.mark.parametrize("case", BY_THE_RULE_ALONE)
-@WRAPS
-def test_arguments_that_only_the_rule_uses(case, wrap):
-    """Each element has its own upstream gradient, although all share one output."""
-    op, beside, each = BY_THE_RULE_ALONE[case]
-    weights = jnp.array([1.0, 10.0, 100.0])
-
-    def total(x):
-        return (jax.vmap(wrap(op), (None, 0))(x, jnp.array(beside)) * weights).sum()
-
-    def squares(x):
-        derivatives = jax.vmap(wrap(jax.grad(lambda x, m: op(x, m) * x)), (None, 0))(x, jnp.array(beside))
-        return (derivatives * weights).sum()
-
-    x = jnp.float32(2.0)
-    wanted = (jnp.array(each) * weights).sum()
-    close(wrap(jax.grad(total))(x), wanted)
-    # The derivative of y + x y' is y' + y' + x y'', of which the last term is zero.
-    close(wrap(jax.grad(squares))(x), 2.0 * wanted)
 
 
 def test_unmapped_tensors_are_not_broadcast():

@@ -47,18 +47,6 @@ def test_the_graph_that_runs(pair):
     assert ours == by_hand
 
 
-@pairs
-def test_the_graph_as_traced(pair):
-    """The op has a guard for each input, after all inputs, in case its gradient is lost. No guard runs.
-
-    The hand-written function has an Identity of each output.
-    """
-    arguments = pair.arguments()
-    ours, by_hand = (kinds(traced(op, pair).graph.as_graph_def()) for op in (pair.op, pair.by_hand))
-    assert ours - by_hand == {"PreventGradient": len(arguments), "IdentityN": 1}
-    assert by_hand - ours == {"Identity": len(tf.nest.flatten(pair.op(*arguments)))}
-
-
 def kept(op, arguments):
     """Return the shapes of the tensors that a tape keeps alive after a call, without scalars."""
 
@@ -104,17 +92,6 @@ def test_a_tape_keeps_only_the_residuals(pair):
     """Inputs and outputs belong to the caller."""
     computed = pair.saved if pair.again else ()
     assert kept(pair.op, pair.arguments()) == collections.Counter(computed)
-
-
-@pairs
-def test_a_tape_keeps_inputs_and_residuals_of_a_graph(pair):
-    """For a traced function, a tape keeps inputs and residuals, as for the hand-written function, and again
-    under a second name in the same memory. Unused tensors that a rule closes over are kept, as in eager code.
-    """
-    arguments = pair.arguments()
-    ours, by_hand = (kept(tf.function(op, autograph=False), arguments) for op in (pair.op, pair.by_hand))
-    named = [*pair.shapes, *(pair.saved if pair.again else ())]
-    assert ours == by_hand + collections.Counter(named)
 
 
 def test_unused_large_tensors_are_not_kept():

@@ -136,25 +136,6 @@ def test_a_gradient_in_the_body_of_a_loop(f, options):
     return tf.function(lambda: tf.while_loop(lambda i, x: i < 3, step, (0, X))[1], **options)()
 
 
-def test_a_loop_body_is_traced_once():
-    """Once, whatever the length of the loop."""
-    runs = []
-
-    @op_custom_gradient
-    def op(x, w):
-        runs.append("function")
-        e = tf.exp(x)
-        return e * w, lambda u: runs.append("rule") or (u * e, u * 7.0)
-
-    function = tf.function(lambda x, w: value_and_gradients(in_a_loop(op), x, w))
-    function(X, W)
-    function(2.0 * X, W)
-    assert runs.count("function") == runs.count("rule") == 1
-    del runs[:]
-    value_and_gradients(in_a_loop(op), X, W)
-    assert runs == ["function"] * 2 + ["rule"] * 2
-
-
 def python_of_tensors(x, w):
     y = x
     for _ in tf.range(2):

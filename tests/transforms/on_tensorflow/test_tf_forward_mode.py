@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import CASES, W, X, as_meant
+from cases import CASES, W, X, all_as_meant, as_meant
 from support import close, native_jvp
 from tapes import tape_gradient
 
@@ -84,43 +84,34 @@ def test_a_gradient_of_a_derivative_after_everything_else_is_freed(function):
 
 SECOND = [derivative_of_derivative, gradient_of_derivative, derivative_of_gradient]
 
-
-def only(*names):
-    return pytest.mark.parametrize("case", [CASES[name] for name in names], ids=names)
-
-
-@pytest.mark.parametrize("get", [derivative, gradient_of_derivative, derivative_of_gradient])
-@as_meant
-def test_forward_mode_in_eager_code(f, get):
-    return get(f)
-
-
-@as_meant(each=only("output", "two outputs"))
-def test_a_derivative_of_a_derivative(f):
-    return derivative_of_derivative(f)
-
-
-@pytest.mark.parametrize("get", [derivative, derivative_of_gradient])
-@as_meant
-def test_forward_mode_in_a_function(f, get):
-    return tf.function(lambda: get(f))()
+test_forward_mode = all_as_meant(
+    {
+        "a derivative": derivative,
+        "in a function": lambda f: tf.function(lambda: derivative(f))(),
+        "around a function": lambda f: derivative(tf.function(f)),
+    }
+)
+test_second_derivatives = all_as_meant(
+    {
+        "a gradient of a derivative": gradient_of_derivative,
+        "a derivative of a gradient": derivative_of_gradient,
+        "in a function": lambda f: tf.function(lambda: derivative_of_gradient(f))(),
+        "around a function": lambda f: derivative_of_gradient(tf.function(f)),
+    }
+)
+test_derivatives_of_derivatives = all_as_meant(
+    {
+        "eager": derivative_of_derivative,
+        "around a function": lambda f: derivative_of_derivative(tf.function(f)),
+    },
+    each=pytest.mark.parametrize("case", [CASES["output"], CASES["two outputs"]]),
+)
 
 
 @pytest.mark.parametrize("get", [derivative, *SECOND])
-@as_meant(each=only("output"))
-def test_forward_mode_in_a_compiled_function(f, get):
+@as_meant(each=pytest.mark.parametrize("case", [CASES["output"]]))
+def test_forward_mode_in_xla(f, get):
     return tf.function(lambda: get(f), jit_compile=True)()
-
-
-@as_meant
-def test_forward_mode_around_a_function(f):
-    return derivative(tf.function(f))
-
-
-@pytest.mark.parametrize("get", [derivative_of_derivative, derivative_of_gradient])
-@as_meant(each=only("output", "an op"))
-def test_second_derivatives_around_a_function(f, get):
-    return get(tf.function(f))
 
 
 @op_custom_gradient
@@ -140,25 +131,10 @@ def test_host_code_in_a_function(get):
     close(tf.function(lambda: get(lambda x, w: host_square(x) * w))(), get(lambda x, w: meant(x) * w), 1e-4)
 
 
-def test_a_result_of_host_code_in_a_function():
-    meant = op_custom_gradient(lambda x: (tf.sin(x), lambda u: u * 7.0 * tf.cos(x)))
-    close(
-        tf.function(lambda: derivative(lambda x, w: host_sine(x) * w))(),
-        derivative(lambda x, w: meant(x) * w),
-    )
-    for get in SECOND:
-        with pytest.raises(NotImplementedError, match="host_sine: in a derivative of forward mode"):
-            tf.function(lambda get=get: get(lambda x, w: host_sine(x) * w))()
-
-
-def test_the_rule_runs_only_with_a_tangent():
-    runs = []
-    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: runs.append("rule") or u * 7.0))
-    with tf.autodiff.ForwardAccumulator(X, W) as forward:
-        y = op(X)
-        assert forward.jvp(op(W)) is None
-    close(forward.jvp(y), 7.0 * W)
-    assert runs == ["rule"]
+@pytest.mark.parametrize("get", SECOND)
+def test_a_further_derivative_of_a_result_of_host_code_in_a_function_raises(get):
+    with pytest.raises(NotImplementedError, match="host_sine: in a derivative of forward mode"):
+        tf.function(lambda: get(lambda x, w: host_sine(x) * w))()
 
 
 def test_a_nonlinear_rule_is_linearized_at_ones():
@@ -245,8 +221,3 @@ def test_a_further_derivative_of_a_result_of_host_call_raises(op, derivative):
     close(native_jvp(op, X, W), 7.0 * tf.cos(X) * W)
     with pytest.raises(NotImplementedError, match=f"{op.__name__}: in a derivative of forward mode"):
         native_jvp(lambda x: derivative(op, x), X, W)
-
-
-def test_a_host_call_without_a_rule_has_no_tangent():
-    with pytest.raises(TypeError, match="the call has no derivative"):
-        native_jvp(lambda x: host_call(np.sin, x, output=x), X, W)

@@ -3,7 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
-from cases import W, X, as_meant
+from cases import W, X, all_as_meant, as_meant
 from support import close
 from tapes import derivatives, some, value_and_gradients
 
@@ -13,40 +13,31 @@ from multigrad.testing import check_gradients
 ways = pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "xla"])
 
 
-@ways
-@as_meant
-def test_derivatives_in_a_function(f, options):
-    return tf.function(lambda x, w: derivatives(f, x, w), **options)(X, W)
+def in_and_around(options):
+    """Return transforms of a function, with a `tf.function` inside and outside of derivatives."""
+
+    def compiled(f):
+        return tf.function(f, **options)
+
+    def slope(f):
+        return lambda x, w: value_and_gradients(f, x, w)[1][0]
+
+    return {
+        "derivatives in a function": lambda f: compiled(lambda x, w: derivatives(f, x, w))(X, W),
+        "derivatives around a function": lambda f: derivatives(compiled(f), X, W),
+        "a gradient around a gradient in a function": lambda f: value_and_gradients(compiled(slope(f)), X, W),
+        # The gradient of the inner function is a function, whose gradient is built in another graph.
+        "a gradient around a gradient of a function": lambda f: value_and_gradients(
+            compiled(slope(tf.function(f))), X, W
+        ),
+        "nested functions": lambda f: compiled(
+            lambda x, w: value_and_gradients(tf.function(tf.function(f)), x, w)
+        )(X, W),
+    }
 
 
-@ways
-@as_meant
-def test_derivatives_around_a_function(f, options):
-    return derivatives(tf.function(f, **options), X, W)
-
-
-def slope(f):
-    return lambda x, w: value_and_gradients(f, x, w)[1][0]
-
-
-@ways
-@as_meant(each=some)
-def test_a_gradient_around_a_gradient_in_a_function(f, options):
-    return value_and_gradients(tf.function(slope(f), **options), X, W)
-
-
-@ways
-@as_meant
-def test_a_gradient_around_a_gradient_function(f, options):
-    """The gradient of the inner function is a function, whose gradient is built in another graph."""
-    return value_and_gradients(tf.function(slope(tf.function(f)), **options), X, W)
-
-
-@ways
-@as_meant(each=some)
-def test_nested_functions(f, options):
-    inner = tf.function(tf.function(f))
-    return tf.function(lambda x, w: derivatives(inner, x, w), **options)(X, W)
+test_graphs = all_as_meant(in_and_around({}))
+test_xla = all_as_meant(in_and_around({"jit_compile": True}))
 
 
 @pytest.mark.parametrize("shape", [[None], None], ids=["dimension", "rank"])

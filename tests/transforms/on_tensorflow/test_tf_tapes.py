@@ -2,22 +2,10 @@
 
 import pytest
 import tensorflow as tf
-from cases import CASES, W, X, as_meant
+from cases import CASES, W, X, all_as_meant, as_meant
 from support import close
-from tapes import derivatives
 
 from multigrad import op_custom_gradient
-
-ways = pytest.mark.parametrize("pfor", [True, False], ids=["pfor", "loop"])
-
-
-@as_meant
-def test_nested(f):
-    with tf.GradientTape() as tape:
-        tape.watch([X, W])
-        _, _, (of_x, of_w) = derivatives(f, X, W)
-        curve = tf.reduce_sum(of_x * of_w)
-    return tape.gradient(curve, [X, W])
 
 
 @as_meant
@@ -31,61 +19,30 @@ def test_persistent(f):
     return firsts, [outer.gradient(of, [X, W]) for of in (y, *firsts)]
 
 
-@pytest.mark.parametrize("watched", [X, W], ids=["x", "w"])
-@as_meant
-def test_one_argument_watched(f, watched):
-    with tf.GradientTape() as tape:
-        tape.watch(watched)
-        y = f(X, W)
-    return y, tape.gradient(y, [X, W], unconnected_gradients="zero")
-
-
-@as_meant
-def test_output_gradients(f):
-    with tf.GradientTape() as tape:
-        tape.watch([X, W])
-        y = f(X, W)
-    return tape.gradient(y, [X, W], output_gradients=3.0 * W)
-
-
-def jacobians(f, pfor):
+def jacobian(f, pfor):
     with tf.GradientTape(persistent=not pfor) as tape:
         tape.watch([X, W])
         y = tf.sin(f(X, W))
     return tape.jacobian(y, [X, W], experimental_use_pfor=pfor)
 
 
-@ways
-@as_meant
-def test_jacobian(f, pfor):
-    return jacobians(f, pfor)
+test_jacobians = all_as_meant(
+    {
+        "pfor": lambda f: jacobian(f, pfor=True),
+        "a loop": lambda f: jacobian(f, pfor=False),
+        "in a function": lambda f: tf.function(lambda: jacobian(f, pfor=True))(),
+    }
+)
 
 
-@as_meant
-def test_jacobian_in_a_function(f):
-    return tf.function(lambda: jacobians(f, pfor=True))()
-
-
-@as_meant(each=pytest.mark.parametrize("case", [CASES[name] for name in ("intermediate", "output", "sum")]))
-def test_jacobian_of_a_jacobian(f):
-    with tf.GradientTape() as outer:
-        outer.watch([X, W])
-        with tf.GradientTape() as tape:
-            tape.watch(X)
-            y = tf.sin(f(X, W))
-        first = tape.jacobian(y, X)
-    return outer.jacobian(first, [X, W])
-
-
-@ways
-@as_meant(each=pytest.mark.parametrize("case", [c for name, c in CASES.items() if name != "sum"]))
-def test_batch_jacobian(f, pfor):
-    """`batch_jacobian` requires a function that does not mix rows."""
+@as_meant(each=pytest.mark.parametrize("case", [case for name, case in CASES.items() if name != "sum"]))
+def test_batch_jacobian(f):
+    """It requires a function that does not mix rows."""
     x, w = tf.stack([X, 2.0 * X]), tf.stack([W, W])
-    with tf.GradientTape(persistent=not pfor) as tape:
+    with tf.GradientTape() as tape:
         tape.watch(x)
         y = tf.sin(f(x, w))
-    return tape.batch_jacobian(y, x, experimental_use_pfor=pfor)
+    return tape.batch_jacobian(y, x)
 
 
 # ----------------------------------------------------------------- tapes that begin after the op

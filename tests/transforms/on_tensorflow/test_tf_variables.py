@@ -1,7 +1,6 @@
 """Variables that an op reads: in nested graphs, in functions that are traced before, and `tf.Variable`."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
@@ -74,16 +73,6 @@ def test_a_weight_that_is_first_read_in_a_nested_graph(way, nested, options):
 
     function = both if options is None else tf.function(both, **options)
     close(function(X), (2 * X, tf.constant([6.0, 6.0]), tf.constant(14.0)))
-
-
-@pytest.mark.parametrize("way", ["tf.cond", "tf.map_fn", "ops.cond", "ops.fori_loop", "tf.function"])
-@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}, {"jit_compile": True}])
-def test_fit_trains_a_weight_that_is_first_read_in_a_nested_graph(way, options):
-    layer = Scale(WAYS_WITHIN[way])
-    model = keras.Sequential([keras.Input((2,), batch_size=4), layer])
-    model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **options)
-    model.fit(np.ones((4, 2), "float32"), np.zeros((4, 2)), batch_size=4, verbose=0)
-    np.testing.assert_allclose(layer.scale.numpy(), 2.0 - 0.01 * 7.0 * 8, rtol=1e-5)
 
 
 @pytest.mark.parametrize("traced_before", [False, True])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import (
     BLACK_BOXES,
-    BY_THE_RULE_ALONE,
     CASES,
     ONE_FOR_ALL,
     V,
@@ -180,18 +179,12 @@ def of_structures(f):
     return mapped({"x": XS, "w": WS.T})
 
 
-def around_vmap(transform):
-    return lambda f: transform(lambda xs, w: (vmap(f, (0, None))(xs, w) ** 2).sum())(XS, W)
-
-
 test_other_maps = all_as_meant(
     {
-        "vmap": lambda f: vmap(vmap(f, (None, 0)), (0, None))(XS, WS),
-        "vmap of gradients": lambda f: vmap(vmap(grad(weighted(f)), (None, 0)), (0, None))(XS, WS),
-        "grad": around_vmap(lambda f: grad(f, (0, 1))),
-        "hessian": around_vmap(hessian),
-        "structures": of_structures,
-        "backward": backward_around_vmap,
+        "of gradients within another": lambda f: vmap(vmap(grad(weighted(f)), (None, 0)), (0, None))(XS, WS),
+        "in a hessian": lambda f: hessian(lambda xs, w: (vmap(f, (0, None))(xs, w) ** 2).sum())(XS, W),
+        "of structures": of_structures,
+        "before backward": backward_around_vmap,
     },
     each=EACH,
     tolerance=1e-3,
@@ -213,24 +206,6 @@ def test_tensors_of_an_ended_vmap():
     vmap(lambda x: seen.append(x) or x)(torch.ones(5, 2))
     close(vmap(grad(lambda x: held.op(x).sum()))(torch.ones(2, 3)), torch.full((2, 3), 7.0))
     assert vmap(held.op)(torch.ones(4, 3)).shape == (4, 3)
-
-
-@pytest.mark.parametrize(("op", "beside", "each"), BY_THE_RULE_ALONE.values(), ids=BY_THE_RULE_ALONE)
-def test_arguments_that_only_the_rule_uses(op, beside, each):
-    """Each element has its own upstream gradient, although all share one output."""
-    weights, beside = torch.tensor([1.0, 10.0, 100.0]), torch.tensor(beside)
-
-    def total(x):
-        return (vmap(op, (None, 0))(x, beside) * weights).sum()
-
-    def squares(x):
-        return (vmap(grad(lambda x, m: op(x, m) * x), (None, 0))(x, beside) * weights).sum()
-
-    x = torch.tensor(2.0)
-    wanted = (torch.tensor(each) * weights).sum()
-    close(grad(total)(x), wanted)
-    # The derivative of y + x y' is y' + y' + x y'', of which the last term is zero.
-    close(grad(squares)(x), 2.0 * wanted)
 
 
 # ------------------------------------------------------------------------------ closed-over tensors
