@@ -10,7 +10,7 @@ from keras import ops
 from rules import LINEAR
 from support import array, close, native_jvp
 
-from multigrad import grad, jvp, op_custom_gradient
+from multigrad import grad, jvp, op_custom_gradient, trace_gradients
 from multigrad.ops import host_call
 
 X, ALONG = array(0.5, 1.0, 2.5), array(1.0, -1.0, 3.0)
@@ -49,6 +49,14 @@ def test_an_additional_integer_output():
 
 def by_multigrad(function, x, along):
     return jvp(function, (x,), (along,))[1]
+
+
+def test_a_trace_has_calls_only():
+    op = op_custom_gradient(lambda x: (x * 2.0, lambda u: u * 7.0), name="op")
+    with trace_gradients() as trace:
+        close(native_jvp(op, X, ALONG), 7.0 * ALONG)
+    close(trace.calls[0].outputs["output"], 2.0 * X)
+    assert (len(trace.calls), trace.steps) == (1, [])
 
 
 each_mode = pytest.mark.parametrize("forward", [native_jvp, by_multigrad])

@@ -56,18 +56,6 @@ def test_an_op_that_is_mapped_and_closes_over_a_tensor_that_is_mapped_outside():
     close(inner, jax.vmap(lambda w: jax.vmap(lambda x: meant(x, w))(XS))(WS), 1e-4)
 
 
-def test_a_loop():
-    def scanned(x, ws):
-        return jax.lax.scan(lambda x, w: (jnp.sin(closed_over(x, w)), None), x, ws)[0]
-
-    def unrolled(x, ws):
-        for w in ws:
-            x = jnp.sin(closed_over(x, w))
-        return x
-
-    close(jax.jit(first(scanned))(X, WS[:3]), first(unrolled)(X, WS[:3]), 1e-4)
-
-
 # ------------------------------------------------------------------------------- tracers that are stored
 
 

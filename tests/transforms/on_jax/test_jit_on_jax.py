@@ -11,19 +11,6 @@ import multigrad
 from multigrad import jit
 
 
-def test_a_variable_as_argument_and_in_the_output():
-    v = keras.Variable(2.0, trainable=False)
-
-    @jit
-    def f(variable, x):
-        variable.assign(variable * x)
-        return {"x": x, "value": variable.value}
-
-    f(v, array(3.0))
-    close(f(v, array(3.0))["value"], array(18.0))
-    assert numpy(v) == 18.0
-
-
 def test_values_are_donated_unless_they_have_other_references():
     held, free, twin = [keras.Variable(np.ones(1000, "float32")) for _ in range(3)]
     twin.assign(free.value)

@@ -220,27 +220,3 @@ def test_a_rule_in_a_loop_reads_the_assigned_value_of_its_iteration():
         return tf.while_loop(lambda i, total: i < 3, step, (0, tf.zeros_like(X)))[1]
 
     close(steps(), 6.0 * tf.abs(W))
-
-
-class Scaled(keras.layers.Layer):
-    """A cell whose rule multiplies by a non-trainable weight."""
-
-    state_size = 2
-
-    def build(self, shape):
-        self.w = self.add_weight(shape=(2,), initializer="ones")
-        self.k = self.add_weight(
-            shape=(), initializer=lambda shape, dtype: tf.fill(shape, 7.0), trainable=False
-        )
-
-    def call(self, x, states):
-        y = op_custom_gradient(lambda x: (x * 1.0, lambda u: u * self.k))(x * self.w)
-        return y, [y]
-
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_a_cell_whose_rule_reads_a_weight(jit_compile):
-    model = keras.Sequential([keras.layers.RNN(Scaled(), unroll=False)])
-    model.compile(keras.optimizers.SGD(0.1), lambda _, y: keras.ops.sum(y), jit_compile=jit_compile)
-    model.fit(tf.ones((1, 3, 2)), tf.ones((1, 2)), verbose=0)
-    close(model.trainable_weights[0], tf.fill((2,), 1.0 - 0.1 * 7.0))

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from cases import W, X, all_as_meant, as_meant
 from support import close
-from tapes import derivatives, some, value_and_gradients
+from tapes import derivatives, some, tape_gradient, value_and_gradients
 
 from multigrad import grad, hessian, jacobian, op_custom_gradient, value_and_grad
 from multigrad.testing import check_gradients
@@ -63,28 +63,17 @@ def test_the_function_and_the_rule_are_traced_once(options):
     """The op is defined in a `tf.function`, which is traced once for three calls."""
     runs = []
 
-    def define(factor):
+    @tf.function(**options)
+    def gradient(x):
         @op_custom_gradient
         def op(x):
             runs.append("function")
+            return x**2, lambda u: runs.append("rule") or u * 7.0 * x
 
-            def rule(u):
-                runs.append("rule")
-                return u * factor * x
-
-            return x**2, rule
-
-        return op
-
-    @tf.function(**options)
-    def gradients(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = define(7.0)(x)
-        return tape.gradient(y, x)
+        return tape_gradient(op, x)
 
     for factor in (1.0, 2.0, 3.0):
-        close(gradients(factor * X), 7.0 * factor * X)
+        close(gradient(factor * X), 7.0 * factor * X)
     assert runs == ["function", "rule"]
 
 

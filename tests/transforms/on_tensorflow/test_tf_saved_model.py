@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -195,27 +194,6 @@ def test_a_copied_graph_has_no_rules():
         (y,) = tf.graph_util.import_graph_def(graph_def, {"x": x}, ["Identity:0"])
         with pytest.raises(LookupError, match="the rule was lost"):
             tf.gradients(y, x)
-
-
-class Layer(keras.layers.Layer):
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(2,), initializer=keras.initializers.Constant(3.0))
-
-    def call(self, x):
-        return product(x, self.kernel)
-
-
-def test_an_exported_model(tmp_path):
-    """The format tf_saved_model contains the rule. litert has no gradients."""
-    model = keras.Sequential([keras.Input((2,)), Layer(), keras.layers.Dense(1, kernel_initializer="ones")])
-    x = np.float32([[1.0, 2.0], [-1.0, 0.5]])
-    model.export(tmp_path / "model", format="tf_saved_model", verbose=False)
-    loaded = tf.saved_model.load(tmp_path / "model")
-    close(loaded.serve(x), model(x))
-    close(tape_gradient(loaded.serve, tf.constant(x)), tf.fill([2, 2], 3.0))
-    with tf.GradientTape() as tape:
-        y = loaded.serve(x)
-    close(tape.gradient(y, loaded.trainable_variables[0]), tf.constant(7.0 * x.sum(0)))
 
 
 def test_a_tf_variable_is_not_saved():

@@ -15,11 +15,3 @@ def test_a_trace_of_a_function_that_xla_compiles():
         assert float(f(tf.constant(3.0))) == 21.0
     assert not tf.config.functions_run_eagerly()
     assert [float(step.downstream["x"]) for step in trace.steps] == [21.0]
-
-
-def test_a_trace_in_forward_mode_has_no_steps():
-    x = tf.constant(3.0)
-    with trace_gradients() as trace, tf.autodiff.ForwardAccumulator(x, tf.constant(1.0)) as acc:
-        y = op(x)
-    assert float(acc.jvp(y)) == 21.0
-    assert (len(trace.calls), trace.steps) == (1, [])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from multigrad import op_custom_gradient
-from multigrad.ops import host_call, linear_cross_entropy
+from multigrad.ops import host_call
 
 BATCH = torch.linspace(-1.0, 1.5, 12).reshape(4, 3)
 
@@ -51,43 +51,6 @@ def gradients(module, batch):
         (module(batch) ** 2).mean().backward()
         optimizer.step()
     return [parameter.grad for parameter in module.parameters()]
-
-
-TOKENS = torch.tensor([[1, 2, 0], [0, 5, 6], [3, 3, 1], [2, 4, 6]])
-LABELS = torch.tensor([[2, 3, 1], [4, 0, 6], [1, 1, 5], [0, 2, 2]])
-
-
-class Head(torch.nn.Module):
-    """An embedding and the cross entropy of a linear layer, by the function `loss`."""
-
-    def __init__(self, loss):
-        super().__init__()
-        self.loss = loss
-        self.embedding = torch.nn.Embedding.from_pretrained(
-            torch.linspace(-1.0, 1.5, 28).reshape(7, 4), False
-        )
-        self.kernel = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 28).reshape(4, 7))
-
-    def forward(self, tokens, labels):
-        return self.loss(self.embedding(tokens), self.kernel, labels)
-
-
-def in_blocks(features, kernel, labels):
-    return linear_cross_entropy(features, kernel, labels, reduction="mean", block_size=2)
-
-
-def all_at_once(features, kernel, labels):
-    return torch.nn.functional.cross_entropy((features @ kernel).flatten(0, 1), labels.flatten())
-
-
-def trained(module, tokens, labels):
-    """Return the parameters after three steps."""
-    optimizer = torch.optim.SGD(module.parameters(), 0.5)
-    for _ in range(3):
-        optimizer.zero_grad()
-        module(tokens, labels).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in module.parameters()]
 
 
 ROWS = torch.tensor([0.5, -1.25, 1.5, 0.75])
@@ -135,15 +98,6 @@ def each_way(rank):
             own = gradients(distribute(Module(case.op)), BATCH[rank::2])
             found[way, name] = [g.full_tensor() if way == "sharded" else g for g in own]
     return found, second_derivatives()
-
-
-def trained_heads(rank):
-    """Return the parameters that each way has trained on a share of the tokens."""
-    found = {}
-    for way, distribute in WAYS.items():
-        own = trained(distribute(Head(in_blocks)), TOKENS[rank::2], LABELS[rank::2])
-        found[way] = [p.full_tensor() if way == "sharded" else p for p in own]
-    return found
 
 
 @op_custom_gradient

@@ -40,13 +40,3 @@ def test_an_error_in_host_code_of_one_process_ends_both(tmp_path):
         results_of(data_parallel.failing_in_host_code, tmp_path)
     assert "the simulator failed" in str(raised.value)
     assert "host_call of 'simulate'" in str(raised.value)
-
-
-@pytest.mark.slow
-def test_two_processes_train_linear_cross_entropy_as_one_process_trains_plain_code(tmp_path):
-    plain = data_parallel.Head(data_parallel.all_at_once)
-    wanted = data_parallel.trained(plain, data_parallel.TOKENS, data_parallel.LABELS)
-    for found in results_of(data_parallel.trained_heads, tmp_path):
-        assert found.keys() == data_parallel.WAYS.keys()
-        for got in found.values():
-            close(got, wanted, 1e-4)

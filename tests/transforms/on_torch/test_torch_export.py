@@ -5,12 +5,12 @@ import json
 import subprocess
 import sys
 
-import keras
 import pytest
 import torch
 from cases import CASES, V, W, X, all_as_meant, each_of
 from keras import ops
 from support import close
+from vectors import Module
 
 from multigrad import grad, op_custom_gradient
 from multigrad.keras_graph.saving import Unsaved, decode, encode
@@ -29,14 +29,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-class Module(torch.nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-        self.weight = torch.nn.Parameter(W.clone())
-
-    def forward(self, x):
-        return torch.sin(self.f(x, self.weight))
+def between(f):
+    return Module(lambda x, w: torch.sin(f(x, w)))
 
 
 def loaded(program):
@@ -48,15 +42,15 @@ def loaded(program):
 
 def with_dynamic_rows(f):
     rows = torch.stack([X, V])
-    program = torch.export.export(Module(f), (rows,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
+    program = torch.export.export(between(f), (rows,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
     return program.module()(torch.stack([X, V, W, X + V, W]))
 
 
 test_programs = all_as_meant(
     {
-        "strict": lambda f: torch.export.export(Module(f), (X,), strict=True).module()(V),
-        "not strict": lambda f: torch.export.export(Module(f), (X,)).module()(V),
-        "from a file": lambda f: loaded(torch.export.export(Module(f), (X,))).module()(V),
+        "strict": lambda f: torch.export.export(between(f), (X,), strict=True).module()(V),
+        "not strict": lambda f: torch.export.export(between(f), (X,)).module()(V),
+        "from a file": lambda f: loaded(torch.export.export(between(f), (X,))).module()(V),
         "a dynamic number of rows": with_dynamic_rows,
     },
     each=EACH,
@@ -207,21 +201,6 @@ def test_a_program_in_a_process_without_multigrad(tmp_path, name):
     values, error = done.stdout.splitlines()
     close(torch.tensor(json.loads(values)), module(X).detach())
     assert error == NO_DERIVATIVE
-
-
-def test_an_exported_model_of_keras(tmp_path):
-    class Layer(keras.layers.Layer):
-        def build(self, shape):
-            self.kernel = self.add_weight(shape=(3,), initializer="ones")
-
-        def call(self, x):
-            return CASES["intermediate"].op(x, self.kernel)
-
-    model = keras.Sequential([keras.Input((3,)), Layer(), keras.layers.Dense(1)])
-    shapes = {0: torch.export.Dim("batch")}
-    model.export(tmp_path / "model.pt2", format="torch", verbose=False, dynamic_shapes=shapes)
-    x = torch.stack([X, W, V])
-    close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x).detach())
 
 
 def test_a_torch_parameter_is_not_saved():

@@ -27,6 +27,7 @@ from torch.autograd import functional
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
+from vectors import Module
 
 import multigrad
 from multigrad import op_custom_gradient
@@ -109,16 +110,6 @@ TRANSFORMS = {
     "multigrad.grad in jvp": lambda f: jvp(multigrad.grad(weighted(f)), (X, W), (V, X)),
     "multigrad.grad in hessian": lambda f: hessian(lambda x: multigrad.grad(weighted(f))(x, W))(X),
 }
-
-
-class Module(torch.nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-        self.weight = torch.nn.Parameter(torch.zeros(3))
-
-    def forward(self, x):
-        return self.f(x, self.weight)
 
 
 # A warning of torch.func.linearize (PyTorch 2.13) about itself.
@@ -425,18 +416,6 @@ def test_a_tensor_that_the_function_stores_in_an_object():
     ):
         with pytest.raises(TypeError, match="op: the rule reaches a tensor through an object"):
             derivative(x)
-
-
-def test_forward_mode_with_an_object_without_tensors():
-    kept = SimpleNamespace(factor=7.0)
-
-    @op_custom_gradient
-    def op(x):
-        e = x**2
-        return e * x, lambda u: u * 3 * e * kept.factor
-
-    for derivative in (hessian(op), jacfwd(jacfwd(op)), jacfwd(grad(op))):
-        close(derivative(torch.tensor(2.0)), torch.tensor(84.0))
 
 
 IN_A_GLOBAL = torch.tensor(2.0, requires_grad=True)

@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from cases import CASES, V, W, X, all_as_meant, as_meant, each_of
+from cases import CASES, V, X, all_as_meant, as_meant, each_of
 from support import close
 from torch.autograd import graph
-from vectors import leaves, second
+from vectors import Module, leaves, second
 
 from multigrad import op_custom_gradient
 
@@ -76,15 +76,6 @@ def a_hook_on_several_tensors(f):
     f(*inner).backward(V)
     handle.remove()
     return [torch.zeros(3) if slope is None else slope for slope in seen]
-
-
-class Module(torch.nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.f, self.weight = f, torch.nn.Parameter(W.clone())
-
-    def forward(self, x):
-        return self.f(x, self.weight)
 
 
 def hooks_of_a_module(f):

@@ -8,6 +8,17 @@ def leaves():
     return X.clone().requires_grad_(), W.clone().requires_grad_()
 
 
+class Module(torch.nn.Module):
+    """A function of a vector and of a parameter."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f, self.weight = f, torch.nn.Parameter(W.clone())
+
+    def forward(self, x):
+        return self.f(x, self.weight)
+
+
 def gradients(f, x=X, w=W):
     """Return the value and the gradients."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
