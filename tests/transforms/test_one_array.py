@@ -4,10 +4,9 @@ import keras
 import numpy as np
 import pytest
 from cases import WRITTEN, each_of, weighted
-from forms import FORMS, in_form
+from forms import in_form
 from keras import ops
 from support import BACKEND, array, close, compiled, numpy
-from ways import EVERY_WAY, own
 
 import multigrad
 from multigrad import grad, op_custom_gradient
@@ -19,6 +18,9 @@ X = array(VALUES)
 def copies(*tensors):
     """Return the tensors as arrays of their own."""
     return [array(np.array(numpy(tensor))) for tensor in tensors]
+
+
+each_case = pytest.mark.parametrize("written", WRITTEN, ids=[written.name for written in WRITTEN])
 
 
 def twice(function):
@@ -34,48 +36,19 @@ def test_an_argument_that_is_passed_twice(case):
         close(compiled(got)(X), wanted(X), 1e-3)
 
 
-@pytest.mark.parametrize("way", [way for way in EVERY_WAY if way not in own.LACKING_OF_ONE_ARRAY])
-@pytest.mark.parametrize("form", FORMS)
-def test_one_array_in_each_way(way, form):
-    case = in_form(form, WRITTEN[0])
-    got = EVERY_WAY[way](weighted(case.op))(X, X)
-    close(list(got), list(grad(weighted(case.meant), (0, 1))(*copies(X, X))), 1e-4)
-
-
-# ------------------------------------------------------------------------------------------------- weights
-
-
-def weight_gradient(loss, weights):
-    return lambda x, w: keras.tree.flatten(grad(loss, (0, 1), variables=weights)(x, w))
-
-
-def orders(loss, weights, order):
-    """Return the gradients with respect to arguments and weights, or those of the norm of these."""
-    first = weight_gradient(loss, weights)
-    return (
-        first
-        if order == 1
-        else weight_gradient(lambda x, w: sum([ops.sum(g**2) for g in first(x, w)]), weights)
-    )
-
-
-@pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("form", ["reader", "method that reads"])
-@pytest.mark.parametrize("written", WRITTEN, ids=[written.name for written in WRITTEN])
-@pytest.mark.parametrize("second", ["another array", "the same array"])
-def test_a_weight_that_holds_the_array_of_an_input(written, form, order, second):
-    x = array(VALUES)
-    w = x if second == "the same array" else array(0.75, 1.0, -0.5)
-    case = in_form(form, written, array(0.8, 0.9, 1.1))
-    apart = in_form(form, written, np.float32(VALUES))
-    case.weights[0].assign(x)
-    got = orders(weighted(case.op), case.weights, order)(x, w)
-    close(got, orders(weighted(apart.meant), apart.weights, order)(*copies(x, w)), 1e-3)
-    # Only the input is differentiated, then only the weight.
-    close(grad(weighted(case.op))(x, w), grad(weighted(apart.meant))(*copies(x, w)), 1e-3)
-    (of_weight,) = grad(lambda: weighted(case.op)(x, w), variables=case.weights)()
-    (wanted,) = grad(lambda: weighted(apart.meant)(*copies(x, w)), variables=apart.weights)()
-    close(of_weight, wanted, 1e-3)
+@each_case
+def test_a_weight_that_holds_the_array_of_an_input(written, form):
+    """Random programs also draw several weights with one array, and ways to differentiate them."""
+    case, apart = in_form(form, written, array(0.8, 0.9, 1.1)), in_form(form, written, np.float32(VALUES))
+    case.weights[0].assign(X)
+
+    def gradients(case, function, x, w):
+        loss = weighted(function)
+        of_both = keras.tree.flatten(grad(loss, (0, 1), variables=case.weights)(x, w))
+        return of_both, grad(loss)(x, w), grad(lambda: loss(x, w), variables=case.weights)()
+
+    close(gradients(case, case.op, X, X), gradients(apart, apart.meant, *copies(X, X)), 1e-3)
 
 
 # ------------------------------------------------------------------------------------------- ops in rules

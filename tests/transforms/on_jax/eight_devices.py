@@ -84,12 +84,7 @@ def by_shards(function, in_specs=BY_ROWS, out_specs=BY_ROWS, check_vma=True):
 def test_shard_map_of_rows(case, check_vma):
     got = by_shards(jax.vmap(case.op), check_vma=check_vma)
     close(jax.jit(orders(got))(XS, WS), on_one(orders(jax.vmap(case.meant)), XS, WS), 1e-4)
-
-
-@EACH
-@WITH_AND_WITHOUT_CHECKS
-def test_shard_map_of_rows_with_a_shared_argument(case, check_vma):
-    """The gradient of a replicated argument is the sum over devices."""
+    # The gradient of a replicated argument is the sum over devices.
     got = by_shards(whole(case.op), (BY_ROWS, PartitionSpec()), check_vma=check_vma)
     close(jax.jit(first(got))(XS, W), on_one(first(whole(case.meant)), XS, W), 1e-4)
 
