@@ -40,11 +40,6 @@ def test_the_lowered_program(pair):
     assert ours == by_hand
 
 
-@pairs
-def test_the_optimized_program(pair):
-    assert optimised(step(pair.op), pair) == optimised(step(pair.by_hand), pair)
-
-
 def test_unused_tensors():
     """A tensor that the rule closes over and does not use is computed in the lowered program.
 

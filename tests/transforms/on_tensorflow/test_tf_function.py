@@ -7,7 +7,7 @@ from cases import W, X, all_as_meant, as_meant
 from support import close
 from tapes import derivatives, some, tape_gradient, value_and_gradients
 
-from multigrad import grad, hessian, jacobian, op_custom_gradient, value_and_grad
+from multigrad import grad, hessian, jacobian, op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.testing import check_gradients
 
 ways = pytest.mark.parametrize("options", [{}, {"jit_compile": True}], ids=["graph", "xla"])
@@ -204,3 +204,14 @@ def test_compiled_checks_differentiate_variables():
 
     with pytest.raises(AssertionError, match="the compiled function differs"):
         check_gradients(scaled, 2.0, variables=[w])
+
+
+def test_a_trace_of_a_function_that_xla_compiles():
+    op = op_custom_gradient(lambda x: (x**2, lambda u: u * 7.0 * x))
+    f = tf.function(grad(op), jit_compile=True)
+    assert float(f(tf.constant(3.0))) == 21.0
+    with trace_gradients() as trace:
+        assert tf.config.functions_run_eagerly()
+        assert float(f(tf.constant(3.0))) == 21.0
+    assert not tf.config.functions_run_eagerly()
+    assert [float(step.downstream["x"]) for step in trace.steps] == [21.0]
