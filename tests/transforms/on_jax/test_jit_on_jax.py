@@ -82,21 +82,9 @@ def test_in_a_stateless_call_and_in_fit():
     close(inner.moving_mean, array([2.25, 2.25]))
 
 
-def test_vmap_and_mixed_precision():
+def test_in_vmap():
     w = keras.Variable(3.0)
     close(jax.vmap(jit(lambda x: x * w))(array([1.0, 2.0])), array([3.0, 6.0]))
-    layer = keras.layers.Dense(1, dtype="mixed_float16", kernel_initializer="ones")
-    layer.build((None, 2))
-
-    class Outer(keras.layers.Layer):
-        @jit
-        def call(self, x):
-            return layer(x)
-
-    outer = Outer(dtype="mixed_float16")
-    outer.layer = layer
-    assert outer(np.ones((1, 2), "float32")).dtype == "float16"
-    assert layer.kernel.value.dtype == "float32"
 
 
 def test_new_values_do_not_trace_again():

@@ -171,21 +171,19 @@ def test_python_control_flow_in_an_op(f, options):
     close(compiled(tf.autograph.to_graph(f)), value_and_gradients(op_custom_gradient(f), X, W))
 
 
+def rule_by(factor):
+    return op_custom_gradient(lambda x, w: (x * w, lambda u: (u * factor * w, u * factor * x)))
+
+
 @pytest.mark.parametrize("taken", [value_and_gradients, derivatives])
 @places
 def test_a_rule_that_uses_a_concrete_tensor(place, taken):
     factor = tf.constant([3.0, 5.0, 7.0])
-    op = op_custom_gradient(lambda x, w: (x * w, lambda u: (u * factor * w, u * factor * x)))
 
     def meant(x, w):
         return valued(x * w, factor * x * w)
 
-    close(taken(tf.function(place(op)), X, W), taken(place(meant), X, W), 1e-3)
-
-
-def rule_by(factor):
-    """Return an op whose rule reads the factor, a variable that is not trainable."""
-    return op_custom_gradient(lambda x, w: (x * w, lambda u: (u * factor * w, u * factor * x)))
+    close(taken(tf.function(place(rule_by(factor))), X, W), taken(place(meant), X, W), 1e-3)
 
 
 @pytest.mark.parametrize("taken", [value_and_gradients, derivatives])
