@@ -97,8 +97,8 @@ FAULTS = [
     # Found by random programs.
     Fault(
         "two inputs that are one array are confused", "torch", "backend/torch/gradients.py",
-        "return [t.clone() if t.requires_grad else t.detach().requires_grad_() for t in tensors]",
-        "made = {id(t): t.clone() if t.requires_grad else t.detach().requires_grad_() for t in tensors}\n"
+        "return [copy(t) if t.requires_grad else t.detach().requires_grad_() for t, copy in pairs]",
+        "made = {id(t): copy(t) if t.requires_grad else t.detach().requires_grad_() for t, copy in pairs}\n"
         "        return [made[id(t)] for t in tensors]",
     ),
     Fault(
@@ -112,7 +112,7 @@ FAULTS = [
     ),
     Fault(
         "two inputs that are one array are confused", "jax", "backend/jax/strip.py",
-        "return [other_object(array) for array in arrays]",
+        "return [private.other_object(array) for array in arrays]",
         "return list(arrays)",
     ),
     Fault(

@@ -247,16 +247,10 @@ def _new_inputs(tensors: Sequence[torch.Tensor], variables: int) -> list[torch.T
     2.15) detaches views, so that a second derivative with respect to one would silently be zero. For other
     inputs it raises an error.
     """
-    first = len(tensors) - variables
+    copies = [torch.clone] * (len(tensors) - variables) + [_share_memory] * variables
     with torch.enable_grad():
-        return [
-            t.detach().requires_grad_()
-            if not t.requires_grad
-            else t.clone()
-            if i < first
-            else _share_memory(t)
-            for i, t in enumerate(tensors)
-        ]
+        pairs = zip(tensors, copies, strict=True)
+        return [copy(t) if t.requires_grad else t.detach().requires_grad_() for t, copy in pairs]
 
 
 @private.skip_frame
