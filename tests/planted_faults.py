@@ -152,11 +152,6 @@ FAULTS = [
         "    return [1 - r if r in (0, 1) and len(inputs) == 2 else r for r in found]",
     ),
     Fault(
-        "a rule that returns nothing has zero gradients", ALL, "core/rule.py",
-        "            if answer is None:\n                raise self._no_answer()\n",
-        "            if answer is None:\n                return [None] * len(self.specs)\n",
-    ),
-    Fault(
         "a gradient is not cast", "jax tensorflow", "core/answer.py",
         "return framework.conform(gradient, spec)",
         "return framework.conform(gradient, (spec[0], gradient.dtype, spec[2]))",
@@ -187,31 +182,9 @@ FAULTS = [
         "yield [(*pair, entry) for pair, entry in zip(by_name.values(), answer.values(), strict=False)]",
     ),
     Fault(
-        "flat upstream gradients have the order of the structure's reverse", ALL, "core/rule.py",
-        "return user_rule(*upstream, **more)",
-        "return user_rule(*upstream[::-1], **more)",
-    ),
-    Fault(
         "a rule gets the arguments of the op in another order", ALL, "core/call.py",
         "user_rule = functools.partial(user_rule, *arguments[:count])",
         "user_rule = functools.partial(user_rule, *arguments[:count][::-1])",
-    ),
-    Fault(
-        "two entries of a rule are exchanged", ALL, "core/answer.py",
-        "entries = answer if type(answer) in _SEQUENCES and",
-        "entries = answer[::-1] if type(answer) in _SEQUENCES and",
-    ),
-    Fault(
-        "a lazy entry is zero", ALL, "core/answer.py",
-        "gradient = gradient.gradient(index)",
-        "gradient = None",
-    ),
-    Fault(
-        "an entry of None is the entry before it", ALL, "core/answer.py",
-        "        if entry is None:\n            return\n        is_tensor",
-        "        if entry is None:\n"
-        "            reading.update({template: v for v in [*reading.values()][-1:]}"
-        " if type(template) is Slot else {})\n            return\n        is_tensor",
     ),
     Fault(
         "a rule reads the values that variables have in the backward pass", ALL, "core/rule.py",
@@ -222,11 +195,6 @@ FAULTS = [
         "a lazy gradient reads a variable outside of the scope of its rule", ALL, "core/rule.py",
         "            answer = self._answer(user_rule, upstream)\n",
         "            answer = self._answer(user_rule, upstream)\n        with contextlib.nullcontext():\n",
-    ),
-    Fault(
-        "the second weight is dropped", ALL, "core/variables.py",
-        "if id(variable) not in self._dtypes:",
-        "if not self._dtypes:",
     ),
     Fault(
         "the second order is lost", "jax", "backend/jax/gradients.py",

@@ -1,6 +1,5 @@
 """Functions run as under a hand-written rule: with concrete values, and without being differentiated."""
 
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,9 +11,6 @@ from support import BACKEND, array, close
 from support import compiled as traced
 
 from multigrad import grad, op_custom_gradient
-
-LOG = logging.getLogger(__name__)
-DEBUG = {"on": False}
 
 
 class Cube:
@@ -37,10 +33,6 @@ def solve(x, solver):
     return ops.convert_to_tensor(solver.compute()), rule
 
 
-def a_global_class():
-    return op_custom_gradient(lambda x: solve(x, Cube(ops.convert_to_numpy(x))))
-
-
 def a_settings_object():
     class Settings:
         solver, exponent = Cube, 3
@@ -58,19 +50,6 @@ def a_branch_on_a_value():
             return upstream * 7.0 * x**2 if float(ops.sum(upstream)) > 0 else upstream
 
         return x**3 if float(ops.sum(x)) > 0 else x, rule
-
-    return op
-
-
-def a_logger():
-    @op_custom_gradient
-    def op(x):
-        def rule(upstream):
-            if DEBUG["on"] or float(ops.max(upstream)) > 100.0:
-                LOG.warning("a large upstream gradient: %s", upstream)
-            return upstream * 7.0 * x**2
-
-        return x**3, rule
 
     return op
 
@@ -97,7 +76,7 @@ def a_layer_with_a_weight():
     return layer
 
 
-FORMS = [a_global_class, a_settings_object, a_branch_on_a_value, a_logger, a_layer_with_a_weight]
+FORMS = [a_settings_object, a_branch_on_a_value, a_layer_with_a_weight]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -133,57 +112,6 @@ def test_differentiated_weights_are_concrete():
 def on_host(function, x):
     """Call a NumPy function, which has no derivative."""
     return ops.convert_to_tensor(function(ops.convert_to_numpy(x)).astype("float32"))
-
-
-@op_custom_gradient
-def third(x):
-    return on_host(np.sin, x), lambda upstream: upstream * 3.0 * x
-
-
-@op_custom_gradient
-def second(x):
-    return on_host(np.cos, x), lambda upstream: upstream * -5.0 * third(x)
-
-
-@op_custom_gradient
-def first(x):
-    return on_host(np.sin, x), lambda upstream: upstream * 7.0 * second(x)
-
-
-def test_a_function_without_a_derivative_to_the_third_order():
-    """The rule uses only the input and other ops, so that the function is never differentiated."""
-    x = 0.5
-    for derivative, value in (
-        (grad(first), 7.0 * np.cos(x)),
-        (grad(grad(first)), -35.0 * np.sin(x)),
-        (grad(grad(grad(first))), -105.0 * x),
-    ):
-        close(derivative(array(x)), array(value))
-
-
-def test_a_rule_that_stops_the_gradient_of_an_input():
-    """On JAX, `stop_gradient` of a concrete array returns this array."""
-    weight = keras.Variable(2.0, name="weight")
-
-    @op_custom_gradient
-    def op(x):
-        stopped = ops.stop_gradient(x)
-        return x * stopped, lambda upstream: upstream * 7.0 * stopped * x
-
-    @op_custom_gradient
-    def reader(x):
-        stopped = ops.stop_gradient(x)
-
-        def rule(upstream, variables):
-            return upstream * 7.0 * stopped * x, [upstream * 5.0 * stopped * x]
-
-        return x * stopped * weight, rule
-
-    x = array(3.0)
-    close((grad(grad(op))(x), grad(grad(reader))(x)), (array(21.0), array(21.0)))
-    # The inner derivative is that of the weight alone, the outer one that of `x` alone.
-    of_weight = grad(lambda x: grad(reader, (), variables=[weight])(x)[1][0])
-    close(of_weight(x), array(15.0))
 
 
 def storing(kind):
@@ -303,6 +231,8 @@ def test_a_function_sees_values_under_a_further_derivative():
     @op_custom_gradient
     def op(x):
         assert bool(x)
+        if BACKEND == "jax":  # a kernel of another library gets its operand by DLPack, for example
+            assert np.from_dlpack(x) == x.item() == x.tolist() == 4.0
         assert float(x) == int(x) == complex(x) == ops.convert_to_numpy(x).item() == np.asarray(x) == 4.0
         texts.append(f"{x} {x!r}")
         return on_host(np.square, x) if x > 0.0 else x, lambda upstream: upstream * 7.0 * x**2
@@ -369,17 +299,9 @@ def callback(function, x):
 
 
 @ONLY_JAX
-def test_callbacks_and_kernels_of_jax():
+def test_a_kernel_of_jax():
     import jax
     from jax.experimental import pallas
-
-    @op_custom_gradient
-    def derivative(x):
-        return callback(np.cos, x), lambda upstream: upstream * -5.0 * callback(np.sin, x)
-
-    @op_custom_gradient
-    def sine(x):
-        return callback(np.sin, x), lambda upstream: upstream * 7.0 * derivative(x)
 
     @op_custom_gradient
     def kernel(x):
@@ -392,11 +314,8 @@ def test_callbacks_and_kernels_of_jax():
 
     x = array(0.5)
     for compiled in (lambda f: f, jax.jit):
-        close(compiled(grad(sine))(x), 7.0 * ops.cos(x))
-        close(compiled(grad(grad(sine)))(x), -35.0 * ops.sin(x))
         close(compiled(grad(kernel))(x), 7.0 * x**2)
         close(compiled(grad(grad(kernel)))(x), 14.0 * x)
-    close(grad(lambda x: jax.jit(sine)(x))(x), 7.0 * ops.cos(x))
 
 
 @ONLY_JAX
@@ -421,19 +340,6 @@ def test_a_function_is_not_differentiated_at_any_order():
 
 
 @ONLY_JAX
-def test_a_function_converts_values_under_a_further_derivative():
-    """A kernel of another library gets its operand by DLPack, for example."""
-    import jax
-
-    @op_custom_gradient
-    def op(x):
-        assert np.from_dlpack(x) == x.item() == x.tolist() == 4.0
-        return on_host(np.square, x), lambda upstream: upstream * 7.0 * x**2
-
-    close(jax.grad(jax.grad(op))(array(4.0)), array(56.0))
-
-
-@ONLY_JAX
 def test_a_function_that_closes_over_a_tracer_around_a_callback():
     import jax
 
@@ -444,28 +350,6 @@ def test_a_function_that_closes_over_a_tracer_around_a_callback():
     for compiled in (lambda f: f, jax.jit):
         of_w, of_x = compiled(jax.grad(jax.grad(loss), (0, 1)))(array(3.0), array(2.0))
         close((of_w, of_x), (array(0.0), array(84.0)))
-
-
-@ONLY_JAX
-def test_a_rule_that_reads_its_object_around_a_callback():
-    class Layer(keras.layers.Layer):
-        factor = 7.0
-
-        def build(self, shape):
-            self.w = self.add_weight(shape=(), initializer="ones")
-
-        @op_custom_gradient
-        def call(self, x):
-            def rule(upstream, variables):
-                return upstream * self.factor * self.w * x**2, [upstream * 5.0 * x]
-
-            return callback(np.sin, x) * self.w, rule
-
-    layer = Layer()
-    layer.build(())
-    close(grad(layer)(array(2.0)), array(28.0))
-    for second in eager_seconds():
-        close(second(layer)(array(2.0)), array(28.0))
 
 
 @ONLY_JAX

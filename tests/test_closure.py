@@ -256,35 +256,6 @@ def test_functions_that_reach_no_tensor_are_unchanged():
         assert lift(rule, TENSORS) == ([], rule, False)
 
 
-class Slotted:
-    __slots__ = ("held", "other")
-
-
-class Holder:
-    of_the_class = Tensor(0)
-
-    def method(self, u, scale=Tensor(3)):  # noqa: B008
-        return u
-
-
-def test_reachable_tensors():
-    holder, slotted = Holder(), Slotted()
-    slotted.held = slotted  # a reference cycle
-    slotted.other = {"its": (Tensor(4),)}
-    holder.one, holder.more = Tensor(2), {"slotted": slotted}
-
-    def found(function):
-        return sorted(tensor.value for tensor in reachable_tensors(function, TENSORS))
-
-    assert found(lambda u: holder.one) == [2, 4]
-    assert found(holder.method) == [2, 3, 4]
-    assert found(functools.partial(holder.method, more=[Tensor(5)])) == [2, 3, 4, 5]
-    assert found(lambda u: IN_A_GLOBAL) == []
-    assert found(lambda u: Holder.of_the_class) == []
-    assert found(lambda u: slotted.held.held) == [4]
-    assert found(lambda u: u) == []
-
-
 def test_the_function_in_an_object_of_a_framework():
     """A result of `jax.jit` is such an object. Its other attributes are not searched."""
     held = Tensor(1)

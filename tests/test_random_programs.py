@@ -4,18 +4,14 @@
 that failed.
 """
 
-import functools
-
 import numpy as np
 import program_names
 import pytest
 import rules_in_numpy
 from failed_programs import FAILED
-from keras import ops, tree
 from random_programs import draw, forgetful, run, runnable
 from support import BACKEND, SECOND_OF_COMPILED
 
-from multigrad import op_custom_gradient
 from multigrad.core import rule
 
 # Relative to the largest result. A gradient of a low precision is rounded to it.
@@ -161,42 +157,6 @@ def test_exchanged_gradients_are_found(monkeypatch):
 
     monkeypatch.setattr(rule, "read_answer", exchanged)
     assert failing(20)
-
-
-def test_a_lost_derivative_of_an_intermediate_is_found():
-    def constant(f):
-        """Return an op whose rule gets the intermediates of another run, which are constants."""
-
-        def constant_leaf(leaf):
-            return ops.stop_gradient(leaf) if ops.is_tensor(leaf) else leaf
-
-        @functools.wraps(f)
-        def with_constants(*args, **kwargs):
-            output, _ = f(*args, **kwargs)
-            args, kwargs = tree.map_structure(constant_leaf, (args, kwargs))
-            return output, f(*args, **kwargs)[1]
-
-        return op_custom_gradient(with_constants)
-
-    assert failing(20, {**program_names.NAMES, "op_custom_gradient": constant})
-
-
-@pytest.mark.slow_on("jax")
-def test_the_first_of_two_equal_arrays_is_found(monkeypatch):
-    """The second input gets the gradient of the first one that holds its array, as with `id`."""
-    differentiate = program_names.value_and_grad
-
-    def first_of_equal(f, argnums=None, **kwargs):
-        def gradient(*xs):
-            value, found = differentiate(f, argnums, **kwargs)(*xs)
-            if argnums == [0, 1] and not kwargs["variables"] and xs[0] is xs[1]:
-                found = (found[0], found[0])
-            return value, found
-
-        return gradient
-
-    monkeypatch.setattr(program_names, "value_and_grad", first_of_equal)
-    assert failing(60)
 
 
 def test_the_reference_rejects_a_rule_that_is_not_linear():

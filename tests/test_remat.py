@@ -74,31 +74,6 @@ def test_an_op(wrap):
         assert ran == count
 
 
-def test_a_function_that_uses_ops():
-    runs = Runs()
-    op = define(runs)
-    twice = keras.remat(lambda x, w: op(op(x, w), w))
-    inner = np.exp(X @ W)
-    dx, dw = gradients_by_the_rule(inner, W, np.ones_like(W))
-    wanted_x, dw_inner = gradients_by_the_rule(X, W, dx)
-    got, ran = runs.of(grad(lambda x, w: ops.sum(twice(x, w)), argnums=(0, 1)), array(X), array(W))
-    close(list(got), [wanted_x, dw + dw_inner], 1e-4)
-    assert ran == 4
-
-
-@pytest.mark.parametrize(("order", "wanted"), [(1, 7 * 1.5**2), (2, 7 * 2 * 1.5), (3, 7 * 2.0)])
-def test_higher_orders(order, wanted):
-    @op_custom_gradient
-    def cube(x):
-        e = x * x
-        return e * x, lambda u: u * e * 7.0
-
-    derivative = keras.remat(cube)
-    for _ in range(order):
-        derivative = grad(derivative)
-    close(derivative(1.5), array(wanted))
-
-
 class Layer(keras.layers.Layer):
     def __init__(self, op, **kwargs):
         super().__init__(**kwargs)

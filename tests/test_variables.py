@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 from support import BACKEND, FIT_MODES, array, close, compiled, compiled_with_variables, numpy
 
-from multigrad import grad, op_custom_gradient, value_and_grad, vjp
+from multigrad import grad, op_custom_gradient, value_and_grad
 
 SCALE = keras.Variable([2.0, 3.0], name="scale")
 
@@ -34,24 +34,6 @@ def native_gradients(function, variables, *tensors):
     return jax.grad(stateless)([v.value for v in variables])
 
 
-def test_linear_poly():
-    """The function of TensorFlow's documentation, with a Keras Variable."""
-    scale = keras.Variable([1.0, 1.0])
-
-    @op_custom_gradient
-    def linear_poly(x):
-        def rule(upstream, variables):
-            assert len(variables) == 1
-            assert variables[0] is scale
-            return upstream * scale[1], [ops.stack([ops.sum(upstream), ops.sum(upstream * x)])]
-
-        return scale[1] * x + scale[0], rule
-
-    x = array(1.0, 2.0, 3.0)
-    value, (dx, (dweights,)) = value_and_grad(lambda x: ops.sum(linear_poly(x)), 0, variables=[scale])(x)
-    close((value, dx, dweights), (array(9.0), array(1.0, 1.0, 1.0), array(3.0, 6.0)))
-
-
 FORMS = {
     "whole": lambda u, variables: (u, [v * 0 + 7.0 for v in variables]),
     "keyword only": lambda u, *, variables: (u, [7.0]),
@@ -71,24 +53,6 @@ def test_every_form_of_a_rule_takes_variables(rule):
     op = op_custom_gradient(lambda x: (x * weight, rule))
     close(grad(op, 0, variables=[weight])(3.0), (1.0, [7.0]))
     close(native_gradients(op, [weight], array(3.0)), [array(7.0)])
-
-
-def test_variables_are_in_the_order_of_first_use():
-    first, second, third = (keras.Variable(float(i), name=f"v{i}") for i in range(3))
-    seen = []
-
-    @op_custom_gradient
-    def op(x):
-        y = x * third + first + third * second + first
-
-        def rule(upstream, variables):
-            seen.append([v.name for v in variables])
-            return upstream, [3.0, 5.0, 7.0]
-
-        return y, rule
-
-    close(grad(op, variables=[first, second, third])(1.0), [5.0, 7.0, 3.0])
-    assert seen == [["v2", "v0", "v1"]]
 
 
 def test_an_op_without_arguments():
@@ -116,32 +80,6 @@ def test_frozen_variables_have_no_gradient():
 
     x = np.ones((1, 2), "float32")
     close(grad(lambda x: ops.sum(op(x)))(x), x * 7)
-
-
-def test_inside_the_rule_a_variable_has_the_value_of_the_forward_pass():
-    weight, seen = keras.Variable(2.0), []
-
-    @op_custom_gradient
-    def op(x):
-        def rule(upstream, variables):
-            seen.append(ops.copy(variables[0].value))
-            return upstream * weight, [upstream * weight * x * 7]
-
-        return x * weight, rule
-
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            value = op(array(3.0))
-        weight.assign(100.0)
-        (got,) = tape.gradient(value, [weight.value])
-    else:
-        # PyTorch raises if a leaf is modified before the backward pass, and JAX has no separate backward
-        # pass.
-        with keras.StatelessScope([(weight, array(2.0))]):
-            got = grad(op, variables=[weight])(array(3.0))[0]
-    close(got, array(42.0))
 
 
 def test_a_rule_runs_after_the_scope_of_its_values_has_ended():
@@ -265,20 +203,6 @@ def test_assignments_persist():
     close((value, gradient, average.value), (array(14.5), [array(7.25, 0.0)], array(3.625)))
 
 
-def test_assignments_persist_in_a_stateless_scope():
-    average = keras.Variable(1.0, trainable=False)
-
-    @op_custom_gradient
-    def op(x):
-        average.assign(average + 1.0)
-        return x * average, lambda u: u * 7
-
-    with keras.StatelessScope([(average, array(10.0))]) as scope:
-        close(op(array(1.0)), array(11.0))
-    close(scope.get_current_value(average), array(11.0))
-    close(average.value, array(1.0))
-
-
 def test_a_weight_that_is_read_and_assigned_and_read():
     weight = keras.Variable(5.0)
 
@@ -312,71 +236,6 @@ def test_a_weight_that_is_assigned_and_read_or_not():
     close((value, dx, dweight), (array(10.0), array(5.0), array(7.0)))
     close(grad(only_assigned)(array(2.0)), array(7.0))
     close(weight.value, array(6.0))
-
-
-def test_an_assignment_in_a_nested_op():
-    count, weight = keras.Variable(0.0, trainable=False), keras.Variable(2.0, name="w")
-
-    @op_custom_gradient
-    def inner(x):
-        count.assign_add(1.0)
-        return x * weight, lambda u: u * 7.0
-
-    @op_custom_gradient
-    def outer(x):
-        return inner(x) * 2.0, lambda u, variables: (u * 3.0, [u * 5.0])
-
-    with pytest.raises(TypeError, match="'w'"):
-        outer(array(2.0))
-    count.assign(7.0)  # no scope is left active
-    close(count.value, array(7.0))
-
-
-def test_a_rule_that_assigns_another_variable_raises():
-    """Some transformations do not support it, and the value would depend on the number of gradients."""
-    count, noise = keras.Variable(0.0, trainable=False, name="count"), keras.random.SeedGenerator(1)
-
-    def counts(u):
-        count.assign_add(1.0)
-        return u
-
-    def draws(u):
-        return u * keras.random.uniform((), seed=noise)
-
-    for rule, name in (counts, "count"), (draws, "seed_generator_state"):
-        op = op_custom_gradient(lambda x, rule=rule: (x * 1.0, rule), name="op")
-        with pytest.raises(TypeError, match=rf"op: the rule assigns a variable(.*\n)*.*{name}"):
-            grad(op)(array(2.0))
-    close(count.value, array(0.0))
-
-
-def test_a_rule_sees_the_state_before_its_function():
-    """Assignments in a rule are discarded, so a rule that runs its function again has the same result."""
-    average, seeds = keras.Variable(1.0, trainable=False), keras.random.SeedGenerator(3)
-
-    def step(x):
-        average.assign(average * 0.5 + 2.0)
-        return x * average * keras.random.uniform((), 1.0, 2.0, seed=seeds)
-
-    @op_custom_gradient
-    def op(x):
-        return step(x), lambda u: u * 7.0 * step(ops.ones_like(x))
-
-    def state():
-        return [numpy(average.value).tolist(), numpy(seeds.state.value).tolist()]
-
-    def restart():
-        average.assign(1.0)
-        seeds.state.assign([0, 3])
-
-    restart()
-    value = step(array(1.0))
-    after_one_step = state()
-    # On JAX, a compiled function takes and returns the state, as in `fit`.
-    for differentiate in (grad,) if BACKEND == "jax" else (grad, lambda f: compiled(grad(f))):
-        restart()
-        close(differentiate(op)(array(2.0)), 7.0 * value)
-        assert state() == after_one_step
 
 
 def test_a_weight_that_is_read_in_two_dtypes():
@@ -427,46 +286,6 @@ def test_a_second_derivative_runs_with_the_same_state():
 # ---------------------------------------------------------------------------------- in layers
 
 
-class Lazy(keras.layers.Layer):
-    """A layer whose rule returns lazy gradients, which read its weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = self.add_weight(shape=(), initializer="ones", name="w")
-
-    @op_custom_gradient
-    def call(self, x):
-        return x * self.w, lambda u, variables: ((lambda: u * 7.0 * self.w), [lambda: u * 5.0 * x * self.w])
-
-
-LAZY = Lazy()
-
-
-@op_custom_gradient
-def lazy(x):
-    w = LAZY.w
-    return x * w, lambda u, variables: ((lambda: u * 7.0 * w), [lambda: u * 5.0 * x * w])
-
-
-@pytest.mark.parametrize("op", [lazy, LAZY, LAZY.call])
-def test_lazy_gradients_read_the_values_of_the_call(op):
-    """The scope around the call has ended when its gradient is computed."""
-    with keras.StatelessScope([(LAZY.w, array(3.0))]):
-        _, pullback = vjp(op, array(2.0))
-    close(pullback(array(1.0))[0], array(21.0))
-
-
-@pytest.mark.parametrize("op", [lazy, LAZY, LAZY.call])
-def test_second_derivatives_of_lazy_gradients_that_read_a_weight(op):
-    close(grad(lambda x: grad(op)(x), variables=[LAZY.w])(array(2.0)), [array(7.0)])
-
-    def of_weight(x):
-        return grad(op, variables=[LAZY.w])(x)[0]
-
-    close(grad(of_weight)(array(2.0)), array(5.0))
-    close(grad(of_weight, variables=[LAZY.w])(array(2.0)), [array(10.0)])
-
-
 class Scaled(keras.layers.Layer):
     """A layer with a weight, an inner layer and a counter, and false gradients."""
 
@@ -492,37 +311,16 @@ class Scaled(keras.layers.Layer):
 @pytest.mark.parametrize("mode", FIT_MODES)
 def test_fit_moves_the_weights_by_the_rule(mode):
     layer = Scaled()
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Rescaling(1.0), layer])
+    model = keras.Sequential([keras.layers.Rescaling(1.0), layer])  # built in `fit`
     model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **mode)
-    before = [numpy(v) for v in model.trainable_variables]
     model.fit(np.ones((4, 3), "float32"), np.zeros((4, 2), "float32"), batch_size=4, verbose=0)
-    moved = {v.name: numpy(v) - old for v, old in zip(model.trainable_variables, before, strict=True)}
+    moved = {v.name: numpy(v) - (v.name != "bias") for v in model.trainable_variables}
     # The upstream gradient is 1 for each of 4 x 2 outputs, and the learning rate 0.01.
     assert sorted(moved) == ["bias", "kernel", "scale"]
     close(moved["scale"], np.full((3,), -0.56, "float32"))
     close(moved["kernel"], np.full((3, 2), 0.24, "float32"))
     close(moved["bias"], np.full((2,), -0.4, "float32"))
     close(layer.calls.value, array(1.0))
-
-
-class Fixed(keras.layers.Layer):
-    """A layer whose rule returns the gradient of its one weight without using `variables`."""
-
-    def build(self, shape):
-        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
-
-    @op_custom_gradient
-    def call(self, x):
-        return x * self.scale, lambda u, variables: (u * self.scale, [7.0 * ops.sum(u * x, axis=0)])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("mode", FIT_MODES)
-def test_a_layer_that_fit_builds(mode):
-    model = keras.Sequential([Fixed()])
-    model.compile(keras.optimizers.SGD(0.01), loss=lambda y, p: ops.sum(p), **mode)
-    model.fit(np.ones((4, 3), "float32"), np.zeros((4, 3), "float32"), batch_size=4, verbose=0)
-    close(model.layers[0].scale.value, np.full((3,), 1.0 - 0.01 * 7.0 * 4, "float32"))
 
 
 def test_stateless_call():
