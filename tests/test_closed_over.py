@@ -196,6 +196,26 @@ def test_an_op_in_a_rule():
         grad(grad(without_its_input))(3.0)
 
 
+def test_a_decorated_rule():
+    """The gradient of the rule with respect to its upstream gradient is the gradient of its own rule.
+
+    It has none with respect to `x`, so a second derivative of the op raises an error.
+    """
+
+    @op_custom_gradient
+    def op(x):
+        @op_custom_gradient
+        def rule(upstream):
+            return upstream * 3.0 * x, lambda ddy: ddy * 7.0
+
+        return x**2, rule
+
+    close(grad(op)(2.0), array(6.0))
+    close(multigrad.jvp(op, (2.0,), (3.0,))[1], array(7.0 * 3.0))
+    with raises("rule: the output depends on a differentiated tensor"):
+        grad(grad(op))(2.0)
+
+
 def test_forward_mode_raises_at_once():
     def f(x, w):
         return as_function(in_a_cell(w), 1.0)(x)
