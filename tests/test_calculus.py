@@ -100,24 +100,15 @@ def test_a_duplicate_argnum_raises(of, argnums):
         of(lambda x, y: x**3 * y, argnums)(2.0, 3.0)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda y: 3.0,
-        lambda y: np.float32(3.0),
-        lambda y: np.ones(()),
-        lambda y: np.mean(ONES if BACKEND == "jax" else numpy(y)),
-    ],
-)
-@pytest.mark.parametrize("of", [grad, value_and_grad])
-def test_a_loss_that_is_not_a_tensor_raises(of, loss):
+@pytest.mark.parametrize("loss", [lambda y: 3.0, lambda y: np.ones(())])
+def test_a_loss_that_is_not_a_tensor_raises(loss):
     """The gradient would be zero."""
     w, dense = keras.Variable(2.0), keras.layers.Dense(1)
     dense.build((None, 2))
     programs = [
-        lambda: of(lambda x: loss(seven(x)))(ONES),
-        lambda: of(lambda x: loss(x * w), variables=[w])(ONES),
-        lambda: of(lambda x: (loss(dense(x)), x), has_aux=True)(ONES[None]),
+        lambda: grad(lambda x: loss(seven(x)))(ONES),
+        lambda: grad(lambda x: loss(x * w), variables=[w])(ONES),
+        lambda: value_and_grad(lambda x: (loss(dense(x)), x), has_aux=True)(ONES[None]),
     ]
     for program in programs:
         with pytest.raises(TypeError, match="compute the loss with"):
@@ -130,18 +121,6 @@ def test_arguments_without_tensors(output):
         grad(lambda x: output)(1.0)
     got = "None" if output is None else type(output).__name__
     assert f"got: {got}" in str(error.value)
-
-
-@pytest.mark.parametrize("of", [grad, value_and_grad, jacobian, hessian])
-def test_empty_variables_raise_without_argnums(of):
-    """The trainable variables of a model that is not built are an empty list."""
-    model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
-    for argnums in (None, ()):
-        with pytest.raises(ValueError, match="build the model"):
-            of(lambda x: ops.sum(seven(model(x))), argnums, variables=model.trainable_variables)
-    model.build((1, 2))
-    gradients = grad(lambda x: ops.sum(seven(model(x))), variables=model.trainable_variables)(ONES[None])
-    close(gradients, [array([[7.0], [7.0]]), array([7.0])])
 
 
 def test_empty_argnums_and_variables():
@@ -271,15 +250,6 @@ def test_calling_a_pullback_outside():
     close(jvp(pullback, (1.0,), (2.0,)), ((array(12.0),), (array(24.0),)))
 
 
-def test_a_gradient_in_a_rule():
-    """The rule computes the gradient of an op."""
-    inner = op_custom_gradient(lambda x: (x**2, lambda u: u * 5.0 * x))
-    op = op_custom_gradient(lambda x: (x**2, lambda u: u * grad(inner)(x)))
-    close(op(array(3.0)), array(9.0))
-    close(grad(op)(3.0), array(15.0))
-    close(grad(grad(op))(3.0), array(5.0))
-
-
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_a_pullback_in_a_rule(has_aux):
     @op_custom_gradient
@@ -322,16 +292,6 @@ def test_vjp_and_jvp_with_respect_to_variables():
         jvp(f, (x,), (along,), variables=[w])
     with pytest.raises(ValueError, match="at least one variable"):
         vjp(lambda: f(x), variables=[])
-
-
-def test_a_hessian_vector_product_of_the_loss_of_a_layer():
-    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-    dense.build((None, 2))
-    loss = lambda x: ops.sum(seven(dense(x)) ** 3)  # noqa: E731
-    x, along = array([[1.0, 2.0]]), array([[1.0], [0.5]])
-    weights = dense.trainable_variables
-    product = jvp(grad(loss, variables=weights), (x,), ((None,), [along]), variables=weights)[1]
-    close(product, [6.0 * 3.0 * 7.0 * 7.0 * 2.0 * ops.transpose(x)])  # 6 y 7 (7 x . along) x
 
 
 @pytest.mark.parametrize("run", [lambda f: f, compiled_with_variables], ids=["eager", "compiled"])
@@ -391,35 +351,11 @@ def test_the_dtype_is_kept(dtype):
     close(ops.cast(tangent, "float32"), array(2.0, 4.0))
 
 
-@pytest.mark.parametrize("tangents", [(ONES,), (ONES, [ONES]), (ONES, 1.0, 1.0), None, 1.0])
-def test_tangents_of_another_structure_raise(tangents):
-    said = "the structures differ" if isinstance(tangents, tuple) else "a tuple or list with one tangent"
-    with pytest.raises(TypeError, match=said):
-        jvp(lambda x, w: x * w, (ONES, 1.0), tangents)
-
-
-@pytest.mark.parametrize("tangent", [array(1.0), array(1.0, 2.0, 3.0), np.ones((1, 2), "float32")])
-def test_tangents_of_another_shape_raise(tangent):
-    with pytest.raises(ValueError, match="required: shape"):
-        jvp(lambda x: x, (ONES,), (tangent,))
-    with pytest.raises(ValueError, match="required: shape"):
-        vjp(lambda x: x, ONES)[1](tangent)
-
-
 def test_the_error_of_an_upstream_gradient_shows_its_structure():
     with pytest.raises(TypeError, match=r"structures differ(.|\n)*required: tensor\n  got: \[1\.0, tensor\]"):
         vjp(lambda x: x, 1.0)[1]([1.0, ONES])
     with pytest.raises(TypeError, match=r"required: \{'a': tensor, 'b': None\}\n"):
         vjp(lambda x: {"a": x, "b": 3}, 1.0)[1](1.0)
-
-
-@pytest.mark.parametrize("number", [1j, 1.0 + 0j, np.complex64(1j)])
-def test_complex_tangents_of_real_primals_raise(number):
-    with pytest.raises(TypeError, match="real numbers for a"):
-        jvp(lambda x: x, (2.0,), (number,))
-    with pytest.raises(TypeError, match="real numbers for a"):
-        vjp(lambda x: x, 2.0)[1](number)
-    close(vjp(lambda x: x, 2j)[1](2.0)[0], array(2.0, dtype="complex64"))
 
 
 @pytest.mark.parametrize("rule", LINEAR.values(), ids=LINEAR)

@@ -66,28 +66,6 @@ def test_unsupported_rule_signatures(rule):
 
 
 @pytest.mark.forward
-@pytest.mark.parametrize(
-    ("rule", "meant"),
-    [
-        (lambda x, y, upsteam: x, "`upstream` instead of `upsteam`"),
-        (lambda x, y, *, grad: x, "`upstream` instead of `grad`"),
-        (lambda x, y, dy: x, "`upstream` instead of `dy`"),
-        (lambda x, up_stream: x, "`upstream` instead of `up_stream`"),
-        (lambda upstream, variable: upstream, "`variables` instead of `variable`"),
-        (lambda upstream, weights: upstream, "`variables` instead of `weights`"),
-        (lambda a, b, c: a, None),
-        (lambda x, y, z, upstream: x, None),
-    ],
-)
-def test_a_parameter_with_almost_the_right_name(rule, meant):
-    op = op_custom_gradient(lambda x, y: (x * y, rule), name="odd")
-    with raises(TypeError, "odd: the rule has an unsupported", "write the rule in this form") as error:
-        op(array(1.0), array(2.0))
-    assert (meant is not None) == ("did you mean" in str(error.value))
-    assert (meant or "") in str(error.value)
-
-
-@pytest.mark.forward
 def test_what_can_be_decorated():
     assert callable(op_custom_gradient(None))
     for decorated in ("name", keras.layers.Dense):
@@ -161,13 +139,6 @@ def of_tree(answer, others=1):
 def test_messages_name_the_path_of_an_argument(answer, others, kind, path):
     with raises(kind, f"argument: {path}"):
         of_tree(answer, others)
-
-
-def test_a_gradient_in_the_position_of_an_integer():
-    """It is not zero. None for the tensor would be valid."""
-    op = op_custom_gradient(lambda index, x: (ops.take(x, index), lambda u: (u, None)), name="op")
-    with raises(TypeError, "op", "argument: 'index'", "None or 0"):
-        grad(lambda x: ops.sum(op(array([0, 1], dtype="int32"), x)))(ONES)
 
 
 class Special(Exception):
@@ -313,22 +284,6 @@ def test_the_frames_of_the_package_are_hidden(tmp_path):
     assert "the rule returned a gradient of the wrong shape" in shown()
     assert "answer.py" not in shown()
     assert own in shown("--full-trace")
-
-
-@pytest.mark.forward
-def test_no_line_of_a_message_is_long():
-    words = " ".join(f"word{i}," for i in range(100))
-    long = f"{words} {'x' * 200}"
-    text = message("op", words, argument="'x'", required=words, got=f"one\n{words}", fix=long)
-    assert " ".join(text.split()).count(words) == 4
-    lines = text.splitlines()
-    assert all(len(line) <= 120 for line in lines[:-1])
-    assert sum(len(line) > 100 for line in lines[:-1]) > 20  # lines are not shorter than necessary
-    assert lines[-1] == f"    {'x' * 200}"  # a word is not broken
-    many = op_custom_gradient(lambda **xs: (xs["x"] * 1.0, lambda a, b, c: a))
-    with pytest.raises(TypeError) as error:
-        many(**{name: array(1.0) for name in ("x", *(f"argument_{i}" for i in range(30)))})
-    assert max(map(len, str(error.value).splitlines())) <= 120
 
 
 # ----------------------------------------------------------------------------------- links to the limits

@@ -7,7 +7,7 @@ from cases import CASES, each_of, weighted
 from keras import ops
 from support import array, close, compiled
 
-from multigrad import grad, hessian, jacobian, jvp, op_custom_gradient, vjp
+from multigrad import grad, hessian, jacobian, op_custom_gradient
 
 X, W = array(0.5, -1.25, 1.5), array(0.75, 1.0, -0.5)
 EACH = each_of()
@@ -45,21 +45,6 @@ def test_second_derivatives(case, wrap):
         of_gradient = by_rows(lambda x, w, i=i: grad(weighted(case.meant), i)(x, w), (0, 1))(X, W)
         close(wanted[i], of_gradient, 1e-4)
     close(wrap(hessian(case.op))(X, W), jacobian(by_rows(case.meant, (0,)))(X, W)[0], 1e-4)
-
-
-@pytest.mark.slow_on("tensorflow")
-@SOME
-def test_derivatives_of_a_jacobian(case):
-    def total(function):
-        return lambda x, w: ops.sum(jacobian(function)(x, w) * ops.reshape(ops.cos(ops.arange(9.0)), (3, 3)))
-
-    close(grad(total(case.op), (0, 1))(X, W), grad(total(case.meant), (0, 1))(X, W), 1e-4)
-    along = jvp(total(case.op), (X, W), (W, X))[1]
-    close(along, jvp(total(case.meant), (X, W), (W, X))[1], 1e-4)
-    _, pullback = vjp(jacobian(case.op), X, W)
-    close(pullback(ops.ones((3, 3))), vjp(jacobian(case.meant), X, W)[1](ops.ones((3, 3))), 1e-4)
-    third = grad(lambda x: ops.sum(hessian(weighted(case.op))(x, W)))(X)
-    close(third, grad(lambda x: ops.sum(hessian(weighted(case.meant))(x, W)))(X), 1e-3)
 
 
 def test_structures():
@@ -155,15 +140,6 @@ def test_dtypes_are_those_of_the_arguments():
     close(ops.cast(got, "float32"), ops.diag(array(2.0, 4.0)))
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: jacobian(lambda z: z * z)(np.complex64([1 + 2j])), "real arguments and outputs"),
-        (lambda: jacobian(lambda x: ops.cast(x, "complex64"))(X), "real arguments and outputs"),
-        (lambda: jacobian(lambda x: x)(ops.array([1, 2])), "cannot differentiate with respect to"),
-        (lambda: jacobian(lambda x: x, 1)(X), "argnums cannot be used(.|\n)*a position among"),
-    ],
-)
-def test_errors(call, said):
-    with pytest.raises(TypeError, match=said):
-        call()
+def test_a_complex_output_raises():
+    with pytest.raises(TypeError, match="real arguments and outputs"):
+        jacobian(lambda x: ops.cast(x, "complex64"))(X)
