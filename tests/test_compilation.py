@@ -1,7 +1,6 @@
 """`multigrad.jit`: compiled functions that read and assign Keras Variables."""
 
 import functools
-import threading
 
 import keras
 import numpy as np
@@ -79,19 +78,6 @@ def test_a_training_step_equals_the_eager_step(optimizer, built):
 
 
 @pytest.mark.slow_on("torch")
-def test_a_training_step_equals_fit():
-    ours, fitted = Batches(), Batches()
-    fitted.model.compile(optimizer=fitted.optimizer, loss="mse", jit_compile=BACKEND == "jax")
-    history = fitted.model.fit(
-        numpy(fitted.x), numpy(fitted.y), batch_size=32, epochs=10, shuffle=False, verbose=0
-    )
-    step = compiled(ours.step)
-    losses = [float(numpy(step(ours.x, ours.y))) for _ in range(10)]
-    np.testing.assert_allclose(losses, history.history["loss"], rtol=1e-4)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow_on("torch")
 def test_a_step_is_traced_again_when_a_weight_is_frozen():
     layers = [keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2)]
     layers[0].build((1, 2)), layers[1].build((1, 1))
@@ -130,22 +116,6 @@ def test_seed_generators_advance():
     assert len({numpy(dropped).tobytes() for _, dropped in draws}) == 3
     again = keras.random.SeedGenerator(3)
     close([normal for normal, _ in draws], [keras.random.normal((4,), seed=again) for _ in range(3)])
-
-
-@pytest.mark.forward
-def test_metrics_and_moving_averages():
-    metric, norm = keras.metrics.Mean(), keras.layers.BatchNormalization(momentum=0.5)
-    norm.build((None, 2))
-
-    @compiled
-    def f(x):
-        metric.update_state(x)
-        return norm(x, training=True)
-
-    for value in (1.0, 3.0):
-        f(np.full((4, 2), value, "float32"))
-    assert numpy(metric.result()) == 2.0
-    close(norm.moving_mean, array([1.75, 1.75]))
 
 
 @pytest.mark.forward
@@ -329,24 +299,6 @@ def test_derivatives_of_a_compiled_function():
         close(compiled(lambda x: jvp(lambda x: x**3, (x,), (1.0,)))(array(2.0)), (array(8.0), array(12.0)))
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_gradient_penalty_in_a_compiled_function(plain):
-    options = {"backend": "aot_eager"} if BACKEND == "torch" else {}  # cannot differentiate its own gradients
-    w = keras.Variable([2.0, -1.0])
-
-    def f(x):
-        return ops.sum(x**3) if plain else ops.sum(seven(x) ** 2 * w)
-
-    def penalty(x):
-        return ops.sum(grad(f)(x) ** 2)
-
-    step = grad(penalty) if plain else value_and_grad(penalty, 0, variables=[w])
-    x = array([0.5, 1.5])
-    close(jit(step, **options)(x), step(x))
-    if plain:
-        close(step(x), 36.0 * x**3)
-
-
 def test_in_a_trace_the_function_runs_uncompiled_and_once():
     v = keras.Variable(0.0, trainable=False)
 
@@ -360,16 +312,3 @@ def test_in_a_trace_the_function_runs_uncompiled_and_once():
         f(array(2.0))
     assert (len(trace.calls), len(trace.steps)) == (1, 1)
     assert numpy(v) == 2.0
-
-
-@pytest.mark.forward
-def test_threads():
-    v = keras.Variable(2.0)
-    f = compiled(lambda x: x * v)
-    results = []
-    threads = [threading.Thread(target=lambda i=i: results.append((i, f(array(float(i)))))) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted((i, float(numpy(value))) for i, value in results) == [(i, 2.0 * i) for i in range(4)]

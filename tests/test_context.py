@@ -10,12 +10,7 @@ from keras import ops
 from support import Phase, array, close, compiled
 
 from multigrad import grad, op_custom_gradient, vjp
-from multigrad.common.keras_internals import (
-    global_state,
-    set_stored_value,
-    stored_dtype,
-    stored_value,
-)
+from multigrad.common.keras_internals import global_state, set_stored_value, stored_dtype, stored_value
 from multigrad.core.context import current_context
 from multigrad.core.variables import Reads
 
@@ -45,15 +40,6 @@ def test_training_mode(training, lazy):
     gradient = grad(lambda x: ops.sum(layer(x, training=training)))
     for run in (gradient, compiled(gradient)):
         close(run(x), array(21.0, 21.0) if training else array(7.0, 7.0))
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_training_mode_in_fit(eager):
-    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-    model = keras.Sequential([keras.Input((1,)), dense, Recomputed()])
-    model.compile(keras.optimizers.SGD(1.0), loss=lambda y, out: ops.mean(out), run_eagerly=eager)
-    model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=4, verbose=0)
-    close(dense.kernel.value, array([[1.0 - 21.0]]))
 
 
 class Squared(keras.layers.Layer):

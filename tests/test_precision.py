@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 from support import BACKEND, array, close, numpy
 
-from multigrad import grad, op_custom_gradient
+from multigrad import op_custom_gradient
 
 X = np.float32([[1.0, 0.5, 0.25], [-0.5, 1.0, 2.0], [0.125, 0.0, 1.0], [1.0, 1.0, -1.0]]) / 8
 Y = np.zeros((4, 2), "float32")
@@ -87,42 +87,3 @@ def test_a_step_that_overflows_is_skipped(mode):
     model.fit(X, Y, batch_size=4, verbose=0)
     close(layer.kernel, np.ones((3, 2)))
     close(optimizer.dynamic_scale, array(2.0**23))
-
-
-@policies
-def test_gradients_have_the_dtype_of_their_argument(policy):
-    compute, _ = POLICIES[policy]
-    layer = Product(dtype=policy)
-    layer.build(X.shape)
-    layer.kernel.assign(ops.ones((3, 2)))
-    got = grad(lambda x, w: ops.sum(ops.cast(layer.product(x, w), "float32")), argnums=(0, 1))(
-        ops.cast(X, compute), layer.kernel
-    )
-    assert [keras.backend.standardize_dtype(gradient.dtype) for gradient in got] == [compute, "float32"]
-    close(got[1], 3.0 * X.T @ np.ones((4, 2), "float32"), 1e-2)
-
-
-@policies
-def test_a_rule_that_returns_another_precision(policy):
-    """The gradient is cast, whether its dtype is wider or narrower."""
-    compute, _ = POLICIES[policy]
-    wide = op_custom_gradient(lambda x: (x * 2, lambda u: ops.cast(u, "float32") * 7))
-    narrow = op_custom_gradient(lambda x: (x * 2, lambda u: ops.cast(u, compute) * 7))
-    for op, dtype in ((wide, compute), (narrow, "float32")):
-        got = grad(lambda x: ops.sum(op(x)))(array([1.0, 2.0], dtype=dtype))
-        assert keras.backend.standardize_dtype(got.dtype) == dtype
-        close(ops.cast(got, "float32"), array(7.0, 7.0))
-
-
-@policies
-def test_a_second_derivative(policy):
-    compute, tolerance = POLICIES[policy]
-
-    @op_custom_gradient
-    def cube(x):
-        e = x * x
-        return e * x, lambda u: u * e * 7.0
-
-    got = grad(grad(lambda x: ops.sum(ops.cast(cube(ops.cast(x, compute)), "float32"))))(array(1.5))
-    assert keras.backend.standardize_dtype(got.dtype) == "float32"
-    close(got, array(7.0 * 2 * 1.5), tolerance)

@@ -96,22 +96,6 @@ def test_gradients_and_state_equal_the_plain_network(depth):
     assert len(wanted[1]) == 8 * depth
 
 
-@pytest.mark.slow_on("jax", "tensorflow")
-def test_training_in_fit():
-    """Two steps of `fit` change weights and state as in the plain network."""
-    results = []
-    for kind in ("plain", "op"):
-        layer = Reversible(3)
-        inputs = keras.Input((2 * WIDTH,), batch_size=BATCH)
-        model = keras.Model(inputs, keras.layers.Lambda(lambda x: x)(layer(inputs)))
-        if kind == "plain":
-            layer.op = layer.plain
-        model.compile(keras.optimizers.SGD(0.1), loss="mse")
-        model.fit(X, np.zeros_like(X), batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
-        results.append([numpy(weight) for weight in layer.weights])
-    close(results[1], results[0], 1e-4)
-
-
 def kept(layer, function):
     """Return the number of activations that the forward pass keeps for the backward pass."""
     x = array(X)

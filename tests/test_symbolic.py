@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, DIFFERENTIATES, FIT_MODES, array, close, compiled, is_keras_at_least, numpy
+from support import BACKEND, DIFFERENTIATES, FIT_MODES, array, close, is_keras_at_least, numpy
 
 from multigrad import grad, op_custom_gradient
 
@@ -151,18 +151,6 @@ def test_nodes_and_training(name):
     assert step(model) == kernel
 
 
-def test_the_gradient_of_a_model_at_second_order():
-    cube = op_custom_gradient(lambda x: (x**3, lambda u: u * 7.0 * x))
-    x = keras.Input((3,))
-    model = keras.Model(x, cube(x))
-
-    def slope(x):
-        return ops.sum(grad(lambda x: ops.sum(model(x)))(x))
-
-    for wrap in (lambda f: f, compiled):
-        close(wrap(grad(slope))(array(ONES)), array(7.0 * ONES))
-
-
 @pytest.mark.forward
 def test_a_clone():
     def of(x):
@@ -181,17 +169,6 @@ def test_a_clone_trains_by_the_rule():
 
 
 @pytest.mark.forward
-def test_a_part_of_a_model():
-    x = keras.Input((3,))
-    y = double(x)
-    keras.Model(x, double(y))
-    close(keras.Model(x, y)(ONES), array(2 * ONES))
-    close(keras.Function(x, double(y))(array(ONES)), array(4 * ONES))
-    z = keras.Input((3,))
-    close(keras.Model(z, keras.Model(x, y)(z))(ONES), array(2 * ONES))
-
-
-@pytest.mark.forward
 def test_node_names_are_unique_and_contain_the_op():
     keras.utils.clear_session()
 
@@ -204,15 +181,6 @@ def test_node_names_are_unique_and_contain_the_op():
     model = keras.Model(x, y)  # raises if names are not unique
     got = [node.name for node in nodes(model)]
     assert got == ["scale", "scale_1", "scale_1_1", "scale_2", "3_bits_x", "double", "scale_1_2"]
-
-
-@pytest.mark.forward
-def test_the_summary_shows_the_op():
-    lines = []
-    x = keras.Input((3,))
-    keras.Model(x, double(x)).summary(print_fn=lambda text, line_break=False: lines.append(text))
-    assert "double" in "".join(lines)
-    assert "CustomGradient" in "".join(lines)
 
 
 @pytest.mark.parametrize("scope", [{"mode": "full"}, {"mode": "larger_than", "output_size_threshold": 0}])
@@ -339,14 +307,6 @@ def test_symbolic_tensors_in_a_container_of_an_unknown_class():
     for rest in ((), (x,)):
         with pytest.raises(TypeError, match="object of an unknown class"):
             op(Unregistered(w=x), *rest)
-
-
-@pytest.mark.forward
-def test_ops_have_no_state():
-    """The data of a model is not stored in the op."""
-    before = dict(vars(double))
-    double(keras.Input((3,)))
-    assert vars(double) == before
 
 
 def weighed(weight):

@@ -90,17 +90,6 @@ def test_argument_of_a_compiled_function(name):
     close(grad(lambda x: call(function, x))(x), derivative)
 
 
-@pytest.mark.slow_on("torch")
-def test_one_array_in_two_places_of_an_argument():
-    x = array(np.random.default_rng(7).uniform(0.5, 1.5, 3))
-    op = op_custom_gradient(lambda x, y: (x * y**2, lambda u: (u * 3.0 * y**2, u * 10.0 * x * y)))
-    call = compiled_with_function(lambda function, x: function(x, x))
-    close(call(op, x), x**3)
-    close(grad(lambda x: ops.sum(call(op, x)))(x), 13.0 * x**2)
-    gradients = grad(lambda x, y: ops.sum(op(x, y)), argnums=(0, 1))
-    close(call(gradients, x), (3.0 * x**2, 10.0 * x**2))
-
-
 def test_mapped_function_as_an_argument():
     rows = array([[1.0, 2.0], [3.0, 4.0]])
     close(compiled_with_function(calls)(vmap(ops.sum), rows), array([3.0, 7.0]))
