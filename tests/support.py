@@ -17,19 +17,6 @@ from multigrad.common.frameworks import is_at_least
 BACKEND = keras.backend.backend()
 DIFFERENTIATES = BACKEND in ("tensorflow", "jax", "torch")
 
-# The extent of `check_gradients`. The full extent takes up to a minute, and is not in the fast run.
-DIFFERENCES = pytest.mark.parametrize(
-    "extent",
-    [
-        pytest.param({"max_elements": 3, "compiled": False}, id="a few"),
-        pytest.param({"order": 2}, id="second order", marks=pytest.mark.slow),
-    ],
-)
-
-
-# The same for functions of few elements: first order only, or every order of the test.
-ORDERS = pytest.mark.parametrize("highest", [1, pytest.param(None, id="every", marks=pytest.mark.slow)])
-
 
 def is_keras_at_least(version: str) -> bool:
     return is_at_least(keras.__version__, version)
@@ -152,22 +139,6 @@ def native_jvp(function: Callable[..., Any], x: Any, along: Any) -> Any:
     with tf.autodiff.ForwardAccumulator(x, along) as forward:
         y = function(x)
     return forward.jvp(y, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-
-
-def mapped_grad(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gradient of a function under the backend's map over a leading axis.
-
-    TensorFlow's map falls back to a loop around a tape, with a warning: see docs/limits.md.
-    """
-    if BACKEND == "jax":
-        import jax
-
-        return jax.vmap(jax.grad(function))
-    if BACKEND == "torch":
-        import torch
-
-        return torch.vmap(torch.func.grad(function))
-    return pytest.skip("tf.vectorized_map is a limit: docs/limits.md")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

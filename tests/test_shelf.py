@@ -420,17 +420,6 @@ def test_the_debug_switches_with_derivatives():
         check_gradients(f, X, dtype="float32", compiled=False)
 
 
-@pytest.mark.parametrize("x", [[0.0, 2.0], [-1.0, float("nan")]], ids=["zero", "not positive"])
-def test_the_derivatives_of_the_safe_logarithm(x):
-    """The rule computes NaN only where the gradient is NaN."""
-    x, wanted = array(x), array([0.0, 0.5]) if x[0] == 0.0 else array([float("nan")] * 2)
-    slope_of = grad(lambda x: ops.sum(ops.safe_log(x)))
-    second = grad(lambda x: ops.sum(slope_of(x)))
-    for wrap in (lambda f: f, compiled):
-        close(wrap(slope_of)(x), wanted)
-        close(wrap(second)(x), -(wanted**2))
-
-
 # Layers have their own dtypes, see tests/layers.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in layers.__all__])

@@ -60,11 +60,3 @@ def test_saving_includes_the_cell(tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert len(loaded.trainable_variables) == 4
     np.testing.assert_array_equal(numpy(loaded(array(X))), numpy(model(array(X))))
-
-
-@pytest.mark.forward
-def test_from_config_does_not_modify_the_config():
-    layer = layers.FixedPoint(cell(), shape=(3,))
-    config = layer.get_config()
-    for _ in range(2):
-        assert layers.FixedPoint.from_config(config).get_config().keys() == config.keys()

@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import BACKEND, array, close, numpy
+from support import array, close, numpy
 
-from multigrad import jit, layers, value_and_grad
+from multigrad import layers
 from multigrad.ops import linear_cross_entropy
 
 TOKENS = np.array([[1, 2, 0], [0, 5, 6]], "int32")
@@ -65,26 +65,6 @@ def test_training_in_mixed_precision():
     training.compile(keras.optimizers.SGD(1.0))
     first, *_, last = training.fit([TOKENS, LABELS], epochs=10, verbose=0).history["loss"]
     assert last < 0.7 * first
-
-
-@pytest.mark.slow_on("torch")
-@pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
-def test_gradients_in_jit_equal_those_of_eager_code(reduction):
-    training, _ = models(layers.LinearCrossEntropy(7, use_bias=True, reduction=reduction, block_size=4))
-
-    def gradients(tokens, labels):
-        def loss():
-            training([tokens, labels])
-            return sum(training.losses)
-
-        return value_and_grad(loss, variables=training.trainable_variables)()
-
-    given = array(TOKENS, dtype="int32"), array(LABELS, dtype="int32")
-    options = {"backend": "aot_eager"} if BACKEND == "torch" else {}
-    value, slopes = jit(gradients, **options)(*given)
-    wanted, wanted_slopes = gradients(*given)
-    close(value, wanted)
-    close(list(slopes), list(wanted_slopes))
 
 
 def test_the_loss_is_that_of_the_op():

@@ -70,23 +70,3 @@ def test_masked_vectors_do_not_count_in_the_loss():
     close(layer.losses[0], array(1.25 * distances[mask].mean()))
     layer(array(VECTORS), mask=array(np.zeros((6, 5)), dtype="bool"))
     assert [numpy(loss).item() for loss in layer.losses][-1] == 0.0
-
-
-def test_training_a_codebook_finds_clusters():
-    keras.utils.set_random_seed(0)
-    rng = np.random.default_rng(0)
-    centers = np.float32([[2.0, 0.0], [-2.0, 1.0], [0.0, -2.0]])
-    data = centers[rng.integers(0, 3, 300)] + 0.05 * rng.normal(size=(300, 2)).astype("float32")
-    layer = layers.VectorQuantizer(3)
-    model = keras.Sequential([keras.Input((2,)), layer])
-    model.compile(keras.optimizers.Adam(0.05))
-    layer.codebook.assign(0.5 * centers)
-    model.fit(data, epochs=20, verbose=0)
-    np.testing.assert_allclose(numpy(layer.codebook), centers, atol=0.05)
-
-
-@pytest.mark.forward
-@pytest.mark.parametrize("axis", [2, -3])
-def test_unknown_axes_raise(axis):
-    with pytest.raises(ValueError, match=r"axis cannot be used(.|\n)*-2 to 1(.|\n)*fix"):
-        layers.FakeQuantize(4, axis=axis)(array(DATA))

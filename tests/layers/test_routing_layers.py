@@ -76,8 +76,3 @@ def test_a_schedule_counts_training_calls_only():
         return numpy(grad(lambda x: layer(x, training=training))(1.0)).item()
 
     assert [slope(training) for training in (False, True, True, False)] == [8.0, 8.0, 4.0, 2.0]
-
-
-def test_python_and_numpy_numbers_are_factors():
-    for scale in (3, np.float32(3.0), np.int64(3)):
-        close(grad(lambda x, scale=scale: layers.GradientReversal(scale)(x))(2.0), array(-3.0))

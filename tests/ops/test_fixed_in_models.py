@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
-from support import array, close, numpy
+from support import array, close
 from test_fixed import CASES, FIXED
 
 from multigrad import grad
@@ -36,35 +36,6 @@ FUNCTIONS = {
     "safe_svd": (lambda x: sums(safe_svd(x)[1]), MATRICES, 1.0),
 }
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
-
-
-class Scaled(keras.layers.Layer):
-    """Calls a function of the input times a weight."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.function = FUNCTIONS[name][0]
-        self.scale = self.add_weight(shape=(), initializer="ones")
-
-    def call(self, x):
-        return self.function(self.scale * x)
-
-
-def slope(name):
-    function, x, degree = FUNCTIONS[name]
-    return degree * np.mean(numpy(function(array(x))))
-
-
-@pytest.mark.parametrize("eager", [True, False])
-@each_function
-def test_in_fit(name, eager):
-    x = FUNCTIONS[name][1].astype("float32")
-    inputs = keras.Input(x.shape[1:])
-    layer = Scaled(name)
-    model = keras.Model(inputs, layer(inputs))
-    model.compile(keras.optimizers.SGD(0.01), lambda _, y: ops.mean(y), run_eagerly=eager)
-    model.fit(x, np.zeros(len(x)), batch_size=len(x), verbose=0)
-    np.testing.assert_allclose(numpy(layer.scale), 1.0 - 0.01 * slope(name), rtol=1e-5)
 
 
 @each_function

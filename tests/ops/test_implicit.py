@@ -180,17 +180,6 @@ def test_a_function_with_a_custom_gradient():
     close(grad(lambda a: fixed_point(descent, 0.5, a))(1.0), array(1.0), 1e-4)
 
 
-@pytest.mark.forward
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_dtypes(dtype):
-    # On NumPy, half of a bfloat16 is a float32. On OpenVINO, half of a float64 is a float32.
-    if (BACKEND, dtype) in (("jax", "float64"), ("openvino", "float64"), ("numpy", "bfloat16")):
-        pytest.skip("JAX has float64 only in a separate mode, in which test_differences runs")
-    z = fixed_point(heron, ops.ones((1,), dtype), ops.cast(array([4.0]), dtype))
-    assert keras.backend.standardize_dtype(z.dtype) == dtype
-    close(ops.cast(z, "float32"), array([2.0]), 0.02 if "16" in dtype else 1e-5)
-
-
 def test_small_upstream_gradients():
     close(
         1e12 * grad(lambda a: 1e-12 * solved(a, array(0.3)))(1.2),
@@ -217,28 +206,6 @@ def test_no_convergence(f):
 
 
 # ------------------------------------------------------------------------------------ costs
-
-
-def test_number_of_calls_of_the_function():
-    calls = []
-
-    def f(z, a):
-        calls.append(1)
-        return 0.9 * z + a
-
-    def counted(run):
-        calls.clear()
-        run(array(1.0))
-        return len(calls)
-
-    found = []
-    for tolerance in (1e-2, 1e-5):
-        solve = lambda a, t=tolerance: fixed_point(f, 0.0, a, tolerance=t)  # noqa: E731
-        forward = counted(solve)
-        found.append((forward, counted(grad(solve)) - forward))
-    (few, back), (many, back_of_many) = found
-    assert few < 0.6 * many
-    assert back == back_of_many <= 6
 
 
 def kept(function, x):
@@ -297,29 +264,6 @@ def test_a_cube_root(solver, wrap):
         close(wrap(derivative)(array(8.0)), array(wanted), 1e-4)
 
 
-def test_a_root_with_two_tensors():
-    def f(z, a, b):
-        return {"x": z["x"] * z["y"] - a, "y": z["x"] + z["y"] - b}
-
-    def smaller(a, b):
-        return implicit_root(f, {"x": ops.ones_like(a), "y": 3.0 * ops.ones_like(a)}, a, b)["x"]
-
-    def closed(a, b):
-        return (b - ops.sqrt(b * b - 4.0 * a)) / 2.0
-
-    for derivative in (lambda f: f, lambda f: grad(f, (0, 1)), lambda f: grad(grad(f), 1)):
-        close(derivative(smaller)(array(2.0), array(3.5)), derivative(closed)(array(2.0), array(3.5)), 1e-4)
-
-
-def test_a_root_with_respect_to_a_variable():
-    variable = keras.Variable(8.0)
-
-    def f(x):
-        return x * implicit_root(lambda z: cubic(z, variable), 1.0)
-
-    close(grad(f, variables=[variable])(3.0), [array(0.25)], 1e-4)
-
-
 @pytest.mark.forward
 def test_a_solver_without_a_root_raises():
     with pytest.raises(RuntimeError, match="the result of the solver is not a root"):
@@ -367,39 +311,6 @@ def test_training_with_a_smaller_last_batch(options):
 
 
 # ------------------------------------------------------------------------------------ optimal transport
-
-
-def sinkhorn(potentials, costs):
-    """Return the next potentials of rows and columns, for entropic transport between uniform weights."""
-    _, of_columns = potentials
-    rows, columns = costs.shape
-    of_rows = -ops.logsumexp(of_columns[None, :] - costs, axis=1) - math.log(rows)
-    of_columns = -ops.logsumexp(of_rows[:, None] - costs, axis=0) - math.log(columns)
-    # The potentials are unique up to a constant.
-    shift = ops.mean(of_columns)
-    return of_rows + shift, of_columns - shift
-
-
-def transport(costs, solve):
-    """Return the dual value of the transport, and the plan."""
-    of_rows, of_columns = solve(costs)
-    plan = ops.exp(of_rows[:, None] + of_columns[None, :] - costs)
-    return ops.mean(of_rows) + ops.mean(of_columns), plan
-
-
-def implicitly(costs):
-    rows, columns = costs.shape
-    start = ops.zeros((rows,), costs.dtype), ops.zeros((columns,), costs.dtype)
-    return fixed_point(sinkhorn, start, costs)
-
-
-@pytest.mark.slow_on("jax")
-@WRAPS
-def test_the_gradient_of_a_transport_value_is_the_plan(wrap):
-    costs = array(RANDOM.uniform(0.0, 2.0, (4, 5)))
-    _, plan = transport(costs, implicitly)
-    close(ops.sum(plan, axis=1), array(np.full(4, 0.25)), 1e-4)
-    close(wrap(grad(lambda costs: transport(costs, implicitly)[0]))(costs), plan, 1e-4)
 
 
 @pytest.mark.slow_on("tensorflow")

@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 from keras import ops, tree
-from support import BACKEND, DIFFERENCES, array, close, compiled, mapped_grad, numpy, sizes_made
+from support import BACKEND, array, close, compiled, numpy, sizes_made
 
 from multigrad import backend, grad, jvp
-from multigrad.ops import head_blocks, linear_cross_entropy
+from multigrad.ops import linear_cross_entropy
 from multigrad.testing import check_gradients
 
 RANDOM = np.random.default_rng(0)
@@ -130,18 +130,12 @@ def test_blocks_of_any_size(size, reduction):
     nearly(first(scalar(own))(*tensors), first(scalar(wanted))(*tensors))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, compiled], ids=["eager", "compiled"])
 @each_case
 @each_reduction
-def test_gradients(name, reduction):
+def test_gradients(name, reduction, wrap):
     own, wanted, tensors = pair(name, reduction)
-    nearly(first(scalar(own))(*tensors), first(scalar(wanted))(*tensors))
-
-
-@each_case
-@each_reduction
-def test_compiled_gradients(name, reduction):
-    own, wanted, tensors = pair(name, reduction)
-    nearly(compiled(first(scalar(own)))(*tensors), first(scalar(wanted))(*tensors))
+    nearly(wrap(first(scalar(own)))(*tensors), first(scalar(wanted))(*tensors))
 
 
 @pytest.mark.slow_on("jax")
@@ -163,7 +157,13 @@ def test_compiled_higher_derivatives(derivative):
 
 
 @pytest.mark.slow_on("jax", "tensorflow")
-@DIFFERENCES
+@pytest.mark.parametrize(
+    "extent",
+    [
+        pytest.param({"max_elements": 3, "compiled": False}, id="a few"),
+        pytest.param({"order": 2}, id="second order", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["bias", "all options"])
 def test_differences(name, extent):
     own, _, tensors = pair(name, "mean")
@@ -171,48 +171,11 @@ def test_differences(name, extent):
     assert check_gradients(own, *arrays, **extent).precision == "float64"
 
 
-@pytest.mark.slow_on("jax")
-def test_float64():
-    scores = X.reshape(-1, 4) @ W
-    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True) - np.eye(7)[Y.reshape(-1)]
-    with backend.active.wide():
-        x, w = (ops.convert_to_tensor(value, dtype="float64") for value in (X, W))
-        got = grad(lambda w: ops.sum(linear_cross_entropy(x, w, Y, block_size=3)))(w)
-        np.testing.assert_allclose(numpy(got), X.reshape(-1, 4).T @ shares, rtol=1e-12)
-
-
-def test_vmap_over_a_batch():
-    """With the backend's own map over a leading axis."""
-    x, w, y = TENSORS["features"], TENSORS["kernel"], array(Y, dtype="int32")
-    for reduction in (None, "sum"):
-        own = lambda x, y, r=reduction: ops.sum(linear_cross_entropy(x, w, y, reduction=r))  # noqa: E731
-        close(mapped_grad(own)(x, y), grad(lambda x: ops.sum(plain(x, w)))(x))
-
-
-@pytest.mark.forward
-def test_large_logits():
-    logits = 1e4 * (X @ W)
-    wanted = logits.max(-1) - np.take_along_axis(logits, Y[..., None], -1)[..., 0]
-    got = linear_cross_entropy(array(100.0 * X), array(100.0 * W), Y, block_size=2)
-    np.testing.assert_allclose(numpy(got), wanted, rtol=1e-5, atol=1e-2)
-
-
 @pytest.mark.forward
 def test_a_mask_is_a_sample_weight():
     x, w = TENSORS["features"], TENSORS["kernel"]
     got = linear_cross_entropy(x, w, Y, sample_weight=Y != 2)
     close(got, linear_cross_entropy(x, w, Y) * array((Y != 2) * 1.0))
-
-
-def test_nested_lists_have_gradients():
-    kernel, labels = array(np.float32(np.arange(12.0).reshape(3, 4))), np.array([0, 1])
-    rows = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
-
-    def loss(features):
-        return ops.sum(linear_cross_entropy(features, kernel, labels))
-
-    gradients = grad(loss)(rows)
-    close(array([list(map(numpy, row)) for row in gradients]), grad(loss)(array(np.float32(rows))))
 
 
 @pytest.mark.slow_on("jax")
@@ -293,7 +256,7 @@ def test_second_derivatives_with_infinite_logits():
 @pytest.mark.parametrize("reduction", [None, "mean"])
 def test_dtypes(dtype, reduction):
     if (BACKEND, dtype) == ("jax", "float64"):
-        pytest.skip("JAX has float64 only in a separate mode, in which test_float64 runs")
+        pytest.skip("JAX has float64 only in a separate mode, in which test_differences runs")
     own, wanted, tensors = pair("bias", reduction)
     cast = [ops.cast(x, dtype) for x in tensors]
     wide = "float64" if dtype == "float64" else "float32"
@@ -398,107 +361,3 @@ def test_no_tensor_has_the_size_of_all_logits(reduction):
     assert largest(plain) >= 256 * 40
     in_blocks = functools.partial(linear_cross_entropy, block_size=64, reduction=reduction)
     assert largest(in_blocks) <= 64 * 40
-
-
-@pytest.mark.parametrize("reduction", [None, "mean"])
-@pytest.mark.parametrize("transform", [lambda f: f, compiled], ids=["eager", "compiled"])
-def test_loops_in_compiled_programs(monkeypatch, transform, reduction):
-    """A program has a loop, so that its size and memory do not grow with the number of blocks."""
-    x, w, b = list(TENSORS.values())[:3]
-    in_program, loops = head_blocks._in_program, []
-
-    def counted(*args):
-        loops.append(args)
-        return in_program(*args)
-
-    monkeypatch.setattr(head_blocks, "_in_program", counted)
-
-    def loss(w):
-        return ops.sum(linear_cross_entropy(x, w, Y, b, block_size=2, reduction=reduction))
-
-    run = transform(grad(loss))
-    run(w)
-    first = len(loops)
-    assert (first > 0) == (transform is compiled and BACKEND in ("jax", "tensorflow"))
-    run(w + 1.0)
-    assert len(loops) == first  # the compiled program is cached
-
-
-@pytest.mark.parametrize(
-    ("reduction", "wanted"),
-    [(None, {"": 1, "x": 3, "xw": 4, "w": 4}), ("mean", {"": 1, "x": 2, "xw": 3, "w": 3})],
-)
-def test_unused_gradients_are_not_computed(reduction, wanted):
-    if BACKEND == "tensorflow":
-        pytest.skip("the tape computes every gradient")
-    given = {"x": ops.ones((64, 1)), "w": ops.ones((1, 40))}
-    y = ops.zeros((64,), "int32")
-
-    def products(needed):
-        def function(*args):
-            x, w = (given | dict(zip(needed, args, strict=True))).values()
-            return ops.sum(linear_cross_entropy(x, w, y, block_size=64, reduction=reduction))
-
-        gradients = grad(function, argnums=tuple(range(len(needed)))) if needed else function
-        return products_in(gradients, *[given[name] for name in needed])
-
-    assert {needed: products(needed) for needed in wanted} == wanted
-
-
-def products_in(function, *args):
-    """Return the number of matrix products that a function computes."""
-    if BACKEND == "jax":
-        import jax
-
-        return str(jax.make_jaxpr(function)(*args)).count("dot_general[")  # a jaxpr keeps unused operations
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    found = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            found.append("mm" in str(operation))
-            return operation(*args, **(kwargs or {}))
-
-    with Watch():
-        function(*args)
-    return sum(found)
-
-
-# ------------------------------------------------------------------------------- a loss of Keras
-
-
-class TiedLoss(keras.losses.Loss):
-    """A loss with the embedding of the model as its kernel. Keras passes the labels in float32."""
-
-    def __init__(self, embedding, function):
-        super().__init__(reduction="sum")
-        self.embedding, self.function = embedding, function
-
-    def call(self, labels, features):
-        assert keras.backend.standardize_dtype(labels.dtype) == "float32"
-        return self.function(features, ops.transpose(self.embedding.embeddings), labels)
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_a_keras_loss_with_padding_in_fit(eager):
-    def fitted(function):
-        keras.utils.set_random_seed(0)
-        embedding = keras.layers.Embedding(7, 4)
-        model = keras.Sequential([keras.Input((3,)), embedding, keras.layers.Dense(4)])
-        model.compile(keras.optimizers.SGD(0.5), TiedLoss(embedding, function), run_eagerly=eager)
-        # JAX 0.12 warns about int64.
-        tokens = np.array([[1, 2, 0], [0, 5, 6]], "int32")
-        model.fit(tokens, PADDED, batch_size=2, epochs=2, verbose=0)
-        return model.get_weights()
-
-    def in_blocks(features, kernel, labels):
-        return linear_cross_entropy(features, kernel, labels, reduction="mean", ignore_index=-100)
-
-    def plainly(features, kernel, labels):
-        kept = ops.cast(labels != -100.0, "float32")
-        logits, labels = features @ kernel, ops.where(labels == -100.0, 0.0, labels)
-        losses = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
-        return ops.sum(kept * losses) / ops.sum(kept)
-
-    close(fitted(in_blocks), fitted(plainly))

@@ -6,7 +6,6 @@ import pytest
 from support import BACKEND, array, close, compiled, numpy
 
 from multigrad import grad, ops
-from multigrad.testing import check_gradients
 
 X = np.float32([-2.6, -0.5, 0.25, 1.75])
 WEIGHTS = np.float32([3.0, -5.0, 7.0, 11.0])
@@ -72,42 +71,6 @@ def test_the_gradient_of_a_step(steps):
 def test_python_numbers_and_more_bits_than_an_integer():
     close(ops.fake_quantize(0.26, 0.1, bits=np.int64(4)), array(0.3))
     close(ops.fake_quantize(array(0.26, -5.0), 0.5, bits=40), array(0.5, -5.0))
-
-
-@pytest.mark.slow_on("jax", "tensorflow")
-def test_training_a_step():
-    """For values on a grid, the best step is the step of the grid."""
-    values = array(np.random.default_rng(0).integers(-4, 4, 64) * 0.5)
-    step = keras.Variable(0.35, name="step")
-    optimizer = keras.optimizers.Adam(0.01)
-    optimizer.build([step])
-
-    def loss():
-        return ops.mean(ops.square(ops.fake_quantize(values, step, bits=3) - values))
-
-    before = numpy(loss())
-    for _ in range(200):
-        optimizer.apply(grad(loss, variables=[step])(), [step])
-    assert numpy(loss()) < 0.01 * before
-
-
-def test_surrogates_are_derivatives_of_smooth_steps():
-    x = np.float64([-0.7, 0.2, 1.3])
-    check_gradients(lambda x: x / (1.0 + 10.0 * ops.abs(x)), x)
-    smooth = [lambda x: x / (1.0 + 10.0 * ops.abs(x)), lambda x: ops.arctan(np.pi / 2 * 2.0 * x) / np.pi]
-    for name, step in zip(("fast_sigmoid", "arctan"), smooth, strict=True):
-        got = grad(lambda x, name=name: ops.sum(ops.spike(x, name)))(array(x))
-        close(got, grad(lambda x, step=step: ops.sum(step(x)))(array(x)))
-
-
-@pytest.mark.forward
-def test_straight_through_with_an_unknown_number_of_rows():
-    """TensorFlow knows the number only when the graph runs."""
-    x = keras.Input((3,))
-    floor = ops.straight_through(lambda x: ops.cast(ops.floor(x), x.dtype))
-    model = keras.Model(x, floor(x))
-    got = model.predict(np.float32([[0.5, -0.5, 2.0]] * 3), batch_size=2, verbose=0)
-    close(got, np.float32([[0.0, -1.0, 2.0]] * 3))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -42,18 +42,6 @@ def test_the_gradient(name, dtype, wrap):
     close(ops.cast(got, "float32"), array(wanted), 1e-2 if "16" in dtype else 1e-5)
 
 
-@pytest.mark.forward
-@pytest.mark.parametrize("name", CASES)
-def test_the_value(name):
-    close(CASES[name][0](array(X)), array(X), 0.0)
-
-
-def test_rows_are_clipped_separately():
-    weights = array([[3.0, 4.0], [0.3, 0.4]])
-    got = grad(lambda x: ops.sum(ops.clip_gradient(x, norm=1.0, axis=-1) * weights))(array(np.ones((2, 2))))
-    close(got, array([[0.6, 0.8], [0.3, 0.4]]))
-
-
 @pytest.mark.parametrize("axis", [None, -1])
 def test_the_derivative_of_clipping_a_zero_gradient(axis):
     """There, clipping is the identity."""
@@ -77,14 +65,6 @@ def test_stopped_gradients_hide_nan():
     mask = array([True, False], dtype="bool")
     got = grad(lambda x: ops.sum(ops.stop_gradient_if(mask, x) * array(np.nan, 7.0)))(array(1.0, 2.0))
     close(got, array(0.0, 7.0))
-
-
-def test_a_variable_scale():
-    scale = keras.Variable(1.0, trainable=False)
-    slope = grad(lambda x: ops.reverse_gradient(x, scale))
-    assert float(slope(2.0)) == -1.0
-    scale.assign(3.0)
-    assert float(slope(2.0)) == -3.0
 
 
 def test_the_printed_line(capsys):

@@ -4,16 +4,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
-from support import (
-    BACKEND,
-    DIFFERENTIATES,
-    ORDERS,
-    array,
-    close,
-    compiled,
-    compiled_by_xla,
-    numpy,
-)
+from support import BACKEND, DIFFERENTIATES, array, close, compiled, compiled_by_xla, numpy
 
 from multigrad import grad, ops, value_and_grad
 from multigrad.testing import check_gradients
@@ -174,33 +165,15 @@ def test_subnormal_numbers():
         np.testing.assert_allclose(unit.astype("float64"), x64 / np.hypot(*x64), rtol=5e-3)
 
 
-@ORDERS
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_differences(name, highest):
-    x = [0.3, 1.0, 5.0] if name.startswith("safe") else [-3.0, -0.7, 0.0, 0.2, 0.5, 1.0, 1.3, 7.0]
-    assert check_gradients(getattr(ops, name), np.array(x), order=highest or 3).precision == "float64"
-
-
 RANDOM = np.random.default_rng(0)
 A = RANDOM.standard_normal((2, 3, 4))
 
 
-@ORDERS
 @pytest.mark.parametrize("axis", [None, 1, (0, -1)])
 @pytest.mark.parametrize("keepdims", [False, True])
-def test_differences_of_a_norm(axis, keepdims, highest):
-    compiled = axis == 1 and not keepdims and not highest
-    done = check_gradients(
-        lambda x: ops.safe_norm(x, axis, keepdims), A, order=highest or 2, compiled=compiled
-    )
+def test_differences_of_a_norm(axis, keepdims):
+    done = check_gradients(lambda x: ops.safe_norm(x, axis, keepdims), A, order=2, compiled=False)
     assert done.precision == "float64"
-
-
-@ORDERS
-def test_differences_of_a_quotient(highest):
-    """Both arguments are broadcast."""
-    x, y = RANDOM.standard_normal((3, 1)), RANDOM.uniform(0.5, 2.0, (2, 1, 2))
-    assert check_gradients(ops.safe_divide, x, y, order=highest or 2).precision == "float64"
 
 
 @pytest.mark.forward
