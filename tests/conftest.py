@@ -5,6 +5,7 @@ import importlib.util
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import pytest
@@ -46,6 +47,16 @@ def exclude_from_collection() -> None:
     """Exclude existing objects from garbage collection, so that tests that collect are faster."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def plt() -> Iterator[Any]:
+    """Matplotlib without a window."""
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
 
 
 def pytest_report_header() -> str:

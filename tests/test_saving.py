@@ -3,8 +3,6 @@
 import copy
 import enum
 import functools
-import gc
-import importlib
 import json
 import pickle
 import subprocess
@@ -24,7 +22,6 @@ from keras import ops
 from support import DIFFERENTIATES, array, close, numpy
 
 from multigrad import grad, op_custom_gradient
-from multigrad import ops as shelf
 from multigrad.keras_graph.saving import Unsaved, decode, encode
 
 pytestmark = pytest.mark.forward
@@ -53,17 +50,6 @@ def model_of(op, *args, **kwargs):
 
 
 # ------------------------------------------------------------------------------------ loading
-
-
-@pytest.mark.package
-def test_the_ops_of_multigrad_need_no_import(tmp_path):
-    model_of(shelf.round_straight_through).save(tmp_path / "model.keras")
-    program = (
-        "from multigrad import op_custom_gradient\nimport keras\n"
-        "assert 'multigrad.ops' not in sys.modules\n"
-        "print(type(keras.models.load_model(sys.argv[1])).__name__)"
-    )
-    assert python(program, str(tmp_path / "model.keras")) == "Functional"
 
 
 @pytest.mark.package
@@ -153,16 +139,6 @@ def test_an_op_that_is_registered_only_with_keras_is_saved(tmp_path):
 
     keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, tanh)]).save(tmp_path / "model.keras")
     assert keras.models.load_model(tmp_path / "model.keras").layers[0].activation is tanh
-
-
-@pytest.mark.parametrize("name", ["spike", "sign_straight_through", "log1pexp", "reverse_gradient"])
-def test_an_op_of_multigrad_as_an_activation(name):
-    op = getattr(shelf, name)
-    config = keras.layers.serialize(keras.layers.Activation(op))
-    loaded, x = keras.layers.deserialize(through_json(config)), array(0.25, -0.5)
-    close(loaded(x), op(x))
-    if DIFFERENTIATES:
-        close(grad(lambda x: ops.sum(loaded(x)))(x), grad(lambda x: ops.sum(op(x)))(x))
 
 
 # ------------------------------------------------------------------------------------ arguments
@@ -405,14 +381,6 @@ def test_an_op_without_a_registered_name_is_refused(holder, kind, tmp_path):
         error.match(rf"@op_custom_gradient\(name='my_package>{name}'\)")
 
 
-@pytest.mark.parametrize("copied", [keras.models.clone_model, copy.deepcopy])
-def test_keras_does_not_copy_an_unregistered_function(copied):
-    """An op without a name behaves as such a function. If this test fails, let it be copied, too."""
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, activation=unregistered)])
-    with pytest.raises(TypeError, match=r"could not be deserialized|Error when deserializing"):
-        copied(model)
-
-
 def test_an_unregistered_op_as_a_loss_is_refused(tmp_path):
     @op_custom_gradient
     def mean_squared_error(y, out):
@@ -594,22 +562,6 @@ def test_an_incomplete_file_is_refused(evil):
             load(evil, lambda node, part=part: node.pop(part))
 
 
-CLASSES = [
-    ("os", "system"), ("builtins", "eval"), ("multigrad_evil", "Op"),
-    ("multigrad.keras_graph.registry", "find"),
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("evil")
-@pytest.mark.parametrize(("module", "name"), CLASSES)
-def test_a_file_with_another_class_is_refused(module, name):
-    config = model_of(saved_ops.bend).get_config()
-    (layer,) = [layer for layer in config["layers"] if layer["registered_name"] == NODE]
-    layer.update(module=module, class_name=name, registered_name=None)
-    with pytest.raises(TypeError, match="Could not locate class"):
-        keras.Model.from_config(config)
-
-
 # ------------------------------------------------------------------------------------ names
 
 
@@ -651,20 +603,6 @@ def test_rerunning_a_cell_replaces_the_op():
     close(second(array(1.0)), array(3.0))
     config = model_of(first).get_config()  # an earlier model can still be saved
     close(keras.Model.from_config(config)(ONES), array([[3.0, 3.0, 3.0]]))
-
-
-def test_reloading_a_module_replaces_the_op(tmp_path, monkeypatch):
-    path = tmp_path / "multigrad_reloaded.py"
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    for factor, source in (2.0, DOUBLED), (3.0, TRIPLED):
-        source = source.replace("cell>op", "reloaded>op")
-        path.write_text("from multigrad import op_custom_gradient\n" + source)
-        loaded = importlib.reload(importlib.import_module("multigrad_reloaded"))
-        importlib.invalidate_caches()
-        assert keras.saving.get_registered_object("reloaded>op") is loaded.op
-        close(loaded.op(array(1.0)), array(factor))
-    assert importlib.reload(loaded).op is keras.saving.get_registered_object("reloaded>op")
 
 
 OTHERS = {
@@ -756,19 +694,6 @@ def test_definitions_with_different_options_raise():
     op_custom_gradient(op, name="names>mode")
     with pytest.raises(ValueError, match="defaults or options"):
         op_custom_gradient(op, name="names>mode", higher_order=False)
-
-
-def test_many_definitions_leave_no_objects():
-    for _ in range(20):
-        make("names>many")
-    registered = len(keras.saving.get_custom_objects())
-    gc.collect()
-    before = len(gc.get_objects())
-    for _ in range(200):
-        make("names>many")
-    gc.collect()
-    assert len(gc.get_objects()) - before < 200
-    assert len(keras.saving.get_custom_objects()) == registered
 
 
 def test_definitions_in_threads():

@@ -152,14 +152,6 @@ def test_a_second_derivative():
     assert "the derivative of order 2 of 'x' differs from the central differences" in said
 
 
-def test_a_third_derivative():
-    second = op(lambda x: 6.0 * x, lambda x, u: u * 6.006)
-    slope = op(lambda x: 3.0 * x * x, lambda x, u: u * second(x))
-    function = op(lambda x: x * x * x, lambda x, u: u * slope(x))
-    passes(function, X, order=2)
-    assert "the derivative of order 3" in fails(function, X, order=3)
-
-
 def test_the_conjugate_of_a_complex_gradient():
     def right(z, u):
         return u * ops.conj(2.0 * z)
@@ -437,18 +429,6 @@ def test_the_reason_for_a_precision():
     assert passes(cube(), X, dtype="float32").reason == "the function has an input of this dtype"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_each_call_has_the_dtype(dtype):
-    seen = set()
-
-    def function(x, y):
-        seen.update(keras.backend.standardize_dtype(tensor.dtype) for tensor in (x, y))
-        return ops.tanh(x) * y
-
-    passes(function, X, 2.0, dtype=dtype)
-    assert seen == {dtype}
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_progress_of_a_long_check(is_terminal, monkeypatch, capsys):
     monkeypatch.setattr("multigrad.testing.gradient_check._SECONDS", -1.0)
@@ -469,18 +449,11 @@ def test_options_below_one_raise(options):
         check_gradients(ops.exp, np.ones(3), **options)
 
 
-@pytest.mark.parametrize(
-    ("function", "argument", "said"),
-    [
-        (ops.exp, 3, "no argument is differentiable"),
-        (ops.exp, "text", "no argument is differentiable"),
-        (ops.exp, np.array([1, 2]), "no argument is differentiable"),
-        (lambda x: ops.argmax(x), X, r"no output is differentiable(.*\n)*  got: .*int"),
-    ],
-)
-def test_nothing_to_differentiate_raises(function, argument, said):
-    with pytest.raises(TypeError, match=said):
-        check_gradients(function, argument)
+def test_nothing_to_differentiate_raises():
+    with pytest.raises(TypeError, match="no argument is differentiable"):
+        check_gradients(ops.exp, np.array([1, 2]))
+    with pytest.raises(TypeError, match=r"no output is differentiable(.*\n)*  got: .*int"):
+        check_gradients(lambda x: ops.argmax(x), X)
     with pytest.raises(TypeError, match="order cannot be used"):
         check_gradients(log1pexp, X, order=None)
 
@@ -664,25 +637,6 @@ def test_a_file_and_code(tmp_path):
     assert _source_file("\n    fn = abs\n    args = ()", tmp_path).read_text() == "\nfn = abs\nargs = ()"
 
 
-@pytest.mark.package
-@pytest.mark.forward
-def test_importing_multigrad_does_not_import_testing():
-    import subprocess
-    import sys
-
-    code = "import sys, multigrad; print('multigrad.testing' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"
-
-
-def test_frames_of_testing_are_hidden():
-    with pytest.raises(AssertionError) as error:
-        check_gradients(cube(1.1), X, compiled=False)
-    own = [entry for entry in error.traceback if "multigrad" in str(entry.path.parent)]
-    assert [entry for entry in own if "testing" in str(entry.path)]
-    assert all(entry.ishidden(error) for entry in own if "testing" in entry.path.parts)
-
-
 @pytest.mark.parametrize("x", [-20.0, -15.0, 0.0, 20.0])
 def test_a_function_that_loses_precision_in_float64(x):
     """The function is as rough in double as in single precision, and too steep for a step of that size."""
@@ -719,16 +673,6 @@ def test_a_gradient_that_is_zero_up_to_rounding(dtype):
     check_gradients(shifted_softmax, x, np.float32([0.3]), dtype=dtype)
     check_gradients(lambda b: shifted_softmax(x, b), np.float32([0.3]), dtype=dtype)
     check_gradients(lambda b, x: normalized(x + b, x[:3]), np.float32([0.5]), x, dtype=dtype)
-
-
-@pytest.mark.slow
-def test_a_weight_without_influence():
-    """The bias of the keys shifts all scores of a query equally."""
-    keras.utils.set_random_seed(1)
-    attention = keras.layers.MultiHeadAttention(2, 3)
-    x = np.random.default_rng(2).normal(size=(1, 4, 5)).astype("float32")
-    attention(x, x)
-    check_gradients(attention, x, x, compiled=BACKEND != "torch")
 
 
 @pytest.mark.parametrize("size", [10.0, 1e3, 1e5, 1e8])
@@ -802,21 +746,6 @@ def test_a_small_gradient_next_to_a_large_one(ratio, dtype, fault):
         return ratio * a * a + b * b, lambda u: (2.0 * ratio * u * a, fault(u, b))
 
     assert "argument: 'b'[" in fails(both, X, X + 1.0, dtype=dtype)
-
-
-def test_a_wrong_rule_of_large_arguments_in_half_precision():
-    x = ops.cast(np.float32([300.0, -2000.0]), "bfloat16")
-    passes(op(lambda x: x * 3.0, lambda x, u: u * 3.0), x, dtype="own")
-    for factor in (0.0, 1.0, -3.0):
-        assert DIFFERS in fails(op(lambda x: x * 3.0, lambda x, u, f=factor: u * f), x, dtype="own")
-
-
-def test_a_wrong_sign_next_to_a_right_one_in_half_precision():
-    @op_custom_gradient
-    def both(a, b):
-        return 30.0 * ops.sum(a) + ops.sum(b), lambda u: (30.0 * u + 0.0 * a, -u + 0.0 * b)
-
-    assert "argument: 'b'[" in fails(both, np.array([0.01, 0.02]), np.array([0.5, 0.6]), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("size", [255.0, 1e4, 1e8])

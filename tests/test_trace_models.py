@@ -10,7 +10,6 @@ from support import FIT_MODES, array, close, seven
 
 from multigrad import grad, op_custom_gradient, trace_gradients, value_and_grad
 from multigrad.tracing.diagnosis import diagnose
-from multigrad.tracing.plot import _BOX, _GREY, _INK, _RED
 from multigrad.tracing.records import summarize
 from multigrad.tracing.table import format_value
 
@@ -204,18 +203,6 @@ def test_shared_and_recurrent_layers():
     assert calls_of(trace).count("rnn/cell") == steps_of(trace).count("rnn/cell") == 4
 
 
-@pytest.mark.slow_on("jax")
-def test_an_lstm_and_masks():
-    embedding = keras.layers.Embedding(5, 3, mask_zero=True, name="embedding")
-    model = keras.Sequential([keras.Input((4,), dtype="int32"), embedding, keras.layers.LSTM(2, name="lstm")])
-    x = np.array([[1, 2, 0, 0], [3, 4, 1, 2]])
-    wanted = loss_of(model, x)
-    with trace_gradients(model) as trace:
-        close(loss_of(model, x), wanted)
-    assert {"embedding", "lstm"} <= set(calls_of(trace))
-    assert "embedding" in steps_of(trace)
-
-
 def test_ops_within_layers():
     model = model_of(Block(seven, name="b"), dense("c"))
     trace = traced(model)
@@ -359,16 +346,6 @@ def test_statistics_of_finite_elements():
 # ------------------------------------------------------------------------------- the figure
 
 
-@pytest.fixture
-def plt():
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    yield plt
-    plt.close("all")
-
-
 def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
@@ -381,33 +358,3 @@ def test_the_figure_of_a_model(plt):
     assert [text for text in shown if text in layers] == ["1 a", "2 b/inner", "4 c"]
     bold = [text.get_text() for text in figure.axes[0].texts if text.get_weight() == "bold"]
     assert any("NaN" in text for text in bold)
-
-
-@pytest.mark.package
-def test_the_figure_of_fifty_layers_is_legible(plt):
-    model = model_of(*[dense(f"d{i}") for i in range(50)])
-    with trace_gradients(model) as trace:
-        value_and_grad(lambda: ops.mean(model(X * 0.1)), variables=model.trainable_variables)()
-    figure = trace.plot()
-    figure.canvas.draw()
-    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
-    assert sum("d" in text for text in texts(figure)) > 50
-    overlaps = [
-        (a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a.overlaps(b) and a.x0 < b.x1 - 1
-    ]
-    assert overlaps == []
-    assert all(text.get_fontsize() >= 8 for text in figure.axes[0].texts)
-    assert any("Width and colour of a gradient" in text for text in texts(figure))
-
-
-@pytest.mark.forward
-@pytest.mark.parametrize("background", ["#ffffff", _BOX])
-@pytest.mark.parametrize("color", [_INK, _GREY, _RED])
-def test_contrast(color, background):
-    def luminance(text):
-        parts = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    dark, light = sorted([luminance(color), luminance(background)])
-    assert (light + 0.05) / (dark + 0.05) >= 4.5
