@@ -9,8 +9,7 @@ A sample takes the same number of mutants from each folder. Except for those of 
 on each backend. A smaller sample is the start of a larger one.
 
 One run of the fast tests with coverage.py records the tests that reach each line. Then each mutant runs the
-tests that reach its line, from the test files nearest in name, the shortest tests first, until one fails. The
-program prints a Markdown table.
+tests that reach its line, the shortest first, until one fails. The program prints a Markdown table.
 
 Each run is a fork of this process, which has imported the framework, but has not started any thread of it.
 """
@@ -23,14 +22,12 @@ import itertools
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,31 +271,16 @@ def in_child(folder: Path, limit: float, function: Callable[..., None], *argumen
     return sent
 
 
-def tests_of(mutant: Mutant, seconds: dict[str, float], lines: dict[int, list[str]]) -> tuple[list[str], str]:
-    """Return the tests that reach the line of a mutant, else its function, else its file, or that name it.
+def tests_of(mutant: Mutant, seconds: dict[str, float], lines: dict[int, list[str]]) -> list[str]:
+    """Return the tests that reach the line of a mutant, else its function, else its file, the shortest first.
 
     No test reaches a line that runs when the module is imported, or that only a compiler reads.
     """
-
-    def file_of(test: str) -> Path:
-        return Path(test.partition("::")[0])
-
-    def nearness(test: str) -> float:
-        return SequenceMatcher(None, word, file_of(test).stem.removeprefix("test_")).ratio()
-
-    path = Path(mutant.file)
-    word = path.parent.name if path.stem == "__init__" else path.stem
-    files = set(map(file_of, seconds))
-    naming = {file for file in files if re.search(rf"\b{word}\b", (ROOT / file).read_text())}
-    parts = {"line": [mutant.line], "function": mutant.function, "file": lines}
-    found = {key: {test for line in part for test in lines.get(line, ())} for key, part in parts.items()}
-    found["name"] = {test for test in seconds if file_of(test) in naming}
-    reach, tests = next((item for item in found.items() if item[1] & seconds.keys()), ("name", set()))
-    tests &= seconds.keys()  # those that pass
-    fastest = sorted(tests, key=lambda test: (seconds[test], test))
+    parts = ([mutant.line], mutant.function, lines)
+    found = [{test for line in part for test in lines.get(line, ())} & seconds.keys() for part in parts]
+    fastest = sorted(next(filter(None, found), ()), key=lambda test: (seconds[test], test))
     totals = itertools.accumulate(seconds[test] for test in fastest)
-    chosen = [test for test, total in zip(fastest, totals, strict=True) if total < LONGEST]
-    return sorted(chosen, key=lambda test: (-nearness(test), file_of(test), seconds[test])), reach
+    return [test for test, total in zip(fastest, totals, strict=True) if total < LONGEST]
 
 
 @contextlib.contextmanager
@@ -396,14 +378,14 @@ def mutate(count: int = 100, seed: int = 0, *arguments: str) -> int:
         if recorded is None:
             raise RuntimeError((folder / LOG).read_text())
         seconds, lines = recorded
-        print("| Place | Code | Mutant | Result | Tests reach its | Tests | Test that fails |")
-        print("|---" * 7 + "|")
+        print("| Place | Code | Mutant | Result | Tests | Test that fails |")
+        print("|---" * 6 + "|")
         for mutant in mutants:
-            tests, reach = tests_of(mutant, seconds, lines[mutant.file])
+            tests = tests_of(mutant, seconds, lines[mutant.file])
             limit = 60 + PATIENCE * sum(seconds[test] for test in tests)
             outcome, test = result_of(mutant, folder, tests, limit) if tests else ("survived", "")
             outcomes.append(outcome)
-            print(row(mutant, outcome, reach, len(tests), test), flush=True)
+            print(row(mutant, outcome, len(tests), test), flush=True)
     survived = outcomes.count("survived")
     print(f"\n{len(outcomes) - survived} of {len(outcomes)} mutants were killed on {BACKEND}")
     return 0
