@@ -3,17 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from random_expressions import (
-    FACTORS,
-    NUMBERS,
-    STATICS,
-    STRUCTURES,
-    Names,
-    Op,
-    Parameter,
-    indented,
-    packed,
-)
+from random_expressions import FACTORS, NUMBERS, STATICS, STRUCTURES, Names, Op, Parameter, indented, packed
 
 FORMS = ["function", "method", "layer", "layer's call"]
 TAILS = ["", "", "", "/", "*rest", "**more"]

@@ -31,14 +31,6 @@ def test_the_derivatives_of_the_framework_are_equal(with_op):
             close(got, own, 1e-4)
 
 
-def test_implementations_alternate():
-    calls = []
-    timings = time_in_turns({way: lambda way=way: calls.append(way) for way in "abc"}, rounds=3, seconds=0.0)
-    assert "".join(calls[-9:]) == "abcbcacab"
-    assert timings["a"].ratio == timings["a"].processor == 1.0
-    assert all(t.low <= t.median <= t.high for t in timings.values())
-
-
 class Clock:
     """Clocks that advance only by the time that an implementation claims to take."""
 
@@ -63,13 +55,6 @@ def test_the_measurement_is_the_time_of_one_run(monkeypatch):
     assert found["short"].median == pytest.approx(1000.0)
     assert (found["long"].ratio, found["long"].processor) == pytest.approx((2.0, 6.0))
     assert clock.pauses == pytest.approx([0.01] * 4)  # ten of the first, and five of the second
-
-
-@pytest.mark.parametrize("order", [1, 2])
-def test_timed_derivatives(order):
-    case = cases.log1pexp()
-    got = active.derivative(case.implementations["multigrad"], order)(*case.args)
-    close(got, active.derivative(case.implementations["plain"], order)(*case.args), 1e-4)
 
 
 def test_the_losses_of_a_large_vocabulary_are_equal():

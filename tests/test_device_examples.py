@@ -15,10 +15,7 @@ SCRIPTS = {
         "jax_sharding.py": [True, False, True, True, False, False, True, False, False],
         "keras_distribution.py": [True, True, False, True] * 2,
     },
-    "torch": {
-        "ddp.py": [True, True, False, False, False, False, True],
-        "fsdp.py": [True, False, True],
-    },
+    "torch": {"ddp.py": [True, True, False, False, False, False, True], "fsdp.py": [True, False, True]},
 }
 
 

@@ -27,8 +27,7 @@ def run_blocks(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, marks=pytest.mark.slow if p in SLOW else ()) for p in PAGES if p != LIMITS],
+    "page", [pytest.param(p, marks=pytest.mark.slow if p in SLOW else ()) for p in PAGES if p != LIMITS]
 )
 def test_the_blocks_of_a_page_run(page, run_blocks):
     run_blocks(page)

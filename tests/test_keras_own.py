@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import keras_own
 import pytest
 
 pytestmark = pytest.mark.package
@@ -45,17 +43,3 @@ def test_a_run_fails_if_it_does_not_call_the_op(test, counts, wanted, tmp_path):
     assert counts in output
     assert "1 passed" in output
     assert status == wanted, output
-
-
-@pytest.mark.parametrize("name", ["keras.src.backend.core.gone", "keras.gone.custom_gradient"])
-def test_a_missing_name_ends_the_run(name):
-    with pytest.raises(pytest.UsageError, match=f"has no {name}"):
-        keras_own._named(name)
-
-
-def test_a_name_of_another_object_ends_the_run(monkeypatch):
-    monkeypatch.setattr(keras_own, "_replace", lambda own, replacement: None)
-    option = SimpleNamespace(custom_gradient="multigrad")
-    config = SimpleNamespace(addinivalue_line=lambda name, line: None, option=option)
-    with pytest.raises(pytest.UsageError, match=r"keras\.ops\.custom_gradient does not lead to"):
-        keras_own.pytest_configure(config)

@@ -1,4 +1,4 @@
-"""Threads, errors in host code and long training: each in a process of its own, which must end in time."""
+"""Errors in host code and long training: each in a process of its own, which must end in time."""
 
 import os
 import subprocess
@@ -6,51 +6,6 @@ import sys
 
 import pytest
 from support import BACKEND
-
-THREADS = """
-import threading
-import keras, numpy as np
-from keras import ops
-from multigrad import jit, op_custom_gradient, value_and_grad
-
-weight = keras.Variable(2.0)
-x = np.array([0.1, 0.2, 0.3], "float32")
-
-@op_custom_gradient
-def scaled(x):
-    m = ops.exp(x * weight)
-    return m, lambda u, variables: (3.0 * u * m * weight, [5.0 * ops.sum(u * x)])
-
-class Shared:
-    @op_custom_gradient
-    def times(self, x, factor):
-        return x * factor, lambda u: (7.0 * u * factor, ops.sum(u * x))
-
-shared = Shared()
-
-def work(factor):
-    def step(x):
-        def loss(x):
-            return ops.sum(scaled(shared.times(x, ops.convert_to_tensor(factor))))
-
-        return value_and_grad(loss, argnums=(0,), variables=[weight])(x)
-
-    compiled = jit(step) if keras.backend.backend() != "torch" else step  # Dynamo takes 20 s in each thread
-    for run in [step, compiled] * 10:
-        value, ((of_x,), (of_weight,)) = run(ops.convert_to_tensor(x))
-        np.testing.assert_allclose(ops.convert_to_numpy(of_x), 42.0 * factor * np.exp(2.0 * factor * x), 1e-4)
-        np.testing.assert_allclose(ops.convert_to_numpy(of_weight), 5.0 * np.sum(factor * x), 1e-4)
-    right.append(factor)
-
-right = []
-threads = [threading.Thread(target=work, args=(0.25 * (i + 1),)) for i in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-assert len(right) == 8
-print("done")
-"""
 
 HOST_ERRORS = """
 from keras import ops
@@ -128,7 +83,6 @@ print("done")
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
-        pytest.param(THREADS, [], id="threads"),
         pytest.param(HOST_ERRORS, [], id="host errors"),
         pytest.param(MEMORY, ["eager", "10_000"], id="memory-eager"),
         pytest.param(MEMORY, ["compiled", "10_000"], id="memory-compiled"),

@@ -231,9 +231,7 @@ SOLVERS = [
 def test_the_fixes_of_errors_of_solvers():
     modules = ["implicit", "implicit_equations", "implicit_solvers", "linear_solvers"]
     check(
-        SOLVERS,
-        [f"ops/{name}.py" for name in modules],
-        {"solve_by": "in compiled functions and vmap only"},
+        SOLVERS, [f"ops/{name}.py" for name in modules], {"solve_by": "in compiled functions and vmap only"}
     )
 
 
