@@ -247,14 +247,6 @@ class SlottedAlone(Forgetful):
     __slots__ = "held"
 
 
-@keras.saving.register_keras_serializable("saved")
-class Private(Forgetful):
-    __slots__ = ("__held",)
-
-    def __init__(self, held=None):
-        self.__held = held
-
-
 @pytest.mark.parametrize("held", [3, "text", None, [1.5, {"a": True}], (1, 2), float("nan")], ids=repr)
 def test_objects_are_restored(held):
     got = decode(through_json(encode(Echo(held))))
@@ -272,7 +264,7 @@ REFUSED = [
     np.ma.array([1.0, 2.0], mask=[True, False]), np.ones(2).view(Tagged),
     # objects with a config that fails, or that does not restore them
     Unregistered(2.0), Echo(object()), Echo({1: 2}), Broken(), Holder(3), Holder([1, {"a": "text"}]),
-    Slotted(3), SlottedAlone(3), Private(3),
+    Slotted(3), SlottedAlone(3),
     # objects with state
     keras.random.SeedGenerator(1), keras.metrics.Mean(), keras.optimizers.SGD(0.1), keras.layers.Dense(2),
     keras.metrics.F1Score(),  # has no variables before its first update
