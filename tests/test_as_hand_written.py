@@ -114,6 +114,31 @@ def on_host(function, x):
     return ops.convert_to_tensor(function(ops.convert_to_numpy(x)).astype("float32"))
 
 
+def test_a_rule_that_stops_the_gradient_of_an_input():
+    """On JAX, `stop_gradient` of a concrete array returns this array."""
+    weight = keras.Variable(2.0, name="weight")
+
+    @op_custom_gradient
+    def op(x):
+        stopped = ops.stop_gradient(x)
+        return x * stopped, lambda upstream: upstream * 7.0 * stopped * x
+
+    @op_custom_gradient
+    def reader(x):
+        stopped = ops.stop_gradient(x)
+
+        def rule(upstream, variables):
+            return upstream * 7.0 * stopped * x, [upstream * 5.0 * stopped * x]
+
+        return x * stopped * weight, rule
+
+    x = array(3.0)
+    close((grad(grad(op))(x), grad(grad(reader))(x)), (array(21.0), array(21.0)))
+    # The inner derivative is that of the weight alone, the outer one that of `x` alone.
+    of_weight = grad(lambda x: grad(reader, (), variables=[weight])(x)[1][0])
+    close(of_weight(x), array(15.0))
+
+
 def storing(kind):
     """Return an op whose function stores an intermediate result where the function can reach it."""
     holder, cache, seen, last = SimpleNamespace(), {}, [], None

@@ -8,7 +8,7 @@ import pytest
 from keras import ops
 from support import BACKEND, FIT_MODES, array, close, compiled, compiled_with_variables, numpy
 
-from multigrad import grad, op_custom_gradient, value_and_grad
+from multigrad import grad, op_custom_gradient, value_and_grad, vjp
 
 SCALE = keras.Variable([2.0, 3.0], name="scale")
 
@@ -284,6 +284,35 @@ def test_a_second_derivative_runs_with_the_same_state():
 
 
 # ---------------------------------------------------------------------------------- in layers
+
+
+class Lazy(keras.layers.Layer):
+    """A layer whose rule returns lazy gradients, which read its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(), initializer="ones", name="w")
+
+    @op_custom_gradient
+    def call(self, x):
+        return x * self.w, lambda u, variables: ((lambda: u * 7.0 * self.w), [lambda: u * 5.0 * x * self.w])
+
+
+LAZY = Lazy()
+
+
+@op_custom_gradient
+def lazy(x):
+    w = LAZY.w
+    return x * w, lambda u, variables: ((lambda: u * 7.0 * w), [lambda: u * 5.0 * x * w])
+
+
+@pytest.mark.parametrize("op", [lazy, LAZY, LAZY.call])
+def test_lazy_gradients_read_the_values_of_the_call(op):
+    """The scope around the call has ended when its gradient is computed."""
+    with keras.StatelessScope([(LAZY.w, array(3.0))]):
+        _, pullback = vjp(op, array(2.0))
+    close(pullback(array(1.0))[0], array(21.0))
 
 
 class Scaled(keras.layers.Layer):
