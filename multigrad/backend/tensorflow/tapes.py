@@ -43,7 +43,7 @@ def record_rule(
         return
     if host_calls:
         _require_no_tangents(name, rule, inputs, residuals, host_calls)
-    if rule.is_opaque and all([private.pack_tangents(x).tangents for x in (inputs, _held_tensors(rule))]):
+    if rule.is_opaque and _have_tangents(inputs) and _have_tangents(_held_tensors(rule)):
         raise TypeError(held(name))
     calls: list[bool] = []
     # Not in `_on_copies`: an accumulator that calls it returns no tangents.
@@ -84,7 +84,7 @@ def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any]
     error = closed_over(call.name, call.closed_over_path(lambda found: any([found is t for t in used])))
     # The gradient of a loop, a branch or a tf.function does not use the records of tapes outside of it.
     is_outer = any([tensor is not inner and gradient is not None for tensor, inner, gradient in triples])
-    if is_outer or private.pack_tangents(used).tangents:
+    if is_outer or _have_tangents(used):
         raise TypeError(error)
     private.record_operation_backprop_only(_TYPE, [marker], used, functools.partial(_raise, error))
     return run, host_calls, marker, watched
@@ -112,6 +112,11 @@ def _watched_tensors(call: Call) -> list[Any]:
 
 def _raise(error: str, *upstream: Any) -> NoReturn:
     raise TypeError(error)
+
+
+def _have_tangents(tensors: Sequence[Any]) -> bool:
+    """Return whether a tensor has a tangent in forward mode."""
+    return bool(private.pack_tangents(list(tensors)).tangents)
 
 
 def _held_tensors(rule: Rule) -> list[Any]:
@@ -168,7 +173,7 @@ def _require_no_tangents(
     """Raise if another derivative may need the tangents of residuals that a host call may have computed."""
     others = [residual for residual, role in zip(residuals, rule.roles, strict=True) if role == OTHER]
     may_need = _held_tensors(rule) or any(map(is_differentiable, others))
-    if not (may_need and private.pack_tangents(list(host_calls)).tangents):
+    if not (may_need and _have_tangents(host_calls)):
         return
     if private.possible_gradient_types([*inputs, *host_calls]) == private.HIGHER_ORDER:
         raise NotImplementedError(
