@@ -77,19 +77,23 @@ def _value_and_grad_by_backward_pass(
             return (value, aux), list(_refuse_in_programs(gradients, inputs, [value]))
         if recording and weights:
             gradients = refuse(gradients, _UNRECORDED, *weights)
-        return (value.detach(), _detached(aux)), list(gradients)
+        return _detached((value, aux), inputs), list(gradients)
     finally:
         IN_THREAD.depth = depth
         _mark_ended(inputs)
 
 
-def _detached(structure: Any) -> Any:
-    """Return a structure with its tensors detached."""
+def _detached(structure: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    """Return a structure with its tensors detached. One that is an input is copied: a weight may change."""
     if type(structure) in (tuple, list):  # keras.tree takes 20 us here, a tenth of a small gradient
-        return type(structure)(map(_detached, structure))
-    return keras.tree.map_structure(
-        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, structure
-    )
+        return type(structure)([_detached(part, inputs) for part in structure])
+
+    def detach(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().clone() if any([leaf is x for x in inputs]) else leaf.detach()
+
+    return keras.tree.map_structure(detach, structure)
 
 
 _REASON = "a later piece may need the history of this derivative, which is in no graph"
@@ -133,7 +137,7 @@ def _vjp_by_backward_pass(
     depends = any([_depends_on_others(output, [*inputs, *weights]) for output in recorded])
     keep_graph = torch.is_grad_enabled() and (depth > 0 or depends)
     # A new list in both cases, so that a rule that closes over the pullback has the same residuals again.
-    outputs, aux = ([*recorded], aux) if keep_graph else _detached([[*recorded], aux])
+    outputs, aux = ([*recorded], aux) if keep_graph else _detached([[*recorded], aux], inputs)
 
     def pullback(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         pairs = [(output, u) for output, u in zip(recorded, upstream, strict=True) if output.requires_grad]

@@ -176,3 +176,13 @@ def test_a_derivative_does_not_copy_weights(derivative):
     derivative(loss, variables=[weight])()
     assert seen[0] is not weight.value
     assert seen[0].data_ptr() == weight.value.data_ptr()
+
+
+def test_a_weight_in_aux_keeps_its_value():
+    weight = keras.Variable(1.0)
+    _, aux = grad(lambda: (weight * weight, weight.value), has_aux=True, variables=[weight])()
+    (output, _), _ = vjp(lambda: (weight.value, weight * weight), variables=[weight])
+    with torch.no_grad():
+        weight.value.mul_(5.0)
+    close(aux, 1.0)
+    close(output, 1.0)
