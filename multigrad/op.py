@@ -123,8 +123,8 @@ def op_custom_gradient(
         A function with the name, documentation and parameters of `f`. It returns only the output, and the
         rule is its gradient at any order. In a derivative of the gradient, inputs and outputs of the op that
         the rule uses are differentiated directly. Intermediate results of the function are differentiated
-        through the function, which PyTorch and JAX run again for this purpose. Tensors that `f` closes over
-        have no gradient through the op.
+        through the function, which PyTorch and JAX run again for this purpose. The gradient of a tensor that
+        `f` closes over raises an error.
 
     Raises:
         TypeError: if `f` does not return such a pair; if the signature of the rule is not supported; if the

@@ -63,10 +63,10 @@ def lift(obj: Any, tensor_types: TypeSet, owner: Any = None) -> tuple[list[Any],
 def restore(template: Any, tensors: Sequence[Any]) -> Any:
     """Return a copy of the lifted object with the first of these tensors."""
     if type(template) is tuple:
-        code, scope, others = template
+        code, module_globals, others = template
         new = iter(tensors)
         cells = tuple([types.CellType(next(new)) if cell is None else cell for cell in others])
-        return types.FunctionType(code, scope, None, None, cells)
+        return types.FunctionType(code, module_globals, None, None, cells)
     return template(tensors, {}) if type(template) is _Template else template
 
 
@@ -239,13 +239,13 @@ class _Walk:
         of_extras = [self.builder(part) for part in extras]
         if all([b is None or (type(b) is _Itself and b.key == key) for b in (*builds, *of_extras)]):
             return None
-        code, scope, name = function.__code__, function.__globals__, function.__name__
+        code, module_globals, name = function.__code__, function.__globals__, function.__name__
         kept = [cell if build is None else None for cell, build in zip(cells, builds, strict=True)]
         extras = [part if build is None else None for part, build in zip(extras, of_extras, strict=True)]
 
         def build(tensors: Sequence[Any], made: dict[int, Any]) -> types.FunctionType:
             new = tuple([types.CellType() if cell is None else cell for cell in kept])
-            made[key] = copy = types.FunctionType(code, scope, name, None, new)
+            made[key] = copy = types.FunctionType(code, module_globals, name, None, new)
             for cell, part in zip(new, builds, strict=True):
                 if part is not None:  # set after the copy exists, because it may occur in its own cells
                     cell.cell_contents = part(tensors, made)

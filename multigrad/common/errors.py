@@ -63,7 +63,7 @@ def message(
     return "\n".join(map(_wrap_line, "\n".join(lines).split("\n")))
 
 
-def closed_over(name: str, path: str | None) -> str:
+def closed_over_error(name: str, path: str | None) -> str:
     """Return the error for the gradient of a tensor that the output of an op uses and is not an argument.
 
     `path` is where the function finds the tensor, such as "'scale'" or "'self'.scale", None if it is unknown.
@@ -80,7 +80,7 @@ def closed_over(name: str, path: str | None) -> str:
     )
 
 
-def held(name: str) -> str:
+def held_error(name: str) -> str:
     """Return the error for a rule that reaches a tensor through an object, where a derivative needs it."""
     return message(
         name,

@@ -41,7 +41,7 @@ def read_answer(
         answer: the answer that the rule returned.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
         needed: for each tensor argument, whether its gradient is used.
-        structured: what a rule that got several upstream gradients in one structure worked with.
+        structured: the upstream gradients and all specs, if the rule got several gradients in one structure.
 
     Raises:
         TypeError: if the answer has none of the supported structures.

@@ -26,7 +26,7 @@ from multigrad.common.closure import OTHER, classify, lift, residuals_in
 from multigrad.common.errors import describe, message
 from multigrad.common.reachable import path_to_tensor, reachable_tensors
 from multigrad.core.context import Context, current_context, restore_context
-from multigrad.core.forms import HYBRID, arguments_for, form_of, gets_variables, is_plain
+from multigrad.core.forms import HYBRID, arguments_for, form_of, gets_variables, takes_upstream_only
 from multigrad.core.leaves import Refused
 from multigrad.core.rule import HELD, Rule
 from multigrad.core.signature import Arguments
@@ -65,7 +65,7 @@ class Call:
 
         Arguments:
             tensors: the tensors among the arguments of the call.
-            read_as: maps the value of each variable to the value that the function reads.
+            strip: removes the history of the value of each variable; the function reads the result.
         """
         scope, context = _Reads(), current_context()
         scope.name = self.name
@@ -79,7 +79,7 @@ class Call:
             outer_scope = None
         # The common case: one tensor, a plain rule and no variables.
         is_common = outer_scope is None and not (scope.variables or scope.state)
-        if is_common and self.layout is ONE_TENSOR and is_plain(user_rule):
+        if is_common and self.layout is ONE_TENSOR and takes_upstream_only(user_rule):
             scope.strip = None  # an op in the function keeps the scope
             return Run(outputs, tensors, user_rule, Rule(self.arguments, context))
         run = self._result(user_rule, outputs, tensors, scope, outer_scope, context)
@@ -204,7 +204,7 @@ class Run:
     scope_values: Sequence[Any]
     """The values of the variables, and of their state, in the scope of the rule."""
     originals: Sequence[Any]
-    """The values of the trainable variables that were read, with the history that `strip` strips."""
+    """The values of the trainable variables that were read, before `strip`."""
     residuals: list[Any]
     """The tensors in the closure of the rule, followed by `scope_values`. `lift` sets them."""
 

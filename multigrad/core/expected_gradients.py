@@ -30,7 +30,7 @@ class ExpectedGradients:
     Arguments:
         arguments: the arguments of the op, or the variables that it read.
         specs: the shape and dtype of each tensor's gradient, None for a tensor without one.
-        structured: what a rule that got several upstream gradients in one structure worked with.
+        structured: the upstream gradients and all specs, if the rule got several gradients in one structure.
     """
 
     __slots__ = ("arguments", "specs", "structured")

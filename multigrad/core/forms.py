@@ -149,7 +149,7 @@ def _cached_signature(
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
-def is_plain(rule: Any) -> bool:
+def takes_upstream_only(rule: Any) -> bool:
     """Return whether `rule` takes only the upstream gradient, as most rules do.
 
     Reading a signature costs as much as a small op, and each call of an op makes a rule.

@@ -55,15 +55,15 @@ class Rule(HoldsNoTensor):
 
     template: Any
     """The rule without its residuals, for `closure.restore`. `Run.lift` sets this attribute and the following
-    ones."""
+    ones. The backend sets the last one, `specs`."""
     roles: Sequence[int]
     """What each residual is: an index among the inputs followed by the outputs, or `OTHER`."""
     is_opaque: bool
     """Whether the rule holds an object that may hold further tensors."""
-    specs: list[Spec | None]
-    """For each input, the shape and dtype of its gradient."""
     closure_count: int
     """The number of residuals in the closure of the rule. The values for its scope follow them."""
+    specs: list[Spec | None]
+    """For each input, the shape and dtype of its gradient."""
 
     def __init__(self, arguments: Arguments, context: Context | None) -> None:
         self.arguments, self.name, self.context = arguments, arguments.name, context
@@ -112,7 +112,9 @@ class Rule(HoldsNoTensor):
             transposed: whether the call is for forward mode.
         """
         user_rule = restore(self.template, residuals)
-        scope_values = residuals[self.closure_count : len(self.roles)] if self.has_scope_values else ()
+        scope_values: Sequence[Any] = ()
+        if self.has_scope_values:  # PyTorch may save the inputs after the residuals
+            scope_values = residuals[self.closure_count : len(self.roles)]
         if not transposed:
             return self.call(user_rule, scope_values, upstream, needed, residuals)
         FORWARD_MODE.append(None)

@@ -28,7 +28,7 @@ class Variables(tuple[keras.Variable, ...], HoldsNoTensor):
 
     variadic: str | None = None
     keywords: Sequence[str] = ()
-    """Always empty, as `variadic` is. The arguments of an op have names of parameters here."""
+    """Empty, as `variadic` is: in `Arguments`, this class stands for a `Binding` without named parameters."""
 
     dtypes: Sequence[str | None] = ()
     """The dtype in which the function read each variable, which autocast may change. None for several."""
@@ -344,7 +344,7 @@ class Pinned(_Scope):
     """
 
     stored_values_fit = False
-    """Whether a trainable variable may also be read from where the framework stores it, with its gradient."""
+    """Whether a trainable variable of the framework that is read directly also has a gradient."""
     is_lasting = False
     """Whether the values that are assigned in the scope outlast it."""
 

@@ -3,8 +3,8 @@
 The native way to bind a custom derivative is `jax.custom_vjp`: `fwd` returns outputs and residuals, `bwd`
 maps residuals and cotangents to gradients. This backend differs in five points.
 
-- A function that closes over tracers is an error in JAX. Here they are lifted and become arguments. The rule
-  has no gradient for them, as on the other backends.
+- JAX refuses a `bwd` that closes over tracers. Here those in the closure of the rule become operands. The
+  derivative with respect to a tracer that the function closes over raises an error.
 - The function runs on values without tangents, before the derivative is defined. Its outputs are then tied
   to the inputs by the rule, so that an outer derivative goes through the rule and not through `fwd`.
 - Both modes are defined: forward mode uses the transpose of the rule.

@@ -16,7 +16,7 @@ from multigrad.backend.jax.primitives import TiedRule, tie
 from multigrad.backend.jax.residuals import constants_of, uses_intermediate
 from multigrad.backend.jax.strip import Strip
 from multigrad.backend.jax.tensors import FLOATING, TRACERS, any_traced, as_arrays, specs_of, varying_alike
-from multigrad.common.errors import closed_over, held, message
+from multigrad.common.errors import closed_over_error, held_error, message
 from multigrad.common.reachable import reachable_tensors
 
 
@@ -26,7 +26,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     outputs = as_arrays(run.outputs)
     if not any_traced([*inputs, *outputs]):  # no derivative is being taken
         return _without_gradient(inputs, outputs)
-    order, is_open = strip.order, False
+    order, opens_later = strip.order, False
     if order > 1 and first.order <= 1:
         # The function read a weight of another derivative than those of its arguments.
         run = first.rerun()
@@ -36,14 +36,14 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     if order > 1 or strip.in_program:
         stores = run.rule.holds_more_than(first.held)
         if stores and order > 1:
-            raise TypeError(held(call.name))
+            raise TypeError(held_error(call.name))
         if uses_intermediate(run, first.constants):
-            strip.is_open, is_open = True, order <= 1
+            strip.is_open, opens_later = True, order <= 1
             # The function runs again to get the tangents of outer derivatives. In eager code, the first run
             # has none. In a program, it can lack those of weights, which have an equation of `strip` each.
             if order > 1 or any_traced(inputs[len(tensors) :]):
                 run = first.rerun_with_tangents()
-            if is_open:
+            if opens_later:
                 outputs = as_arrays(run.outputs)
     strip.traces = None
     run.rule.specs = specs_of(run.inputs)
@@ -51,7 +51,7 @@ def apply(call: Call, tensors: Sequence[Any]) -> Sequence[Any]:
     rule = TiedRule(
         run.rule,
         closed_over_path=call.closed_over_path(_is_traced) if may_close_over else None,
-        is_open=is_open,
+        is_open=opens_later,
         is_inner=call.answers_for_outer_rule(inputs),
         stores=stores,
     )
@@ -89,7 +89,7 @@ class _FirstRun:
         except jax.errors.UnexpectedTracerError as error:
             if trace is None:
                 raise
-            raise TypeError(closed_over(call.name, call.closed_over_path(_is_traced))) from error
+            raise TypeError(closed_over_error(call.name, call.closed_over_path(_is_traced))) from error
 
     def _find_constants(self) -> None:
         self.constants, self.held = constants_of(self._call), self._call.held()

@@ -1,20 +1,20 @@
-"""The three primitives of an op: `strip` (in `strip.py`), `tie` and `pull`.
+"""The three primitives of an op: `strip` (in `strip.py`), `tie` and `push`.
 
 - `strip` removes the tangents of the inputs, so that JAX does not differentiate the function.
-- `tie` returns the outputs. Their tangents are `pull` of the tangents of the inputs.
-- `pull` is linear in these tangents. Its transpose is the rule, so that reverse mode calls the rule. Its
-  value, in forward mode, is the transpose of the rule.
+- `tie` returns the outputs. Their tangents are `push` of the tangents of the inputs.
+- `push` maps the tangents of the inputs to those of the outputs, and is linear in them. Its transpose is the
+  rule, so that reverse mode calls the rule. Its value, in forward mode, is the transpose of the rule.
 
-So both modes have one definition, at every order: a derivative of `pull` differentiates the rule, and the
+So both modes have one definition, at every order: a derivative of `push` differentiates the rule, and the
 outputs on which a rule depends are tied as well.
 
 Each primitive takes the flat arrays as operands. `jax.vmap` maps a primitive by noting the mapped axes in its
-parameter `batch`; `pull` then maps the rule. No parameter holds an array or a tracer, so that JAX's caches
+parameter `batch`; `push` then maps the rule. No parameter holds an array or a tracer, so that JAX's caches
 keep none alive. JAX drops a cached result when a jaxpr among the parameters is freed. So equations get an
 empty one, `end`.
 
 `strip` and `tie` are not in the compiled program. They have the name of JAX's own identity, for converters to
-other formats, which know primitives by their names. `pull` has the name that `jax.custom_vjp` uses for its
+other formats, which know primitives by their names. `push` has the name that `jax.custom_vjp` uses for its
 linear function, whose results JAX does not cache.
 """
 
@@ -38,7 +38,7 @@ from multigrad.backend.jax.tensors import (
     varying_alike,
 )
 from multigrad.common.closure import OTHER
-from multigrad.common.errors import closed_over, held, message
+from multigrad.common.errors import closed_over_error, held_error, message
 
 Linear = Callable[..., Sequence[Any]]
 """A linear function of residuals and tangents."""
@@ -86,11 +86,11 @@ def zero_tangents(arrays: Sequence[Any]) -> list[Any]:
     return [private.Zero(jax.typeof(array).to_tangent_aval()) for array in arrays]
 
 
-# ------------------------------------------------------------------ pull
+# ------------------------------------------------------------------ push
 
 
 class TiedRule:
-    """How `pull` calls the rule of one call.
+    """How `push` calls the rule of one call.
 
     Arguments:
         rule: the rule.
@@ -137,7 +137,7 @@ class TiedRule:
             try:
                 pulled = self.rule.pull(residuals, upstream, needed, transposed)
             except jax.errors.UnexpectedTracerError as error:
-                raise TypeError(held(self.name)) from error
+                raise TypeError(held_error(self.name)) from error
             return gather(conjugate(pulled), needed)
 
         for axis, axes in batch:
@@ -151,14 +151,14 @@ class TiedRule:
         return needed_gradients(list(residuals), list(cotangents))
 
 
-_pull_p = private.Primitive("custom_lin")
-_pull_p.multiple_results = True
+_push_p = private.Primitive("custom_lin")
+_push_p.multiple_results = True
 
 
 def _push(
     *operands: Any, tied: TiedRule, needed: tuple[bool, ...], batch: Batch, avals: tuple[Any, ...]
 ) -> list[Any]:
-    """Return the transpose of the rule, applied to tangents: the value of `pull`."""
+    """Return the transpose of the rule, applied to tangents: the value of `push`."""
     residuals, tangents = operands[: len(tied.slots)], operands[len(tied.slots) :]
 
     def gradients(cotangents: list[Any]) -> list[Any]:
@@ -186,7 +186,7 @@ def _push(
     return list(pushed)
 
 
-def _transpose_pull(
+def _transpose_push(
     cotangents: Sequence[Any],
     *operands: Any,
     tied: TiedRule,
@@ -205,15 +205,15 @@ def _transpose_pull(
     return [*nothing, *[private.Zero(t.aval) if gradient is None else gradient for gradient, t in pairs]]
 
 
-def _differentiate_pull(
+def _differentiate_push(
     primals: Sequence[Any], tangents: Sequence[Any], *, tied: TiedRule, **params: Any
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     count = len(tied.slots)
-    results = _pull_p.bind(*primals, tied=tied, **params)
+    results = _push_p.bind(*primals, tied=tied, **params)
     derivatives = zero_tangents(results)
     if any([type(tangent) is not private.Zero for tangent in tangents[count:]]):
         dense = map(private.instantiate_zeros, tangents[count:])
-        derivatives = _pull_p.bind(*primals[:count], *dense, tied=tied, **params)
+        derivatives = _push_p.bind(*primals[:count], *dense, tied=tied, **params)
     moved = [i for i in range(count) if type(tangents[i]) is not private.Zero]
     if moved:
 
@@ -229,7 +229,7 @@ def _differentiate_pull(
     return results, derivatives
 
 
-def _map_pull(
+def _map_push(
     axis: Any,
     operands: Sequence[Any],
     axes: Sequence[int | None],
@@ -240,7 +240,7 @@ def _map_pull(
     **params: Any,
 ) -> tuple[Sequence[Any], Sequence[int | None]]:
     if all([a is None for a in axes]):
-        results = _pull_p.bind(*operands, tied=tied, batch=batch, avals=avals, **params)
+        results = _push_p.bind(*operands, tied=tied, batch=batch, avals=avals, **params)
         return results, [None] * len(avals)
     arrays, mapped_axes = move_axes_first(operands, axes)
     count = len(tied.slots)
@@ -248,16 +248,16 @@ def _map_pull(
     tangents = [broadcast_along(axis, tangent, 0) if a is None else tangent for tangent, a in pairs]
     avals = tuple([aval.update(shape=(axis.size, *aval.shape)) for aval in avals])
     batch = (*batch, (axis, mapped_axes[:count]))
-    results = _pull_p.bind(*arrays[:count], *tangents, tied=tied, batch=batch, avals=avals, **params)
+    results = _push_p.bind(*arrays[:count], *tangents, tied=tied, batch=batch, avals=avals, **params)
     return results, [0] * len(avals)
 
 
-_pull_p.def_impl(_push)
-_pull_p.def_abstract_eval(lambda *operands, avals, **params: list(avals))
-private.register_lowering(_pull_p, private.lower_function(_push))
-private.primitive_jvps[_pull_p] = _differentiate_pull
-private.primitive_transposes[_pull_p] = _transpose_pull
-private.fancy_primitive_batchers[_pull_p] = _map_pull
+_push_p.def_impl(_push)
+_push_p.def_abstract_eval(lambda *operands, avals, **params: list(avals))
+private.register_lowering(_push_p, private.lower_function(_push))
+private.primitive_jvps[_push_p] = _differentiate_push
+private.primitive_transposes[_push_p] = _transpose_push
+private.fancy_primitive_batchers[_push_p] = _map_push
 
 
 # ------------------------------------------------------------------ tie
@@ -293,7 +293,7 @@ def _linearize_tie(
     count, last = len(tied.floating), len(tied.floating) + tied.inputs
     needed = tuple(nonzero[count:last])
     if tied.stores and any(needed) and (level or tied.has_ended):
-        raise TypeError(held(tied.name))
+        raise TypeError(held_error(tied.name))
     # Tied again, for a derivative around this one.
     results = _tie_p.bind(*operands, tied=tied, level=level + 1, batch=batch, end=end)
     zeros = zero_tangents(results)
@@ -313,8 +313,8 @@ def _linearize_tie(
         for position, (axis, axes) in enumerate(reversed(batch)):
             mapped = zip(of_inputs, needed, axes[count:last], strict=True)
             of_inputs = [broadcast_along(axis, t, position) if n and a is None else t for t, n, a in mapped]
-        pulled = iter(
-            _pull_p.bind(
+        pushed = iter(
+            _push_p.bind(
                 *residuals,
                 *gather(of_inputs, needed),
                 tied=tied,
@@ -323,7 +323,7 @@ def _linearize_tie(
                 avals=avals,
             )
         )
-        results = [next(pulled) if f else zero for zero, f in zip(zeros, tied.floating, strict=False)]
+        results = [next(pushed) if f else zero for zero, f in zip(zeros, tied.floating, strict=False)]
         for i in closed_over:
             results[i] += _closed_over_p.bind(tangents[i], name=tied.name, path=tied.closed_over_path)
         return [*results, *zeros[count:]]
@@ -365,7 +365,7 @@ _closed_over_p = private.Primitive("multigrad_closed_over")
 
 
 def _raise_closed_over(*_: Any, name: str, path: str | None) -> NoReturn:
-    raise TypeError(closed_over(name, path))
+    raise TypeError(closed_over_error(name, path))
 
 
 def _transpose_closed_over(cotangent: Any, tangent: Any, **params: Any) -> list[Any]:

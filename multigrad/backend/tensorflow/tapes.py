@@ -11,7 +11,7 @@ from multigrad.backend.base import Call, Rule, Run
 from multigrad.backend.tensorflow import private
 from multigrad.backend.tensorflow.tensors import TENSORS, is_differentiable
 from multigrad.common.closure import OTHER
-from multigrad.common.errors import closed_over, held, message
+from multigrad.common.errors import closed_over_error, held_error, message
 from multigrad.common.reachable import reachable_tensors
 
 
@@ -44,7 +44,7 @@ def record_rule(
     if host_calls:
         _require_no_tangents(name, rule, inputs, residuals, host_calls)
     if rule.is_opaque and _have_tangents(inputs) and _have_tangents(_held_tensors(rule)):
-        raise TypeError(held(name))
+        raise TypeError(held_error(name))
     calls: list[bool] = []
     # Not in `_on_copies`: an accumulator that calls it returns no tangents.
     copied = functools.partial(_on_copies, forward, residuals, calls)
@@ -61,9 +61,9 @@ def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any]
     """Run the function.
 
     Returns:
-        the run, the results of `host_call` in it, a tensor whose gradient raises an error if an output
-        depends on a differentiated tensor that is not an input, None if no output does, and the tensors that
-        the function could reach before it ran and that a tape watches.
+        the run, the arguments of calls of `host_call` in it, a tensor whose gradient raises an error if an
+        output depends on a differentiated tensor that is not an input, None if no output does, and the
+        tensors that the function could reach before it ran and that a tape watches.
     """
     watched = _watched_tensors(call) if may_record() else ()
     if not watched:
@@ -81,7 +81,7 @@ def run_function(call: Call, tensors: Sequence[Any]) -> tuple[Run, Sequence[Any]
     used = [tensor for tensor, _, gradient in triples if gradient is not None]
     if not used or call.answers_for_outer_rule([*tensors, *run.inputs]):
         return run, host_calls, None, watched
-    error = closed_over(call.name, call.closed_over_path(lambda found: any([found is t for t in used])))
+    error = closed_over_error(call.name, call.closed_over_path(lambda found: any([found is t for t in used])))
     # The gradient of a loop, a branch or a tf.function does not use the records of tapes outside of it.
     is_outer = any([tensor is not inner and gradient is not None for tensor, inner, gradient in triples])
     if is_outer or _have_tangents(used):
@@ -132,7 +132,7 @@ def require_no_history(name: str, rule: Rule, watched: Sequence[Any]) -> None:
         # An iterator may hold such a tensor.
         may_need = not TENSORS[type(part)] or private.possible_gradient_types([part])
         if may_need and not any([part is tensor for tensor in watched]):
-            raise TypeError(held(name))
+            raise TypeError(held_error(name))
 
 
 # The tensors that the function of the innermost op passed to host code: itself, and in calls of `host_call`.

@@ -15,7 +15,7 @@ A rule runs under the autocast settings of its function, wherever the backward p
 
 Files: `apply.py` for one call of an op, `eager.py` for eager code, `functorch.py` for torch.func and forward
 mode, `compiled.py` for torch.compile and export, `gradients.py` for `grad` and `vjp`, `jit.py` for
-`multigrad.jit`, `traced.py` for the derivatives in its programs, `state.py`, and `tensors.py`.
+`multigrad.jit`, `jit_derivatives.py` for the derivatives in its programs, `state.py`, and `tensors.py`.
 """
 
 from multigrad.backend.defaults import *

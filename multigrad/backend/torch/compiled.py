@@ -29,7 +29,7 @@ from multigrad.backend.torch.state import (
 )
 from multigrad.backend.torch.tensors import FLOATING, distinct, specs_of
 from multigrad.common.closure import restore
-from multigrad.common.errors import closed_over
+from multigrad.common.errors import closed_over_error
 
 
 def _without_aliases(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ def _run_recorded(
     with torch.enable_grad(), computed:
         run = call.run(tensors)
         outputs = _without_aliases(run.inputs, run.outputs)
-        markers = _markers(closed_over(call.name, None), list(run.inputs), outputs)
+        markers = _markers(closed_over_error(call.name, None), list(run.inputs), outputs)
     if not _require_gradients([*run.inputs, *markers]):
         return run, [output.detach() for output in outputs], []
     outputs = computed.copies_of_others(outputs)

@@ -22,14 +22,15 @@ from multigrad.backend.torch.state import (
 )
 from multigrad.backend.torch.tensors import FLOATING, TENSORS, changed_upstream, is_differentiable, specs_of
 from multigrad.common.closure import OTHER, lift
-from multigrad.common.errors import closed_over, held, message
+from multigrad.common.errors import closed_over_error, held_error, message
 
 
 def apply_eagerly(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
     inputs = list(tensors)
     if is_grad_enabled():
-        # On tensors without a history, so that a history of an output came by another way. A gradient in the
-        # function is an outermost one (see `outermost_derivative`, which takes 2 us here).
+        # The tensors are detached, so an output that still requires a gradient got it from a tensor that the
+        # function closes over. A gradient in the function is an outermost one (see `outermost_derivative`,
+        # which takes 2 us here).
         stripped = [t.detach() if t.requires_grad else t for t in tensors]
         depth, IN_THREAD.depth = IN_THREAD.depth, 0
         try:
@@ -64,7 +65,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Any, run: Run, *tensors: torch.Tensor) -> Any:
-        inputs = tensors[: len(run.inputs)]  # the others carry the history of tensors that are not inputs
+        inputs = tensors[: len(run.inputs)]  # the gradients of the others raise errors
         outputs = _new_outputs(run, inputs)
         residuals, closed_over, computed = _residuals_to_save(call, run, inputs, outputs)
         # PyTorch restores saved inputs and outputs with their history. For intermediate results, a second
@@ -125,7 +126,7 @@ def _residuals_with_history(
     with fork_random_state():
         second = rerun(call, rule, count, inputs)
     if second.rule.holds_more_than(before):
-        raise TypeError(held(call.name))
+        raise TypeError(held_error(call.name))
     if not computed:
         return residuals
     recorded = with_history(residuals, second.residuals, rule.roles)
@@ -152,7 +153,7 @@ def _tie(call: Call, run: Run, inputs: Sequence[torch.Tensor]) -> Sequence[torch
     run.lift(call.f)
     closed_over_outputs = [output for output in run.outputs if output.requires_grad]
     if closed_over_outputs and not call.answers_for_outer_rule(inputs):
-        error = closed_over(call.name, call.closed_over_path(lambda tensor: tensor.requires_grad))
+        error = closed_over_error(call.name, call.closed_over_path(lambda tensor: tensor.requires_grad))
         inputs = [*inputs, *refused_parts(closed_over_outputs, error)]
     outputs = _APPLIES[call.name](call, run, *inputs)
     return outputs if type(outputs) is tuple else (outputs,)

@@ -22,7 +22,7 @@ from multigrad.backend.torch.state import (
 )
 from multigrad.backend.torch.tensors import TENSORS, changed_upstream, is_differentiable, specs_of
 from multigrad.common.closure import residuals_in
-from multigrad.common.errors import closed_over, held
+from multigrad.common.errors import closed_over_error, held_error
 from multigrad.common.reachable import reachable_tensors
 
 
@@ -40,7 +40,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
     if not has_one or is_mapped_inside or mapped:
         before = [part for part in before if not any([part is other for other in mapped])]
         if state.rule.holds_more_than(before) or any(map(is_of_ended_transform, others)):
-            raise TypeError(held(call.name))
+            raise TypeError(held_error(call.name))
     is_computed = any([is_differentiable(other) and not _is_in(other, used) for other in others])
     # A first derivative in forward mode needs no tangents of intermediate results. Those that the function
     # recorded belong to a pullback, which is transposed.
@@ -51,7 +51,7 @@ def apply_transforming(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[
             run = call.rerun(run.inputs, run.rule)  # on inputs with history
             state, others = _FunctorchState(call, run), run.other_residuals()
             if any(map(is_of_ended_transform, others)):
-                raise TypeError(held(call.name))
+                raise TypeError(held_error(call.name))
         else:
             others = _Intermediates.apply(state, *run.inputs, *others)
     return _FunctorchNode.apply(state, *run.inputs, *outputs, *others, *refused)
@@ -93,7 +93,7 @@ def _run_stripped(
     tracked = [output for output in run.outputs if _is_tracked(output)]
     if not tracked or call.answers_for_outer_rule(run.inputs):
         return run, outputs, []
-    error = closed_over(call.name, call.closed_over_path(_is_tracked))
+    error = closed_over_error(call.name, call.closed_over_path(_is_tracked))
     if any(map(_has_tangent, tracked)):
         raise TypeError(error)
     return run, outputs, refused_parts(tracked, error)

@@ -7,7 +7,7 @@ import keras
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from multigrad.backend.torch import private, traced
+from multigrad.backend.torch import jit_derivatives, private
 from multigrad.backend.torch.eager import (
     has_node,
     node_of,
@@ -40,9 +40,9 @@ def value_and_grad(
     variables: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor, Any], list[torch.Tensor]]:
     if _is_in_program():
-        if IN_THREAD.mode == IN_PIECES and not traced.is_differentiated():
+        if IN_THREAD.mode == IN_PIECES and not jit_derivatives.is_differentiated():
             return _break_graph(function, tensors, variables)
-        return traced.value_and_grad(function, tensors, variables)
+        return jit_derivatives.value_and_grad(function, tensors, variables)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(function)
         argnums = tuple(range(len(tensors)))
@@ -109,7 +109,7 @@ def vjp(
     if _is_in_program():
         if IN_THREAD.mode == IN_PIECES:  # the pullback may be called in another piece, without the history
             return _break_graph_vjp(function, tensors, variables)
-        return traced.vjp(function, tensors)
+        return jit_derivatives.vjp(function, tensors)
     if _needs_transform():
         tensor_function, with_aux = _with_tensor_aux(lambda *inputs: _outputs_as_list(*function(*inputs)))
         outputs, transpose, aux = torch.func.vjp(tensor_function, *tensors, has_aux=True)
@@ -168,8 +168,8 @@ _break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)
 
 @private.skip_frame
 def vjp_at_once(*args: Any) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[..., Any]]:
-    in_graph = _is_in_program() and traced.is_differentiated()
-    return traced.vjp(*args[:2]) if in_graph else vjp(*args)
+    in_graph = _is_in_program() and jit_derivatives.is_differentiated()
+    return jit_derivatives.vjp(*args[:2]) if in_graph else vjp(*args)
 
 
 def vmap(
