@@ -85,7 +85,7 @@ def vmap(f: Callable[..., Any], in_axes: Axes = 0, out_axes: Axes = 0) -> Callab
     _require_axes(name, "out_axes", out_axes)
 
     def map_elements(*args: Any, **kwargs: Any) -> Any:
-        function = _MappedFunction(name, f, _axes_of_arguments(name, in_axes, args), out_axes, args, kwargs)
+        function = _MappedFunction(name, f, in_axes, out_axes, args, kwargs)
         # PyTorch (2.13) and TensorFlow (2.21) cannot map no elements.
         is_empty = any(0 in shape[:1] for shape in _shapes_of(function.tensors))
         tensors = list(map(_one_element, function.tensors)) if is_empty else function.tensors
@@ -110,7 +110,7 @@ class _MappedFunction:
         self,
         name: str,
         f: Callable[..., Any],
-        in_axes: list[Any],
+        in_axes: Axes,
         out_axes: Axes,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
@@ -120,10 +120,12 @@ class _MappedFunction:
         self.tensors: list[Any] = []
         self._leaves: list[tuple[bool, Any]] = []
         """Whether each leaf of the arguments is mapped, and the leaf if it is not."""
-        for axis, leaf in itertools.zip_longest(in_axes, leaves_of(self._arguments), fillvalue=0):
-            is_mapped = axis is not None and leaf is not None
-            self._leaves.append((is_mapped, None if is_mapped else arrays_to_tensors(leaf)))
-            if is_mapped:
+        axes = _axes_of_arguments(name, in_axes, args)
+        for axis, leaf in itertools.zip_longest(axes, leaves_of(self._arguments), fillvalue=0):
+            if axis is None or leaf is None:
+                self._leaves.append((False, arrays_to_tensors(leaf)))
+            else:
+                self._leaves.append((True, None))
                 tensor = _as_tensor(name, leaf)
                 self.tensors.append(_move(tensor, _in_range(name, "in_axes", axis, tensor), 0))
         if not self.tensors:
@@ -182,8 +184,6 @@ class _MappedFunction:
 def _move(tensor: Any, source: int, destination: int) -> Any:
     if source == destination:
         return tensor
-    if backend.active.sizes(tensor.shape) is None:
-        return ops.moveaxis(tensor, source, destination)
     # Not `ops.moveaxis`, which PyTorch (2.13) cannot map.
     axes = [axis for axis in range(len(tensor.shape)) if axis != source]
     return ops.transpose(tensor, [*axes[:destination], source, *axes[destination:]])
@@ -241,10 +241,10 @@ def _as_tensor(name: str, leaf: Any) -> Any:
     """Return a leaf of a mapped argument as a tensor."""
     if backend.active.TENSORS[type(leaf)] or is_converted_type(type(leaf)):
         return to_tensor(leaf)
+    problem = "a mapped argument is not an array"
     required = "tensors, arrays, Keras Variables and None in each argument that is mapped"
-    fix = "set the axis of the argument to None. An argument that is passed by keyword is always mapped, so "
-    fix += "pass it by position"
-    raise unusable(TypeError, name, "in_axes", required=required, got=leaf, fix=fix)
+    fix = "set its axis to None in in_axes; an argument by keyword is always mapped, so pass it by position"
+    raise TypeError(message(name, problem, required=required, got=describe(leaf), fix=fix))
 
 
 def _as_result(name: str, leaf: Any) -> Any:

@@ -122,9 +122,12 @@ class GradientLogger(keras.callbacks.Callback):
         records = self.records
         chosen = records[-1:] if step is None else [record for record in records if record.step == step]
         if not chosen:
-            required = f"a recorded step: {', '.join(str(r.step) for r in records[-5:]) or 'there is none'}"
+            problem = "there is no record of this step"
             fix = "pass the logger to `fit` first, or omit the argument"
-            raise unusable(ValueError, "GradientLogger.table", "step", required=required, got=step, fix=fix)
+            recorded = ", ".join(str(record.step) for record in records[-5:])
+            required = "a recorded step" + (f", such as {recorded}" if recorded else "")
+            got = "no records" if step is None else str(step)
+            raise ValueError(message("GradientLogger.table", problem, required=required, got=got, fix=fix))
         return format_record(chosen[0])
 
     def plot(self, of: str = "upstream", statistic: str = "norm") -> "Figure":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from multigrad.callbacks.records import STATISTICS, TENSORS, GradientRecord
-from multigrad.common.errors import unusable
+from multigrad.common.errors import message, unusable
 from multigrad.tracing.plot import import_pyplot
 
 if TYPE_CHECKING:
@@ -29,9 +29,11 @@ def draw(records: Sequence[GradientRecord], of: str, statistic: str) -> "Figure"
             raise unusable(ValueError, _NAME, argument, required=required, got=value, fix=fix)
     names = list(dict.fromkeys(name for record in records for name in getattr(record, of)))
     if not names:
-        required = f"{_TITLES[of]}, in the {len(records)} records"
-        fix = "draw of='gradients'" if records else "pass the logger to `fit` first"
-        raise unusable(ValueError, _NAME, "of", required=required, got=of, fix=fix)
+        problem, required = "there is nothing to draw", f"records with {_TITLES[of]}"
+        got, fix = "no record", "pass the logger to `fit` first"
+        if records:
+            got, fix = f"{len(records)} records without them", "draw of='gradients'"
+        raise ValueError(message(_NAME, problem, required=required, got=got, fix=fix))
     plt = import_pyplot(_NAME)
     from matplotlib.colors import LogNorm, Normalize
 

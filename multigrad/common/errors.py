@@ -184,10 +184,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """Return the names, with a number added to each repeated one. Two variables can have the same name."""
-    distinct: list[str] = []
+    counts: dict[str, int] = {}
+    distinct = []
     for name in names:
-        count = sum([other == name or other.startswith(f"{name} (") for other in distinct])
-        distinct.append(f"{name} ({count + 1})" if count else name)
+        counts[name] = count = counts.get(name, 0) + 1
+        distinct.append(name if count == 1 else f"{name} ({count})")
     return distinct
 
 

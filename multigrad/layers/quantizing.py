@@ -78,7 +78,7 @@ class FakeQuantize(LayerOfSameShape):
         rank = len(input_shape)
         has_axis = self.axis is None or (-rank <= self.axis < rank and input_shape[self.axis] is not None)
         if not has_axis:
-            required = f"{-rank} to {rank - 1}, of a static size, for the shape {shape_text(input_shape)}"
+            required = f"an axis of known size, {-rank} to {rank - 1}, for shape {shape_text(input_shape)}"
             fix = "pass axis=-1 for the last axis, or None for one step for all"
             raise unusable(ValueError, "FakeQuantize", "axis", required=required, got=self.axis, fix=fix)
         shape = () if self.axis is None else (input_shape[self.axis],)

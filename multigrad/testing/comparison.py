@@ -123,7 +123,8 @@ def _require_comparable(chosen: Sequence[str], missing: Sequence[str]) -> None:
     not_installed = [name for name in chosen if name in missing]
     unknown = [name for name in chosen if name not in DIFFERENTIATING]
     if not_installed or unknown or len(set(chosen)) < 2:
-        required = f"two or more of {', '.join(DIFFERENTIATING)}, installed"
+        required = f"two or more of {', '.join(DIFFERENTIATING)}"
+        required += f" that are installed, unlike {', '.join(missing)}" if missing else ""
         fix = "; ".join(map(how_to_add, missing)) or "pass other backends"
         raise unusable(ValueError, _NAME, "backends", required=required, got=chosen, fix=fix)
 

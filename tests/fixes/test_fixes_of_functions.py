@@ -109,7 +109,7 @@ MAPS = [
     Row("with the containers and keys of the value",
         lambda: vmap(lambda d: tripled(d["x"]), ({"y": 0},))({"x": X}),
         lambda: vmap(grad(lambda d: tripled(d["x"])), ({"x": 0},))({"x": X}), {"x": THREE}),
-    Row("set the axis of the argument to None", lambda: vmap(lambda x, n: tripled(x) * n)(X, 2),
+    Row("set its axis to None", lambda: vmap(lambda x, n: tripled(x) * n)(X, 2),
         lambda: vmap(grad(lambda x, n: tripled(x) * n), (0, None))(X, 2), 2.0 * THREE),
     Row("so pass it by position", lambda: vmap(lambda x, n: tripled(x) * n)(X, n=2),
         lambda: vmap(grad(lambda x, n: tripled(x) * n), (0, None))(X, 2), 2.0 * THREE),

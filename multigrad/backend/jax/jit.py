@@ -67,7 +67,7 @@ class _CompiledFunction:
         self._options = options
         self._static_names, self._static_positions = frozenset(static), frozenset(static.values())
         self._programs: dict[Any, _Program] = {}
-        """The programs, by the structures of their arguments, of which static ones are a part."""
+        """The programs, by the structures of their arguments and by the static arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:
@@ -76,10 +76,13 @@ class _CompiledFunction:
             args = tuple([_Static(a) if i in self._static_positions else a for i, a in enumerate(args)])
             kwargs = {k: _Static(a) if k in self._static_names else a for k, a in kwargs.items()}
         arguments = jax.tree.map(_as_argument, (args, kwargs))
-        structure = jax.tree.structure(arguments)
-        program = self._programs.get(structure)
+        static = tuple([leaf for leaf in jax.tree.leaves(arguments, is_leaf=_is_static) if _is_static(leaf)])
+        key = jax.tree.structure(arguments), static  # JAX (0.10) does not hash the static part of a structure
+        try:
+            program = self._programs.get(key)
+        except TypeError as error:
+            raise self._without_hash(static) from error
         if program is None:
-            self._require_hashes(arguments)
             program = _Program(self.name, self._function, self._options, (), ())
         for _ in range(_MOST_TRACES):
             try:
@@ -87,7 +90,7 @@ class _CompiledFunction:
             except _OtherVariables as error:
                 program = program.with_variables(error.read, error.assigned)
                 continue
-            self._programs[structure] = program
+            self._programs[key] = program
             return output
         raise ValueError(
             message(
@@ -99,20 +102,16 @@ class _CompiledFunction:
             )
         )
 
-    def _require_hashes(self, arguments: Any) -> None:
-        """Raise for a static argument without a hash, which may change in place, unlike its program."""
-        leaves = jax.tree.leaves(arguments, is_leaf=_is_static)
-        without = [leaf.value for leaf in leaves if _is_static(leaf) and not _has_hash(leaf)]
-        if without:
-            raise TypeError(
-                message(
-                    self.name,
-                    "a static argument has no hash",
-                    required="arrays, numbers and nested structures of them, or objects that have a hash",
-                    got=", ".join(map(describe, without)),
-                    fix="pass a tuple for a list, or close over the object",
-                )
+    def _without_hash(self, static: Sequence["_Static"]) -> TypeError:
+        return TypeError(
+            message(
+                self.name,
+                "a static argument has no hash",
+                required="arrays, numbers and nested structures of them, or objects that have a hash",
+                got=", ".join([describe(leaf.value) for leaf in static if not _has_hash(leaf)]),
+                fix="pass a tuple for a list, or close over the object",
             )
+        )
 
 
 @jax.tree_util.register_static
@@ -136,6 +135,8 @@ class _Static:
         if self.value is other.value:
             return True
         if isinstance(self.value, keras.Variable) or type(self.value) is not type(other.value):
+            return False
+        if hash(self) != hash(other):  # some objects cannot be compared with others
             return False
         return bool(self.value == other.value)
 

@@ -73,27 +73,25 @@ def _value_and_grad_by_backward_pass(
         weights = [tensor for tensor in tensors[len(tensors) - len(variables) :] if tensor.requires_grad]
         recorded = recording and (depth > 0 or _depends_on_others(value, [*inputs, *weights]))
         gradients = _backward(value, inputs, create_graph=recorded, materialize_grads=True)
+        # A result may share the memory of a weight, which changes in the next step.
+        copy = torch.clone if variables else lambda tensor: tensor
         if recorded:
-            return (value, aux), list(_refuse_in_programs(gradients, inputs, [value]))
+            return _map_tensors(copy, (value, aux)), list(_refuse_in_programs(gradients, inputs, [value]))
         if recording and weights:
             gradients = refuse(gradients, _UNRECORDED, *weights)
-        return _detached((value, aux), inputs), list(gradients)
+        return _map_tensors(lambda tensor: copy(tensor.detach()), (value, aux)), list(gradients)
     finally:
         IN_THREAD.depth = depth
         _mark_ended(inputs)
 
 
-def _detached(structure: Any, inputs: Sequence[torch.Tensor]) -> Any:
-    """Return a structure with its tensors detached. One that is an input is copied: a weight may change."""
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
+    """Return a structure with `function(tensor)` for each of its tensors."""
     if type(structure) in (tuple, list):  # keras.tree takes 20 us here, a tenth of a small gradient
-        return type(structure)([_detached(part, inputs) for part in structure])
-
-    def detach(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.detach().clone() if any([leaf is x for x in inputs]) else leaf.detach()
-
-    return keras.tree.map_structure(detach, structure)
+        return type(structure)([_map_tensors(function, part) for part in structure])
+    return keras.tree.map_structure(
+        lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, structure
+    )
 
 
 _REASON = "a later piece may need the history of this derivative, which is in no graph"
@@ -126,7 +124,7 @@ def _vjp_by_backward_pass(
     """Return the outputs and their pullback, which a backward pass computes."""
     depth = IN_THREAD.depth
     IN_THREAD.depth = depth + 1
-    inputs = _new_inputs(tensors, len(variables))
+    inputs = _new_inputs(tensors)
     try:
         with torch.enable_grad():
             recorded, aux = _call_uncompiled(function, inputs)
@@ -137,7 +135,7 @@ def _vjp_by_backward_pass(
     depends = any([_depends_on_others(output, [*inputs, *weights]) for output in recorded])
     keep_graph = torch.is_grad_enabled() and (depth > 0 or depends)
     # A new list in both cases, so that a rule that closes over the pullback has the same residuals again.
-    outputs, aux = ([*recorded], aux) if keep_graph else _detached([[*recorded], aux], inputs)
+    outputs, aux = ([*recorded], aux) if keep_graph else _map_tensors(torch.Tensor.detach, [[*recorded], aux])
 
     def pullback(upstream: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         pairs = [(output, u) for output, u in zip(recorded, upstream, strict=True) if output.requires_grad]
@@ -243,15 +241,15 @@ _share_memory = private.direct_apply(_SameMemory)
 
 
 @private.skip_frames
-def _new_inputs(tensors: Sequence[torch.Tensor], variables: int) -> list[torch.Tensor]:
+def _new_inputs(tensors: Sequence[torch.Tensor], shared: int = 0) -> list[torch.Tensor]:
     """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it.
 
-    The last tensors are the values of variables, of which a copy would take the memory of a model. Others are
-    copied, so that a change in place loses nothing. No new tensor is a view: compiled code (PyTorch 2.13 to
-    2.15) detaches views, so that a second derivative with respect to one would silently be zero. For other
-    inputs it raises an error.
+    The last `shared` tensors are weights whose gradient is computed at once. A copy would take the memory of
+    a model. Others are copied, so that a change in place loses nothing. No new tensor is a view: compiled
+    code (PyTorch 2.13 to 2.15) detaches views, so that a second derivative with respect to one would silently
+    be zero. For other inputs it raises an error.
     """
-    copies = [torch.clone] * (len(tensors) - variables) + [_share_memory] * variables
+    copies = [torch.clone] * (len(tensors) - shared) + [_share_memory] * shared
     with torch.enable_grad():
         pairs = zip(tensors, copies, strict=True)
         return [copy(t) if t.requires_grad else t.detach().requires_grad_() for t, copy in pairs]

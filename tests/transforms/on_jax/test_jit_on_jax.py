@@ -122,3 +122,23 @@ def test_variables_in_jax_jit(of):
     close(jax.checkpoint(lambda x: jax.numpy.sum(x * 1.0))(array(2.0)), array(2.0))
     with keras.StatelessScope([(w, array(3.0))]):
         close(jax.jit(derivative)(array(2.0)), wanted)
+
+
+def test_static_objects_that_cannot_be_compared():
+    class Unit:
+        def __init__(self, name):
+            self.name = name
+
+        def __hash__(self):
+            return hash(self.name)
+
+        def __eq__(self, other):
+            if self.name != other.name:
+                raise TypeError("other units")
+            return True
+
+    traces = []
+    scaled = jit(lambda x, unit: x * (traces.append(unit.name) or 2.0), static_argnames="unit")
+    for name in ("m", "s", "m"):
+        close(scaled(array(3.0), Unit(name)), 6.0)
+    assert traces.count("s") == traces.count("m") == 1

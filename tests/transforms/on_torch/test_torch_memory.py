@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import CASES, V, W, X, as_meant, each_of
 from keras import ops
-from support import close
+from support import array, close, numpy
 from torch.utils.checkpoint import checkpoint
 from vectors import first, leaves, second
 
@@ -162,27 +162,39 @@ def test_a_rule_that_uses_a_shape_saves_nothing():
     assert (seen, x.grad.tolist()) == ([], [7.0, 7.0, 7.0])
 
 
-@pytest.mark.parametrize(
-    "derivative", [grad, lambda f, **variables: lambda: vjp(f, **variables)[1](ops.sum(X))]
-)
-def test_a_derivative_does_not_copy_weights(derivative):
+def test_a_gradient_does_not_copy_weights():
     """Copies of them would take the memory of a model."""
     weight, seen = keras.Variable(X), []
 
-    def loss():
+    def loss(x):
         seen.append(ops.convert_to_tensor(weight))
-        return ops.sum(weight * weight)
+        return ops.sum(weight * weight * x)
 
-    derivative(loss, variables=[weight])()
+    grad(loss, variables=[weight])(X)
     assert seen[0] is not weight.value
     assert seen[0].data_ptr() == weight.value.data_ptr()
 
 
-def test_a_weight_in_aux_keeps_its_value():
-    weight = keras.Variable(1.0)
-    _, aux = grad(lambda: (weight * weight, weight.value), has_aux=True, variables=[weight])()
-    (output, _), _ = vjp(lambda: (weight.value, weight * weight), variables=[weight])
+PARTS_OF_A_WEIGHT = {
+    "the weight": lambda w: w.value,
+    "a part": lambda w: w[1:],
+    "a view": lambda w: ops.reshape(w, (3, 1)),
+    "a constant": ops.stop_gradient,
+}
+
+
+@pytest.mark.parametrize("part", PARTS_OF_A_WEIGHT.values(), ids=PARTS_OF_A_WEIGHT)
+def test_a_result_keeps_its_value_when_a_weight_changes(part):
+    weight, other = keras.Variable([1.0, 2.0, 3.0]), torch.ones((), requires_grad=True)
+    one = keras.Variable(4.0)
+    wanted = numpy(part(weight)).copy()
+    _, aux = grad(lambda: (ops.sum(weight), part(weight)), has_aux=True, variables=[weight])()
+    # With a history, which is kept.
+    _, recorded = grad(lambda: (ops.sum(weight * other), [part(weight)]), has_aux=True, variables=[weight])()
+    value, _ = value_and_grad(lambda: one[...], variables=[one])()
+    output, pullback = vjp(lambda: (weight * weight, part(weight)), variables=[weight])
     with torch.no_grad():
         weight.value.mul_(5.0)
-    close(aux, 1.0)
-    close(output, 1.0)
+        one.value.mul_(5.0)
+    close((aux, recorded[0], output[1], value), (wanted, wanted, wanted, 4.0))
+    close(pullback((array(1.0, 1.0, 1.0), ops.zeros_like(output[1])))[0], array(2.0, 4.0, 6.0))
