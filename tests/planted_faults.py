@@ -58,19 +58,19 @@ FAULTS = [
         "tests/test_forms.py",
     ),
     Fault(
-        "the right side of an equation has no gradient", "torch", "ops/implicit_equations.py",
+        "the right side of an equation has no gradient", "torch", "ops/implicit/equations.py",
         "return [*super().parameters_at([ops.zeros_like(x) for x in z]), *self.right]",
         "return [*super().parameters_at(z), *map(ops.stop_gradient, self.right)]",
         "tests/ops/test_large_equations.py::test_the_gradient_of_a_linear_equation",
     ),
     Fault(
-        "the second derivative of a solution is lost", "tensorflow", "ops/implicit_equations.py",
+        "the second derivative of a solution is lost", "tensorflow", "ops/implicit/equations.py",
         "w = _tie(adjoint, solved, adjoint_parameters, adjoint_hidden)",
         "w = solved",
         "tests/ops/test_large_equations.py::test_the_second_derivative_of_a_linear_equation",
     ),
     Fault(
-        "the tensors of a minimized function are not found", "jax", "ops/implicit.py",
+        "the tensors of a minimized function are not found", "jax", "ops/implicit/__init__.py",
         "return solution(newton, slope, x0, args, minimizer)",
         "return solution(newton, grad(f), x0, args, minimizer)",
         "tests/ops/test_large_equations.py"

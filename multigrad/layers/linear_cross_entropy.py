@@ -9,7 +9,7 @@ from keras import ops
 from multigrad.common.errors import unusable
 from multigrad.ops.arguments import is_integer, to_python, with_rank_of
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.linear_cross_entropy import check_options, linear_cross_entropy
+from multigrad.ops.vocabulary.linear_cross_entropy import check_options, linear_cross_entropy
 
 _NAME = "LinearCrossEntropy"
 _INITIALIZERS = ("kernel_initializer", "bias_initializer")

@@ -9,8 +9,8 @@ from keras import ops
 from multigrad.common.errors import message, shape_text, unusable
 from multigrad.layers.base import LayerOfSameShape
 from multigrad.ops.arguments import is_integer, is_number, stack_tensors, to_python
-from multigrad.ops.quantizing import fake_quantize, level_range
-from multigrad.ops.vector_quantizing import check_commitment, vector_quantize
+from multigrad.ops.gradient.quantizing import fake_quantize, level_range
+from multigrad.ops.gradient.vector_quantizing import check_commitment, vector_quantize
 
 
 @keras.saving.register_keras_serializable("multigrad")

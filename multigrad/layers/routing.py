@@ -9,7 +9,7 @@ from keras import ops
 from multigrad.common.errors import unusable
 from multigrad.layers.base import LayerOfSameShape
 from multigrad.ops.arguments import to_python
-from multigrad.ops.routing import clip_bound, clip_gradient, reverse_gradient, scale_gradient
+from multigrad.ops.gradient.routing import clip_bound, clip_gradient, reverse_gradient, scale_gradient
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
 

@@ -7,7 +7,7 @@ from keras import ops
 
 from multigrad.layers.base import LayerOfSameShape
 from multigrad.ops.arguments import to_python
-from multigrad.ops.spiking import spike, surrogate_derivative
+from multigrad.ops.gradient.spiking import spike, surrogate_derivative
 
 
 @keras.saving.register_keras_serializable("multigrad")

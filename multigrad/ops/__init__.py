@@ -27,17 +27,14 @@ from keras import ops as _keras_ops
 from multigrad.common.errors import did_you_mean as _did_you_mean
 from multigrad.op import op_custom_gradient
 from multigrad.ops.fixed import FIXED as _FIXED
-from multigrad.ops.host_call import host_call
-from multigrad.ops.implicit import fixed_point, implicit_argmin, implicit_root, linear_solve
-from multigrad.ops.linear_cross_entropy import linear_cross_entropy
-from multigrad.ops.quantizing import (
+from multigrad.ops.gradient.quantizing import (
     clip_straight_through,
     fake_quantize,
     round_straight_through,
     sign_straight_through,
     straight_through,
 )
-from multigrad.ops.routing import (
+from multigrad.ops.gradient.routing import (
     clip_gradient,
     prevent_gradient,
     print_gradient,
@@ -45,10 +42,13 @@ from multigrad.ops.routing import (
     scale_gradient,
     stop_gradient_if,
 )
+from multigrad.ops.gradient.spiking import spike
+from multigrad.ops.gradient.vector_quantizing import vector_quantize
+from multigrad.ops.host_call import host_call
+from multigrad.ops.implicit import fixed_point, implicit_argmin, implicit_root, linear_solve
 from multigrad.ops.spectral import safe_eigh, safe_svd, spectral_function
-from multigrad.ops.spiking import spike
 from multigrad.ops.stable import log1pexp, logcosh, safe_divide, safe_log, safe_norm, safe_sqrt
-from multigrad.ops.vector_quantizing import vector_quantize
+from multigrad.ops.vocabulary.linear_cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
     from keras.ops import *  # noqa: F403  for completion and type checkers

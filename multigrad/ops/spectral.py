@@ -21,7 +21,7 @@ from multigrad.core.variables import Reads
 from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, tensor_of, with_rank_of
 from multigrad.ops.dtypes import EPSILON, REAL_DTYPES, dtype_of
-from multigrad.ops.routing import prevent_gradient
+from multigrad.ops.gradient.routing import prevent_gradient
 
 _DTYPES = ("float32", "float64", *REAL_DTYPES)
 

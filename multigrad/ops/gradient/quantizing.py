@@ -12,7 +12,7 @@ from multigrad.core.signature import name_of
 from multigrad.op import op_custom_gradient
 from multigrad.ops.arguments import Pair, Tensor, floating, is_number, tensor_of, with_python_numbers
 from multigrad.ops.dtypes import cast, dtype_of, has_gradient, wide_dtype
-from multigrad.ops.routing import broadcastable
+from multigrad.ops.gradient.routing import broadcastable
 
 
 def straight_through(fn: Callable[[Any], Any], *, name: str | None = None) -> Callable[[Any], Any]:

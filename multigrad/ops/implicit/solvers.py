@@ -10,7 +10,7 @@ from keras import ops
 from multigrad.calculus.derivatives import vjp
 from multigrad.common.errors import message
 from multigrad.ops.dtypes import dtype_of, nan_unless
-from multigrad.ops.linear_solvers import (
+from multigrad.ops.implicit.linear_solvers import (
     ADJOINT,
     Affine,
     Map,

@@ -20,8 +20,8 @@ from multigrad.core.structure import Layout, split
 from multigrad.core.variables import Pinned, Reads
 from multigrad.op import op_custom_gradient
 from multigrad.ops.dtypes import dtype_of
-from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton, argument_names
-from multigrad.ops.linear_solvers import Affine, Map, Tensors, require_zero
+from multigrad.ops.implicit.linear_solvers import Affine, Map, Tensors, require_zero
+from multigrad.ops.implicit.solvers import FixedPointIteration, Linear, Newton, argument_names
 
 Solver = FixedPointIteration | Linear | Newton
 

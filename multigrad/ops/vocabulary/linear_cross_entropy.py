@@ -27,8 +27,8 @@ from multigrad.ops.arguments import (
     with_python_numbers,
 )
 from multigrad.ops.dtypes import dtype_of, wide_dtype
-from multigrad.ops.head_blocks import Head, LossOptions, over_blocks
 from multigrad.ops.stable import safe_divide
+from multigrad.ops.vocabulary.head_blocks import Head, LossOptions, over_blocks
 
 _NAME = "linear_cross_entropy"
 

@@ -25,8 +25,8 @@ from multigrad.common.errors import require_function
 from multigrad.core.leaves import Symbolic
 from multigrad.keras_graph import node, registry
 from multigrad.ops.arguments import with_python_numbers
-from multigrad.ops.implicit_equations import solution
-from multigrad.ops.implicit_solvers import FixedPointIteration, Linear, Newton
+from multigrad.ops.implicit.equations import solution
+from multigrad.ops.implicit.solvers import FixedPointIteration, Linear, Newton
 
 
 def _solver_op(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""Ops that keep a value, or round it, and have another gradient."""
