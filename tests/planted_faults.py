@@ -70,7 +70,7 @@ FAULTS = [
         "tests/ops/test_large_equations.py::test_the_second_derivative_of_a_linear_equation",
     ),
     Fault(
-        "the tensors of a minimized function are not found", "jax", "ops/implicit/__init__.py",
+        "the tensors of a minimized function are not found", "jax", "ops/implicit/functions.py",
         "return solution(newton, slope, x0, args, minimizer)",
         "return solution(newton, grad(f), x0, args, minimizer)",
         "tests/ops/test_large_equations.py"

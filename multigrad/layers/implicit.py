@@ -9,7 +9,7 @@ from keras import ops
 
 from multigrad.common.errors import shape_text, unusable
 from multigrad.ops.arguments import to_python
-from multigrad.ops.implicit import fixed_point
+from multigrad.ops.implicit.functions import fixed_point
 from multigrad.ops.implicit.solvers import FixedPointIteration
 
 

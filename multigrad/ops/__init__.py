@@ -45,7 +45,7 @@ from multigrad.ops.gradient.routing import (
 from multigrad.ops.gradient.spiking import spike
 from multigrad.ops.gradient.vector_quantizing import vector_quantize
 from multigrad.ops.host_call import host_call
-from multigrad.ops.implicit import fixed_point, implicit_argmin, implicit_root, linear_solve
+from multigrad.ops.implicit.functions import fixed_point, implicit_argmin, implicit_root, linear_solve
 from multigrad.ops.spectral import safe_eigh, safe_svd, spectral_function
 from multigrad.ops.stable import log1pexp, logcosh, safe_divide, safe_log, safe_norm, safe_sqrt
 from multigrad.ops.vocabulary.linear_cross_entropy import linear_cross_entropy
