@@ -85,9 +85,9 @@ def watch(callback: Callable[..., None], tensor: Any) -> Any:
     if tf.executing_eagerly():
         observe(callback, [tensor])
         return tensor
-    # XLA cannot call Python, and names the operation in its error.
+    # XLA cannot call Python, and names the operation in its error. Without a result, no map vectorizes it.
     name = "callback_cannot_run_with_jit_compile"
-    call = tf.numpy_function(lambda array: callback(np.array(array)), [tensor], [], name=name)
+    call = tf.numpy_function(lambda array: callback(np.array(array)) is None, [tensor], tf.bool, name=name)
     with tf.control_dependencies([call]):
         return tf.identity(tensor)
 
