@@ -85,9 +85,14 @@ def watch(callback: Callable[..., None], tensor: Any) -> Any:
     if tf.executing_eagerly():
         observe(callback, [tensor])
         return tensor
-    # XLA cannot call Python, and names the operation in its error. Without a result, no map vectorizes it.
+
+    def call_back(array: np.ndarray) -> bool:
+        callback(np.array(array))
+        return True  # without a result, no map vectorizes the operation
+
+    # XLA cannot call Python, and names the operation in its error.
     name = "callback_cannot_run_with_jit_compile"
-    call = tf.numpy_function(lambda array: callback(np.array(array)) is None, [tensor], tf.bool, name=name)
+    call = tf.numpy_function(call_back, [tensor], tf.bool, name=name)
     with tf.control_dependencies([call]):
         return tf.identity(tensor)
 
