@@ -185,11 +185,14 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def distinct_names(names: Sequence[str]) -> list[str]:
     """Return the names, with a number added to each repeated one. Two variables can have the same name."""
     counts: dict[str, int] = {}
-    distinct = []
+    distinct: dict[str, None] = {}
     for name in names:
-        counts[name] = count = counts.get(name, 0) + 1
-        distinct.append(name if count == 1 else f"{name} ({count})")
-    return distinct
+        new = name
+        while new in distinct:
+            counts[name] = counts.get(name, 1) + 1
+            new = f"{name} ({counts[name]})"
+        distinct[new] = None
+    return list(distinct)
 
 
 def shape_text(shape: object) -> str:

@@ -18,6 +18,8 @@ from multigrad.backend.torch.eager import (
 from multigrad.backend.torch.state import (
     IN_PIECES,
     IN_THREAD,
+    is_compiling,
+    is_empty,
     is_transforming,
     is_transforming_traced,
     no_transforms,
@@ -66,23 +68,41 @@ def _value_and_grad_by_backward_pass(
         with torch.enable_grad():
             # PyTorch (2.13) cannot differentiate the backward pass of a compiled function.
             value, aux = (_call_uncompiled if depth else _call)(function, inputs)
+        weights = [tensor for tensor in tensors[len(tensors) - len(variables) :] if tensor.requires_grad]
+        apart = _apart_from(weights, value)
         if not (inputs and value.requires_grad):
-            return (value, aux), [torch.zeros_like(t) for t in tensors]
+            return _map_tensors(apart, (value, aux)), [torch.zeros_like(t) for t in tensors]
         # Record the backward pass if a second derivative can follow: inside of another gradient, or if the
         # value depends on tensors with a history other than the variables.
-        weights = [tensor for tensor in tensors[len(tensors) - len(variables) :] if tensor.requires_grad]
         recorded = recording and (depth > 0 or _depends_on_others(value, [*inputs, *weights]))
         gradients = _backward(value, inputs, create_graph=recorded, materialize_grads=True)
-        # A result may share the memory of a weight, which changes in the next step.
-        copy = torch.clone if variables else lambda tensor: tensor
+        gradients = list(map(apart, gradients))
         if recorded:
-            return _map_tensors(copy, (value, aux)), list(_refuse_in_programs(gradients, inputs, [value]))
+            return _map_tensors(apart, (value, aux)), list(_refuse_in_programs(gradients, inputs, [value]))
         if recording and weights:
             gradients = refuse(gradients, _UNRECORDED, *weights)
-        return _map_tensors(lambda tensor: copy(tensor.detach()), (value, aux)), list(gradients)
+        return _map_tensors(lambda tensor: apart(tensor.detach()), (value, aux)), list(gradients)
     finally:
         IN_THREAD.depth = depth
         _mark_ended(inputs)
+
+
+def _apart_from(
+    weights: Sequence[torch.Tensor], value: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that copies a tensor if it shares the memory of a weight, which a step changes.
+
+    A result can be a view of a weight, and the gradient that a rule returns can be another weight. While a
+    program is recorded, as when `value` is fake, nothing changes.
+    """
+    is_recorded = is_compiling() or is_empty(value)
+    memory = set() if is_recorded else {weight.untyped_storage().data_ptr() for weight in weights}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        is_dense = memory and tensor.layout is torch.strided
+        return tensor.clone() if is_dense and tensor.untyped_storage().data_ptr() in memory else tensor
+
+    return apart
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
@@ -245,9 +265,9 @@ def _new_inputs(tensors: Sequence[torch.Tensor], shared: int = 0) -> list[torch.
     """Return new tensors with respect to which a derivative is taken. A tensor with a history keeps it.
 
     The last `shared` tensors are weights whose gradient is computed at once. A copy would take the memory of
-    a model. Others are copied, so that a change in place loses nothing. No new tensor is a view: compiled
-    code (PyTorch 2.13 to 2.15) detaches views, so that a second derivative with respect to one would silently
-    be zero. For other inputs it raises an error.
+    a model. Others with a history are copied, so that a change in place loses nothing. No new tensor is a
+    view: compiled code (PyTorch 2.13 to 2.15) detaches views, so that a second derivative with respect to one
+    would silently be zero. For other inputs it raises an error.
     """
     copies = [torch.clone] * (len(tensors) - shared) + [_share_memory] * shared
     with torch.enable_grad():

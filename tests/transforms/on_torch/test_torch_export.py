@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import keras
 import pytest
 import torch
 from cases import CASES, V, W, X, all_as_meant, each_of
@@ -12,7 +13,7 @@ from keras import ops
 from support import close
 from vectors import Module
 
-from multigrad import grad, op_custom_gradient
+from multigrad import grad, op_custom_gradient, value_and_grad
 from multigrad.keras_graph.saving import Unsaved, decode, encode
 
 # A strict export raises a KeyError for a weight that no module holds, with and without an op (PyTorch 2.13).
@@ -208,3 +209,15 @@ def test_a_torch_parameter_is_not_saved():
     with pytest.raises(Unsaved):
         encode(torch.nn.Parameter(torch.ones(2)))
     assert type(decode(encode(ops.ones(2)))) is type(ops.ones(2))
+
+
+def test_a_gradient_with_respect_to_a_weight_is_exported():
+    weight = keras.Variable([1.0, 2.0, 3.0])
+
+    class Slope(torch.nn.Module):
+        def forward(self, x):
+            value, (slope,) = value_and_grad(lambda: (weight * weight * x).sum(), variables=[weight])()
+            return value, slope
+
+    exported = torch.export.export(Slope(), (torch.ones(3),), strict=False).module()
+    close(exported(torch.tensor([1.0, 0.0, 2.0])), (19.0, torch.tensor([2.0, 0.0, 12.0])))

@@ -192,9 +192,20 @@ def test_a_result_keeps_its_value_when_a_weight_changes(part):
     # With a history, which is kept.
     _, recorded = grad(lambda: (ops.sum(weight * other), [part(weight)]), has_aux=True, variables=[weight])()
     value, _ = value_and_grad(lambda: one[...], variables=[one])()
+    _, unused = grad(lambda: (one.value.detach(), part(weight)), has_aux=True, variables=[weight])()
     output, pullback = vjp(lambda: (weight * weight, part(weight)), variables=[weight])
     with torch.no_grad():
         weight.value.mul_(5.0)
         one.value.mul_(5.0)
-    close((aux, recorded[0], output[1], value), (wanted, wanted, wanted, 4.0))
+    close((aux, recorded[0], output[1], unused, value), (wanted, wanted, wanted, wanted, 4.0))
     close(pullback((array(1.0, 1.0, 1.0), ops.zeros_like(output[1])))[0], array(2.0, 4.0, 6.0))
+
+
+@pytest.mark.parametrize("part", [lambda w: w, lambda w: torch.flip(w, (0,)).flip((0,)), lambda w: w.view(3)])
+def test_a_gradient_that_is_another_weight_is_copied(part):
+    """An optimizer changes the weights one after the other."""
+    a, b = keras.Variable([1.0, 2.0, 3.0]), keras.Variable([5.0, 7.0, 11.0])
+    dot = op_custom_gradient(lambda a, b: ((a * b).sum(), lambda u: (part(b), part(a))))
+    gradients = grad(lambda: dot(a, b), variables=[a, b])()
+    keras.optimizers.SGD(1.0).apply(gradients, [a, b])
+    close((a, b), (array(-4.0, -5.0, -8.0), array(4.0, 5.0, 8.0)))
