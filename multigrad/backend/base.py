@@ -180,7 +180,12 @@ class Backend(Protocol):
     def map_rows(self, row: Callable[[Any], Sequence[Any]], upstreams: Any) -> Sequence[Any]:
         """Return the stacked results of a pullback for upstream gradients along the first axis."""
 
-    def vjp_at_once(self, *args: Any) -> tuple[tuple[Sequence[Any], Any], Callable[..., Sequence[Any]]]:
+    def vjp_at_once(
+        self,
+        function: Callable[..., tuple[Sequence[Any], Any]],
+        tensors: Sequence[Any],
+        variables: Sequence[keras.Variable] = (),
+    ) -> tuple[tuple[Sequence[Any], Any], Callable[..., Sequence[Any]]]:
         """Return what `vjp` returns, for a product that is only called next, as by a Jacobian."""
 
     def vmap(

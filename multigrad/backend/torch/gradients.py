@@ -185,9 +185,13 @@ _break_graph_vjp = torch.compiler.disable(_vjp_by_backward_pass, reason=_REASON)
 
 
 @private.skip_frame
-def vjp_at_once(*args: Any) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[..., Any]]:
+def vjp_at_once(
+    function: Callable[..., tuple[Sequence[torch.Tensor], Any]],
+    tensors: Sequence[torch.Tensor],
+    variables: Sequence[Any] = (),
+) -> tuple[tuple[Sequence[torch.Tensor], Any], Callable[..., Any]]:
     in_graph = _is_in_program() and jit_derivatives.is_differentiated()
-    return jit_derivatives.vjp(*args[:2]) if in_graph else vjp(*args)
+    return jit_derivatives.vjp(function, tensors) if in_graph else vjp(function, tensors, variables)
 
 
 def vmap(
