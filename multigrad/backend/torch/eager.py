@@ -51,6 +51,8 @@ class _NodeState(NamedTuple):
     """The state of a node that is not a saved tensor."""
 
     rule: Rule
+    slots: Sequence[int] | None
+    """For each residual the index of its saved tensor. None if no residual occurs twice."""
     autocast: Any
     call: Call | None
     """The call, whose function runs again for a second derivative. None if it need not run again."""
@@ -68,6 +70,13 @@ class _Node(torch.autograd.Function):
         inputs = tensors[: len(run.inputs)]  # the gradients of the others raise errors
         outputs = _new_outputs(run, inputs)
         residuals, closed_over, computed = _residuals_to_save(call, run, inputs, outputs)
+        slots = None
+        if len(residuals) > 1:
+            distinct = dict(zip(map(id, residuals), residuals, strict=True))
+            if len(distinct) < len(residuals):
+                # A residual that occurs twice, such as a weight, is saved once: hooks may copy each.
+                slots = list(map(list(distinct).index, map(id, residuals)))
+                residuals = list(distinct.values())
         # PyTorch restores saved inputs and outputs with their history. For intermediate results, a second
         # derivative runs the function again on the inputs.
         rule = run.rule
@@ -81,17 +90,19 @@ class _Node(torch.autograd.Function):
             ctx.save_for_backward(*residuals)
             ctx.anchors = _anchors([*inputs, *lift(call.f, TENSORS)[0]])
         autocast = current_autocast() if private.is_autocast_anywhere() else None
-        ctx.multigrad = _NodeState(rule, autocast, call, computed, closed_over)
+        ctx.multigrad = _NodeState(rule, slots, autocast, call, computed, closed_over)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
     @private.skip_frames
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        rule, autocast, call, computed, _ = ctx.multigrad
+        rule, slots, autocast, call, computed, _ = ctx.multigrad
         if (autocast or private.is_autocast_anywhere()) and autocast != current_autocast():
             with restore_autocast(autocast):
                 return _Node.backward(ctx, *upstream)
         saved = ctx.saved_tensors
+        if slots is not None:
+            saved = *[saved[slot] for slot in slots], *saved[max(slots) + 1 :]
         if len(upstream) > 1 or (upstream[0] is not None and upstream[0].is_sparse):
             upstream = dense_floating(upstream)
         end = 2 + len(rule.specs)
