@@ -153,12 +153,14 @@ def test_stopped_tensors_and_integers(wrap):
     close(wrap(grad(loss, argnums=(0, 1)))(X, W, n), (array(7.0 * W * n), array(0.0 * W)))
 
 
-def test_a_tensor_that_the_function_stops():
+@FORMS
+def test_a_tensor_that_the_function_stops(form):
     def loss(x, w):
-        op = op_custom_gradient(lambda x: (x * ops.stop_gradient(w), lambda u: u * 7.0 * w))
-        return ops.sum(op(x))
+        return ops.sum(form(lambda x: x * ops.stop_gradient(w), w)(x))
 
     close(grad(loss, argnums=(0, 1))(X, W), (array(7.0 * W), array(0.0 * W)))
+    # One array in two places.
+    close(grad(lambda x: loss(x, x))(X), array(7.0 * X))
 
 
 @WRAPS

@@ -32,11 +32,6 @@ def weighted(function):
 
 
 @op_custom_gradient
-def cube_by_input(x):
-    return x**3, lambda u: u * 3 * x**2 * 7.0
-
-
-@op_custom_gradient
 def cube_by_intermediate(x):
     e = x**2
     return e * x, lambda u: u * 3 * e * 7.0

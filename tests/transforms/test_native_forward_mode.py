@@ -15,10 +15,6 @@ from multigrad.ops import host_call
 X, ALONG = array(0.5, 1.0, 2.5), array(1.0, -1.0, 3.0)
 
 
-def op_with(rule):
-    return op_custom_gradient(lambda x: (x * 2.0, rule))
-
-
 def test_projections_are_linear():
     """The gradients of softmax at an upstream gradient of ones are rounding errors."""
 

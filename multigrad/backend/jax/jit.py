@@ -67,7 +67,7 @@ class _CompiledFunction:
         self._options = options
         self._static_names, self._static_positions = frozenset(static), frozenset(static.values())
         self._programs: dict[Any, _Program] = {}
-        """The programs, by the structures of their arguments and by the static arguments."""
+        """The programs, by the structure of their arguments, and the static ones among the leaves."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:
@@ -76,8 +76,9 @@ class _CompiledFunction:
             args = tuple([_Static(a) if i in self._static_positions else a for i, a in enumerate(args)])
             kwargs = {k: _Static(a) if k in self._static_names else a for k, a in kwargs.items()}
         arguments = jax.tree.map(_as_argument, (args, kwargs))
-        static = tuple([leaf for leaf in jax.tree.leaves(arguments, is_leaf=_is_static) if _is_static(leaf)])
-        key = jax.tree.structure(arguments), static  # JAX (0.10) does not hash the static part of a structure
+        leaves, structure = jax.tree.flatten(arguments, is_leaf=_is_static)
+        static = tuple([leaf if _is_static(leaf) else None for leaf in leaves])
+        key = structure, static
         try:
             program = self._programs.get(key)
         except TypeError as error:
@@ -102,13 +103,13 @@ class _CompiledFunction:
             )
         )
 
-    def _without_hash(self, static: Sequence["_Static"]) -> TypeError:
+    def _without_hash(self, static: Sequence["_Static | None"]) -> TypeError:
         return TypeError(
             message(
                 self.name,
                 "a static argument has no hash",
                 required="arrays, numbers and nested structures of them, or objects that have a hash",
-                got=", ".join([describe(leaf.value) for leaf in static if not _has_hash(leaf)]),
+                got=", ".join([describe(leaf.value) for leaf in static if leaf and not _has_hash(leaf)]),
                 fix="pass a tuple for a list, or close over the object",
             )
         )

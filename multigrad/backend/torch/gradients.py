@@ -250,7 +250,7 @@ def _outputs_as_list(outputs: Sequence[torch.Tensor], aux: Any) -> tuple[list[to
 
 
 class _SameMemory(torch.autograd.Function):
-    """Returns a tensor with the history and the memory of another one, which is no view."""
+    """Returns an alias of a tensor that has its memory and its history, and is no view for PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -392,7 +392,7 @@ def _depends_on_others(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> b
     """Return whether `value` or its gradient depends on a leaf that is not one of the inputs."""
     seen: set[Any] = set()
     reached: set[int] = set()
-    of_inputs = set(map(id, inputs))
+    of_inputs = set(map(id, inputs))  # which are alive, so that no other tensor has these ids
     nodes = [node_of(value)] if value.requires_grad else []
     while nodes:
         node = nodes.pop()
