@@ -670,6 +670,19 @@ def test_an_op_with_a_closure_or_another_default_is_defined_once(maker):
             maker(another)
 
 
+def test_an_op_with_the_default_of_another_parameter_is_another_op():
+    def make_with_default_of(name):
+        def op(x, *, n, m):
+            return x * 2.0, rule
+
+        op.__kwdefaults__ = {name: 1.0}
+        return op_custom_gradient(op, name="names>either")
+
+    assert make_with_default_of("n") is make_with_default_of("n")
+    with pytest.raises(ValueError, match="names>either: the name is registered"):
+        make_with_default_of("m")
+
+
 def test_a_partial_is_registered_once():
     part = functools.partial(lambda n, x: (x * 2.0, rule), 7.0)
     op = op_custom_gradient(part, name="names>partial")

@@ -192,7 +192,7 @@ def _is_same(old: _Definition, new: _Definition) -> bool:
     return is_same and old.higher_order == new.higher_order
 
 
-def _parts(f: Any) -> list[Any]:
-    """Return the code of a function, and the ids of what it reads: its globals and defaults."""
-    values = [f.__globals__, *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
-    return [f.__code__, *map(id, values)]
+def _parts(f: Any) -> tuple[Any, ...]:
+    """Return the code of a function, its globals and its defaults, all but the code by their ids."""
+    keywords = {name: id(value) for name, value in (f.__kwdefaults__ or {}).items()}
+    return f.__code__, id(f.__globals__), [*map(id, f.__defaults__ or ())], keywords
