@@ -95,8 +95,9 @@ def _apart_from(
     A result can be a view of a weight, and the gradient that a rule returns can be another weight. While a
     program is recorded, as when `value` is fake, nothing changes.
     """
-    is_recorded = is_compiling() or is_empty(value)
-    memory = set() if is_recorded else {weight.untyped_storage().data_ptr() for weight in weights}
+    memory = set()
+    if weights and not (is_compiling() or is_empty(value)):
+        memory = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         is_dense = memory and tensor.layout is torch.strided
